@@ -1,0 +1,72 @@
+"""The contract between an architecture and everybody else, and the attention they share.
+
+Knows: what a model is (ids and layer caches in, hidden states out, logits on demand). Must not
+know: which architectures there are, where weights come from, who calls.
+
+An architecture is one file, named as `model_type` in config.json, that exports `Config` and
+`Model`. It reads top-down: Attention, MLP, Block, Model. Parameter names are those of the
+checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar, Protocol, Self
+
+import mlx.core as mx
+
+from models.kv import LayerCache, Mask
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot become a model; the message names what is wrong with it."""
+
+
+class Config:
+    """Base of the frozen dataclass in which an architecture lists the keys that it reads."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Take the keys that the architecture knows; a missing one without default is an error."""
+        known = fields(cls)
+        missing = [
+            f.name
+            for f in known
+            if f.default is MISSING and f.default_factory is MISSING and f.name not in config
+        ]
+        if missing:
+            raise ModelError(f"config.json lacks {', '.join(missing)}")
+        return cls(**{f.name: config[f.name] for f in known if f.name in config})
+
+
+class Model(Protocol):
+    """What `models.build` returns. Implementations are mlx.nn.Module."""
+
+    def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
+        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[..., D] hidden states -> [..., V] logits. Apart from __call__, so that a prefill never
+        pays for logits that nobody reads."""
+        ...
+
+    def make_kv(self) -> list[LayerCache]:
+        """Empty caches, one a layer, each of the kind that the layer needs."""
+        ...
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Checkpoint names -> our names; drops tensors that are known to be redundant."""
+        ...
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask
+) -> mx.array:
+    """softmax(scale * Q K^T + mask) V.
+
+    queries [B, Hq, L, D], keys and values [B, Hkv, S, D] with Hq a multiple of Hkv -> [B, Hq, L, D].
+    "causal" aligns the last query with the last key.
+    """
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)

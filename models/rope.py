@@ -1,0 +1,150 @@
+"""Rotary position embeddings and the ways to stretch them.
+
+Knows: config.json's `rope_scaling` / `rope_parameters` vocabulary. Must not know: layers.
+
+Source of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
+Peng et al. 2023 (yarn); Llama 3.1's released config (llama3). Parameter names and defaults are
+those of Hugging Face transformers, `modeling_rope_utils.py`, since checkpoints are written for it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from models.base import ModelError
+
+Scaling = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotates the first `dims` of each head, halves against each other (as HF Llama does).
+
+    periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: what yarn multiplies
+    cosine and sine with.
+    """
+
+    dims: int
+    periods: mx.array
+    magnitude: float = 1.0
+
+    def __call__(self, x: mx.array, offset: int) -> mx.array:
+        """x [B, H, L, D], whose first position is `offset` -> the same, rotated."""
+        if self.magnitude != 1.0:
+            head, tail = x[..., : self.dims], x[..., self.dims :]
+            x = mx.concatenate([head * self.magnitude, tail], axis=-1)
+        return mx.fast.rope(
+            x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self.periods
+        )
+
+
+def make_rope(
+    *, dims: int, theta: float, max_positions: int, scaling: Scaling | None = None
+) -> Rope:
+    """scaling: the object in config.json, or None. Raises ModelError for a kind not known here."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _KINDS:
+        raise ModelError(
+            f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_KINDS))})"
+        )
+    try:
+        inverse, magnitude = _KINDS[kind](_inverse(dims, theta), dims, theta, max_positions, scaling)
+    except KeyError as missing:
+        raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
+    return Rope(dims=dims, periods=mx.array([1.0 / f for f in inverse]), magnitude=magnitude)
+
+
+def rope_settings(config: Any) -> tuple[float, Scaling | None]:
+    """(theta, scaling) from either spelling: `rope_theta` + `rope_scaling`, or the newer
+    `rope_parameters`, which holds both."""
+    if config.rope_parameters is not None:
+        return config.rope_parameters.get("rope_theta", config.rope_theta), config.rope_parameters
+    return config.rope_theta, config.rope_scaling
+
+
+Inverse = list[float]
+Scaled = tuple[Inverse, float]
+
+
+def _inverse(dims: int, theta: float) -> Inverse:
+    return [theta ** (-i / dims) for i in range(0, dims, 2)]
+
+
+def _default(inverse: Inverse, *_: Any) -> Scaled:
+    return inverse, 1.0
+
+
+def _linear(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+    return [f / scaling["factor"] for f in inverse], 1.0
+
+
+def _dynamic(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+    """Dynamic NTK leaves positions below max_position_embeddings alone and changes all angles
+    with each one beyond. We serve the context that the config names, so it never acts: keys
+    rotated at different lengths would not be comparable (DECISIONS.md, 2026-11-21)."""
+    assert scaling["factor"] >= 1
+    return inverse, 1.0
+
+
+def _llama3(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    factor = scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+
+    def scaled(f: float) -> float:
+        turns = original * f / (2 * math.pi)
+        if turns < low:
+            return f / factor
+        if turns > high:
+            return f
+        blend = (turns - low) / (high - low)
+        return (1 - blend) * f / factor + blend * f
+
+    return [scaled(f) for f in inverse], 1.0
+
+
+def _yarn(inverse: Inverse, dims: int, theta: float, max_positions: int, scaling: Scaling) -> Scaled:
+    """Interpolate the dimensions that turn less than beta_slow times over the original context,
+    keep those that turn more than beta_fast times, ramp between."""
+    factor = scaling["factor"]
+    original = scaling.get("original_max_position_embeddings") or max_positions
+
+    def dimension(turns: float) -> float:
+        return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(scaling.get("beta_fast") or 32)
+    high = dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    span = (high - low) or 0.001
+    ramp = [min(max((i - low) / span, 0.0), 1.0) for i in range(len(inverse))]
+    return [f / factor * r + f * (1 - r) for f, r in zip(inverse, ramp, strict=True)], _magnitude(
+        factor, scaling
+    )
+
+
+def _magnitude(factor: float, scaling: Scaling) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+_KINDS: Mapping[str, Callable[[Inverse, int, float, int, Scaling], Scaled]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,28 @@
+"""Fixtures that every room's tests may use."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests import tiny
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+# the same examples on every run: a red build must be red again when somebody looks
+settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.load_profile("reproducible")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real tokenizers, templates and small trained models. Not part of the repository."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared/data (real tokenizers, templates, models), which is not here")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer Llama and a byte tokenizer."""
+    return tiny.write(tmp_path_factory.mktemp("models") / "tiny")

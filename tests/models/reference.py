@@ -1,0 +1,57 @@
+"""The arithmetic of the papers in float64 numpy, written apart from the code under test."""
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def attention(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
+    """queries [Hq, L, D], keys, values [Hkv, S, D], visible [L, S] bool -> [Hq, L, D]."""
+    group = queries.shape[0] // keys.shape[0]
+    keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
+    scores = queries @ keys.transpose(0, 2, 1) / np.sqrt(queries.shape[-1])
+    scores = np.where(visible, scores, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    return scores / scores.sum(-1, keepdims=True) @ values
+
+
+def rotate(x: Array, angles: Array) -> Array:
+    """x [H, L, D] by angles [L, D/2], first half against second half."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+    )
+
+
+def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> Array:
+    """Logits [L, V] of a Llama with plain RoPE."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config["hidden_size"] // heads
+    inverse = config.get("rope_theta", 10000.0) ** (-np.arange(0, size, 2) / size)
+    angles = np.arange(len(ids))[:, None] * inverse
+    causal = np.tril(np.ones((len(ids), len(ids)), bool))
+    x = weights["model.embed_tokens.weight"][ids]
+
+    def norm(x: Array, name: str) -> Array:
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"])
+        return x / scale * weights[f"{name}.weight"]
+
+    def heads_of(x: Array, name: str, count: int) -> Array:
+        out = x @ weights[f"{name}.weight"].T
+        return out.reshape(len(ids), count, size).transpose(1, 0, 2)
+
+    for i in range(config["num_hidden_layers"]):
+        block = f"model.layers.{i}"
+        h = norm(x, f"{block}.input_layernorm")
+        q = rotate(heads_of(h, f"{block}.self_attn.q_proj", heads), angles)
+        k = rotate(heads_of(h, f"{block}.self_attn.k_proj", kv_heads), angles)
+        v = heads_of(h, f"{block}.self_attn.v_proj", kv_heads)
+        mixed = attention(q, k, v, causal).transpose(1, 0, 2).reshape(len(ids), -1)
+        x = x + mixed @ weights[f"{block}.self_attn.o_proj.weight"].T
+        h = norm(x, f"{block}.post_attention_layernorm")
+        gate, up = (h @ weights[f"{block}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{block}.mlp.down_proj.weight"].T
+    return norm(x, "model.norm") @ weights["lm_head.weight"].T

@@ -1,0 +1,85 @@
+"""The Llama architecture against float64 numpy and against published models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.base import Model
+
+from tests import tiny
+from tests.models import reference
+
+IDS = [5, 250, 17, 17, 99, 3, 180, 42, 7]
+
+
+def logits(model: Model, ids: list[int], chunks: list[int] | None = None) -> Any:
+    """[L, V], evaluated in pieces of the given lengths."""
+    kv, start, parts = model.make_kv(), 0, []
+    for length in chunks or [len(ids)]:
+        parts.append(model.logits(model(mx.array([ids[start : start + length]]), kv)))
+        start += length
+    return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_logits_are_those_of_the_formulas(kv_heads: int) -> None:
+    config = {**tiny.CONFIG, "num_key_value_heads": kv_heads}
+    weights = tiny.weights(config, seed=3)
+    exact = {name: np.array(array).astype(np.float64) for name, array in weights.items()}
+    wanted = reference.llama(config, exact, IDS)
+    got = logits(models.build(config, weights), IDS)
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 9, [4, 5], [8, 1], [1, 7, 1]])
+def test_a_sequence_may_be_evaluated_in_any_pieces(chunks: list[int]) -> None:
+    model = models.build(tiny.CONFIG, tiny.weights())
+    np.testing.assert_allclose(logits(model, IDS, chunks), logits(model, IDS), atol=1e-4)
+
+
+def test_a_tied_model_uses_its_embeddings_as_its_head() -> None:
+    config = {**tiny.CONFIG, "tie_word_embeddings": True}
+    weights = tiny.weights(config)
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = mx.zeros((2, 2))  # some checkpoints bring one all the same
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = mx.zeros((2,))
+    untied = {**tiny.weights(config), "lm_head.weight": weights["model.embed_tokens.weight"]}
+    np.testing.assert_array_equal(
+        logits(models.build(config, weights), IDS), logits(models.build(tiny.CONFIG, untied), IDS)
+    )
+
+
+def test_biases_are_used_when_the_config_says_so() -> None:
+    config = {**tiny.CONFIG, "attention_bias": True, "mlp_bias": True}
+    weights = tiny.weights(config)
+    plain = {name: array for name, array in weights.items() if not name.endswith(".bias")}
+    biased = logits(models.build(config, weights), IDS)
+    assert not np.allclose(biased, logits(models.build(tiny.CONFIG, plain), IDS))
+    zeros = {n: mx.zeros_like(a) if n.endswith(".bias") else a for n, a in weights.items()}
+    np.testing.assert_allclose(
+        logits(models.build(config, zeros), IDS),
+        logits(models.build(tiny.CONFIG, plain), IDS),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("name", ["stories260K", "babyllama-361"])
+def test_prompt_logprobs_of_a_trained_model_agree_with_the_published_ones(
+    shared: Path, name: str
+) -> None:
+    folder = shared / "models" / name
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    rows = (folder / "anchors" / "prompt_logprobs.jsonl").read_text().splitlines()
+    assert rows
+    for row in map(json.loads, rows):
+        ids = mx.array([row["ids"]])
+        scores = model.logits(model(ids, model.make_kv()))
+        logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+        got = mx.take_along_axis(logprobs[0, :-1], ids[0, 1:, None], axis=-1)[:, 0]
+        np.testing.assert_allclose(np.array(got), row["prompt_logprobs"][1:], atol=1e-4)

@@ -1,0 +1,84 @@
+"""A model folder small enough to make in milliseconds: two layers, random weights from a seed.
+
+The tokenizer is byte-level, so any text goes in and comes out: ids 0 to 255 are bytes, then come
+the special tokens. Logits are spread widely, so that near-ties are rare.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from models import llama
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+BOS, END = 256, 257
+VOCAB = 258
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": END,
+}
+
+
+def weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, mx.array]:
+    """Every tensor that the Llama of `config` needs, by name, drawn from `seed`."""
+    rng = np.random.default_rng(seed)
+    shapes: Any = tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters())
+    drawn: dict[str, mx.array] = {}
+    for name, array in shapes:
+        scale = 4.0 if "lm_head" in name else 1.0
+        values = rng.standard_normal(array.shape) * scale / np.sqrt(array.shape[-1])
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * rng.standard_normal(array.shape)
+        drawn[name] = mx.array(values.astype(np.float32))
+    return drawn
+
+
+def tokenizer() -> Tokenizer:
+    """One token a byte; <s> and </s> behind."""
+    # byte-level BPE writes bytes as printable characters; the alphabet lists them
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    return made
+
+
+def _byte_of(character: str) -> int:
+    """GPT-2's map: printable Latin-1 stands for itself, the rest are moved behind U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if ord(character) in printable:
+        return ord(character)
+    return [b for b in range(256) if b not in printable][ord(character) - 256]
+
+
+def write(folder: Path, *, seed: int = 0, chat: bool = True, **changes: Any) -> Path:
+    """A model folder in the layout of the Hugging Face hub. changes: keys of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights(config, seed))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    described: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
+    if chat:
+        described["chat_template"] = CHAT_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
