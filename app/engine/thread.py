@@ -1,0 +1,134 @@
+"""The one thread that touches MLX: it loads the model, runs the loop, and drops it all.
+
+Knows: a function that loads, a function that listens. Must not know: asyncio, HTTP, which process
+it lives in. Arrays and streams belong to the thread that made them, so only plain data crosses:
+commands come in through a queue, messages go out through `post`, called on this thread.
+"""
+
+import gc
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from app.core.errors import AppError
+from app.core.jobs import Job, Step
+from app.engine.loop import Loop
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """progress: 0 to 100. memory: bytes held by the allocator."""
+
+    progress: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The thread has ended. error: what loading, or an assertion of ours, had to say."""
+
+    error: Exception
+
+
+Message = Loading | Ready | Failed | Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submit:
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cancel:
+    job: str
+    keep: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stop:
+    pass
+
+
+_Command = _Submit | _Cancel | _Stop
+
+Load = Callable[[Callable[[int, int], None]], Loop]
+
+
+class EngineThread:
+    """load: called on the thread with a function that reports (percent, bytes).
+    post: gets every message; must not block."""
+
+    def __init__(self, load: Load, post: Callable[[Message], None]) -> None:
+        self._load = load
+        self._post = post
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._stopping = False  # written by the thread itself only
+        self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._inbox.put(_Submit(job=job))
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        self._inbox.put(_Cancel(job=job, keep=keep))
+
+    def stop(self) -> None:
+        """Ask the thread to end; it does so between two steps."""
+        self._inbox.put(_Stop())
+
+    def join(self, timeout: float) -> bool:
+        """Whether the thread has ended within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._live()
+        except AppError as error:
+            self._post(Failed(error=error))
+        except Exception as error:
+            log.exception("the engine thread ended")
+            self._post(Failed(error=error))
+        finally:
+            gc.collect()
+            mx.clear_cache()
+            mx.clear_streams()
+
+    def _live(self) -> None:
+        loop = self._load(lambda done, memory: self._post(Loading(progress=done, memory=memory)))
+        self._post(Ready(memory=mx.get_active_memory()))
+        while True:
+            self._obey(loop)
+            if self._stopping:
+                return
+            self._post(loop.step())
+
+    def _obey(self, loop: Loop) -> None:
+        """Carry out what has been asked; with nothing to do, wait until something is."""
+        if loop.idle:
+            loop.check()
+            self._carry_out(self._inbox.get(), loop)
+        while not self._inbox.empty():
+            self._carry_out(self._inbox.get(), loop)
+
+    def _carry_out(self, command: _Command, loop: Loop) -> None:
+        match command:
+            case _Submit():
+                loop.submit(command.job)
+            case _Cancel():
+                loop.cancel(command.job, keep=command.keep)
+            case _Stop():
+                self._stopping = True

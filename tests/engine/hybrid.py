@@ -1,0 +1,84 @@
+"""A toy architecture with one layer of each kind of cache, to hold the engine to its contract.
+
+Layer 0 attends to everything, layer 1 through a window, layer 2 keeps a decaying sum.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from models.base import attention
+from models.kv import KVCache, LayerCache, RecurrentCache, RotatingKVCache
+from models.rope import make_rope
+
+from tests import tiny
+
+WIDTH, HEADS, WINDOW, DECAY = 16, 2, 6, 0.9
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self._rope = make_rope(dims=WIDTH // HEADS, theta=10000.0, max_positions=4096)
+
+    def __call__(self, x: mx.array, kv: Any) -> mx.array:
+        batch, length, _ = x.shape
+        q, k, v = (
+            part.reshape(batch, length, HEADS, -1).transpose(0, 2, 1, 3)
+            for part in mx.split(self.qkv(x), 3, axis=-1)
+        )
+        mask = kv.mask(length)
+        keys, values = kv.update(self._rope(k, kv.offset), v)
+        # offset has moved on: the queries start where the keys did
+        q = self._rope(q, kv.offset - length)
+        out = attention(q, keys, values, scale=(WIDTH // HEADS) ** -0.5, mask=mask)
+        return out.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+
+
+class Recur(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
+        state = kv[0]
+        if state is None:
+            state = mx.zeros((x.shape[0], WIDTH))
+        drive, out = self.into(x), []
+        for position in range(x.shape[1]):
+            state = DECAY * state + drive[:, position]
+            out.append(state)
+        kv[0] = state
+        kv.advance(x.shape[1])
+        return mx.stack(out, axis=1)
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0, kinds: str = "kwr") -> None:
+        """kinds: k for full attention, w for windowed, r for recurrent; one letter a layer."""
+        super().__init__()
+        self.kinds = kinds
+        self.embed = nn.Embedding(tiny.VOCAB, WIDTH)
+        self.layers = [Recur() if kind == "r" else Attend() for kind in kinds]
+        self.head = nn.Linear(WIDTH, tiny.VOCAB, bias=False)
+        mx.random.seed(seed)
+        self.apply(lambda array: mx.random.normal(array.shape) / WIDTH**0.5 * 1.5)
+        mx.eval(self.parameters())
+
+    def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
+        x = self.embed(tokens)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x = x + layer(mx.fast.rms_norm(x, None, 1e-5), layer_kv)
+        return mx.fast.rms_norm(x, None, 1e-5)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return 3 * self.head(hidden)
+
+    def make_kv(self) -> list[LayerCache]:
+        made = {"k": KVCache, "w": lambda: RotatingKVCache(WINDOW), "r": lambda: RecurrentCache(1)}
+        return [cast(LayerCache, made[kind]()) for kind in self.kinds]
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return weights
