@@ -66,7 +66,7 @@ def attention(
 ) -> mx.array:
     """softmax(scale * Q K^T + mask) V.
 
-    queries [B, Hq, L, D], keys and values [B, Hkv, S, D] with Hq a multiple of Hkv -> [B, Hq, L, D].
+    queries [B, Hq, L, D], keys and values [B, Hkv, S, D], Hq a multiple of Hkv -> [B, Hq, L, D].
     "causal" aligns the last query with the last key.
     """
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)

@@ -234,8 +234,8 @@ class RotatingKVCache:
         assert self._keys is not None
         assert self._values is not None
         # a ring is always full, so there is no free room to mind
-        self._keys = mx.roll(self._keys[..., : self._length, :], -self._head, axis=2)
-        self._values = mx.roll(self._values[..., : self._length, :], -self._head, axis=2)
+        self._keys = mx.roll(self._keys[..., : self._length, :], -self._head, 2)
+        self._values = mx.roll(self._values[..., : self._length, :], -self._head, 2)
         self._head = 0
 
     def _keep_last(self, count: int) -> None:

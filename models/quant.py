@@ -23,7 +23,7 @@ def quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if "bits" not in found or "group_size" not in found:
         method = found.get("quant_method", "unknown")
         raise ModelError(
-            f"weights quantised with {method!r} are not supported: convert the model to MLX's format"
+            f"weights quantised with {method!r} are not supported: convert the model for MLX"
         )
     return found
 

@@ -52,7 +52,9 @@ def make_rope(
             f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_KINDS))})"
         )
     try:
-        inverse, magnitude = _KINDS[kind](_inverse(dims, theta), dims, theta, max_positions, scaling)
+        inverse, magnitude = _KINDS[kind](
+            _inverse(dims, theta), dims, theta, max_positions, scaling
+        )
     except KeyError as missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
     return Rope(dims=dims, periods=mx.array([1.0 / f for f in inverse]), magnitude=magnitude)
@@ -108,7 +110,9 @@ def _llama3(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> 
     return [scaled(f) for f in inverse], 1.0
 
 
-def _yarn(inverse: Inverse, dims: int, theta: float, max_positions: int, scaling: Scaling) -> Scaled:
+def _yarn(
+    inverse: Inverse, dims: int, theta: float, max_positions: int, scaling: Scaling
+) -> Scaled:
     """Interpolate the dimensions that turn less than beta_slow times over the original context,
     keep those that turn more than beta_fast times, ramp between."""
     factor = scaling["factor"]

@@ -11,8 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from models import llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from models import llama
 
 BOS, END = 256, 257
 VOCAB = 258

@@ -68,7 +68,7 @@ class Sampling:
 
     @staticmethod
     def layered(*layers: Mapping[str, SamplingValue]) -> "Sampling":
-        """Our defaults, overridden by each layer in turn (the model's defaults, then the request)."""
+        """Our defaults, overridden by each layer in turn: the model's, then the request's."""
         merged: dict[str, SamplingValue] = {}
         for layer in layers:
             merged.update(layer)

@@ -6,21 +6,22 @@ from, requests. Runs on the engine thread, like everything that touches a tensor
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import models
 from mlx.utils import tree_flatten
-from models.base import Model, ModelError
-from models.kv import LayerCache
 from safetensors import SafetensorError, safe_open
 
+import models
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine.loop import Loop
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.scheduler import Limits
+from models.base import Model, ModelError
+from models.kv import LayerCache
 
 # bytes evaluated between two reports of progress
 _GROUP = 64 << 20
@@ -79,7 +80,8 @@ def _open(shard: Path) -> dict[str, mx.array]:
 
 def _evaluate(model: nn.Module, report: Report) -> None:
     """Read the weights, a group at a time, so that progress can be told."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
+    flat: Any = tree_flatten(model.parameters())
+    arrays: list[mx.array] = [array for _, array in flat]
     total = sum(array.nbytes for array in arrays) or 1
     done, group, size = 0, list[mx.array](), 0
     report(0, mx.get_active_memory())

@@ -179,9 +179,7 @@ def _top_p(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
 def _min_p(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
     """Drop what is less likely than min_p times the most likely (Nguyen et al. 2024)."""
     least = mx.log(_column(rows, lambda row: row.sampling.min_p))  # log 0 = -inf drops nothing
-    return mx.where(
-        logits - mx.max(logits, axis=-1, keepdims=True) >= least, logits, -mx.inf
-    )
+    return mx.where(logits - mx.max(logits, axis=-1, keepdims=True) >= least, logits, -mx.inf)
 
 
 def _draw(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
@@ -191,9 +189,7 @@ def _draw(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
     silent = mx.zeros((logits.shape[-1],))
     noise = mx.stack(
         [
-            silent
-            if row.greedy
-            else mx.random.gumbel((logits.shape[-1],), key=row.next_key())
+            silent if row.greedy else mx.random.gumbel((logits.shape[-1],), key=row.next_key())
             for row in rows
         ]
     )

@@ -1,6 +1,7 @@
 """Layering of sampling settings."""
 
 import pytest
+
 from app.core.requests import Sampling
 
 

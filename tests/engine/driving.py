@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-import models
 import numpy as np
+
+import models
 from app.core.jobs import Ended, Job, Prefilled, Started, Token
 from app.core.requests import Sampling
 from app.engine.loop import Loop
@@ -14,7 +15,6 @@ from app.engine.prefix.single import SinglePrefixCache
 from app.engine.scheduler import Limits
 from models.base import Model
 from models.kv import LayerCache
-
 from tests import tiny
 
 # two logits closer than this may change places between equally right computations
@@ -127,5 +127,5 @@ def greedy(model: Model, ids: Sequence[int], count: int) -> list[int]:
     known = list(ids)
     for _ in range(count):
         hidden = model(mx.array([known]), model.make_kv())
-        known.append(int(mx.argmax(model.logits(hidden[:, -1])[0]).item()))
+        known.append(cast(int, mx.argmax(model.logits(hidden[:, -1])[0]).item()))
     return known[len(ids) :]

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+
 from models.base import attention
 from models.kv import KVCache, LayerCache, RecurrentCache, RotatingKVCache
 from models.rope import make_rope
-
 from tests import tiny
 
 WIDTH, HEADS, WINDOW, DECAY = 16, 2, 6, 0.9
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
     def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
         x = self.embed(tokens)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        for layer, layer_kv in zip(cast(list[Any], self.layers), kv, strict=True):
             x = x + layer(mx.fast.rms_norm(x, None, 1e-5), layer_kv)
         return mx.fast.rms_norm(x, None, 1e-5)
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from app.engine.loop import Loop
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from models.base import Model
 
+from app.engine.loop import Loop
+from models.base import Model
 from tests.engine import hybrid
 from tests.engine.driving import (
     assert_same,
@@ -75,7 +75,9 @@ def test_a_prompt_of_one_token_is_answered(model: Model) -> None:
 
 @examples(max_examples=40)
 @given(
-    prompts=st.lists(st.tuples(Ids, st.integers(0, 40), st.none() | st.integers(0, 12)), max_size=4),
+    prompts=st.lists(
+        st.tuples(Ids, st.integers(0, 40), st.none() | st.integers(0, 12)), max_size=4
+    ),
     final=Ids,
     shared=st.integers(0, 40),
     temperature=st.sampled_from([0.0, 1.0]),

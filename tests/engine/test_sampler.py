@@ -1,14 +1,15 @@
 """Each sampling stage against its definition, and the draw against its distribution."""
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from app.core.requests import Sampling
-from app.engine.sampler import RowState, sample
 from hypothesis import given
 from hypothesis import strategies as st
+
+from app.core.requests import Sampling
+from app.engine.sampler import RowState, sample
 
 VOCAB = 12
 DRAWS = 4000
@@ -34,7 +35,7 @@ def drawn(logits: Any, **knobs: Any) -> Any:
 
 def greedy(logits: Any, **knobs: Any) -> int:
     token = sample(mx.array([logits]), [row(temperature=0.0, **knobs)]).tokens
-    return int(token[0].item())
+    return cast(int, token[0].item())
 
 
 def nucleus(p: Any, top_p: float) -> Any:
@@ -57,7 +58,7 @@ DISTRIBUTIONS: list[tuple[dict[str, Any], Any]] = [
     ({"top_k": 10**6}, P),
     ({"top_p": 0.7}, np.where(nucleus(P, 0.7), P, 0)),
     ({"top_p": 0.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
-    ({"min_p": 0.3}, np.where(P >= 0.3 * P.max(), P, 0)),
+    ({"min_p": 0.3}, np.where(0.3 * P.max() <= P, P, 0)),
     ({"min_p": 1.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
     (
         {"top_k": 5, "temperature": 2.0, "top_p": 0.8, "min_p": 0.5},
@@ -128,7 +129,7 @@ def test_penalties_look_at_the_window_prompt_included(
             wanted[token] -= knobs.get("presence_penalty", 0.0)
             wanted[token] -= knobs.get("frequency_penalty", 0.0) * window.count(token)
         token = sample(mx.array([logits]), [state]).tokens
-        chosen = int(token[0].item())
+        chosen = cast(int, token[0].item())
         assert wanted[chosen] == pytest.approx(wanted.max(), abs=1e-5)
         state.saw(token, history)
         history.append(chosen)
@@ -140,14 +141,14 @@ def test_a_draw_depends_on_the_seed_and_its_number_only() -> None:
         for i in range(20):
             beside = [row(seed=100 + i + n, top_k=2, temperature=0.3) for n in range(neighbours)]
             table = mx.array([LOGITS] * (1 + neighbours))
-            out.append(int(sample(table, [state, *beside]).tokens[0].item()))
+            out.append(cast(int, sample(table, [state, *beside]).tokens[0].item()))
         return out
 
     assert sequence(1) == sequence(1)
     assert sequence(1) == sequence(1, neighbours=3)
     assert sequence(1) != sequence(2)
     assert sequence(-1) != sequence(1)
-    assert sequence(2**64 - 1) == sequence(-1), "seeds are taken modulo 2^64"
+    assert sequence((1 << 64) - 1) == sequence(-1), "seeds are taken modulo 2^64"
 
 
 def test_rows_of_a_batch_are_sampled_as_if_alone() -> None:

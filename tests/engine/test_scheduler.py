@@ -1,8 +1,9 @@
 """The scheduling policy: pure, so every case is a line."""
 
-from app.engine.scheduler import Limits, admissions, prefill_shares
 from hypothesis import given
 from hypothesis import strategies as st
+
+from app.engine.scheduler import Limits, admissions, prefill_shares
 
 Counts = st.integers(0, 50)
 

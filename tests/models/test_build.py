@@ -4,11 +4,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import models
 import numpy as np
 import pytest
-from models.base import ModelError
 
+import models
+from models.base import ModelError
 from tests import tiny
 from tests.models.test_llama import IDS, logits
 
@@ -20,11 +20,10 @@ def quantised(spec: dict[str, Any], **layers: Any) -> tuple[dict[str, Any], dict
     """A config and MLX-quantised tensors; layers: path (with _ for .) -> own bits, or None."""
     weights = tiny.weights(CONFIG)
     packed: dict[str, mx.array] = {}
-    own = {path: bits for path, bits in layers.items()}
     config: dict[str, Any] = {**CONFIG, "quantization": dict(spec)}
     for name, array in weights.items():
         path = name.removesuffix(".weight")
-        bits = own.get(path.replace(".", "_"), spec["bits"])
+        bits = layers.get(path.replace(".", "_"), spec["bits"])
         if array.ndim != 2 or bits is None:
             packed[name] = array
             if bits is None:
@@ -131,5 +130,5 @@ def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
 
 
 def test_a_long_list_of_tensors_is_cut() -> None:
-    with pytest.raises(ModelError, match="and 16 more$"):
+    with pytest.raises(ModelError, match=r"and 16 more$"):
         models.build(tiny.CONFIG, {})

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from models.base import attention
 from models.kv import STEP, KVCache, RecurrentCache, RotatingKVCache
-
 from tests.models import reference
 
 HEADS, DIM = 2, 4
@@ -152,8 +152,9 @@ def test_a_recurrent_cache_moves_forward_only_and_copies_by_sharing() -> None:
     cache.advance(1)
     cache.trim(0)
     assert (cache.offset, twin.offset) == (6, 5)
-    assert twin[0] is not None
-    assert twin[0].tolist() == [[1, 1, 1]]
+    shared = twin[0]
+    assert shared is not None
+    assert shared.tolist() == [[1, 1, 1]]
     assert twin[1] is None
     assert cache.nbytes == 12
     assert not cache.can_trim(1)

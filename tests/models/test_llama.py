@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import models
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.base import Model
 
+import models
+from models.base import Model
 from tests import tiny
 from tests.models import reference
 

@@ -1,14 +1,14 @@
 """Rotary embeddings against the published formulas."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from models.base import ModelError
 from models.rope import make_rope, rope_settings
-
 from tests.models import reference
 
 DIMS, THETA, POSITIONS = 8, 10000.0, 64
@@ -89,7 +89,10 @@ def test_yarn_ramps_between_interpolation_and_extrapolation(truncate: bool) -> N
     ("extra", "magnitude"),
     [
         ({"attention_factor": 1.5}, 1.5),
-        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        (
+            {"mscale": 1.0, "mscale_all_dim": 0.5},
+            (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+        ),
         ({"factor": 1.0}, 1.0),
     ],
 )
@@ -127,7 +130,7 @@ def test_both_spellings_of_the_config_are_read() -> None:
 
     class New:
         rope_theta, rope_scaling = 10000.0, None
-        rope_parameters: Any = {"rope_theta": 7.0, "rope_type": "default"}
+        rope_parameters: ClassVar[Any] = {"rope_theta": 7.0, "rope_type": "default"}
 
     assert rope_settings(Old) == (5.0, {"factor": 2})
     assert rope_settings(New) == (7.0, New.rope_parameters)

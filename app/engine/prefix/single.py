@@ -78,9 +78,11 @@ class SinglePrefixCache(Generic[Layer]):
 class SingleLease(Generic[Layer]):
     """Layer caches on loan to one sequence; ends once."""
 
-    def __init__(self, cache: SinglePrefixCache[Layer], kv: Sequence[Layer], *, cached: int) -> None:
+    def __init__(
+        self, cache: SinglePrefixCache[Layer], kv: Sequence[Layer], *, cached: int
+    ) -> None:
         self._cache: SinglePrefixCache[Layer] | None = cache
-        self.kv = kv
+        self.kv: Sequence[Layer] = kv
         self.cached = cached
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import pytest
-from app.engine.prefix.single import SinglePrefixCache
 from hypothesis import given
 from hypothesis import strategies as st
+
+from app.engine.prefix.single import SinglePrefixCache
 
 
 @dataclass

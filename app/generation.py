@@ -1,0 +1,209 @@
+"""One request's life: encode → submit → stream ids → text → events.
+
+Knows: the text room and the `Runner` protocol. Must not know: HTTP, tensors, where the model runs.
+Cancellation has one place: leaving `open` leaves the submission, which cancels the job.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import assert_never
+
+from app.core.errors import AppError, Kind
+from app.core.events import Event, Finish, FinishReason, Progress, Timings, Usage
+from app.core.files import Json, ModelFiles
+from app.core.jobs import Ended, Job, Prefilled, Started, Token
+from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
+from app.core.requests import Conversation, GenerateRequest, Sampling, SamplingValue
+from app.text.answer import Answer
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer, stop_ids
+
+
+class Generation:
+    """Implements `Generate` for one model."""
+
+    def __init__(self, files: ModelFiles, runner: Runner) -> None:
+        """Raises AppError(MODEL_FILES) when tokenizer or template are broken."""
+        self._files = files
+        self._runner = runner
+        self._tokenizer = Tokenizer.load(files)
+        self._template = ChatTemplate(files)
+        self._stop_ids = stop_ids(files, self._tokenizer)
+        self._defaults = sampling_defaults(files.generation_config)
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+        arrived = time.monotonic_ns()
+        if request.model != self._files.name:
+            raise AppError(
+                Kind.MODEL_NOT_FOUND,
+                f"the model {request.model[:200]!r} is not served here; "
+                f"this server has {self._files.name!r}",
+                param="model",
+            )
+        # long prompts take a while to tokenise: the event loop must not
+        job = await asyncio.to_thread(self._job, request)
+        answer = Answer(self._tokenizer, prompt=job.ids, stops=request.stop)
+        async with self._runner.submit(job) as submission:
+            yield _events(submission, job, answer, arrived)
+
+    async def tokenize(self, text: str) -> Sequence[int]:
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        return await asyncio.to_thread(self._tokenizer.decode_verbatim, ids)
+
+    def models(self) -> Sequence[ModelCard]:
+        files = self._files
+        return [
+            ModelCard(id=files.name, created=files.created, context_length=files.context_length)
+        ]
+
+    def status(self) -> RunnerStatus:
+        return self._runner.status()
+
+    def _job(self, request: GenerateRequest) -> Job:
+        ids = self._ids(request)
+        context = self._files.context_length
+        room = context - len(ids)
+        if room < 1:
+            raise AppError(
+                Kind.CONTEXT_LENGTH,
+                f"the prompt has {len(ids)} tokens, but the model's context is {context} tokens, "
+                "of which at least one is needed for the answer: shorten the prompt",
+                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
+            )
+        sampling = Sampling.layered(self._defaults, request.sampling)
+        for token, _ in sampling.logit_bias:
+            self._check_id(token, "logit_bias")
+        return Job(
+            id=uuid.uuid4().hex,
+            ids=tuple(ids),
+            sampling=sampling,
+            max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+            stop_ids=self._stop_ids,
+            top_logprobs=request.top_logprobs,
+        )
+
+    def _ids(self, request: GenerateRequest) -> Sequence[int]:
+        match request.prompt:
+            case Conversation(messages=messages):
+                text = self._template.render(messages)
+                ids = self._tokenizer.encode(text, add_special=not self._template.complete)
+            case str(text):
+                ids = self._tokenizer.encode(text, add_special=True)
+            case ids:
+                for token in ids:
+                    self._check_id(token, "prompt")
+        if not ids:
+            param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
+            raise AppError(
+                Kind.INVALID, "the prompt has no tokens: there is nothing to continue", param=param
+            )
+        return ids
+
+    def _check_id(self, token: int, param: str) -> None:
+        if not 0 <= token < self._files.vocab_size:
+            raise AppError(
+                Kind.INVALID,
+                f"{token} is not a token id of this model, whose ids are 0 to "
+                f"{self._files.vocab_size - 1}",
+                param=param,
+            )
+
+
+def sampling_defaults(generation_config: Json) -> Mapping[str, SamplingValue]:
+    """What the model's makers recommend: generation_config.json, the fields we have.
+
+    They stand between our defaults and the request. `do_sample: false` means greedy; values out
+    of range are not taken.
+    """
+    if generation_config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    return dict(_recommended(generation_config))
+
+
+def _recommended(config: Json) -> Iterator[tuple[str, SamplingValue]]:
+    bounds = {
+        "temperature": (0, 100),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "repetition_penalty": (0.01, 10),
+    }
+    for name, (low, high) in bounds.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            yield name, float(value)
+    top_k = config.get("top_k")
+    if isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0:
+        yield "top_k", top_k
+
+
+async def _events(
+    submission: Submission, job: Job, answer: Answer, arrived: int
+) -> AsyncIterator[Event]:
+    """Updates of a job → events. Ends with Finish, or raises AppError(ENGINE)."""
+    clock = _Clock(arrived)
+    async for update in submission:
+        match update:
+            case Started():
+                clock.started = update.at
+                clock.cached = update.cached
+                yield Progress(done=update.cached, total=len(job.ids))
+            case Prefilled():
+                yield Progress(done=update.done, total=len(job.ids))
+            case Token():
+                clock.tick(update.at)
+                if delta := answer.feed(update):
+                    yield delta
+                if answer.stopped:
+                    submission.keep(answer.visible_tokens)
+                    yield clock.finish("stop", job)
+                    return
+            case Ended():
+                if update.reason == "error":
+                    raise AppError(Kind.ENGINE, update.error or "the engine failed")
+                assert update.reason != "cancelled", "nobody else may cancel a job"
+                clock.ended = update.at
+                if delta := answer.flush():
+                    yield delta
+                yield clock.finish("stop" if answer.stopped else update.reason, job)
+                return
+            case _:
+                assert_never(update)
+
+
+class _Clock:
+    """When things happened, in monotonic nanoseconds, and how often."""
+
+    def __init__(self, arrived: int) -> None:
+        self.arrived = self.started = arrived
+        self.first: int | None = None
+        self.ended = arrived
+        self.cached = 0
+        self.tokens = 0
+
+    def tick(self, at: int) -> None:
+        self.tokens += 1
+        self.ended = at
+        if self.first is None:
+            self.first = at
+
+    def finish(self, reason: FinishReason, job: Job) -> Finish:
+        first = self.ended if self.first is None else self.first
+        return Finish(
+            reason=reason,
+            usage=Usage(
+                prompt_tokens=len(job.ids),
+                completion_tokens=self.tokens,
+                cached_tokens=self.cached,
+            ),
+            timings=Timings(
+                prompt_ns=first - self.started,
+                eval_ns=self.ended - first,
+                total_ns=self.ended - self.arrived,
+            ),
+        )

@@ -1,0 +1,87 @@
+"""The composition root: settings in, a running server out.
+
+Knows: every room, and how they are plugged together. Must not know: anything that they do.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import sys
+from collections.abc import AsyncGenerator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from app import store
+from app.api.app import build_app
+from app.core.errors import AppError
+from app.core.settings import Settings
+from app.generation import Generation
+from app.runners.local import LocalRunner
+
+log = logging.getLogger(__name__)
+
+# Building a decode step holds the interpreter for milliseconds at a time; at Python's default of
+# 5 ms the event loop gets each token that much later (DECISIONS.md, 2026-11-21).
+_SWITCH_INTERVAL = 0.0005
+
+# seconds that open streams get to end after SIGTERM or Ctrl-C
+_GRACE = 5
+
+
+def serve(settings: Settings) -> int:
+    """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
+    files = store.resolve(settings.model)
+    runner = LocalRunner(settings)
+    generation = Generation(files, runner)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    failures: list[AppError] = []
+
+    async def load() -> None:
+        try:
+            await runner.start(files)
+        except AppError as error:
+            failures.append(error)
+            server.should_exit = True
+            return
+        log.info("%s is ready (context %d tokens)", files.name, files.context_length)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        # not awaited: /v1/status tells the progress while the model loads
+        loading = asyncio.create_task(load())
+        yield
+        await runner.stop()
+        await loading
+
+    app = build_app(generation, settings, lifespan=lifespan)
+    server = uvicorn.Server(_uvicorn(app, settings))
+    if not _is_loopback(settings.host):
+        log.warning("listening on %s: anyone who can reach it can use it", settings.host)
+    # uvicorn raises the signal again once it has shut down
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if failures:
+        raise failures[0]
+    return 0 if server.started else 1
+
+
+def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

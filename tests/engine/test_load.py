@@ -1,0 +1,90 @@
+"""From files to a loop, with progress, or to one clear line."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+from app.engine import load as loading
+from app.engine.load import load
+from tests import tiny
+from tests.engine.driving import job, run_one
+
+
+def ignore(percent: int, memory: int) -> None:
+    assert 0 <= percent <= 100
+    assert memory >= 0
+
+
+def test_a_loaded_folder_generates(tiny_model: Path) -> None:
+    loop = load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert len(run_one(loop, job("a", b"hello")).ids) > 0
+
+
+def test_progress_moves_from_nothing_upwards(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_GROUP", 4096)
+    seen: list[int] = []
+    load(store.resolve(str(tiny_model)), Settings(), lambda percent, _: seen.append(percent))
+    assert seen[0] == 0
+    assert len(seen) > 5
+    assert seen == sorted(seen)
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "sharded")
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    names = sorted(weights)
+    (folder / "model.safetensors").unlink()
+    for i in range(3):
+        part = {name: weights[name] for name in names[i::3]}
+        mx.save_safetensors(str(folder / f"model-{i}.safetensors"), part)
+    whole = tiny.write(tmp_path / "whole")
+    answers = [
+        run_one(load(store.resolve(str(f)), Settings(), ignore), job("a", b"hello")).ids
+        for f in (folder, whole)
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_a_file_that_is_cut_off_is_named_before_anything_is_read(tmp_path: Path, cut: int) -> None:
+    folder = tiny.write(tmp_path / "model")
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:cut])
+    with pytest.raises(AppError, match="is not a whole safetensors file") as caught:
+        load(store.resolve(str(folder)), Settings(), ignore)
+    assert caught.value.kind is Kind.MODEL_FILES
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
+    files = store.resolve(str(tiny.write(tmp_path / "model")))
+    config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
+    with pytest.raises(AppError, match=r"model: the checkpoint lacks tensors: model.layers.2"):
+        load(dataclasses.replace(files, config=config), Settings(), ignore)
+
+
+def test_exact_mode_puts_prefixes_on_the_grid(tiny_model: Path) -> None:
+    settings = Settings(exact=True, prefill_chunk=8)
+    loop = load(store.resolve(str(tiny_model)), settings, ignore)
+    prompt = b"twenty-one characters"
+    run_one(loop, job("a", prompt))
+    assert run_one(loop, job("b", prompt)).cached == 16
+
+
+def test_the_weights_are_wired_on_metal_up_to_what_the_device_recommends(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert limits == [1000]

@@ -1,0 +1,120 @@
+"""The one thread that touches MLX: it starts, obeys, survives and ends."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from app.core.jobs import Ended, Step, Token
+from app.engine.loop import Loop
+from app.engine.thread import EngineThread, Failed, Loading, Ready
+from tests.engine.driving import job, make_loop, tiny_model
+
+PATIENCE = 20
+
+
+class Heard:
+    """What a thread posted."""
+
+    def __init__(self) -> None:
+        self.messages: queue.Queue[Any] = queue.Queue()
+
+    def next(self, kind: type[Any]) -> Any:
+        """The next message, which must be of that kind."""
+        message = self.messages.get(timeout=PATIENCE)
+        assert isinstance(message, kind), message
+        return message
+
+    def until_end_of(self, name: str) -> list[Any]:
+        """All updates of one job."""
+        updates: list[Any] = []
+        while not updates or not isinstance(updates[-1], Ended):
+            updates += [u for u in self.next(Step).updates if u.job == name]
+        return updates
+
+
+Started = Callable[[Callable[[Any], Loop]], tuple[EngineThread, Heard]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    threads: list[EngineThread] = []
+
+    def start(load: Callable[[Any], Loop]) -> tuple[EngineThread, Heard]:
+        heard = Heard()
+        thread = EngineThread(load, heard.messages.put)
+        thread.start()
+        threads.append(thread)
+        return thread, heard
+
+    yield start
+    for thread in threads:
+        thread.stop()
+        assert thread.join(PATIENCE), "the thread does not end"
+    assert not [t for t in threading.enumerate() if t.name == "mlx-engine"]
+
+
+def load_tiny(report: Callable[[int, int], None]) -> Loop:
+    report(50, 1234)
+    return make_loop(tiny_model())
+
+
+def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
+    thread, heard = started(load_tiny)
+    assert heard.next(Loading) == Loading(progress=50, memory=1234)
+    assert heard.next(Ready).memory > 0
+    thread.submit(job("a", b"hello"))
+    updates = heard.until_end_of("a")
+    assert sum(isinstance(u, Token) for u in updates) > 0
+    assert updates[-1].reason in {"length", "stop"}
+
+
+def test_a_cancelled_job_ends_and_the_next_one_runs(started: Started) -> None:
+    thread, heard = started(load_tiny)
+    heard.next(Loading)
+    heard.next(Ready)
+    thread.submit(job("a", b"hello", max_tokens=3000, stop_ids=frozenset[int]()))
+    heard.next(Step)
+    thread.cancel("a")
+    assert heard.until_end_of("a")[-1].reason == "cancelled"
+    thread.submit(job("b", b"hello"))
+    assert heard.until_end_of("b")[-1].reason != "cancelled"
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started: Started) -> None:
+    def fail(_: Any) -> Loop:
+        raise AppError(Kind.MODEL_FILES, "planted")
+
+    thread, heard = started(fail)
+    assert heard.next(Failed).error.message == "planted"
+    assert thread.join(PATIENCE)
+
+
+def test_a_fault_of_ours_is_told_too(started: Started) -> None:
+    class Faulty(Loop):
+        def step(self) -> Step:
+            raise AssertionError("planted")
+
+    def load(_: Any) -> Loop:
+        loop = make_loop(tiny_model())
+        loop.__class__ = Faulty
+        return loop
+
+    thread, heard = started(load)
+    heard.next(Ready)
+    thread.submit(job("a", b"hello"))
+    assert str(heard.next(Failed).error) == "planted"
+    assert thread.join(PATIENCE)
+
+
+def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
+    thread, heard = started(load_tiny)
+    thread.submit(job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]()))
+    heard.next(Loading)
+    heard.next(Ready)
+    heard.next(Step)
+    thread.stop()
+    assert thread.join(PATIENCE)

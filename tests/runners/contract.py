@@ -1,0 +1,143 @@
+"""What every runner must do. A test module binds `runner` to one and imports these tests."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.jobs import Ended, Started, Token, Update
+from app.core.ports import Runner
+from tests.engine.driving import job
+
+PATIENCE = 20.0
+
+MakeRunner = Callable[[], Runner]
+
+
+def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitable[None]]) -> None:
+    """Start a runner, use it, stop it."""
+
+    async def run() -> None:
+        runner = make()
+        await runner.start(store.resolve(str(folder)))
+        try:
+            await asyncio.wait_for(body(runner), PATIENCE)
+        finally:
+            await runner.stop()
+
+    asyncio.run(run())
+
+
+async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[Update]:
+    async with runner.submit(job(name, prompt, **changes)) as submission:
+        return [update async for update in submission]
+
+
+def ids(updates: list[Update]) -> list[int]:
+    return [update.id for update in updates if isinstance(update, Token)]
+
+
+def cached(updates: list[Update]) -> int:
+    assert isinstance(updates[0], Started)
+    return updates[0].cached
+
+
+def test_a_job_starts_yields_tokens_and_ends(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        updates = await answer(running, "a", b"hello")
+        assert isinstance(updates[0], Started)
+        assert isinstance(updates[-1], Ended)
+        assert ids(updates)
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_concurrent_jobs_get_their_own_tokens(runner: MakeRunner, tiny_model: Path) -> None:
+    prompts = [b"one", b"two", b"three", b"four"]
+
+    async def body(running: Runner) -> None:
+        together = await asyncio.gather(*(answer(running, p.decode(), p) for p in prompts))
+        for prompt, updates in zip(prompts, together, strict=True):
+            assert ids(updates) == ids(await answer(running, "again", prompt))
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_leaving_early_frees_the_engine_and_keeps_the_work(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    async def body(running: Runner) -> None:
+        endless = job("a", b"hello world", max_tokens=4000, stop_ids=frozenset[int]())
+        async with running.submit(endless) as submission:
+            async for update in submission:
+                if isinstance(update, Token):
+                    break
+        assert cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        sampled: list[int] = []
+        endless = job("a", b"hello world", max_tokens=4000, stop_ids=frozenset[int]())
+        async with running.submit(endless) as submission:
+            async for update in submission:
+                if isinstance(update, Token):
+                    sampled.append(update.id)
+                if len(sampled) == 8:
+                    submission.keep(2)
+                    break
+        prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
+        assert cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_status_tells_what_the_engine_said_last(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        assert (running.status().state, running.status().progress) == ("ready", 100)
+        await answer(running, "a", b"hello")
+        stats = running.status().stats
+        assert stats.memory > 0
+        assert stats.prefilled_tokens == 5
+        assert stats.generated_tokens > 0
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_nobody_runs_a_job_before_the_model_is_there(runner: MakeRunner, tiny_model: Path) -> None:
+    async def run() -> None:
+        running = runner()
+        assert running.status().state == "loading"
+        with pytest.raises(AppError) as caught:
+            async with running.submit(job("a", b"x")):
+                pass
+        assert caught.value.kind is Kind.LOADING
+        await running.stop()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_loaded_is_the_starters_error(
+    runner: MakeRunner, tiny_model: Path, tmp_path: Path
+) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+
+    async def run() -> None:
+        running = runner()
+        with pytest.raises(AppError, match="not a whole safetensors file"):
+            await running.start(store.resolve(str(tmp_path)))
+        assert running.status().state == "failed"
+        with pytest.raises(AppError, match="the engine is not running") as caught:
+            async with running.submit(job("a", b"x")):
+                pass
+        assert caught.value.kind is Kind.ENGINE
+        await running.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,83 @@
+"""A real server: the command, in a process of its own, on a port of its own."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 60.0
+
+
+class Served:
+    """A running `mlxrunner serve`. log: what it wrote so far."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "app", "serve", "--port", "0", *arguments]
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.log: list[str] = []
+        self._listening = threading.Event()
+        self.port = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def url(self) -> str:
+        assert self._listening.wait(PATIENCE), self.text()
+        assert self.port, self.text()
+        return f"http://127.0.0.1:{self.port}"
+
+    def text(self) -> str:
+        return "".join(self.log)
+
+    def ready(self) -> "Served":
+        deadline = time.monotonic() + PATIENCE
+        while httpx.get(f"{self.url}/health").status_code != 200:
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.02)
+        return self
+
+    def status(self) -> dict[str, int]:
+        return httpx.get(f"{self.url}/v1/status").json()
+
+    def stop(self, with_signal: int = signal.SIGTERM) -> int:
+        """The exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(with_signal)
+        try:
+            return self.process.wait(PATIENCE)
+        finally:
+            self._reader.join(PATIENCE)
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line)
+            if found := re.search(r"running on http://[^:]+:(\d+)", line):
+                self.port = int(found[1])
+                self._listening.set()
+        self._listening.set()
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    """Arguments of `mlxrunner serve`."""
+    server = Served(arguments)
+    try:
+        yield server.ready()
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.stop()

@@ -1,0 +1,316 @@
+"""One request's life over a scripted runner: what goes down, what comes up, how it ends."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.events import Event, Finish, Progress, TextDelta, Timings, Usage
+from app.core.files import ModelFiles
+from app.core.jobs import Ended, EngineStats, Job, Prefilled, Started, Token, Update
+from app.core.ports import RunnerStatus
+from app.core.requests import Conversation, GenerateRequest, Message, Sampling
+from app.generation import Generation, sampling_defaults
+from tests import tiny
+
+
+class FakeRunner:
+    """Answers every job with the same text, a byte a token, and notes what it was asked."""
+
+    def __init__(self, text: str | bytes, *, reason: Any = "stop", logprobs: bool = False) -> None:
+        self.bytes = text.encode() if isinstance(text, str) else text
+        self.reason = reason
+        self.logprobs = logprobs
+        self.jobs: list[Job] = []
+        self.kept: int | None = None
+        self.left = 0
+
+    def updates(self, job: Job) -> Sequence[Update]:
+        tokens = [
+            Token(
+                job=job.id,
+                id=id,
+                at=2000 + 10 * i,
+                logprob=-0.5 if self.logprobs else None,
+                top=((id, -0.5), (65, -1.5)) if self.logprobs else (),
+            )
+            for i, id in enumerate(self.bytes)
+        ]
+        error = "planted" if self.reason == "error" else None
+        return [
+            Started(job=job.id, cached=3, at=1000),
+            Prefilled(job=job.id, done=len(job.ids)),
+            *tokens,
+            Ended(job=job.id, reason=self.reason, at=5000, error=error),
+        ]
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncIterator["FakeRunner"]:
+        self.jobs.append(job)
+        try:
+            yield self
+        finally:
+            self.left += 1
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        for update in self.updates(self.jobs[-1]):
+            yield update
+
+    def keep(self, tokens: int) -> None:
+        self.kept = tokens
+
+    async def start(self, files: ModelFiles) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def status(self) -> RunnerStatus:
+        return RunnerStatus(state="ready", progress=100, stats=EngineStats())
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return store.resolve(str(tiny_model))
+
+
+def request(**changes: Any) -> GenerateRequest:
+    return GenerateRequest(**{"model": "tiny", "prompt": "hello", **changes})
+
+
+def events(files: ModelFiles, runner: FakeRunner, **changes: Any) -> list[Event]:
+    async def collect() -> list[Event]:
+        async with Generation(files, runner).open(request(**changes)) as stream:
+            return [event async for event in stream]
+
+    return asyncio.run(collect())
+
+
+def text_of(found: list[Event]) -> str:
+    return "".join(event.text for event in found if isinstance(event, TextDelta))
+
+
+def refusal(files: ModelFiles, **changes: Any) -> AppError:
+    runner = FakeRunner("x")
+    with pytest.raises(AppError) as caught:
+        events(files, runner, **changes)
+    assert not runner.jobs, "a refused request must not reach the runner"
+    return caught.value
+
+
+def test_events_come_in_their_order(files: ModelFiles) -> None:
+    runner = FakeRunner("hi")
+    assert events(files, runner) == [
+        Progress(done=3, total=5),
+        Progress(done=5, total=5),
+        TextDelta(text="h"),
+        TextDelta(text="i"),
+        Finish(
+            reason="stop",
+            usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3),
+            timings=Timings(prompt_ns=1000, eval_ns=3000, total_ns=_any(int)),
+        ),
+    ]
+    assert runner.left == 1
+
+
+def _any(kind: type) -> Any:
+    class Any_:
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, kind)
+
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    return Any_()
+
+
+def test_characters_are_never_cut(files: ModelFiles) -> None:
+    found = events(files, FakeRunner("aé🎉z"))
+    assert [e.text for e in found if isinstance(e, TextDelta)] == ["a", "é", "🎉", "z"]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_the_engines_reason_is_told(files: ModelFiles, reason: str) -> None:
+    finish = events(files, FakeRunner("x", reason=reason))[-1]
+    assert isinstance(finish, Finish)
+    assert finish.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "shown", "kept", "read"),
+    [
+        ("one two three", ("two",), "one ", 4, 7),
+        ("one two three", ("e t", "zzz"), "on", 2, 5),
+        ("aé🎉", ("🎉",), "aé", 3, 7),
+        ("abc", ("b", "ab"), "", 0, 2),
+    ],
+)
+def test_a_stop_string_ends_the_answer_and_the_cache_holds_what_was_seen(
+    files: ModelFiles, said: str, stops: tuple[str, ...], shown: str, kept: int, read: int
+) -> None:
+    runner = FakeRunner(said, reason="length")
+    found = events(files, runner, stop=stops)
+    finish = found[-1]
+    assert isinstance(finish, Finish)
+    assert (text_of(found), finish.reason) == (shown, "stop")
+    assert (runner.kept, finish.usage.completion_tokens, runner.left) == (kept, read, 1)
+
+
+def test_what_was_held_back_for_a_stop_string_is_given_out_at_the_end(files: ModelFiles) -> None:
+    found = events(files, FakeRunner("one tw", reason="length"), stop=("two",))
+    assert text_of(found) == "one tw"
+    assert isinstance(found[-1], Finish)
+    assert found[-1].reason == "length"
+
+
+def test_half_a_character_at_the_end_is_told_to_be_broken(files: ModelFiles) -> None:
+    assert text_of(events(files, FakeRunner(b"a\xf0\x9f"))) == "a\ufffd"
+
+
+@given(
+    text=st.text(st.sampled_from("abé🎉"), max_size=12),
+    stops=st.lists(st.text(st.sampled_from("abé🎉"), min_size=1, max_size=3), max_size=3),
+)
+def test_logprobs_belong_to_the_tokens_in_sight(
+    files: ModelFiles, text: str, stops: list[str]
+) -> None:
+    runner = FakeRunner(text, logprobs=True)
+    found = events(files, runner, stop=tuple(stops), top_logprobs=2)
+    entries = [entry for e in found if isinstance(e, TextDelta) for entry in e.logprobs]
+    assert b"".join(entry.raw for entry in entries) == text_of(found).encode()
+    for entry in entries:
+        assert [top.logprob for top in entry.top] == [-0.5, -1.5]
+        assert entry.top[1].text == "A"
+
+
+def test_an_engine_error_is_raised_to_whoever_listens(files: ModelFiles) -> None:
+    runner = FakeRunner("half an ans", reason="error")
+    with pytest.raises(AppError, match="planted") as caught:
+        events(files, runner)
+    assert (caught.value.kind, runner.left) == (Kind.ENGINE, 1)
+
+
+def test_leaving_early_leaves_the_runner(files: ModelFiles) -> None:
+    runner = FakeRunner("hello")
+
+    async def leave() -> None:
+        async with Generation(files, runner).open(request()) as stream:
+            await anext(stream)
+
+    asyncio.run(leave())
+    assert (runner.left, runner.kept) == (1, None)
+
+
+def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
+    runner = FakeRunner("x")
+    events(
+        files,
+        runner,
+        prompt=(1, 2, 3),
+        sampling={"temperature": 0.5, "logit_bias": ((7, 1.0),)},
+        max_tokens=9,
+        top_logprobs=4,
+    )
+    job = runner.jobs[0]
+    assert job.ids == (1, 2, 3)
+    assert job.sampling == Sampling(temperature=0.5, logit_bias=((7, 1.0),))
+    assert (job.max_tokens, job.top_logprobs) == (9, 4)
+    assert job.stop_ids == {tiny.END}
+
+
+def test_conversations_go_through_the_models_template(files: ModelFiles) -> None:
+    runner = FakeRunner("x")
+    said = Conversation(messages=(Message(role="user", content="hi"),))
+    events(files, runner, prompt=said)
+    assert bytes(runner.jobs[0].ids) == b"user: hi\nassistant: "
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(None, 4091), (5000, 4091), (10, 10)])
+def test_answers_end_where_the_context_ends(
+    files: ModelFiles, asked: int | None, granted: int
+) -> None:
+    runner = FakeRunner("x")
+    events(files, runner, max_tokens=asked)
+    assert runner.jobs[0].max_tokens == granted
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(files: ModelFiles) -> None:
+    error = refusal(files, prompt="x" * 4096)
+    assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
+    assert "4096 tokens, but the model's context is 4096" in error.message
+    runner = FakeRunner("x")
+    events(files, runner, prompt="x" * 4095)
+    assert runner.jobs[0].max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "param"),
+    [
+        ({"model": "gpt-4"}, Kind.MODEL_NOT_FOUND, "model"),
+        ({"prompt": ""}, Kind.INVALID, "prompt"),
+        ({"prompt": (1, tiny.VOCAB)}, Kind.INVALID, "prompt"),
+        ({"prompt": (-1,)}, Kind.INVALID, "prompt"),
+        ({"sampling": {"logit_bias": ((tiny.VOCAB, 1.0),)}}, Kind.INVALID, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    files: ModelFiles, changes: dict[str, Any], kind: Kind, param: str
+) -> None:
+    error = refusal(files, **changes)
+    assert (error.kind, error.param) == (kind, param)
+
+
+def test_the_models_defaults_stand_between_ours_and_the_request(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    files, runner = store.resolve(str(tmp_path)), FakeRunner("x")
+    events(files, runner, model=files.name, sampling={"top_p": 1.0})
+    assert runner.jobs[0].sampling == Sampling(temperature=0.6, top_k=20, top_p=1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.7, "min_p": 0.1}, {"temperature": 0.7, "min_p": 0.1}),
+        ({"temperature": "hot", "top_k": -1, "top_p": 2, "repetition_penalty": True}, {}),
+        ({"repetition_penalty": 1.1, "top_k": 5}, {"repetition_penalty": 1.1, "top_k": 5}),
+    ],
+)
+def test_recommended_sampling_is_read_from_generation_config(
+    config: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    assert sampling_defaults(config) == defaults
+
+
+def run(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:
+    async def body() -> Any:
+        return await use(Generation(files, FakeRunner("x")))
+
+    return asyncio.run(body())
+
+
+def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
+    assert run(files, lambda g: g.tokenize("hé")) == list("hé".encode())
+    assert run(files, lambda g: g.tokenize("")) == []
+    assert run(files, lambda g: g.detokenize([104, tiny.END])) == "h</s>"
+    with pytest.raises(AppError, match="not a token"):
+        run(files, lambda g: g.detokenize([9999]))
+
+
+def test_the_model_card_and_status_are_told(files: ModelFiles) -> None:
+    generation = Generation(files, FakeRunner("x"))
+    (card,) = generation.models()
+    assert (card.id, card.context_length, card.created) == ("tiny", 4096, files.created)
+    assert generation.status().state == "ready"
