@@ -1,0 +1,106 @@
+# Everything a contributor types. `make help` lists it; variables stand after the target:
+#
+#     make serve MODEL=~/models/some-model PORT=9000
+#     make test t=tests/text
+#
+# The virtual environment .venv is built from a hashed lock and holds two stamps: .serve, what
+# serving needs, and .dev on top of it, what tests and checks need. A lock that changed makes its
+# stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
+# locks say. CUDA=1 takes another lock, and so another stamp.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv serve test check fix bench builtin transcripts lock size clean
+
+# Not taken from the shell, where HOST and PYTHON often mean something else.
+MODEL =
+HOST =
+PORT =
+ARGS =
+PYTHON =
+t =
+
+BIN     := .venv/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check
+HASHED  := --require-hashes --only-binary=:all:
+FLAVOUR := $(if $(filter 1,$(CUDA)),cuda,serve)
+SERVE   := .venv/.$(FLAVOUR)
+DEV     := .venv/.dev
+SELF    := .venv/.self
+
+# $(call new_venv,folder): made by the first Python that is new enough.
+define new_venv
+@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14); do \
+    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+    echo "$$python -m venv --clear $(1)"; exec $$python -m venv --clear $(1); \
+done; \
+echo "mlxrunner needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:" \
+    "install one, or name it with make PYTHON=/path/to/python3" >&2; exit 1
+endef
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(SERVE) $(SELF)  ## .venv with what serving needs (CUDA=1 on Linux: for NVIDIA)
+
+serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
+	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
+	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: venv $(DEV)  ## all tests and the coverage they must reach; t=tests/text for some
+	@$(BIN)/python -m pytest $(if $(t),$(t),--cov --cov-report=term) $(ARGS)
+
+check: venv $(DEV)  ## format, lint, types, walls, documents; changes nothing
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+	$(BIN)/pyright --project tests
+	$(BIN)/python -m pytest --quiet tests/test_layers.py tests/test_docs.py
+
+fix: venv $(DEV)  ## format, and repair what ruff can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: venv $(DEV)  ## measure; ARGS=--help tells what
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a diff
+	@$(BIN)/python -m pytest --quiet tests/api --transcripts
+
+builtin: .venv-builtin/.installed  ## train the built-in model again
+	@.venv-builtin/bin/python -m models.builtin.train $(ARGS)
+
+LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+         --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS)
+
+lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade for newer versions
+	$(LOCKED) pyproject.toml --extra cpu --group build -o requirements/serve.txt
+	$(LOCKED) pyproject.toml --extra cuda --group build -c requirements/serve.txt -o requirements/cuda.txt
+	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
+	$(LOCKED) models/builtin/requirements.in -c requirements/serve.txt -o models/builtin/requirements.txt
+
+size:  ## lines of each file, longest last
+	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | sort -n
+
+clean:  ## remove what the other targets made
+	rm -rf .venv .venv-builtin build dist *.egg-info .coverage* htmlcov \
+	    .pytest_cache .ruff_cache .hypothesis
+	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(SERVE): requirements/$(FLAVOUR).txt
+	$(call new_venv,.venv)
+	$(BIN)/python $(INSTALL) $(HASHED) -r $<
+	@touch $@
+
+$(DEV): requirements/dev.txt $(SERVE) | $(SELF)
+	$(BIN)/python $(INSTALL) $(HASHED) -r $<
+	@touch $@
+
+# Our own package: the command in .venv/bin and a path entry that leads here.
+$(SELF): pyproject.toml $(SERVE)
+	$(BIN)/python $(INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+.venv-builtin/.installed: models/builtin/requirements.txt
+	$(call new_venv,.venv-builtin)
+	.venv-builtin/bin/python $(INSTALL) $(HASHED) -r $<
+	@touch $@

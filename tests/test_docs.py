@@ -1,0 +1,182 @@
+"""Documents that fail: what they say about the code has to be so.
+
+Options, rooms, targets, links and versions are held against the sources, and no file that we
+publish names a machine's own folders or a package registry.
+"""
+
+import dataclasses
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from app.core.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "DECISIONS.md",
+    "CHANGELOG.md",
+    "models/builtin/MODEL_CARD.md",
+)
+
+# Spelled in pieces, so that this file does not hold what it forbids.
+REGISTRIES = (
+    "pypi." + "org",
+    "python" + "hosted.org",
+    "npm" + "js.org",
+    "npm" + "js.com",
+    "ana" + "conda.org",
+    "down" + "load.pytorch.org",
+)
+PRIVATE_FOLDER = re.compile(
+    r"(?<![\w.~-])/(?:" + "|".join(("root", "home", "Users", "work")) + r")/\w"
+)
+INDEX_LINE = re.compile(r"^\s*(?:--(?:extra-)?index-url|-i|--find-links|-f)\b", re.MULTILINE)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def published() -> list[Path]:
+    """Every text file that is, or would be, in the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    files = [ROOT / name for name in listed.split("\0") if name]
+    return [file for file in files if file.is_file() and b"\0" not in file.read_bytes()[:8192]]
+
+
+def code(markdown: str) -> str:
+    """What stands in fences and between backquotes."""
+    fences = re.findall(r"^```.*?\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", markdown)
+    return "\n".join([*fences, *spans])
+
+
+def anchors(markdown: str) -> set[str]:
+    """The fragments that headings get on the usual hosts."""
+    headings = re.findall(r"^#+ +(.+?) *$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Settings)])
+def test_the_readme_tells_each_setting(field):
+    # an option that may be given again has a field in the plural
+    option = "MODEL" if field == "model" else "--" + field.replace("_", "-").removesuffix("s")
+    assert option in code(read("README.md"))
+
+
+def test_the_architecture_tells_each_room():
+    rooms = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for path in [ROOT / "models", *(ROOT / "app").iterdir()]
+        if not path.name.startswith("__")
+    }
+    text = code(read("ARCHITECTURE.md"))
+    told = {room for room in rooms if room in text or room.replace(".", "/") in text}
+    assert told == rooms
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_each_make_target_that_is_told_exists(document):
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE))
+    told = set(re.findall(r"\bmake ([a-z]+)\b", code(read(document))))
+    assert told <= targets
+
+
+def test_the_readme_or_contributing_tells_each_target():
+    targets = set(re.findall(r"^([a-z]+):.*## ", read("Makefile"), re.MULTILINE))
+    told = set(re.findall(r"\bmake ([a-z]+)\b", code(read("README.md") + read("CONTRIBUTING.md"))))
+    assert targets <= told
+
+
+def test_each_target_is_phony():
+    makefile = read("Makefile")
+    [phony] = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert set(phony.split()) == set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_each_relative_link_leads_somewhere(document):
+    text = read(document)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, fragment = target.partition("#")
+        file = (ROOT / document).parent / path if path else ROOT / document
+        assert file.exists(), target
+        if fragment:
+            assert fragment in anchors(file.read_text("utf-8")), target
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_each_module_and_function_that_is_told_exists(document):
+    """As a path, or as path:name; foo stands for what is yet to be written."""
+    told = re.findall(r"\b((?:app|models|tests)/[\w/]+\.py)(?::([\w.]*\w))?", code(read(document)))
+    for path, name in told:
+        if "foo" in path:
+            continue
+        assert (ROOT / path).is_file(), path
+        for part in name.split(".") if name else ():
+            defined = rf"^ *(?:(?:async )?def|class) {part}\b|^ *{part}\b.* = "
+            assert re.search(defined, read(path), re.MULTILINE), f"{path}:{name}"
+
+
+def test_the_changelog_has_this_version_and_a_place_for_the_next():
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    headings = re.findall(r"^## \[([^\]]+)\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_no_file_names_a_package_registry():
+    for file in published():
+        text = file.read_text("utf-8").lower()
+        assert [name for name in REGISTRIES if name in text] == [], file
+
+
+def test_no_file_names_a_folder_of_somebodys_machine():
+    for file in published():
+        assert PRIVATE_FOLDER.findall(file.read_text("utf-8")) == [], file
+
+
+@pytest.mark.parametrize(
+    "lock", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("requirements/*.txt"))
+)
+def test_a_lock_pins_and_hashes_everything_and_points_nowhere(lock):
+    text = read(lock)
+    assert not INDEX_LINE.search(text)
+    entries = re.split(r"^(?=\w)", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE), flags=re.M)
+    assert [entry for entry in entries[1:] if not re.match(r"[\w.-]+==", entry)] == []
+    assert [entry for entry in entries[1:] if "--hash=sha256:" not in entry] == []
+
+
+def test_the_locks_agree_with_each_other():
+    pins: dict[str, set[str]] = {}
+    for lock in ("serve", "cuda", "dev"):
+        for name, version in re.findall(
+            r"^([\w.-]+)==(\S+)", read(f"requirements/{lock}.txt"), re.MULTILINE
+        ):
+            pins.setdefault(name, set()).add(version)
+    assert {name: versions for name, versions in pins.items() if len(versions) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "caught"),
+    [
+        ("see /ro" + "ot/models", True),
+        ('"/ho' + 'me/ada/models"', True),
+        ("see ~/models, ./work/x, app/root/x", False),
+    ],
+)
+def test_a_planted_folder_is_caught(text, caught):
+    assert bool(PRIVATE_FOLDER.search(text)) is caught

@@ -1,0 +1,151 @@
+"""What `pip install` gets: a wheel built from a copy of the sources holds the built-in model and
+the command, and nothing of the tests; and what the serving lock installs is enough to serve."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api.meta import STATUS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    copy = tmp_path_factory.mktemp("sources")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("app", "models", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", build, "dist"],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    [file] = (copy / "dist").glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def test_every_module_is_in_it(wheel):
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("app", "models")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert modules <= set(wheel.namelist())
+
+
+def test_the_built_in_model_is_in_it(wheel):
+    held = {
+        name.removeprefix("models/builtin/")
+        for name in wheel.namelist()
+        if name.startswith("models/builtin/")
+    }
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "MODEL_CARD.md",
+    } <= held
+
+
+def test_the_tests_are_not(wheel):
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"app", "models"}
+
+
+def test_it_brings_the_command(wheel):
+    [points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "mlxrunner = app.cli:main" in wheel.read(points).decode()
+
+
+# Hides every distribution that the serving lock does not name. Coverage, which watches this
+# process too, may load the rest of itself.
+SERVING_ONLY = """
+import importlib.metadata, re, sys
+
+lock = open("requirements/serve.txt").read()
+kept = {name.lower() for name in re.findall(r"^([\\w.-]+)==", lock, re.MULTILINE)}
+kept |= {"mlxrunner", "coverage"}
+hidden = {
+    top
+    for top, names in importlib.metadata.packages_distributions().items()
+    if not any(re.sub(r"[-_.]+", "-", name).lower() in kept for name in names)
+}
+assert "pytest" in hidden
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"{name} is not in the serving lock", name=name)
+
+sys.meta_path.insert(0, Hide())
+from app.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def fetch(url: str, body: object = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+def until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the server has ended"
+        try:
+            status = fetch(f"{url}/v1/status")["Status"]
+            if status == STATUS["ready"]:
+                return
+            assert status == STATUS["loading"], "the model could not be loaded"
+        except urllib.error.URLError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"not ready within {seconds} s")
+
+
+def test_the_serving_lock_is_enough_to_answer(tmp_path):
+    """Once `safetensors` asked for numpy when a file was opened, and only tests had numpy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVING_ONLY, "serve", "--port", str(port)],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until_ready(url, server)
+        [model] = fetch(f"{url}/v1/models")["data"]
+        question = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}]}
+        answer = fetch(f"{url}/v1/chat/completions", {**question, "max_tokens": 8})
+        assert answer["choices"][0]["message"]["content"]
+    except AssertionError:
+        print(log.read_text())
+        raise
+    finally:
+        server.terminate()
+        server.wait(20)
