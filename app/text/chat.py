@@ -1,0 +1,150 @@
+"""Conversations → prompts, through the model's own chat template.
+
+Knows: which template a model brings, and how messages look to it. Must not know: token ids, HTTP,
+or what Jinja is (`app/text/template.py` does).
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, cast
+
+from app.core.errors import AppError, Kind
+from app.core.files import Json, ModelFiles
+from app.core.requests import CalledTool, Message
+from app.text.template import Clock, Template
+from app.text.tokenizer import special_text
+
+# For models that bring no template, which are models that have learnt no roles: what was said,
+# one after the other, so that a conversation of one message is continued like a plain prompt. Any
+# markers we could make up (ChatML, say) are to such a model just more text to imitate.
+PLAIN = "{{ messages | map(attribute='content') | join('\\n') }}"
+
+
+class ChatTemplate:
+    """One model's template, or `PLAIN`; immutable.
+
+    complete: its text brings the special tokens that begin a prompt, so encode it without adding
+    any. False for `PLAIN`, whose text is encoded like any other.
+    """
+
+    def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
+        """now: the clock of templates that tell the model what day it is.
+
+        A separate chat_template.jinja wins over the one in tokenizer_config.json. Raises
+        AppError(MODEL_FILES) when a template is broken.
+        """
+        sources = _sources(files)
+        self.complete = bool(sources)
+        self._templates = {
+            name: Template(source, model=files.name)
+            for name, source in (sources or {"default": PLAIN}).items()
+        }
+        self._special = _special_tokens(files.tokenizer_config)
+        self._now = now
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Json] | None = None,
+        documents: Sequence[Json] | None = None,
+        **options: Any,
+    ) -> str:
+        """The prompt. options: whatever else the template asks for, such as enable_thinking.
+
+        Raises AppError(INVALID) when the template refuses the conversation or fails on it.
+        """
+        template = self._templates["default"]
+        if tools is not None:
+            template = self._templates.get("tool_use", template)
+        knows_developer = "developer" in template.source
+        context = {
+            **self._special,
+            **options,
+            "messages": [
+                _message(message, f"messages.{place}", knows_developer=knows_developer)
+                for place, message in enumerate(messages)
+            ],
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template.render(context, now=self._now)
+
+
+def _sources(files: ModelFiles) -> dict[str, str]:
+    """Name → template. Empty when the model brings none, else with a "default"."""
+    if files.template is not None:
+        return {"default": files.template}
+    given: Any = files.tokenizer_config.get("chat_template")
+    if given is None:
+        return {}
+    alone = [{"name": "default", "template": given}]
+    sources: dict[str, str] = {}
+    for entry in cast("list[Any]", given if isinstance(given, list) else alone):
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                sources[name] = source
+            case _:
+                break
+    if "default" not in sources:
+        message = (
+            f"chat_template in tokenizer_config.json of {files.path} must be a template, or a list "
+            'of {"name": …, "template": …} with a "default" among them'
+        )
+        raise AppError(Kind.MODEL_FILES, message)
+    return sources
+
+
+def _special_tokens(config: Json) -> dict[str, Any]:
+    """What templates call bos_token, eos_token and so on, as far as the model has them."""
+    tokens: dict[str, Any] = {}
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        text = special_text(config.get(f"{name}_token"))
+        if text is not None:
+            tokens[f"{name}_token"] = text
+    more: Any = config.get("additional_special_tokens")
+    if isinstance(more, list):
+        tokens["additional_special_tokens"] = [
+            special_text(token) for token in cast("list[Any]", more)
+        ]
+    return tokens
+
+
+def _message(message: Message, field: str, *, knows_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it. "developer" is OpenAI's newer word for "system"."""
+    renamed = message.role == "developer" and not knows_developer
+    said: dict[str, Any] = {
+        "role": "system" if renamed else message.role,
+        "content": message.content or "",
+    }
+    if message.name is not None:
+        said["name"] = message.name
+    if message.tool_call_id is not None:
+        said["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        said["tool_calls"] = [
+            _tool_call(call, f"{field}.tool_calls.{place}.function.arguments")
+            for place, call in enumerate(message.tool_calls)
+        ]
+    return said
+
+
+def _tool_call(call: CalledTool, field: str) -> dict[str, Any]:
+    """Each template writes arguments in its model's own syntax, so it wants the object. An empty
+    text, which some clients send for a tool without parameters, is the empty object."""
+    try:
+        arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        message = f"{field} is not JSON ({error}): send the text of a JSON object"
+        raise AppError(Kind.INVALID, message, param=field) from error
+    if not isinstance(arguments, dict):
+        message = f"{field} is JSON but not an object: send arguments by name"
+        raise AppError(Kind.INVALID, message, param=field)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": cast("dict[str, Any]", arguments)},
+    }

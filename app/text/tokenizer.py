@@ -1,0 +1,214 @@
+"""Token ids and the text they stand for.
+
+Knows: the model's tokenizer.json, through the `tokenizers` library, and which ids begin and end a
+text. Must not know: chat templates, requests, where ids come from or go to.
+
+A token spells bytes. The text of ids is those bytes joined and read as UTF-8, where each malformed
+sequence becomes one U+FFFD (the Unicode Standard's "maximal subpart", as everywhere on the web).
+One definition for whole texts, streams and log-probabilities. It is what `tokenizers` does too, but
+for one case: with byte tokens such as <0xFF>, one bad byte there turns the *whole run* of byte
+tokens around it into U+FFFD, good characters included. A stream cannot take a character back, and
+a reader is better served by what was good; so we, like SentencePiece, replace only what is bad.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import tokenizers
+
+from app.core.errors import AppError, Kind
+from app.core.files import Json, ModelFiles
+from app.text.spelling import Spelling
+
+
+class Tokenizer:
+    """One model's tokenizer; immutable.
+
+    bos: the id that begins a text, if the model has one. special: ids that are control, not text.
+    spelling: None where only the library's own decoder knows what tokens spell.
+    """
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, bos: int | None = None, add_bos: bool | None = None
+    ) -> None:
+        """add_bos: whether a text begins with bos; None leaves it to the post-processor that
+        tokenizer.json describes."""
+        inner.no_truncation()  # what training set, some files still hold
+        inner.no_padding()
+        self._inner = inner
+        self.bos = bos
+        self.special = frozenset(
+            id for id, token in inner.get_added_tokens_decoder().items() if token.special
+        )
+        self.spelling = Spelling.of(
+            json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
+        )
+        self._prefix = _prefix(inner, bos, add_bos)
+
+    @staticmethod
+    def load(files: ModelFiles) -> "Tokenizer":
+        """Raises AppError(MODEL_FILES) when tokenizer.json is missing or broken."""
+        path = files.tokenizer
+        if not path.is_file():
+            raise AppError(Kind.MODEL_FILES, f"{path} is missing: a model needs its tokenizer.json")
+        add_bos = files.tokenizer_config.get("add_bos_token")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+            return Tokenizer(
+                inner,
+                bos=_bos(files, inner),
+                add_bos=add_bos if isinstance(add_bos, bool) else None,
+            )
+        except AppError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            reason = " ".join(str(error).split())
+            message = f"{path} is not a tokenizer that can be used: {reason}"
+            raise AppError(Kind.MODEL_FILES, message) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included. The model's logits may be padded beyond it."""
+        return self._inner.get_vocab_size()
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Ids of a text. Special tokens written out in it are recognised.
+
+        add_special: begin as this model's texts begin (with BOS, mostly), unless the text brings
+        that itself. No EOS ever ends it: the text is there to be continued.
+        Raises AppError(INVALID).
+        """
+        try:
+            # the batch call lets other threads run meanwhile; without offsets it is twice as fast
+            ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:  # all that a str which is not UTF-8 comes to
+            message = (
+                "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is not a "
+                "character: send both halves or neither"
+            )
+            raise AppError(Kind.INVALID, message) from error
+        except Exception as error:  # the library raises nothing narrower
+            message = f"this model's tokenizer has no tokens for the text: {error}"
+            raise AppError(Kind.INVALID, message) from error
+        if not add_special or tuple(ids[: len(self._prefix)]) == self._prefix:
+            return ids
+        return [*self._prefix, *ids]
+
+    def enough_of(self, text: str, count: int) -> str:
+        """The text, or a beginning of it that alone has far more than `count` tokens: so that ten
+        million characters cost no more than a context's worth does. Raises as `encode` does."""
+        size = 8 * count
+        while size < len(text):
+            if len(self.encode(text[:size], add_special=False)) > 2 * count:
+                return text[:size]
+            size *= 2
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text a reader should see: special tokens, and ids that are no token, show nothing."""
+        return self._text([id for id in ids if self.shows(id)])
+
+    def decode_verbatim(self, ids: Sequence[int]) -> str:
+        """The text with special tokens written out. Raises AppError(INVALID) for an id outside the
+        vocabulary."""
+        for id in ids:
+            if self._token(id) is None:
+                message = f"{id} is not a token of this model, which has {self.vocab_size} tokens"
+                raise AppError(Kind.INVALID, message)
+        return self._text(ids)
+
+    def shows(self, id: int) -> bool:
+        """Whether the id is part of what a reader should see."""
+        return id not in self.special and self._token(id) is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it, such as "</s>"."""
+        return self._inner.token_to_id(token)
+
+    def token_bytes(self, id: int) -> bytes:
+        """Exactly what one token spells in the middle of a text: its leading space included, half
+        a character where it is half of one, b"" for an id that is no token."""
+        token = self._token(id)
+        if token is None:
+            return b""
+        if self.spelling is not None:
+            return self.spelling.bytes_of(token)
+        # Decoders of the other kind treat a first token apart: look at the second of two.
+        return self._text([id, id]).removeprefix(self._text([id])).encode()
+
+    def token_text(self, id: int) -> str:
+        """`token_bytes` as text, with U+FFFD where they are not whole characters."""
+        return self.token_bytes(id).decode(errors="replace")
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if self.spelling is None:
+            return self._inner.decode(ids, skip_special_tokens=False)
+        raw = b"".join(map(self.token_bytes, ids))
+        if self.spelling.strips_space:
+            raw = raw.removeprefix(b" ")
+        return raw.decode(errors="replace")
+
+    def _token(self, id: int) -> str | None:
+        # The library takes 32 bits without a sign, and raises OverflowError for anything else.
+        return self._inner.id_to_token(id) if 0 <= id < 1 << 32 else None
+
+
+def stop_ids(files: ModelFiles, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end a text: eos_token_id of generation_config.json, else of config.json, else the
+    eos_token of tokenizer_config.json; empty when none names any.
+
+    Raises AppError(MODEL_FILES) for an eos_token_id which is neither an id nor a list of ids.
+    """
+    ids = next(_configured_ids(files, "eos_token_id"), None)
+    if ids is not None:
+        return ids
+    eos = special_text(files.tokenizer_config.get("eos_token"))
+    id = tokenizer.token_id(eos) if eos is not None else None
+    return frozenset() if id is None else frozenset({id})
+
+
+def special_text(value: Any) -> str | None:
+    """A special token as tokenizer_config.json writes it: a string, or an object around one."""
+    match value:
+        case str(text) | {"content": str(text)}:
+            return text
+        case _:
+            return None
+
+
+def _prefix(inner: tokenizers.Tokenizer, bos: int | None, add_bos: bool | None) -> tuple[int, ...]:
+    """What every text begins with."""
+    probe = inner.encode("a", add_special_tokens=True)
+    mask = [*probe.special_tokens_mask, 0]
+    written = tuple(probe.ids[: mask.index(0)])
+    if add_bos is None:
+        return written
+    if not add_bos:
+        return ()
+    return written if bos is None or bos in written else (bos, *written)
+
+
+def _bos(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | None:
+    text = special_text(files.tokenizer_config.get("bos_token"))
+    if text is not None:
+        return inner.token_to_id(text)
+    ids = next(_configured_ids(files, "bos_token_id"), frozenset[int]())
+    return next((id for id in sorted(ids) if inner.id_to_token(id) is not None), None)
+
+
+def _configured_ids(files: ModelFiles, field: str) -> Iterator[frozenset[int]]:
+    """The field's ids, from each file that names any. -1 and null stand for none."""
+    sources: tuple[tuple[str, Json], ...] = (
+        ("generation_config.json", files.generation_config),
+        ("config.json", files.config),
+    )
+    for name, source in sources:
+        value: Any = source.get(field)
+        listed = cast("list[Any]", value if isinstance(value, list) else [value])
+        ids = [id for id in listed if id is not None and id != -1]
+        if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids):
+            message = f"{field} in {name} of {files.path} is {value!r}: it must be an id or a list"
+            raise AppError(Kind.MODEL_FILES, message)
+        if ids:
+            yield frozenset(ids)

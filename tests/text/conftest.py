@@ -1,0 +1,234 @@
+"""Tokenizers of every kind, made here and real, and the files of a model."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from app.core.files import ModelFiles
+from app.text.tokenizer import Tokenizer
+
+# Half of "é", a whole one, the first half of most emoji, and two words with their space.
+_BYTE_MERGES = [("Ã", "©"), ("ð", "Ł"), ("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("Ġ", "Ã")]
+_PIECES = ["▁", *"abcdefghijklmnopqrstuvwxyz.,!é", "▁t", "he", "▁the", "▁▁"]
+_PIECE_MERGES = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
+_WORDS = ["the", "a", "cat", "sat", "##s", "##ing", ".", ",", "'", "do", "not", "éa", "##"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in _BYTE_MERGES)]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=_BYTE_MERGES)
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|begin|>", "<|end|>"])
+    made.add_tokens(["日本", "  "])  # not in the byte alphabet: they stand as themselves
+    return made
+
+
+def sentence_piece() -> tokenizers.Tokenizer:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: id for id, token in enumerate(tokens)},
+            merges=_PIECE_MERGES,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return made
+
+
+def spaces_kept() -> tokenizers.Tokenizer:
+    """As Gemma's: no dummy prefix, so none is stripped."""
+    made = sentence_piece()
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), *((piece, -1.0) for piece in _PIECES)], unk_id=0)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+def metaspace_bytes() -> tokenizers.Tokenizer:
+    """Bytes behind a decoder that joins words: held for four tokens at most."""
+    made = sentence_piece()
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return made
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    tokens = ["[UNK]", "[CLS]", "[SEP]", *_WORDS]
+    made = tokenizers.Tokenizer(
+        models.WordPiece({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.add_special_tokens(["[CLS]", "[SEP]"])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return made
+
+
+def word_suffix() -> tokenizers.Tokenizer:
+    tokens = [*"abcdefgh", *(f"{letter}</w>" for letter in "abcdefgh"), "<|end|>"]
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: id for id, token in enumerate(tokens)},
+            merges=[],
+            end_of_word_suffix="</w>",
+        )
+    )
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.BPEDecoder()
+    made.add_special_tokens(["<|end|>"])
+    return made
+
+
+def no_decoder() -> tokenizers.Tokenizer:
+    tokens = ["[UNK]", *_WORDS]
+    made = tokenizers.Tokenizer(
+        models.WordLevel({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+MADE = (
+    byte_level,
+    sentence_piece,
+    spaces_kept,
+    metaspace,
+    metaspace_bytes,
+    word_piece,
+    word_suffix,
+    no_decoder,
+)
+
+REAL = (
+    "tokenizers/gpt2",
+    "tokenizers/qwen3",
+    "tokenizers/phi-3",
+    "tokenizers/mistral-v3",
+    "tokenizers/falcon",
+    "tokenizers/gpt-neox-20b",
+    "models/stories260K",
+    "models/babyllama-361",
+)
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[str, tokenizers.Tokenizer]:
+    """One small tokenizer of each kind, by name."""
+    return {make.__name__: make() for make in MADE}
+
+
+@pytest.fixture(scope="session")
+def bytewise(made) -> Tokenizer:
+    return Tokenizer(made["byte_level"])
+
+
+@pytest.fixture(scope="session")
+def pieces(made) -> Tokenizer:
+    return Tokenizer(made["sentence_piece"], bos=1)
+
+
+KINDS = tuple(make.__name__ for make in MADE)
+
+
+@pytest.fixture(scope="session", params=[*KINDS, *REAL])
+def library(request) -> tokenizers.Tokenizer:
+    """Each tokenizer in turn, as the library has it."""
+    return _library(request)
+
+
+@pytest.fixture(scope="session", params=[*KINDS[:3], *REAL])
+def spelled(request) -> tokenizers.Tokenizer:
+    """Each one whose tokens spell bytes."""
+    return _library(request)
+
+
+def _library(request) -> tokenizers.Tokenizer:
+    if "/" not in request.param:
+        return request.getfixturevalue("made")[request.param]
+    shared: Path = request.getfixturevalue("shared")
+    return tokenizers.Tokenizer.from_file(str(shared / request.param / "tokenizer.json"))
+
+
+@pytest.fixture
+def files(tmp_path) -> Callable[..., ModelFiles]:
+    """files(tokenizer=…, config=…, …): the files of a model; a tokenizer is written out."""
+    base = ModelFiles(
+        name="test-model",
+        path=tmp_path,
+        config={},
+        shards=(),
+        tokenizer=tmp_path / "tokenizer.json",
+        tokenizer_config={},
+        generation_config={},
+        template=None,
+        created=0,
+    )
+
+    def build(tokenizer: tokenizers.Tokenizer | str | None = None, **fields) -> ModelFiles:
+        if tokenizer is not None:
+            text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
+            base.tokenizer.write_text(text)
+        return replace(base, **fields)
+
+    return build
+
+
+@pytest.fixture
+def real_files(shared) -> Callable[[str], ModelFiles]:
+    """The files of a real tokenizer, by folder."""
+
+    def build(folder: str) -> ModelFiles:
+        def read(name: str):
+            path = shared / folder / name
+            return json.loads(path.read_text()) if path.is_file() else {}
+
+        return ModelFiles(
+            name=folder,
+            path=shared / folder,
+            config=read("config.json"),
+            shards=(),
+            tokenizer=shared / folder / "tokenizer.json",
+            tokenizer_config=read("tokenizer_config.json"),
+            generation_config=read("generation_config.json"),
+            template=None,
+            created=0,
+        )
+
+    return build

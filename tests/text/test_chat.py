@@ -1,0 +1,142 @@
+"""Which template a model brings, and what its conversations become."""
+
+from datetime import datetime
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from app.core.requests import CalledTool, Message
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer
+
+HELLO = (Message(role="user", content="Hello"),)
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def shown(files, source: str, messages: tuple[Message, ...] = HELLO, **options) -> str:
+    return ChatTemplate(files(template=source)).render(messages, **options)
+
+
+class TestWhichTemplate:
+    def test_a_file_of_its_own_wins_over_the_config(self, files):
+        model = files(template="file", tokenizer_config={"chat_template": "config"})
+        assert ChatTemplate(model).render(HELLO) == "file"
+        assert ChatTemplate(model).complete
+
+    def test_else_it_stands_in_the_config(self, files):
+        model = files(tokenizer_config={"chat_template": "config"})
+        assert ChatTemplate(model).render(HELLO) == "config"
+
+    def test_of_several_tool_use_is_for_tools(self, files):
+        named = [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "{{ tools[0].name }}"},
+        ]
+        chat = ChatTemplate(files(tokenizer_config={"chat_template": named}))
+        assert chat.render(HELLO) == "plain"
+        assert chat.render(HELLO, tools=[{"name": "add"}]) == "add"
+
+    def test_the_only_one_is_for_tools_too(self, files):
+        assert shown(files, "{{ tools | length }}", tools=[{}, {}]) == "2"
+
+    @pytest.mark.parametrize(
+        "given",
+        [[], [{"name": "rag", "template": "x"}], [{"name": "default"}], ["x"], 7, {"default": "x"}],
+    )
+    def test_anything_else_is_a_mistake_in_the_files(self, files, given):
+        with pytest.raises(AppError, match=r"chat_template in tokenizer_config\.json") as caught:
+            ChatTemplate(files(tokenizer_config={"chat_template": given}))
+        assert caught.value.kind is Kind.MODEL_FILES
+
+    def test_a_model_without_one_continues_what_was_said(self, files):
+        chat = ChatTemplate(files())
+        assert chat.render((Message(role="user", content="Once upon"),)) == "Once upon"
+        turns = (Message(role="user", content="One."), Message(role="assistant", content="Two."))
+        assert chat.render(turns) == "One.\nTwo."
+        assert not chat.complete
+
+    def test_a_real_base_model_is_asked_as_by_a_plain_prompt(self, real_files):
+        model = real_files("models/stories260K")
+        chat, tokenizer = ChatTemplate(model), Tokenizer.load(model)
+        text = chat.render((Message(role="user", content="Once upon a time"),))
+        ids = tokenizer.encode(text, add_special=not chat.complete)
+        assert ids == tokenizer.encode("Once upon a time", add_special=True)
+
+    def test_a_real_one_out_of_a_real_config(self, real_files):
+        chat = ChatTemplate(real_files("tokenizers/qwen3"))
+        assert chat.render(HELLO) == ("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+        assert chat.render(HELLO, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+        assert chat.render(HELLO, add_generation_prompt=False).endswith("Hello<|im_end|>\n")
+
+
+class TestWhatTemplatesAreGiven:
+    def test_the_models_special_tokens_as_far_as_it_has_them(self, files):
+        config = {
+            "bos_token": "<s>",
+            "eos_token": {"content": "</s>", "special": True},
+            "pad_token": None,
+            "additional_special_tokens": ["<a>", {"content": "<b>"}],
+        }
+        source = (
+            "{{ bos_token }}{{ eos_token }}{{ additional_special_tokens | join }}"
+            "{{ pad_token is defined }}{{ unk_token is defined }}"
+        )
+        chat = ChatTemplate(files(template=source, tokenizer_config=config))
+        assert chat.render(HELLO) == "<s></s><a><b>FalseFalse"
+
+    def test_the_clock_that_was_handed_in(self, files):
+        model = files(template="{{ strftime_now('%d %B %Y') }}")
+        chat = ChatTemplate(model, now=lambda: datetime(2025, 7, 10, 12))
+        assert chat.render(HELLO) == "10 July 2025"
+        assert str(datetime.now().year) in ChatTemplate(model).render(HELLO)
+
+    def test_documents_and_any_option(self, files):
+        source = "{{ documents[0].title }}{{ enable_thinking }}{{ add_generation_prompt }}"
+        assert shown(files, source, documents=[{"title": "T"}], enable_thinking=3) == "T3True"
+        assert shown(files, source.replace("[0]", ""), add_generation_prompt=False) == "False"
+
+    def test_no_content_is_empty_content(self, files):
+        assert shown(files, ROLES, (Message(role="assistant", content=None),)) == "[assistant]"
+
+    def test_a_developer_is_a_system_to_templates_that_know_no_developer(self, files):
+        said = (Message(role="developer", content="Be brief."),)
+        assert shown(files, ROLES, said) == "[system]Be brief."
+        knowing = ROLES + "{# developer #}"
+        assert shown(files, knowing, said) == "[developer]Be brief."
+
+    def test_names_and_tool_calls(self, files):
+        said = (
+            Message(
+                role="assistant",
+                content=None,
+                tool_calls=(
+                    CalledTool(id="c1", name="add", arguments='{"a": [1, "é"]}'),
+                    CalledTool(id="c2", name="now", arguments=" "),
+                ),
+            ),
+            Message(role="tool", content="3", name="add", tool_call_id="c1"),
+        )
+        assert shown(files, "{{ messages | tojson }}", said) == (
+            '[{"role": "assistant", "content": "", "tool_calls": ['
+            '{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '
+            '{"a": [1, "é"]}}}, '
+            '{"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}}]}, '
+            '{"role": "tool", "content": "3", "name": "add", "tool_call_id": "c1"}]'
+        )
+
+    @pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', "3", "[" * 100_000])
+    def test_arguments_that_are_no_object_are_named(self, files, arguments):
+        call = CalledTool(id="c", name="f", arguments=arguments)
+        said = (*HELLO, Message(role="assistant", content="", tool_calls=(call,)))
+        with pytest.raises(AppError) as caught:
+            shown(files, ROLES, said)
+        assert caught.value.kind is Kind.INVALID
+        assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
+        assert caught.value.param in caught.value.message
+
+
+def test_a_refusal_is_the_clients_and_in_the_templates_words(files):
+    with pytest.raises(AppError, match="roles must alternate") as caught:
+        shown(files, "{{ raise_exception('roles must alternate') }}")
+    assert caught.value.message == "roles must alternate"
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "messages")

@@ -1,0 +1,283 @@
+"""Ids and text, against the library, against known encodings, and at the edges."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, processors
+
+from app.core.errors import AppError, Kind
+from app.text.tokenizer import Tokenizer, stop_ids
+from tests import tiny
+
+SEEDS = st.lists(st.floats(0, 1, exclude_max=True), max_size=40)
+
+
+def ids_of(tokenizer: Tokenizer, places: list[float]) -> list[int]:
+    """Ids from places in the vocabulary between 0 and 1, so that one strategy fits all."""
+    return [int(place * tokenizer.vocab_size) for place in places]
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    id = tokenizer.token_id(token)
+    assert id is not None
+    return id
+
+
+def known(row: dict) -> str:
+    return f"{row['tokenizer']}: {row['text']!r}"
+
+
+class TestEncoding:
+    def test_equals_what_other_implementations_give(self, shared, real_files):
+        rows = (shared / "tokenizers/fixtures_upstream.jsonl").read_text().splitlines()
+        loaded: dict[str, Tokenizer] = {}
+        wrong: list[str] = []
+        for row in map(json.loads, rows):
+            name = row["tokenizer"]
+            if name not in loaded:
+                loaded[name] = Tokenizer.load(real_files(f"tokenizers/{name}"))
+            got = loaded[name].encode(row["text"], add_special=row["add_special_tokens"])
+            if got != row["ids"]:
+                wrong.append(known(row))
+        assert len(rows) == 402
+        assert wrong == []
+
+    def test_equals_llama2c(self, shared, real_files):
+        rows = (shared / "tokenizers/fixtures_llama2c.jsonl").read_text().splitlines()
+        loaded: dict[str, Tokenizer] = {}
+        wrong: list[str] = []
+        for row in map(json.loads, rows):
+            name = row["tokenizer"]
+            if name not in loaded:
+                loaded[name] = Tokenizer.load(real_files(f"models/{name}"))
+            if loaded[name].encode(row["text"], add_special=True) != row["ids"]:
+                wrong.append(known(row))
+        assert rows
+        assert wrong == []
+
+    def test_half_a_surrogate_pair_is_the_clients_mistake(self, pieces):
+        with pytest.raises(AppError, match="surrogate") as caught:
+            pieces.encode("a\ud800b", add_special=True)
+        assert caught.value.kind is Kind.INVALID
+
+    def test_a_text_without_tokens_is_the_clients_mistake(self):
+        vocabulary = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
+        with pytest.raises(AppError, match="no tokens for the text") as caught:
+            Tokenizer(vocabulary).encode("b", add_special=False)
+        assert caught.value.kind is Kind.INVALID
+
+    def test_neither_cuts_nor_pads_where_the_file_says_so(self, made):
+        inner = tokenizers.Tokenizer.from_str(made["byte_level"].to_str())
+        inner.enable_truncation(4)
+        inner.enable_padding(length=16)
+        assert len(Tokenizer(inner).encode("x" * 10, add_special=False)) == 10
+        assert len(Tokenizer(inner).encode("x", add_special=False)) == 1
+
+
+class TestBeginningOfText:
+    def test_follows_the_post_processor_when_the_config_is_silent(self, files, made):
+        begins = Tokenizer.load(files(made["sentence_piece"]))
+        assert begins.encode("the", add_special=True)[0] == 1
+        plain = Tokenizer.load(
+            files(made["byte_level"], tokenizer_config={"bos_token": "<|begin|>"})
+        )
+        assert plain.encode("x", add_special=True) == plain.encode("x", add_special=False)
+
+    def test_the_config_overrules_the_post_processor(self, files, made):
+        config = {"bos_token": "<s>", "add_bos_token": False}
+        silent = Tokenizer.load(files(made["sentence_piece"], tokenizer_config=config))
+        assert 1 not in silent.encode("the", add_special=True)
+        config = {"bos_token": {"content": "<|begin|>"}, "add_bos_token": True}
+        begins = Tokenizer.load(files(made["byte_level"], tokenizer_config=config))
+        assert begins.bos == id_of(begins, "<|begin|>")
+        assert begins.encode("x", add_special=True) == [
+            begins.bos,
+            *begins.encode("x", add_special=False),
+        ]
+
+    def test_is_not_doubled(self, files, made):
+        config = {"bos_token": "<s>", "add_bos_token": True}
+        pieces = Tokenizer.load(files(made["sentence_piece"], tokenizer_config=config))
+        assert pieces.encode("<s>the", add_special=True).count(1) == 1
+        assert pieces.encode("the", add_special=True).count(1) == 1
+        assert pieces.encode("", add_special=True) == [1]
+
+    def test_may_be_several_tokens(self, made):
+        inner = tokenizers.Tokenizer.from_str(made["word_piece"].to_str())
+        inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] [SEP] $A", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        )
+        tokenizer = Tokenizer(inner, bos=2, add_bos=True)
+        ids = tokenizer.encode("cat", add_special=True)
+        assert ids[:2] == [1, 2]
+        assert tokenizer.encode("[CLS] [SEP] cat", add_special=True) == ids
+
+    def test_is_nothing_where_the_model_has_no_such_token(self, made):
+        bare = Tokenizer(made["byte_level"], bos=None, add_bos=True)
+        assert bare.encode("x", add_special=True) == bare.encode("x", add_special=False)
+
+    def test_the_end_is_never_added(self, pieces, made):
+        assert made["sentence_piece"].encode("the").ids[-1] == 2
+        assert 2 not in pieces.encode("the", add_special=True)
+
+    def test_its_id_may_stand_in_the_models_config(self, files, made):
+        inner = made["sentence_piece"]
+        assert Tokenizer.load(files(inner, config={"bos_token_id": 1})).bos == 1
+        assert Tokenizer.load(files(inner, config={"bos_token_id": 99999})).bos is None
+        both = files(inner, config={"bos_token_id": 2}, generation_config={"bos_token_id": 1})
+        assert Tokenizer.load(both).bos == 1
+        assert Tokenizer.load(files(inner)).bos is None
+
+
+class TestDecoding:
+    @given(places=SEEDS)
+    def test_equals_the_librarys(self, library, places):
+        """Where byte tokens are malformed the library shows less: see the next but one."""
+        tokenizer = Tokenizer(library)
+        ids = ids_of(tokenizer, places)
+        text, verbatim = tokenizer.decode(ids), tokenizer.decode_verbatim(ids)
+        byte_tokens = tokenizer.spelling is not None and not tokenizer.spelling.alphabet
+        if not (byte_tokens and "\ufffd" in verbatim):
+            assert text == library.decode(ids)
+            assert verbatim == library.decode(ids, skip_special_tokens=False)
+
+    @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
+    def test_gives_back_what_was_encoded(self, bytewise, pieces, text):
+        for tokenizer in (bytewise, pieces):
+            assert tokenizer.decode_verbatim(tokenizer.encode(text, add_special=False)) == text
+
+    def test_one_bad_byte_spoils_no_good_one(self, pieces):
+        """The library makes three U+FFFD of this."""
+        ids = [id_of(pieces, f"<0x{byte:02X}>") for byte in (0xC3, 0xA9, 0xFF)]
+        assert pieces.decode(ids) == "é\ufffd"
+
+    def test_hides_special_tokens_or_writes_them_out(self, bytewise):
+        ids = [id_of(bytewise, "<|begin|>"), *bytewise.encode("hé", add_special=False)]
+        assert bytewise.decode(ids) == "hé"
+        assert bytewise.decode_verbatim(ids) == "<|begin|>hé"
+
+    @pytest.mark.parametrize("id", [-1, 10_000, 1 << 40])
+    def test_an_id_that_is_no_token_shows_nothing_or_is_refused(self, bytewise, id):
+        assert bytewise.decode([id, 65]) == bytewise.decode([65])
+        assert bytewise.token_bytes(id) == b""
+        with pytest.raises(AppError, match=f"{id} is not a token") as caught:
+            bytewise.decode_verbatim([65, id])
+        assert caught.value.kind is Kind.INVALID
+
+
+class TestTokenBytes:
+    @given(places=SEEDS)
+    def test_joined_are_the_text(self, spelled, places):
+        tokenizer = Tokenizer(spelled)
+        ids = ids_of(tokenizer, places)
+        text = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+        if tokenizer.spelling is not None and tokenizer.spelling.strips_space:
+            text = text.removeprefix(" ")
+        assert tokenizer.decode_verbatim(ids) == text
+
+    def test_of_byte_level_tokens(self, bytewise):
+        def spelt(token: str) -> bytes:
+            return bytewise.token_bytes(id_of(bytewise, token))
+
+        assert spelt("Ġthe") == b" the"
+        assert spelt("ðŁ") == b"\xf0\x9f"
+        assert spelt("日本") == "日本".encode()
+        assert spelt("  ") == b"  "
+        assert spelt("<|end|>") == b"<|end|>"
+
+    def test_of_sentence_pieces(self, pieces):
+        assert pieces.token_bytes(id_of(pieces, "▁the")) == b" the"
+        assert pieces.token_bytes(id_of(pieces, "<0x0A>")) == b"\n"
+        assert pieces.token_text(id_of(pieces, "<0xF0>")) == "\ufffd"
+
+    def test_of_words_keep_the_space_before(self, made):
+        words = Tokenizer(made["word_piece"])
+        assert words.token_text(id_of(words, "cat")) == " cat"
+        assert words.token_text(id_of(words, "##ing")) == "ing"
+
+
+class TestLoading:
+    def test_a_missing_file_is_named(self, files):
+        with pytest.raises(AppError, match=r"tokenizer\.json is missing") as caught:
+            Tokenizer.load(files())
+        assert caught.value.kind is Kind.MODEL_FILES
+
+    @pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Novel"}}', "\x00"])
+    def test_a_broken_file_is_one_clear_line(self, files, text):
+        with pytest.raises(AppError, match="is not a tokenizer") as caught:
+            Tokenizer.load(files(text))
+        assert caught.value.kind is Kind.MODEL_FILES
+        assert "\n" not in caught.value.message
+
+    def test_a_vocabulary_without_letters_or_an_unknown_token_is_no_tokenizer(self, files):
+        inner = tokenizers.Tokenizer(models.WordLevel({"word": 0}, unk_token="[UNK]"))
+        with pytest.raises(AppError, match="is not a tokenizer"):
+            Tokenizer.load(files(inner))
+
+    def test_a_large_real_one_loads(self, real_files):
+        assert Tokenizer.load(real_files("tokenizers/qwen3")).vocab_size == 151_669
+
+
+class TestStopIds:
+    def test_come_from_the_first_file_that_names_any(self, files, made):
+        inner = made["sentence_piece"]
+        named = {"tokenizer_config": {"eos_token": "</s>"}}
+        for fields, expected in [
+            (named, {2}),
+            ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, {2}),
+            ({**named, "config": {"eos_token_id": 7}}, {7}),
+            ({**named, "config": {"eos_token_id": [7, 8]}}, {7, 8}),
+            (
+                {
+                    **named,
+                    "config": {"eos_token_id": 7},
+                    "generation_config": {"eos_token_id": [9, 10]},
+                },
+                {9, 10},
+            ),
+            (
+                {
+                    **named,
+                    "config": {"eos_token_id": -1},
+                    "generation_config": {"eos_token_id": None},
+                },
+                {2},
+            ),
+            ({**named, "config": {"eos_token_id": []}}, {2}),
+            ({"tokenizer_config": {"eos_token": "nowhere"}}, set()),
+            ({}, set()),
+        ]:
+            model = files(inner, **fields)
+            assert stop_ids(model, Tokenizer.load(model)) == expected
+
+    @pytest.mark.parametrize("value", ["</s>", 1.5, True, [2, "x"], {"a": 1}, -7])
+    def test_must_be_ids(self, files, made, value):
+        model = files(made["sentence_piece"], config={"eos_token_id": value})
+        with pytest.raises(AppError, match=r"eos_token_id in config\.json") as caught:
+            stop_ids(model, Tokenizer.load(model))
+        assert caught.value.kind is Kind.MODEL_FILES
+
+    def test_a_bad_begin_id_is_told_as_such(self, files, made):
+        with pytest.raises(AppError, match=r"bos_token_id in config\.json"):
+            Tokenizer.load(files(made["sentence_piece"], config={"bos_token_id": "<s>"}))
+
+    def test_of_a_real_model(self, real_files):
+        model = real_files("models/stories260K")
+        assert stop_ids(model, Tokenizer.load(model)) == {1, 2}
+
+
+@pytest.mark.parametrize(("length", "kept"), [(10, 10), (80, 80), (1000, 80), (10**6, 80)])
+def test_of_a_text_far_too_long_only_enough_is_read(bytewise, length, kept):
+    """`kept`: 8 characters per token that counts are always looked at together."""
+    assert len(bytewise.enough_of("ab" * (length // 2), 10)) == kept
+
+
+def test_a_long_text_of_few_tokens_is_kept_whole():
+    word = AddedToken("x" * 100)
+    inner = tiny.tokenizer()
+    inner.add_tokens([word])
+    text = word.content * 30
+    assert Tokenizer(inner).enough_of(text, 100) == text
