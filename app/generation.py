@@ -67,15 +67,7 @@ class Generation:
 
     def _job(self, request: GenerateRequest) -> Job:
         ids = self._ids(request)
-        context = self._files.context_length
-        room = context - len(ids)
-        if room < 1:
-            raise AppError(
-                Kind.CONTEXT_LENGTH,
-                f"the prompt has {len(ids)} tokens, but the model's context is {context} tokens, "
-                "of which at least one is needed for the answer: shorten the prompt",
-                param="messages" if isinstance(request.prompt, Conversation) else "prompt",
-            )
+        room = self._files.context_length - len(ids)
         sampling = Sampling.layered(self._defaults, request.sampling)
         for token, _ in sampling.logit_bias:
             self._check_id(token, "logit_bias")
@@ -89,19 +81,38 @@ class Generation:
         )
 
     def _ids(self, request: GenerateRequest) -> Sequence[int]:
+        """The prompt's ids: at least one, and so few that one more fits the context."""
+        param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         match request.prompt:
             case Conversation(messages=messages):
                 text = self._template.render(messages)
-                ids = self._tokenizer.encode(text, add_special=not self._template.complete)
+                return self._encode(text, param, add_special=not self._template.complete)
             case str(text):
-                ids = self._tokenizer.encode(text, add_special=True)
+                return self._encode(text, param, add_special=True)
             case ids:
                 for token in ids:
-                    self._check_id(token, "prompt")
+                    self._check_id(token, param)
+                return self._fitting(ids, param)
+
+    def _encode(self, text: str, param: str, *, add_special: bool) -> Sequence[int]:
+        text, whole = self._tokenizer.enough_of(text, self._files.context_length), text
+        ids = self._tokenizer.encode(text, add_special=add_special)
+        return self._fitting(ids, param, more=len(text) < len(whole))
+
+    def _fitting(self, ids: Sequence[int], param: str, *, more: bool = False) -> Sequence[int]:
+        """more: the prompt goes on behind these ids."""
+        context = self._files.context_length
         if not ids:
-            param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
             raise AppError(
                 Kind.INVALID, "the prompt has no tokens: there is nothing to continue", param=param
+            )
+        if len(ids) >= context:
+            raise AppError(
+                Kind.CONTEXT_LENGTH,
+                f"the prompt has {'more than ' if more else ''}{len(ids)} tokens, but the model's "
+                f"context is {context} tokens, of which at least one is needed for the answer: "
+                "shorten the prompt",
+                param=param,
             )
         return ids
 

@@ -249,6 +249,12 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(files: Mod
     assert runner.jobs[0].max_tokens == 1
 
 
+def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(files: ModelFiles) -> None:
+    error = refusal(files, prompt="x" * 5_000_000)
+    assert error.kind is Kind.CONTEXT_LENGTH
+    assert "more than 32768 tokens, but the model's context is 4096" in error.message
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "param"),
     [

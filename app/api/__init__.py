@@ -1,0 +1,23 @@
+"""HTTP. Knows starlette and where the dialects lie; must not know ids, tensors or templates.
+
+A dialect is a module in app/api/dialects that has a function `routes(generate, settings)`; putting
+it there is all it takes. Modules without one are parts of a dialect.
+"""
+
+import pkgutil
+from importlib import import_module
+
+from starlette.routing import BaseRoute
+
+from app.api import dialects, meta
+from app.core.ports import Generate
+from app.core.settings import Settings
+
+
+def routes(generate: Generate, settings: Settings) -> list[BaseRoute]:
+    found: list[BaseRoute] = list(meta.routes(generate))
+    for module in pkgutil.iter_modules(dialects.__path__):
+        dialect = import_module(f"{dialects.__name__}.{module.name}")
+        if hasattr(dialect, "routes"):
+            found += dialect.routes(generate, settings)
+    return found

@@ -1,0 +1,98 @@
+"""The ASGI application: routes, what surrounds them, and the shape of every error.
+
+Knows starlette's handlers and middlewares. Must not know: dialects, or who builds `generate`.
+"""
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Lifespan
+
+from app.api import routes
+from app.api.fields import shown
+from app.api.wire import ClientLeft, problem_reply
+from app.core.errors import AppError, Kind
+from app.core.ports import Generate
+from app.core.settings import LOOPBACK_ORIGINS, Settings
+
+# The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them.
+SDK_HEADERS = (
+    "Authorization",
+    "Content-Type",
+    "Idempotency-Key",
+    "OpenAI-Beta",
+    "OpenAI-Organization",
+    "OpenAI-Project",
+    "User-Agent",
+    "X-Stainless-Arch",
+    "X-Stainless-Async",
+    "X-Stainless-Custom-Poll-Interval",
+    "X-Stainless-Helper-Method",
+    "X-Stainless-Lang",
+    "X-Stainless-OS",
+    "X-Stainless-Package-Version",
+    "X-Stainless-Poll-Helper",
+    "X-Stainless-Read-Timeout",
+    "X-Stainless-Retry-Count",
+    "X-Stainless-Runtime",
+    "X-Stainless-Runtime-Version",
+    "X-Stainless-Timeout",
+)
+
+
+def build_app(
+    generate: Generate, settings: Settings, lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_origin_regex=LOOPBACK_ORIGINS,
+        allow_methods=("GET", "POST"),
+        allow_headers=SDK_HEADERS,
+    )
+    app = Starlette(
+        routes=routes(generate, settings),
+        middleware=[cors],
+        exception_handlers={
+            AppError: _problem,
+            ClientLeft: _nobody,
+            HTTPException: _from_starlette,
+            Exception: _unexpected,
+        },
+        lifespan=lifespan,
+    )
+    # A path with a slash too many is an unknown path: a redirect would lose most clients' bodies.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    return problem_reply(error)
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """Never sent to anyone; the status, nginx's for a client that left, is for the access log."""
+    return Response(status_code=499)
+
+
+async def _from_starlette(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, the only two that the router raises by itself."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {shown(request.url.path)}"
+    if error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        told = AppError(Kind.METHOD, f"{where}: this path answers only to {allowed}")
+        return problem_reply(told, headers={"Allow": allowed})
+    assert error.status_code == 404
+    return problem_reply(AppError(Kind.NOT_FOUND, f"{where}: there is no such path here"))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """A fault of ours. Starlette raises it again for the server to log, so nothing is told here
+    that could only be of use to someone who may read the log."""
+    told = "internal error: the server's log has details"
+    return problem_reply(AppError(Kind.ENGINE, told, code="internal_error"))

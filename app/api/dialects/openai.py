@@ -1,0 +1,92 @@
+"""The OpenAI dialect: chat completions, completions, models.
+
+Knows which path speaks which part of it. Requests are read in openai_request, answers are written
+in openai_reply. Must not know: anything of what stands between.
+"""
+
+import os
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api.dialects.openai_reply import (
+    ChatChunks,
+    CompletionChunks,
+    Head,
+    collect_chat,
+    collect_completion,
+)
+from app.api.dialects.openai_request import Wish, parse_chat, parse_completion, unknown_model
+from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
+from app.api.wire import JsonObject, json_reply
+from app.core.ports import Generate, ModelCard
+from app.core.settings import Settings
+
+
+def routes(generate: Generate, settings: Settings) -> list[Route]:
+    def served() -> set[str]:
+        return {card.id for card in generate.models()}
+
+    def ask_chat(body: object) -> Ask:
+        wish = parse_chat(body, served())
+        head = _head("chatcmpl", wish)
+        if wish.stream:
+            return Ask(request=wish.request, reply=EventStream(ChatChunks(head)))
+        return Ask(request=wish.request, reply=WholeBody(lambda said: collect_chat(head, said)))
+
+    def ask_completion(body: object) -> Ask:
+        wish = parse_completion(body, served())
+        head = _head("cmpl", wish)
+        if wish.stream:
+            return Ask(request=wish.request, reply=EventStream(CompletionChunks(head)))
+        return Ask(
+            request=wish.request, reply=WholeBody(lambda said: collect_completion(head, said))
+        )
+
+    async def list_models(request: Request) -> Response:
+        return json_reply({"object": "list", "data": [_model(card) for card in generate.models()]})
+
+    async def retrieve_model(request: Request) -> Response:
+        id_ = request.path_params["id"]
+        for card in generate.models():
+            if card.id == id_:
+                return json_reply(_model(card))
+        raise unknown_model(id_)
+
+    return [
+        Route(
+            "/v1/chat/completions",
+            GenerateEndpoint(ask_chat, generate, settings),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/completions",
+            GenerateEndpoint(ask_completion, generate, settings),
+            methods=["POST"],
+        ),
+        Route("/v1/models", list_models, methods=["GET"]),
+        # Ids may hold slashes, as the names of repositories do.
+        Route("/v1/models/{id:path}", retrieve_model, methods=["GET"]),
+    ]
+
+
+def _head(prefix: str, wish: Wish) -> Head:
+    return Head(
+        id=f"{prefix}-{os.urandom(12).hex()}",
+        created=int(time.time()),
+        model=wish.request.model,
+        logprobs=wish.request.top_logprobs is not None,
+        include_usage=wish.include_usage,
+    )
+
+
+def _model(card: ModelCard) -> JsonObject:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "mlxrunner",
+        "context_length": card.context_length,
+    }

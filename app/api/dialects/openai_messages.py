@@ -1,0 +1,123 @@
+"""OpenAI's messages: from JSON to a conversation.
+
+Knows every field of every documented role. What a text model cannot take (images, audio, files) is
+refused by its place in the request. Must not know: chat templates.
+"""
+
+from typing import Any
+
+import orjson
+
+from app.api.fields import Fields, as_array, invalid, shown
+from app.core.requests import CalledTool, Conversation, Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    fields.required("messages")
+    messages = fields.array("messages")
+    if not messages:
+        raise invalid("messages", "messages must hold at least one message")
+    return Conversation(
+        messages=tuple(
+            _message(Fields.of(message, f"messages.{n}")) for n, message in enumerate(messages)
+        )
+    )
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_string("role")
+    if role not in ROLES:
+        path = fields.path("role")
+        raise invalid(path, f"{path} must be one of {', '.join(ROLES)}, not {shown(role)}")
+    name = fields.string("name")
+    if role == "assistant":
+        message = _assistant(fields, name)
+    else:
+        fields.required("content")
+        message = Message(
+            role=role,
+            content=_content(fields, ("text",)),
+            name=name,
+            tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
+        )
+    fields.close()
+    return message
+
+
+def _assistant(fields: Fields, name: str | None) -> Message:
+    """An earlier answer, also as this or another server sent it, with its empty extras."""
+    fields.refuse("audio")
+    fields.refuse("function_call")
+    fields.refuse("annotations", [])
+    content = _content(fields, ("text", "refusal"))
+    refusal = fields.string("refusal")
+    calls = _tool_calls(fields)
+    # What the assistant said when it declined is part of what it said.
+    said = [text for text in (content, refusal) if text is not None]
+    if not said and not calls:
+        path = fields.path("content")
+        raise invalid(path, f"{path} may only be missing where there are tool_calls")
+    text = "\n".join(filter(None, said)) if said else None
+    return Message(role="assistant", content=text, name=name, tool_calls=calls)
+
+
+def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
+    value = fields.value("content")
+    path = fields.path("content")
+    if value is None or isinstance(value, str):
+        return value
+    parts = as_array(value)
+    if parts is None:
+        raise invalid(path, f"{path} must be a string or an array of parts, not {shown(value)}")
+    if not parts:
+        raise invalid(path, f"{path} must hold at least one part")
+    # Each part is a paragraph, as for vLLM and llama.cpp: nothing is glued to its neighbour.
+    return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
+
+
+def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
+    fields = Fields.of(value, path)
+    type_ = fields.required_string("type")
+    if type_ not in allowed:
+        raise invalid(
+            path,
+            f"{path} is a part of type {shown(type_)}, which is not supported here: "
+            f"use {' or '.join(allowed)}",
+        )
+    text = fields.required_string(type_)
+    fields.refuse("prompt_cache_breakpoint")
+    fields.close()
+    return text
+
+
+def _tool_calls(fields: Fields) -> tuple[CalledTool, ...]:
+    calls = fields.array("tool_calls") or []
+    path = fields.path("tool_calls")
+    return tuple(_tool_call(Fields.of(call, f"{path}.{n}")) for n, call in enumerate(calls))
+
+
+def _tool_call(fields: Fields) -> CalledTool:
+    id_ = fields.required_string("id")
+    type_ = fields.required_string("type")
+    if type_ != "function":
+        path = fields.path("type")
+        raise invalid(path, f"{path} must be 'function', not {shown(type_)}")
+    function = Fields.of(fields.required("function"), fields.path("function"))
+    name = function.required_string("name")
+    # Clients send "" for a call without arguments.
+    arguments = function.required_string("arguments").strip() or "{}"
+    if not isinstance(_parsed(arguments), dict):
+        path = function.path("arguments")
+        raise invalid(path, f"{path} must be the text of a JSON object, not {shown(arguments)}")
+    function.close()
+    fields.close()
+    return CalledTool(id=id_, name=name, arguments=arguments)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None

@@ -1,0 +1,224 @@
+"""The life of one generating request on the side of HTTP.
+
+Read the body, parse it, open the request, send what comes, leave. All of it stands in one
+`async with`, and leaving that is what cancels: an error, a finished answer and a client that hung
+up take the same way out. Must not know: any dialect, or what it costs to generate.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, Self, assert_never
+
+from starlette.types import Receive, Scope, Send
+
+from app.api.wire import (
+    JsonObject,
+    comment_frame,
+    read_json,
+    send_event_stream,
+    send_json,
+    send_lines,
+    while_connected,
+)
+from app.core.errors import AppError, Kind
+from app.core.events import Event, Finish, Progress, TextDelta
+from app.core.ports import Generate
+from app.core.requests import GenerateRequest
+from app.core.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Prefill can take minutes and report hundreds of chunks; a person wants to see that it moves.
+PROGRESS_EVERY = 1.0
+
+
+class Frames(Protocol):
+    """How a dialect writes an answer that is streamed. One per answer, fed in order."""
+
+    def feed(self, event: TextDelta | Finish) -> bytes:
+        """Whole frames, none (an empty answer) or several. After `Finish` the stream is over."""
+        ...
+
+    def fail(self, error: AppError) -> bytes:
+        """The last frames of a stream that breaks off."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """Server-sent events."""
+
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """One JSON object per line."""
+
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBody:
+    """One JSON object when all is said: a fold over the events that a stream would have shown."""
+
+    collect: Callable[[Sequence[TextDelta | Finish]], JsonObject]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A body that has been understood: what is wanted, and in which form."""
+
+    request: GenerateRequest
+    reply: EventStream | JsonLines | WholeBody
+
+
+class GenerateEndpoint:
+    """An ASGI application: one POST route that generates. `parse` makes an Ask of parsed JSON or
+    raises AppError.
+
+    AppErrors before the first byte of the answer are raised, so that they become a status; later
+    ones are written into the stream.
+    """
+
+    def __init__(
+        self, parse: Callable[[object], Ask], generate: Generate, settings: Settings
+    ) -> None:
+        self._parse = parse
+        self._generate = generate
+        self._max_body = settings.max_body
+        self._keep_alive = settings.keep_alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = await read_json(scope, receive, self._max_body)
+        # a body may hold hundreds of thousands of messages: the others must not wait for that
+        ask = await asyncio.to_thread(self._parse, content)
+
+        async def exchange(send: Send) -> None:
+            await self._answer(ask, scope, send)
+
+        await while_connected(receive, send, exchange)
+
+    async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
+        reply = ask.reply
+        async with self._generate.open(ask.request) as events:
+            match reply:
+                case WholeBody():
+                    said = [event async for event in events if not isinstance(event, Progress)]
+                case EventStream(frames):
+                    async with _Listener(events) as listener:
+                        body = _speak(listener, frames, self._keep_alive)
+                        await _stream(body, frames, scope, send, send_event_stream)
+                    return
+                case JsonLines(frames):
+                    await _stream(_list(events, frames), frames, scope, send, send_lines)
+                    return
+                case _:
+                    assert_never(reply)
+        await send_json(reply.collect(said), scope, send)
+
+
+class _Listener:
+    """Takes events one at a time. Waiting has a time limit which does not cancel the wait itself:
+    cancelling `anext` would end the answer. The task of the wait never outlives the listener."""
+
+    def __init__(self, events: AsyncIterator[Event]) -> None:
+        self._events = events
+        self._wait: asyncio.Task[Event | None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._wait is not None:
+            self._wait.cancel()
+            await asyncio.gather(self._wait, return_exceptions=True)
+
+    async def next(self, seconds: float) -> Event | None:
+        """None if nothing happened in that time. Raises what the iterator raises."""
+        if self._wait is None:
+            self._wait = asyncio.create_task(self._following())
+        done, _ = await asyncio.wait({self._wait}, timeout=seconds)
+        if not done:
+            return None
+        wait, self._wait = self._wait, None
+        event = wait.result()
+        assert event is not None, "an answer ended without Finish"
+        return event
+
+    async def _following(self) -> Event | None:
+        return await anext(self._events, None)
+
+
+async def _speak(
+    listener: _Listener, frames: Frames, keep_alive: float
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, with comments for progress and for silence."""
+    now = asyncio.get_running_loop().time
+    spoke_at = now()
+    progress_at = -math.inf
+    while True:
+        event = await listener.next(max(0.0, spoke_at + keep_alive - now()))
+        match event:
+            case None:
+                frame = comment_frame("keep-alive")
+            case Progress(done=done, total=total) if now() - progress_at >= PROGRESS_EVERY:
+                frame = comment_frame(f"prefill {done}/{total}")
+                progress_at = now()
+            case Progress():
+                frame = b""
+            case TextDelta() | Finish():
+                frame = frames.feed(event)
+            case _:
+                assert_never(event)
+        if frame:
+            yield frame
+            spoke_at = now()
+        if isinstance(event, Finish):
+            return
+
+
+async def _list(events: AsyncIterator[Event], frames: Frames) -> AsyncGenerator[bytes, None]:
+    """JSON lines. There is no comment in JSON, so these wait for as long as it takes."""
+    async for event in events:
+        if isinstance(event, Progress):
+            continue
+        if frame := frames.feed(event):
+            yield frame
+        if isinstance(event, Finish):
+            return
+    raise AssertionError("an answer ended without Finish")
+
+
+async def _stream(
+    body: AsyncGenerator[bytes, None],
+    frames: Frames,
+    scope: Scope,
+    send: Send,
+    send_frames: Callable[[AsyncIterator[bytes], Scope, Send], Awaitable[None]],
+) -> None:
+    """Headers go out with the first frame, so that what fails before it still has a status."""
+    # `aclosing` twice: closing an outer generator does not wait for the inner one's end.
+    async with aclosing(body):
+        first = await anext(body)
+        async with aclosing(_to_the_end(first, body, frames)) as unbroken:
+            await send_frames(unbroken, scope, send)
+
+
+async def _to_the_end(
+    first: bytes, rest: AsyncIterator[bytes], frames: Frames
+) -> AsyncGenerator[bytes, None]:
+    """A stream whose status has been sent: what fails now becomes its last frames."""
+    yield first
+    try:
+        async for frame in rest:
+            yield frame
+    except AppError as error:
+        yield frames.fail(error)
+    except Exception:
+        log.exception("an answer broke off")
+        yield frames.fail(AppError(Kind.ENGINE, "internal error: the server's log has details"))

@@ -1,0 +1,220 @@
+"""Reading a JSON object field by field, so that each field is either understood or refused.
+
+Knows: JSON types, ranges, how to say what is wrong with a value and where it stands. Must not
+know: any dialect's fields. Everywhere null means absent.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import orjson
+
+from app.core.errors import AppError, Kind
+
+INT32_MAX = 2**31 - 1
+INT64 = (-(2**63), 2**63 - 1)
+
+# Integers which every JSON writer can spell as a float and every reader gets back exactly.
+_EXACT = 2**53
+
+_ECHO = 200
+
+
+def invalid(param: str | None, message: str) -> AppError:
+    return AppError(Kind.INVALID, message, param=param or None)
+
+
+def shown(value: object) -> str:
+    """A value as a message may repeat it: short, and never walking into nested containers."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return repr(value[:_ECHO]) + ("…" if len(value) > _ECHO else "")
+        case list():
+            return "an array" if value else "an empty array"
+        case dict():
+            return "an object"
+        case _:
+            return str(value)
+
+
+class Fields:
+    """One JSON object. Read every field that is known, then `close`.
+
+    Every reader returns None for a field that is absent or null and raises AppError(INVALID) with
+    the dotted path of the field otherwise wrong.
+    """
+
+    def __init__(self, values: Mapping[str, object], at: str = "") -> None:
+        self._values = values
+        self._at = at
+        self._known: set[str] = set()
+
+    @staticmethod
+    def of(value: object, at: str = "") -> "Fields":
+        """Raises AppError(INVALID) if the value is no object."""
+        if not isinstance(value, dict):
+            raise invalid(at, f"{at or 'the body'} must be an object, not {shown(value)}")
+        return Fields(cast("dict[str, object]", value), at)
+
+    def path(self, name: str) -> str:
+        return f"{self._at}.{name}" if self._at else name
+
+    def close(self) -> None:
+        """Raises AppError(INVALID) if there is a field that nobody read."""
+        for name in self._values:
+            if name not in self._known:
+                path = self.path(name[:_ECHO])
+                raise invalid(path, f"unknown field {shown(path)}")
+
+    def refuse(self, name: str, *harmless: object) -> None:
+        """A field that we know and do not offer: only values without any effect may stand."""
+        value = self.value(name)
+        if value is None or any(_same(value, allowed) for allowed in harmless):
+            return
+        path = self.path(name)
+        if not harmless:
+            raise invalid(path, f"{path} is not supported: leave it out")
+        only = " or ".join(orjson.dumps(allowed).decode() for allowed in harmless)
+        raise invalid(path, f"{path} cannot be {shown(value)} here: leave it out, or use {only}")
+
+    def value(self, name: str) -> Any:
+        self._known.add(name)
+        return self._values.get(name)
+
+    def required(self, name: str) -> Any:
+        value = self.value(name)
+        if value is None:
+            path = self.path(name)
+            raise invalid(path, f"{path} is missing")
+        return value
+
+    def boolean(self, name: str) -> bool | None:
+        value = self.value(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._wrong(name, "true or false", value)
+
+    def string(self, name: str) -> str | None:
+        value = self.value(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._wrong(name, "a string", value)
+
+    def required_string(self, name: str) -> str:
+        self.required(name)
+        value = self.string(name)
+        assert value is not None
+        return value
+
+    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+        """low..high, both included; with `above`, low itself is excluded."""
+        value = self.value(name)
+        if value is None:
+            return None
+        number = as_number(value)
+        if number is None or not low <= number <= high or (above and number == low):
+            range_ = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+            raise self._wrong(name, f"a number {range_}", value)
+        return number
+
+    def integer(self, name: str, low: int, high: int = INT64[1]) -> int | None:
+        """low..high, both included. 3.0 is an integer, as JSON has only one kind of number."""
+        value = self.value(name)
+        if value is None:
+            return None
+        number = as_integer(value)
+        if number is None or not low <= number <= high:
+            raise self._wrong(name, _integers(low, high), value)
+        return number
+
+    def array(self, name: str) -> list[object] | None:
+        value = self.value(name)
+        array = as_array(value)
+        if array is None and value is not None:
+            raise self._wrong(name, "an array", value)
+        return array
+
+    def strings(self, name: str, most: int) -> tuple[str, ...]:
+        """One string or an array of them, at most `most` and none empty; () when absent."""
+        value = self.value(name)
+        if value is None:
+            return ()
+        array = as_array(value)
+        given = [value] if array is None else array
+        path = self.path(name)
+        if len(given) > most:
+            raise invalid(path, f"{path} must hold at most {most} strings, not {len(given)}")
+        for item in given:
+            if not isinstance(item, str) or not item:
+                wanted = "a string or an array of strings, none of them empty"
+                raise invalid(path, f"{path} must be {wanted}, not {shown(item)}")
+        return tuple(cast("list[str]", given))
+
+    def nested(self, name: str) -> "Fields | None":
+        value = self.value(name)
+        return None if value is None else Fields.of(value, self.path(name))
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """All fields, for objects whose keys are data."""
+        self._known.update(self._values)
+        return self._values.items()
+
+    def any_case(self) -> "Fields":
+        """The same object with its names in lower case; of two that then agree, the later one."""
+        self._known.update(self._values)
+        return Fields({name.lower(): value for name, value in self._values.items()}, self._at)
+
+    def _wrong(self, name: str, wanted: str, value: object) -> AppError:
+        path = self.path(name)
+        return invalid(path, f"{path} must be {wanted}, not {shown(value)}")
+
+
+def as_number(value: object) -> float | None:
+    """A finite JSON number. The parser lets through neither NaN nor infinities."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def as_integer(value: object) -> int | None:
+    """Integers beyond 64 bits reach us as floats, and so are None here, like every float whose
+    digits cannot all be trusted."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        return int(value)
+    return None
+
+
+def as_array(value: object) -> list[object] | None:
+    return cast("list[object]", value) if isinstance(value, list) else None
+
+
+def as_ids(values: list[object], path: str) -> tuple[int, ...]:
+    """Token ids, not yet held against a vocabulary. Raises AppError(INVALID)."""
+    ids: list[int] = []
+    for n, value in enumerate(values):
+        id_ = as_integer(value)
+        if id_ is None or not 0 <= id_ <= INT32_MAX:
+            raise invalid(f"{path}.{n}", f"{path} must hold token ids, not {shown(value)}")
+        ids.append(id_)
+    return tuple(ids)
+
+
+def _integers(low: int, high: int) -> str:
+    if (low, high) == INT64:
+        return "an integer of 64 bits"
+    if high == INT64[1]:
+        return f"an integer of at least {low}"
+    return f"an integer from {low} to {high}"
+
+
+def _same(value: object, allowed: object) -> bool:
+    """JSON equality: 1 and 1.0 are the same, 1 and true are not."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

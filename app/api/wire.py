@@ -1,0 +1,214 @@
+"""Bytes in, bytes out: request bodies, replies, frames of streams, and clients that leave.
+
+Knows starlette, sse_starlette, orjson, status codes and the error envelope which every reply that
+is no dialect's own uses. Must not know: any dialect's requests or answers, or what is generated.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+from sse_starlette import EventSourceResponse
+from starlette.datastructures import Headers
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from app.core.errors import AppError, Kind
+
+JsonObject = dict[str, Any]
+
+
+class ClientLeft(Exception):
+    """The client hung up before its request was whole: there is nobody to answer."""
+
+
+# Requests
+
+
+def check_json(scope: Scope) -> None:
+    """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
+
+    Insisting on it also keeps pages of other origins out: a browser sends this type across origins
+    only after a preflight, which CORS refuses them.
+    """
+    said = Headers(scope=scope).get("content-type", "")
+    if said.partition(";")[0].strip().lower() != "application/json":
+        raise AppError(
+            Kind.MEDIA_TYPE,
+            f"the body must be sent as application/json, not as {said[:200] or 'nothing named'}; "
+            "with curl, add: -H 'Content-Type: application/json'",
+        )
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes of it.
+
+    Raises AppError(TOO_LARGE) as soon as the limit is known to be passed (what is left of the body
+    is the server's to discard), ClientLeft if the client did not wait for an answer.
+    """
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+async def read_json(scope: Scope, receive: Receive, limit: int) -> object:
+    """The body as parsed JSON. Raises AppError(MEDIA_TYPE, TOO_LARGE or INVALID), ClientLeft."""
+    check_json(scope)
+    body = await read_body(scope, receive, limit)
+    try:
+        # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise AppError(Kind.INVALID, f"the body is not valid JSON: {error}") from None
+
+
+def _too_large(limit: int) -> AppError:
+    return AppError(Kind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
+
+
+# Replies
+
+
+class Manner(NamedTuple):
+    """How a kind of mistake is told over HTTP."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+MANNERS: Mapping[Kind, Manner] = {
+    Kind.INVALID: Manner(400, "invalid_request_error"),
+    Kind.CONTEXT_LENGTH: Manner(400, "invalid_request_error", "context_length_exceeded"),
+    Kind.NOT_FOUND: Manner(404, "invalid_request_error", "not_found"),
+    Kind.MODEL_NOT_FOUND: Manner(404, "invalid_request_error", "model_not_found"),
+    Kind.METHOD: Manner(405, "invalid_request_error", "method_not_supported"),
+    Kind.MEDIA_TYPE: Manner(415, "invalid_request_error", "unsupported_media_type"),
+    Kind.TOO_LARGE: Manner(413, "invalid_request_error", "request_too_large"),
+    Kind.LOADING: Manner(503, "api_error", "model_loading"),
+    Kind.ENGINE: Manner(500, "api_error", "engine_error"),
+    Kind.MODEL_FILES: Manner(500, "api_error", "bad_model_files"),
+}
+
+
+def envelope(error: AppError) -> JsonObject:
+    """OpenAI's error object, which all four kinds of client we know can read."""
+    manner = MANNERS[error.kind]
+    return {
+        "error": {
+            "message": error.message,
+            "type": manner.type,
+            "param": error.param,
+            "code": error.code or manner.code,
+        }
+    }
+
+
+def json_reply(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(
+        orjson.dumps(content), status_code=status, headers=headers, media_type="application/json"
+    )
+
+
+def problem_reply(
+    error: AppError, *, status: int | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The envelope with the status of its kind, or with another one."""
+    # One second is what a client that polls us would wait anyway; the SDKs obey it.
+    told = {"Retry-After": "1"} if error.kind is Kind.LOADING else {}
+    return json_reply(
+        envelope(error), status or MANNERS[error.kind].status, {**told, **(headers or {})}
+    )
+
+
+# Frames
+
+
+def event_frame(payload: object) -> bytes:
+    """A server-sent event. LF, not CRLF: vLLM's own benchmark client splits at two line feeds."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def comment_frame(text: str) -> bytes:
+    """A line that keeps a stream alive and that every client of server-sent events skips."""
+    return b": " + text.encode() + b"\n\n"
+
+
+def line_frame(payload: object) -> bytes:
+    return orjson.dumps(payload, option=orjson.OPT_APPEND_NEWLINE)
+
+
+# Sending, inside `while_connected`
+
+
+async def send_json(content: object, scope: Scope, send: Send) -> None:
+    await json_reply(content)(scope, _receive_nothing, send)
+
+
+async def send_event_stream(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
+    # Keep-alives are ours (they know about progress) and frames come ready, so neither the
+    # library's ping nor its CRLF come into it.
+    await EventSourceResponse(frames, ping=0)(scope, _receive_nothing, send)
+
+
+async def send_lines(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
+    response = StreamingResponse(frames, media_type="application/jsonl")
+    await response(scope, _receive_nothing, send)
+
+
+async def _receive_nothing() -> Message:
+    """Streaming responses listen for a disconnect of their own accord. Two listeners on one
+    `receive` would take each other's messages, and `while_connected` is the one."""
+    return await asyncio.get_running_loop().create_future()
+
+
+# Clients
+
+
+async def while_connected(
+    receive: Receive, send: Send, exchange: Callable[[Send], Awaitable[None]]
+) -> None:
+    """Runs the exchange, and cancels it when the client hangs up, wherever it stands just then.
+
+    To be called once the body was read. The exchange is awaited in any case, so that whatever it
+    opened is closed when this returns. A disconnect that follows a complete response (servers
+    report one) cancels nothing.
+    """
+    complete = False
+
+    async def noting_send(message: Message) -> None:
+        nonlocal complete
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            complete = True
+        await send(message)
+
+    async def departure() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work = asyncio.ensure_future(exchange(noting_send))
+    watch = asyncio.create_task(departure())
+    try:
+        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if complete:
+            await asyncio.wait({work})
+    finally:
+        work.cancel()
+        watch.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+    if not work.cancelled():
+        work.result()

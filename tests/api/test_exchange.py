@@ -1,0 +1,301 @@
+"""The life of a request: what goes out when, and that every way out is the same way out."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import app.api.exchange
+from app.api.app import build_app
+from app.core.errors import AppError, Kind
+from app.core.events import Progress
+from app.core.settings import Settings
+from tests.api.asgi import Conversation, Reply, leftovers
+from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
+
+CHAT = "/v1/chat/completions"
+LINES = "/completion"
+ASK: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
+BROKEN = AppError(Kind.ENGINE, "out of memory")
+
+# Every way to be answered: path and body.
+WHOLE = (CHAT, ASK)
+STREAM = (CHAT, {**ASK, "stream": True})
+JSONL = (LINES, {"prompt": "hi"})
+WAYS = [WHOLE, STREAM, JSONL, ("/v1/completions", {"model": "fake/model", "prompt": "x"})]
+
+
+def converse(
+    script: Script,
+    path: str,
+    body: Any,
+    act: Callable[[Conversation], Coroutine[Any, Any, None]] | None = None,
+    **settings: Any,
+) -> tuple[Reply, FakeGenerate]:
+    """Holds one conversation, with `act` as the client; afterwards no task may be left."""
+    generate = FakeGenerate(script)
+
+    async def run() -> Reply:
+        app = build_app(generate, Settings(**settings))
+        conversation = Conversation(app, "POST", path, json.dumps(body).encode())
+        if act is not None:
+            await act(conversation)
+        reply = await conversation.end()
+        assert not leftovers()
+        return reply
+
+    return asyncio.run(run()), generate
+
+
+async def leave_when_opened(conversation: Conversation) -> None:
+    await asyncio.sleep(0.02)
+    conversation.hang_up()
+
+
+def leave_after(content: bytes) -> Callable[[Conversation], Coroutine[Any, Any, None]]:
+    async def act(conversation: Conversation) -> None:
+        await conversation.until(lambda reply: content in reply.body)
+        conversation.hang_up()
+
+    return act
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_an_answer_leaves_its_context_once(path: str, body: Any):
+    reply, generate = converse(HELLO, path, body)
+    assert reply.status == 200
+    assert reply.complete
+    assert len(generate.opened) == generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_client_that_leaves_before_the_first_token_cancels(path: str, body: Any):
+    reply, generate = converse([FOREVER], path, body, leave_when_opened)
+    assert reply.status == 0
+    assert len(generate.opened) == generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
+def test_a_client_that_leaves_amid_a_stream_cancels(path: str, body: Any):
+    reply, generate = converse([text("Hel"), FOREVER], path, body, leave_after(b"Hel"))
+    assert reply.status == 200
+    assert not reply.complete
+    assert len(generate.opened) == generate.left == 1
+
+
+def test_a_client_that_leaves_amid_a_plain_answer_cancels():
+    script = [text("Hel"), text("lo"), FOREVER, finish()]
+    reply, generate = converse(script, *WHOLE, leave_when_opened)
+    assert reply.status == 0
+    assert len(generate.opened) == generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
+def test_a_client_that_leaves_without_having_read_cancels(path: str, body: Any):
+    """Sending waits for a client that does not read, and so a frame is in our hands just then."""
+
+    async def act(conversation: Conversation) -> None:
+        conversation.stalled = True
+        await conversation.until(lambda reply: bool(reply.status))
+        conversation.hang_up()
+
+    reply, generate = converse([text("Hel"), FOREVER], path, body, act)
+    assert reply.body == b""
+    assert generate.left == 1
+
+
+def test_a_client_that_leaves_between_keep_alives_cancels():
+    act = leave_after(b"keep-alive\n\n: keep-alive")
+    _, generate = converse([FOREVER], *STREAM, act, keep_alive=0.02)
+    assert generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_client_that_leaves_before_its_body_is_whole_opens_nothing(path: str, body: Any):
+    generate = FakeGenerate()
+
+    async def run() -> None:
+        conversation = Conversation(build_app(generate, Settings()), "POST", path, None)
+        half = json.dumps(body).encode()[:10]
+        conversation.incoming.put_nowait({"type": "http.request", "body": half, "more_body": True})
+        conversation.hang_up()
+        assert (await conversation.end()).status == 499  # for the log: nobody reads it
+        assert not leftovers()
+
+    asyncio.run(run())
+    assert generate.opened == []
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_server_that_stops_cancels_too(path: str, body: Any):
+    generate = FakeGenerate([FOREVER])
+
+    async def run() -> None:
+        app = build_app(generate, Settings())
+        conversation = Conversation(app, "POST", path, json.dumps(body).encode())
+        await asyncio.sleep(0.02)
+        conversation.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await conversation.end()
+        assert not leftovers()
+
+    asyncio.run(run())
+    assert len(generate.opened) == generate.left == 1
+
+
+def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
+    """A server reports a disconnect right after a complete reply. Leaving the context may take
+    longer than that, and it is no reason to cancel it."""
+
+    class Slow(FakeGenerate):
+        async def settle(self) -> None:
+            await asyncio.sleep(0.05)
+            self.settled = True
+
+        def open(self, request: Any) -> Any:
+            outer = self
+
+            class Context:
+                async def __aenter__(self) -> Any:
+                    self.inner = FakeGenerate.open(outer, request)
+                    return await self.inner.__aenter__()
+
+                async def __aexit__(self, *error: Any) -> None:
+                    await outer.settle()
+                    await self.inner.__aexit__(*error)
+
+            return Context()
+
+    for path, body in (STREAM, JSONL):
+        generate = Slow()
+
+        async def run(path: str = path, body: Any = body, generate: Slow = generate) -> None:
+            app = build_app(generate, Settings())
+            await Conversation(app, "POST", path, json.dumps(body).encode()).end()
+
+        asyncio.run(run())
+        assert generate.settled
+        assert generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [WHOLE, JSONL])
+def test_an_error_before_the_first_token_has_a_status(path: str, body: Any):
+    reply, generate = converse([Progress(done=1, total=2), BROKEN], path, body)
+    assert reply.status == 500
+    assert reply.error["message"] == "out of memory"
+    assert generate.left == 1
+
+
+def test_a_stream_that_fails_at_once_has_a_status():
+    reply, generate = converse([BROKEN], *STREAM)
+    assert reply.status == 500
+    assert reply.headers["content-type"] == "application/json"
+    assert generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_refused_request_has_a_status(path: str, body: Any, call: Any, generate: FakeGenerate):
+    generate.refusal = AppError(Kind.CONTEXT_LENGTH, "9 tokens are too many", param="messages")
+    reply = call("POST", path, body)
+    assert reply.status == 400
+    assert reply.error == {
+        "message": "9 tokens are too many",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+
+
+def test_an_error_amid_a_stream_is_an_event_before_done():
+    reply, generate = converse([text("Hel"), BROKEN], *STREAM)
+    assert reply.status == 200
+    assert reply.complete
+    *_, problem, done, end = reply.body.split(b"\n\n")
+    assert json.loads(problem.removeprefix(b"data: "))["error"]["message"] == "out of memory"
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert generate.left == 1
+
+
+def test_an_error_amid_lines_is_a_line_and_nothing_is_done():
+    reply, generate = converse([text("Hel"), BROKEN], *JSONL)
+    assert reply.complete
+    first, last = map(json.loads, reply.body.splitlines())
+    assert (first["Content"], first["Error"]) == ("Hel", None)
+    assert last["Done"] is False
+    assert last["Error"] == {
+        "StatusCode": 500,
+        "Status": "500 Internal Server Error",
+        "error": "out of memory",
+    }
+    assert generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
+@pytest.mark.parametrize("script", [[text("Hel"), KeyError("secret")], [text("Hel")]])
+def test_a_fault_of_ours_amid_a_stream_ends_it_without_details(
+    path: str, body: Any, script: Script, caplog: pytest.LogCaptureFixture
+):
+    """Also when the events end without a Finish, which they never may."""
+    reply, generate = converse(script, path, body)
+    assert reply.complete
+    assert b"internal error" in reply.body
+    assert b"secret" not in reply.body
+    assert "an answer broke off" in caplog.text
+    assert generate.left == 1
+
+
+def test_progress_is_told_in_comments_but_not_too_often():
+    prefill = [Progress(done=n, total=30) for n in range(31)]
+    reply, _ = converse([*prefill, *HELLO], *STREAM)
+    comments = [line for line in reply.body.splitlines() if line.startswith(b":")]
+    assert comments == [b": prefill 0/30"]
+
+
+def test_progress_is_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app.api.exchange, "PROGRESS_EVERY", 0.02)
+    prefill = [Progress(done=1, total=3), Pause(0.03), Progress(done=2, total=3)]
+    reply, _ = converse([*prefill, *HELLO], *STREAM)
+    assert reply.body.startswith(b": prefill 1/3\n\n: prefill 2/3\n\ndata: ")
+
+
+def test_progress_does_not_show_where_there_are_no_comments():
+    reply, _ = converse([Progress(done=1, total=2), *HELLO], *JSONL)
+    assert len(reply.body.splitlines()) == 3
+    reply, _ = converse([Progress(done=1, total=2), *HELLO], *WHOLE)
+    assert reply.json["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_silence_is_broken_and_the_answer_goes_on():
+    """Waiting with a time limit must not cancel what is waited for."""
+    script = [Pause(0.07), text("Hel"), Pause(0.07), text("lo"), finish()]
+    reply, _ = converse(script, *STREAM, keep_alive=0.03)
+    before, amid = reply.body.split(b"Hel")
+    assert before.count(b": keep-alive\n\n") == 2
+    assert amid.count(b": keep-alive\n\n") == 2
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+def test_text_that_is_held_back_is_silence_too():
+    """Events alone do not keep a connection alive: bytes do."""
+    held = [step for _ in range(8) for step in (text(""), Pause(0.01))]
+    reply, _ = converse([text("a"), *held, *HELLO], *STREAM, keep_alive=0.03)
+    assert b": keep-alive" in reply.body
+
+
+def test_headers_of_a_stream_come_no_later_than_the_first_keep_alive():
+    async def act(conversation: Conversation) -> None:
+        reply = await conversation.until(lambda reply: bool(reply.body))
+        assert reply.status == 200
+        assert reply.body == b": keep-alive\n\n"
+        conversation.hang_up()
+
+    converse([FOREVER], *STREAM, act, keep_alive=0.02)
+
+
+def test_streams_are_framed_with_line_feeds():
+    reply, _ = converse([Progress(done=1, total=2), *HELLO], *STREAM)
+    assert b"\r" not in reply.body
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-store"

@@ -1,0 +1,158 @@
+"""Messages of every role, and their mistakes."""
+
+from typing import Any
+
+import pytest
+
+from app.api.dialects.openai_messages import read_conversation
+from app.api.fields import Fields
+from app.core.errors import AppError, Kind
+from app.core.requests import CalledTool, Message
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def read(*messages: Any) -> tuple[Message, ...]:
+    return read_conversation(Fields.of({"messages": list(messages)})).messages
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_role_keeps_its_name_and_text(role: str):
+    assert read({"role": role, "content": "hi", "name": "ann"}) == (
+        Message(role=role, content="hi", name="ann"),
+    )
+
+
+def test_text_parts_are_paragraphs():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert read({"role": "user", "content": parts})[0].content == "one\ntwo"
+
+
+def test_an_empty_text_is_a_text():
+    assert read({"role": "user", "content": ""})[0].content == ""
+    assert read({"role": "user", "content": [{"type": "text", "text": ""}]})[0].content == ""
+
+
+def test_a_refusal_is_what_the_assistant_said():
+    parts = [{"type": "refusal", "refusal": "No."}]
+    assert read({"role": "assistant", "content": parts})[0].content == "No."
+    for content, text in ((None, "No."), ("", "No."), ("Hm.", "Hm.\nNo.")):
+        said = {"role": "assistant", "content": content, "refusal": "No."}
+        assert read(said)[0].content == text
+
+
+def test_an_answer_can_be_sent_back_as_it_came():
+    """The SDK's own message object, and those of other servers, bring their empty fields along."""
+    message: Any = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert read(message) == (Message(role="assistant", content="hi"),)
+
+
+def test_tool_calls_and_their_results_pass():
+    called, result = read(
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    )
+    assert called.content is None
+    assert called.tool_calls == (CalledTool(id="c1", name="f", arguments='{"a": 1}'),)
+    assert result == Message(role="tool", content="42", tool_call_id="c1")
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    call = {**CALL, "function": {"name": "f", "arguments": ""}}
+    message = read({"role": "assistant", "tool_calls": [call]})[0]
+    assert message.tool_calls[0].arguments == "{}"
+
+
+def function(**fields: Any) -> Any:
+    call = {**CALL, "function": {"name": "f", "arguments": "{}", **fields}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+WRONG: list[tuple[Any, str]] = [
+    ("hi", "messages.0"),
+    (None, "messages.0"),
+    ({"content": "hi"}, "messages.0.role"),
+    ({"role": 5, "content": "hi"}, "messages.0.role"),
+    ({"role": "wizard", "content": "hi"}, "messages.0.role"),
+    ({"role": "function", "content": "hi", "name": "f"}, "messages.0.role"),
+    ({"role": "user"}, "messages.0.content"),
+    ({"role": "user", "content": None}, "messages.0.content"),
+    ({"role": "user", "content": 5}, "messages.0.content"),
+    ({"role": "user", "content": []}, "messages.0.content"),
+    ({"role": "user", "content": ["hi"]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"text": "hi"}]}, "messages.0.content.0.type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text"),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]},
+        "messages.0.content.0.x",
+    ),
+    (
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "see"},
+                {"type": "image_url", "image_url": {"url": "data:,"}},
+            ],
+        },
+        "messages.0.content.1",
+    ),
+    ({"role": "user", "content": [{"type": "input_audio"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"type": "file"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"type": "refusal"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": "hi", "name": 5}, "messages.0.name"),
+    ({"role": "user", "content": "hi", "x": 5}, "messages.0.x"),
+    ({"role": "user", "content": "hi", "tool_calls": []}, "messages.0.tool_calls"),
+    ({"role": "assistant"}, "messages.0.content"),
+    ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content"),
+    ({"role": "assistant", "content": "a", "refusal": 5}, "messages.0.refusal"),
+    ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages.0.audio"),
+    ({"role": "assistant", "function_call": {}}, "messages.0.function_call"),
+    ({"role": "assistant", "tool_calls": {}}, "messages.0.tool_calls"),
+    ({"role": "assistant", "tool_calls": [5]}, "messages.0.tool_calls.0"),
+    ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
+    (
+        {"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]},
+        "messages.0.tool_calls.0.type",
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{**CALL, "x": 1}]},
+        "messages.0.tool_calls.0.x",
+    ),
+    (function(name=None), "messages.0.tool_calls.0.function.name"),
+    (function(x=1), "messages.0.tool_calls.0.function.x"),
+    (function(arguments=None), "messages.0.tool_calls.0.function.arguments"),
+    (function(arguments="{bad"), "messages.0.tool_calls.0.function.arguments"),
+    (function(arguments="[]"), "messages.0.tool_calls.0.function.arguments"),
+    ({"role": "tool", "content": "42"}, "messages.0.tool_call_id"),
+    ({"role": "tool", "tool_call_id": "c"}, "messages.0.content"),
+]
+
+
+@pytest.mark.parametrize(("message", "param"), WRONG)
+def test_a_wrong_message_is_named(message: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        read(message)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+
+
+@pytest.mark.parametrize("messages", ["hi", {}, 5, []])
+def test_messages_are_an_array_of_at_least_one(messages: Any):
+    with pytest.raises(AppError) as caught:
+        read_conversation(Fields.of({"messages": messages}))
+    assert caught.value.param == "messages"
+
+
+def test_the_place_of_a_mistake_counts_from_zero():
+    good = {"role": "user", "content": "hi"}
+    with pytest.raises(AppError) as caught:
+        read(good, good, {"role": "wizard", "content": "hi"})
+    assert caught.value.param == "messages.2.role"

@@ -1,0 +1,215 @@
+"""The runner's own dialect, as the Go client of Ollama's runner speaks it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.api.dialects.runner import parse
+from app.core.errors import AppError, Kind
+from app.core.requests import Sampling
+from tests.fakes import FakeGenerate, finish, text
+
+LINE = {
+    "Content": "",
+    "Done": False,
+    "DoneReason": 0,
+    "PromptEvalCount": 0,
+    "PromptEvalDuration": 0,
+    "EvalCount": 0,
+    "EvalDuration": 0,
+    "Error": None,
+}
+
+
+def options(**fields: Any) -> Any:
+    return parse({"prompt": "hi", "options": fields}, "m")
+
+
+def sampling(**fields: Any) -> Sampling:
+    """What reaches the sampler of a model whose own defaults are anything but neutral."""
+    wild = {
+        "temperature": 2.0,
+        "top_p": 0.1,
+        "top_k": 3,
+        "min_p": 0.9,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+        "repeat_last_n": 5,
+        "seed": 9,
+    }
+    return Sampling.layered(wild, options(**fields).sampling)
+
+
+def test_what_is_not_set_is_off_whatever_the_model_prefers():
+    assert sampling() == Sampling(temperature=0.0)
+
+
+def test_zero_is_the_same_as_not_set():
+    names = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "max_tokens",
+        "num_predict",
+        "repeat_last_n",
+        "presence_penalty",
+        "repeat_penalty",
+        "frequency_penalty",
+    )
+    assert options(**dict.fromkeys(names, 0)) == options()
+
+
+def test_options_reach_the_sampler():
+    assert sampling(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        top_k=40,
+        repeat_last_n=64,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repeat_penalty=1.1,
+        seed=5,
+    ) == Sampling(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        top_k=40,
+        repeat_last_n=64,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"num_predict": 6}, 6),
+        ({"max_tokens": 5, "num_predict": 6}, 5),
+        ({"max_tokens": 0, "num_predict": 6}, 6),
+        ({"num_predict": -1}, None),
+        ({"max_tokens": -1, "num_predict": 6}, None),
+    ],
+)
+def test_the_first_limit_that_is_not_zero_counts(fields: Any, limit: int | None):
+    assert options(**fields).max_tokens == limit
+
+
+def test_seeds_below_zero_mean_any():
+    assert options(seed=-1).sampling["seed"] is None
+    assert options(seed=0).sampling["seed"] == 0
+
+
+def test_repeat_last_n_without_a_number_is_unlimited():
+    assert [options(repeat_last_n=n).sampling["repeat_last_n"] for n in (-1, 0, 8)] == [-1, -1, 8]
+
+
+def test_keys_may_be_written_in_any_case():
+    assert parse({"Prompt": "hi", "Options": {"Temperature": 1, "NUM_PREDICT": 4}}, "m") == options(
+        temperature=1, num_predict=4
+    )
+
+
+def test_stop_strings_are_taken():
+    assert options(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": "a", "images": []}, "images"),
+        ({"prompt": "a", "options": []}, "options"),
+        ({"prompt": "a", "options": {"num_ctx": 4096}}, "options.num_ctx"),
+        ({"prompt": "a", "options": {"temperature": -1}}, "options.temperature"),
+        ({"prompt": "a", "options": {"temperature": "1"}}, "options.temperature"),
+        ({"prompt": "a", "options": {"top_p": 1.5}}, "options.top_p"),
+        ({"prompt": "a", "options": {"min_p": -1}}, "options.min_p"),
+        ({"prompt": "a", "options": {"top_k": 0.5}}, "options.top_k"),
+        ({"prompt": "a", "options": {"num_predict": 1.5}}, "options.num_predict"),
+        ({"prompt": "a", "options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
+        ({"prompt": "a", "options": {"repeat_penalty": -2}}, "options.repeat_penalty"),
+        ({"prompt": "a", "options": {"presence_penalty": 3}}, "options.presence_penalty"),
+        ({"prompt": "a", "options": {"seed": 2**63}}, "options.seed"),
+        ({"prompt": "a", "options": {"stop": [""]}}, "options.stop"),
+    ],
+)
+def test_a_wrong_field_is_named(body: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        parse(body, "m")
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+
+
+def test_every_line_has_every_key_and_the_last_one_the_counters(call: Any):
+    reply = call("POST", "/completion", {"prompt": "hi"})
+    assert reply.headers["content-type"] == "application/jsonl"
+    assert [json.loads(line) for line in reply.body.splitlines()] == [
+        {**LINE, "Content": "Hel"},
+        {**LINE, "Content": "lo"},
+        {
+            **LINE,
+            "Done": True,
+            "PromptEvalCount": 7,
+            "PromptEvalDuration": 2_000_000,
+            "EvalCount": 2,
+            "EvalDuration": 30_000_000,
+        },
+    ]
+
+
+def test_running_out_of_tokens_is_reason_one(call: Any, generate: FakeGenerate):
+    generate.script = [text("a"), finish("length")]
+    last = json.loads(call("POST", "/completion", {"prompt": "hi"}).body.splitlines()[-1])
+    assert last["DoneReason"] == 1
+
+
+def test_without_a_model_there_is_nothing_to_complete(call: Any, generate: FakeGenerate):
+    generate.cards = ()
+    assert call("POST", "/completion", {"prompt": "hi"}).status == 503
+
+
+def test_text_becomes_ids_and_ids_become_text(call: Any):
+    said = "hé {}"
+    for kind in ("text/plain", "application/json", "application/octet-stream"):
+        reply = call("POST", "/v1/tokenize", said.encode(), {"content-type": kind})
+        assert reply.json == list(said.encode())
+    assert call("POST", "/v1/detokenize", {"tokens": reply.json}).json == {"content": said}
+    assert call("POST", "/v1/detokenize", reply.json).json == {"content": said}
+
+
+def test_nothing_becomes_an_empty_array_and_back(call: Any):
+    assert call("POST", "/v1/tokenize", b"").body == b"[]"
+    assert call("POST", "/v1/detokenize", []).json == {"content": ""}
+
+
+def test_bytes_that_are_no_text_have_no_ids(call: Any):
+    assert call("POST", "/v1/tokenize", b"\xff").status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "tokens"),
+        ({"tokens": None}, "tokens"),
+        ({"tokens": "a"}, "tokens"),
+        ({"tokens": ["a"]}, "tokens.0"),
+        ({"tokens": [1, True]}, "tokens.1"),
+        ({"tokens": [-1]}, "tokens.0"),
+        ({"tokens": [256]}, "tokens"),
+        ({"tokens": [1], "x": 1}, "x"),
+        ([1, 2.5], "tokens.1"),
+        ("a", None),
+    ],
+)
+def test_what_is_no_id_is_named(call: Any, body: Any, param: str | None):
+    reply = call("POST", "/v1/detokenize", body)
+    assert (reply.status, reply.error["param"]) == (400, param)

@@ -1,0 +1,196 @@
+"""OpenAI's own client over a real socket: what it sends is understood, what it gets it can read."""
+
+import asyncio
+import json
+import threading
+import urllib.request
+from collections.abc import Generator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from app.api.app import build_app
+from app.core.errors import AppError, Kind
+from app.core.requests import Conversation, GenerateRequest, Message
+from app.core.settings import Settings
+from tests.api.asgi import serving
+from tests.fakes import FOREVER, HELLO, FakeGenerate, Script, text
+
+MODEL = "fake/model"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def script(request: GenerateRequest) -> Script:
+    """What the last message asks for."""
+    prompt = request.prompt
+    wish = prompt.messages[-1].content if isinstance(prompt, Conversation) else prompt
+    match wish:
+        case "endless":
+            return [text("a "), FOREVER]
+        case "break":
+            return [text("a "), AppError(Kind.ENGINE, "out of memory")]
+        case _:
+            return HELLO
+
+
+@pytest.fixture(scope="module")
+def generate() -> FakeGenerate:
+    return FakeGenerate(script)
+
+
+@pytest.fixture(scope="module")
+def url(generate: FakeGenerate) -> Generator[str]:
+    with serving(build_app(generate, Settings())) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Generator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client: OpenAI, generate: FakeGenerate):
+    answer = client.chat.completions.create(model=MODEL, messages=HI, temperature=0.5, seed=3)
+    (choice,) = answer.choices
+    assert choice.message.content == "Hello"
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert answer.model_extra is not None
+    assert answer.model_extra["total_duration"] == 35_000_000
+    assert generate.opened[-1].sampling == {"temperature": 0.5, "seed": 3}
+
+
+def test_an_answer_goes_back_into_the_conversation(client: OpenAI, generate: FakeGenerate):
+    answer: Any = client.chat.completions.create(model=MODEL, messages=HI).choices[0].message
+    client.chat.completions.create(model=MODEL, messages=[*HI, answer, *HI])
+    prompt = generate.opened[-1].prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages[1] == Message(role="assistant", content="Hello")
+
+
+def test_chat_streamed(client: OpenAI):
+    with client.chat.completions.create(
+        model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        *chunks, finished, usage = stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello"
+    assert finished.choices[0].finish_reason == "stop"
+    assert usage.usage is not None
+    assert usage.usage.total_tokens == 9
+
+
+def test_the_accumulating_helper(client: OpenAI):
+    with client.chat.completions.stream(model=MODEL, messages=HI) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "Hello"
+
+
+def test_completions(client: OpenAI):
+    answer = client.completions.create(model=MODEL, prompt=[1, 2, 3], logprobs=0)
+    assert answer.choices[0].text == "Hello"
+    assert answer.choices[0].logprobs is not None
+    pieces = client.completions.create(model=MODEL, prompt="hi", stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == "Hello"
+
+
+def test_models(client: OpenAI):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL  # the slash goes out as %2F
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+
+
+def test_extensions_travel_in_the_extra_body(client: OpenAI, generate: FakeGenerate):
+    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "repeat_last_n": 64}
+    client.chat.completions.create(model=MODEL, messages=HI, extra_body=extra)
+    assert generate.opened[-1].sampling == extra
+
+
+def test_mistakes_become_the_exceptions_of_the_sdk(client: OpenAI):
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model=MODEL, messages=HI, temperature=3)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="none", messages=HI)
+    assert missing.value.code == "model_not_found"
+
+
+def test_an_error_amid_a_stream_is_raised(client: OpenAI):
+    ask: list[Any] = [{"role": "user", "content": "break"}]
+    stream = client.chat.completions.create(model=MODEL, messages=ask, stream=True)
+    assert next(stream).choices[0].delta.content == "a "
+    with pytest.raises(openai.APIError, match="out of memory"):
+        next(stream)
+
+
+def test_closing_a_stream_cancels(client: OpenAI, generate: FakeGenerate):
+    ask: list[Any] = [{"role": "user", "content": "endless"}]
+    before = generate.left
+    with client.chat.completions.create(model=MODEL, messages=ask, stream=True) as stream:
+        assert next(iter(stream)).choices[0].delta.content == "a "
+        assert generate.left == before
+    wait_until(lambda: generate.left == before + 1)
+
+
+def test_giving_up_on_a_plain_answer_cancels(client: OpenAI, generate: FakeGenerate):
+    ask: list[Any] = [{"role": "user", "content": "endless"}]
+    before = generate.left
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(
+            model=MODEL, messages=ask, timeout=openai.Timeout(5, read=0.1)
+        )
+    wait_until(lambda: generate.left == before + 1)
+
+
+def test_many_at_once(url: str):
+    async def run() -> list[str | None]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answers = await asyncio.gather(
+                *(client.chat.completions.create(model=MODEL, messages=HI) for _ in range(20))
+            )
+            stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+            streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [answer.choices[0].message.content for answer in answers] + ["".join(streamed)]
+
+    assert asyncio.run(run()) == ["Hello"] * 21
+
+
+def test_a_loading_server_asks_to_be_asked_again(url: str):
+    """The SDK waits for as long as Retry-After says and then gets its answer."""
+    generate = FakeGenerate(refusal=AppError(Kind.LOADING, "the model is loading"))
+    with (
+        serving(build_app(generate, Settings())) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client,
+    ):
+        threading.Timer(0.2, lambda: setattr(generate, "refusal", None)).start()
+        answer = client.chat.completions.create(model=MODEL, messages=HI)
+    assert answer.choices[0].message.content == "Hello"
+
+
+def test_the_go_client_can_read_us(url: str, generate: FakeGenerate):
+    """Its request as it lies on the wire, and the fields which it decodes by name."""
+    body = b'{"prompt":"hi","options":{"temperature":0.8,"top_p":0.9,"num_predict":3}}'
+    request = urllib.request.Request(
+        f"{url}/completion", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=5) as reply:
+        *lines, last = map(json.loads, reply)
+    assert "".join(line["Content"] for line in lines) == "Hello"
+    assert last["Done"]
+    assert last["PromptEvalCount"] == 7
+    assert generate.opened[-1].max_tokens == 3
+
+
+def wait_until(condition: Any) -> None:
+    deadline = threading.Event()
+    for _ in range(500):
+        if condition():
+            return
+        deadline.wait(0.01)
+    pytest.fail("it did not happen within five seconds")

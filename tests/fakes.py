@@ -1,0 +1,99 @@
+"""Stand-ins for what lies below a seam, driven by a script."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from app.core.errors import AppError, Kind
+from app.core.events import Event, Finish, FinishReason, TextDelta, Timings, TokenLogprob, Usage
+from app.core.jobs import EngineStats
+from app.core.ports import ModelCard, RunnerStatus
+from app.core.requests import GenerateRequest
+
+READY = RunnerStatus(state="ready", progress=100, stats=EngineStats(memory=123_456))
+CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A place in a script where nothing happens for so many seconds."""
+
+    seconds: float
+
+
+FOREVER = Pause(1e6)
+
+Script = Sequence[Event | Pause | Exception]
+
+
+def text(text: str, *logprobs: TokenLogprob) -> TextDelta:
+    return TextDelta(text=text, logprobs=logprobs)
+
+
+def finish(reason: FinishReason = "stop", tokens: int = 2) -> Finish:
+    return Finish(
+        reason=reason,
+        usage=Usage(prompt_tokens=7, completion_tokens=tokens, cached_tokens=3),
+        timings=Timings(prompt_ns=2_000_000, eval_ns=30_000_000, total_ns=35_000_000),
+    )
+
+
+HELLO: Script = (text("Hel"), text("lo"), finish())
+
+
+@dataclass
+class FakeGenerate:
+    """`app.core.ports.Generate` from a script: its events happen, its pauses pass, its errors are
+    raised. The vocabulary is the 256 bytes.
+
+    script: what every answer does, or a function of the request. refusal: raised by `open`.
+    opened, left: requests whose context was entered, and how many of these contexts were left.
+    """
+
+    script: Script | Callable[[GenerateRequest], Script] = HELLO
+    refusal: Exception | None = None
+    now: RunnerStatus = READY
+    cards: Sequence[ModelCard] = (CARD,)
+    opened: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
+    left: int = 0
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+        if self.refusal is not None:
+            raise self.refusal
+        if isinstance(request.prompt, tuple):
+            await self.detokenize(request.prompt)
+        self.opened.append(request)
+        script = self.script(request) if callable(self.script) else self.script
+        events = _play(script)
+        try:
+            yield events
+        finally:
+            # Fails if somebody still waits for an event: nobody may hold on to a left context.
+            await events.aclose()
+            self.left += 1
+
+    async def tokenize(self, text: str) -> Sequence[int]:
+        return list(text.encode())
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        if any(id_ > 255 for id_ in ids):
+            raise AppError(Kind.INVALID, "there are only 256 tokens", param="tokens")
+        return bytes(ids).decode(errors="replace")
+
+    def models(self) -> Sequence[ModelCard]:
+        return self.cards
+
+    def status(self) -> RunnerStatus:
+        return self.now
+
+
+async def _play(script: Script) -> AsyncGenerator[Event]:
+    for step in script:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+        elif isinstance(step, Exception):
+            raise step
+        else:
+            yield step
