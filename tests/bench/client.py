@@ -1,0 +1,80 @@
+"""A client that notes when each token came."""
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+TIMEOUT = 1200.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """arrivals: seconds from sending to each piece of text. cached: as the server counts."""
+
+    arrivals: Sequence[float]
+    cached: int
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second from the first to the last."""
+        return (len(self.arrivals) - 1) / (self.arrivals[-1] - self.arrivals[0])
+
+
+def stream(url: str, model: str, prompt: str, max_tokens: int) -> Timed:
+    """One greedy, streamed completion; every token is one event."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    arrivals: list[float] = []
+    usage = None
+    begun = time.perf_counter()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now = time.perf_counter() - begun
+            chunk = json.loads(line[6:])
+            usage = chunk["usage"] or usage
+            if any(choice["text"] for choice in chunk["choices"]):
+                arrivals.append(now)
+    assert usage is not None
+    assert len(arrivals) == max_tokens, f"{len(arrivals)} events for {max_tokens} tokens"
+    return Timed(arrivals=arrivals, cached=usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def text(tokens: int, seed: int) -> str:
+    """A prompt of exactly that many tokens of the byte tokenizer, unlike any other seed's."""
+    letters = random.Random(seed).choices("abcdefgh ijklmnop", k=tokens)
+    return "".join(letters)
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process's resident memory (Linux)."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def spread(values: Sequence[float]) -> str:
+    """median (least to most)"""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]

@@ -1,0 +1,68 @@
+"""What bit-equal caching would cost: prefill on a fixed grid of positions.
+
+Two prices. Speed: chunks are as long as the grid, so that every position always goes through the
+same shapes. Work: a prefix is reused only up to the grid, and an answer never (decoded tokens went
+through other kernels), so tokens are evaluated again.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from models.base import Model
+from tests.bench import client, random_model
+
+GRIDS = (32, 64, 128, 256, 512)
+TOKENS, ROUNDS = 1024, 3
+
+# (prompt tokens that are new, answer tokens) of each turn: a short system prompt and a chat
+CHAT = [(220, 180), (40, 210), (35, 160), (60, 240), (25, 120), (80, 200)]
+# a coding agent: a long head, long tool results, short answers
+AGENT = [(2400, 60), (700, 45), (1500, 80), (300, 40), (900, 60), (500, 120)]
+
+
+def prefill_rate(model: Model, chunk: int, seed: int) -> float:
+    """Tokens per second over TOKENS tokens in chunks of that length."""
+    ids = list(client.text(TOKENS, seed).encode())
+    kv = model.make_kv()
+    begun = time.perf_counter()
+    for start in range(0, TOKENS, chunk):
+        model(mx.array([ids[start : start + chunk]]), kv)
+        mx.eval([array for layer in kv for array in layer.state()])
+    return TOKENS / (time.perf_counter() - begun)
+
+
+def evaluated(turns: Sequence[tuple[int, int]], grid: int | None) -> int:
+    """Prompt tokens that a conversation evaluates in all; grid None: plain longest prefix."""
+    length = reusable = total = 0
+    for fresh, answer in turns:
+        prompt = length + fresh
+        total += prompt - min(reusable, prompt - 1)
+        length = prompt + answer
+        # without a grid all but the last sampled token is there; with one, only whole chunks
+        reusable = length - 1 if grid is None else prompt - prompt % grid
+    return total
+
+
+def report(folder: Path) -> str:
+    model = random_model.load(folder)
+    rates: dict[int, list[float]] = {grid: [] for grid in GRIDS}
+    for turn in range(ROUNDS):
+        for grid in GRIDS:
+            rates[grid].append(prefill_rate(model, grid, seed=turn))
+    lines = [
+        f"prefill in chunks of the grid ({TOKENS} tokens), and prompt tokens that two "
+        "conversations evaluate:",
+        "| grid | tokens/s | of 512 | chat | agent |",
+        "|---|---|---|---|---|",
+        f"| none | | | {evaluated(CHAT, None)} | {evaluated(AGENT, None)} |",
+    ]
+    for grid in GRIDS:
+        ratios = [a / b for a, b in zip(rates[grid], rates[512], strict=True)]
+        lines.append(
+            f"| {grid} | {client.spread(rates[grid])} | {client.spread(ratios)} "
+            f"| {evaluated(CHAT, grid)} | {evaluated(AGENT, grid)} |"
+        )
+    return "\n".join(lines)

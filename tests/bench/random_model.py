@@ -1,0 +1,93 @@
+"""A model folder with random weights, of any size, that never stops by itself.
+
+Every id above the first 256 is a visible piece of text, so that a server has something to send for
+each token. No end-of-sequence id is named, so an answer always has max_tokens tokens.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as kinds
+
+import models
+from models import llama
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Keys of a Llama config."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int = 8192
+
+
+SHAPES = {
+    "110M": Shape(
+        hidden_size=768,
+        num_hidden_layers=12,
+        intermediate_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=32000,
+    ),
+    "15M": Shape(
+        hidden_size=288,
+        num_hidden_layers=6,
+        intermediate_size=768,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        vocab_size=32000,
+    ),
+}
+
+
+def write(folder: Path, size: str, seed: int = 0) -> Path:
+    """The folder, named after its size, under `folder`. float32, tied embeddings."""
+    made = folder / size
+    made.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "tie_word_embeddings": True, **asdict(SHAPES[size])}
+    (made / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(seed)
+    shapes = dict(tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters()))
+    mx.save_safetensors(
+        str(made / "model.safetensors"),
+        {
+            name: mx.ones(array.shape)
+            if name.endswith("norm.weight")
+            else mx.array(
+                rng.standard_normal(array.shape, dtype=np.float32) / array.shape[-1] ** 0.5
+            )
+            for name, array in shapes.items()
+        },
+    )
+    _tokenizer(SHAPES[size].vocab_size).save(str(made / "tokenizer.json"))
+    return made
+
+
+def load(folder: Path) -> models.Model:
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    mx.eval(model.parameters())  # pyright: ignore[reportAttributeAccessIssue]  # an nn.Module
+    return model
+
+
+def _tokenizer(size: int) -> Tokenizer:
+    """Bytes first, then made-up words that no text is split into but every id decodes to."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate(alphabet)}
+    vocab |= {f"\u0120w{i}": i for i in range(len(alphabet), size)}
+    made = Tokenizer(kinds.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made

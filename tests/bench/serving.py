@@ -1,0 +1,147 @@
+"""Measurements through HTTP, against a server process of our own on a random-weight model."""
+
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import mlx.core as mx
+
+from models.base import Model
+from tests.bench import client, random_model
+from tests.serving import Served
+
+PROMPT, ANSWER, PAIRS = 64, 48, 7
+LONG, STATUS_PROMPT = 1500, 4000
+
+
+def bare_decode(model: Model, prompt: str) -> float:
+    """Tokens per second of the least loop there is: greedy, one step ahead, nothing else."""
+    kv = model.make_kv()
+    hidden = model(mx.array([list(prompt.encode())]), kv)
+    token = mx.argmax(model.logits(hidden[:, -1]), axis=-1)
+    mx.eval(token)
+    begun = time.perf_counter()
+    for _ in range(ANSWER):
+        after = mx.argmax(model.logits(model(token[:, None], kv)[:, -1]), axis=-1)
+        mx.async_eval(after)
+        token.item()
+        token = after
+    token.item()
+    return ANSWER / (time.perf_counter() - begun)
+
+
+def decode(server: Served, folder: Path) -> str:
+    """Bare loop and server take turns, so that a machine that drifts drifts under both."""
+    model = random_model.load(folder)
+    prompt = client.text(PROMPT, seed=0)
+    bare, served = list[float](), list[float]()
+    for _ in range(PAIRS):
+        bare.append(bare_decode(model, prompt))
+        served.append(client.stream(server.url, folder.name, prompt, ANSWER).rate)
+    ratios = [s / b for s, b in zip(served, bare, strict=True)]
+    return (
+        f"decode, tokens/s: bare {client.spread(bare)}, served {client.spread(served)}, "
+        f"served/bare {client.spread(ratios)}"
+    )
+
+
+def first_token(server: Served, folder: Path) -> str:
+    """Seconds to the first token of a prompt never seen, and of the same prompt again."""
+    cold, warm = list[float](), list[float]()
+    for seed in range(3):
+        prompt = client.text(LONG, seed=1000 + seed)
+        first = client.stream(server.url, folder.name, prompt, 2)
+        again = client.stream(server.url, folder.name, prompt, 2)
+        # two random prompts may begin with the same letter or two
+        assert first.cached < 10
+        assert again.cached == LONG - 1
+        cold.append(first.first)
+        warm.append(again.first)
+    ratios = [c / w for c, w in zip(cold, warm, strict=True)]
+    return (
+        f"first token after {LONG} prompt tokens, s: cold {client.spread(cold)}, "
+        f"warm {client.spread(warm)}, cold/warm {client.spread(ratios)}"
+    )
+
+
+def status(server: Served, folder: Path) -> str:
+    """Milliseconds that /v1/status takes while the engine reads a long prompt."""
+    prompt = client.text(STATUS_PROMPT, seed=2000)
+    reading = threading.Thread(
+        target=client.stream, args=(server.url, folder.name, prompt, 2), daemon=True
+    )
+    times: list[float] = []
+    with httpx.Client(base_url=server.url, timeout=client.TIMEOUT) as http:
+        reading.start()
+        while reading.is_alive():
+            begun = time.perf_counter()
+            http.get("/v1/status").raise_for_status()
+            times.append(1000 * (time.perf_counter() - begun))
+            time.sleep(0.01)
+    return (
+        f"/v1/status while {STATUS_PROMPT} tokens are read, ms: median "
+        f"{statistics.median(times):.2f}, p99 {client.percentile(times, 0.99):.2f}, "
+        f"most {max(times):.2f} ({len(times)} requests)"
+    )
+
+
+def memory(server: Served, folder: Path, requests: int = 1000) -> str:
+    """Resident memory of the server over many requests of changing lengths, mostly new prompts."""
+    sizes: list[int] = []
+    for i in range(requests):
+        body = {
+            "model": folder.name,
+            "prompt": client.text(4 + 7 * i % 40, seed=3000 + i),
+            "max_tokens": 1 + i % 4,
+        }
+        httpx.post(
+            f"{server.url}/v1/completions", json=body, timeout=client.TIMEOUT
+        ).raise_for_status()
+        sizes.append(client.resident(server.process.pid))
+    settled = sizes[requests // 10 :]
+    base = settled[0]
+    return (
+        f"resident memory over {requests} requests: {base / 2**20:.1f} MiB after the first tenth, "
+        f"then {100 * (min(settled) / base - 1):+.2f} % to "
+        f"{100 * (max(settled) / base - 1):+.2f} %, {100 * (settled[-1] / base - 1):+.2f} % at the end"
+    )
+
+
+def hang_up(server: Served, folder: Path) -> str:
+    """Seconds from a client's leaving to the end of the next, short request."""
+    lines: list[str] = []
+    for kind, prompt, awaited in (
+        ("decoding", client.text(PROMPT, seed=4000), b"data: "),
+        ("prefilling", client.text(STATUS_PROMPT, seed=4001), b": prefill"),
+    ):
+        alone, after = list[float](), list[float]()
+        for i in range(3):
+            alone.append(client.stream(server.url, folder.name, f"short {i}", 1).first)
+            _leave(server, folder.name, prompt + str(i), awaited)
+            after.append(client.stream(server.url, folder.name, f"short again {i}", 1).first)
+        lines.append(f"{kind}: alone {client.spread(alone)}, after {client.spread(after)}")
+    return "a short request after a hang-up, s: " + "; ".join(lines)
+
+
+def _leave(server: Served, model: str, prompt: str, awaited: bytes) -> None:
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 2000, "stream": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=client.TIMEOUT) as line:
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        seen = b""
+        while awaited not in seen:
+            seen += line.recv(65536)
+
+
+MEASUREMENTS: dict[str, Callable[[Served, Path], str]] = {
+    "decode": decode,
+    "ttft": first_token,
+    "status": status,
+    "hangup": hang_up,
+    "memory": memory,
+}
