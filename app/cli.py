@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--prefill-chunk",
         type=_tokens,
-        default=default.prefill_chunk,
         metavar="TOKENS",
-        help="prompt tokens per step; a cancellation waits for one step at most (%(default)s)",
+        help="prompt tokens per step; a cancellation waits for one step at most "
+        "(default: 128 on a CPU, else 512)",
     )
     serve.add_argument(
         "--max-body",

@@ -44,9 +44,8 @@ class Generation:
                 f"this server has {self._files.name!r}",
                 param="model",
             )
-        # long prompts take a while to tokenise: the event loop must not
-        job = await asyncio.to_thread(self._job, request)
-        answer = Answer(self._tokenizer, prompt=job.ids, stops=request.stop)
+        # a long prompt, or a long stop string, takes a while: the event loop must not
+        job, answer = await asyncio.to_thread(self._prepare, request)
         async with self._runner.submit(job) as submission:
             yield _events(submission, job, answer, arrived)
 
@@ -64,6 +63,10 @@ class Generation:
 
     def status(self) -> RunnerStatus:
         return self._runner.status()
+
+    def _prepare(self, request: GenerateRequest) -> tuple[Job, Answer]:
+        job = self._job(request)
+        return job, Answer(self._tokenizer, prompt=job.ids, stops=request.stop)
 
     def _job(self, request: GenerateRequest) -> Job:
         ids = self._ids(request)

@@ -9,6 +9,8 @@ from tests import tiny
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
+TIES = pytest.StashKey[list[int]]()
+
 # the same examples on every run: a red build must be red again when somebody looks
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
@@ -20,6 +22,25 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs ../shared/data (real tokenizers, templates, models), which is not here")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def ties(request: pytest.FixtureRequest) -> list[int]:
+    """For tests that hold two runs against each other: append how many near-ties excused one
+    comparison. The summary prints the sum, so that it cannot grow unseen."""
+    return request.config.stash[TIES]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TIES] = []
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    met = config.stash[TIES]
+    if met:
+        terminalreporter.write_line(f"near-ties: {sum(met)} in {len(met)} compared runs")
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import openai
 import pytest
+import schemathesis
 
 from tests import tiny
+from tests.api.fuzzed import document
+from tests.api.test_schemathesis import CHECKS, positive_data_acceptance
 from tests.serving import PATIENCE, Served, serving
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -31,6 +35,37 @@ def server(tiny_model: Path) -> Iterator[Served]:
 def builtin() -> Iterator[Served]:
     with serving() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A context so short that an answer without a limit soon ends."""
+    folder = tiny.write(tmp_path_factory.mktemp("small") / "tiny", max_position_embeddings=96)
+    with serving(str(folder)) as running:
+        yield running
+
+
+DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
+
+
+@DESCRIBED.parametrize()
+@hypothesis.settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.filter_too_much,
+        hypothesis.HealthCheck.data_too_large,
+    ],
+)
+def test_the_real_server_answers_as_documented(case: Any, small: Served) -> None:
+    """The fake of tests/api takes more examples; this is the same with nothing faked. What fits a
+    model's context no schema can say, so valid requests may be refused here."""
+    checks = [check for check in CHECKS if check is not positive_data_acceptance]
+    case.call_and_validate(base_url=small.url, checks=checks)
+    assert small.status()["Status"] == 0
 
 
 def client(server: Served) -> openai.OpenAI:

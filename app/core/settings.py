@@ -17,8 +17,8 @@ class Settings:
     cors_origins: further origins of browser pages that may call us (loopback always may).
     cache: the prefix cache policy. exact: prefill on a fixed grid of positions, so that a cached
     answer equals an uncached one to the bit. prefill_chunk: prompt tokens per engine step, and so
-    the longest stretch that cannot be cancelled. max_body: bytes of a request body.
-    keep_alive: seconds of silence on a stream before a comment is sent."""
+    the longest stretch that cannot be cancelled; None suits the device. max_body: bytes of a
+    request body. keep_alive: seconds of silence on a stream before a comment is sent."""
 
     model: str | None = None
     host: str = "127.0.0.1"
@@ -26,6 +26,6 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     cache: Literal["single"] = "single"
     exact: bool = False
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_body: int = 10 * MEBIBYTE
     keep_alive: float = 10.0

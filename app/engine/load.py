@@ -33,14 +33,19 @@ Report = Callable[[int, int], None]
 def load(files: ModelFiles, settings: Settings, report: Report) -> Loop:
     """Raises AppError(MODEL_FILES)."""
     model = load_model(files, report)
-    grid = settings.prefill_chunk if settings.exact else 1
+    chunk = settings.prefill_chunk or _suitable_chunk()
     return Loop(
         model,
-        SinglePrefixCache[LayerCache](model.make_kv, grid=grid),
+        SinglePrefixCache[LayerCache](model.make_kv, grid=chunk if settings.exact else 1),
         vocab=files.vocab_size,
-        limits=Limits(running=1, prefill=settings.prefill_chunk),
+        limits=Limits(running=1, prefill=chunk),
         exact=settings.exact,
     )
+
+
+def _suitable_chunk() -> int:
+    """Prompt tokens per step: as few as keep the device busy (DECISIONS.md, 2026-11-21)."""
+    return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
 
 
 def load_model(files: ModelFiles, report: Report) -> Model:

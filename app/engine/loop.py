@@ -135,6 +135,12 @@ class Loop:
             self._running.append(Sequence(job, lease, row))
             self._cached_tokens += lease.cached
             self._updates.append(Started(job=job.id, cached=lease.cached, at=_now()))
+            log.info(
+                "prompt of %d tokens: %d cached, %d to evaluate",
+                len(job.ids),
+                lease.cached,
+                len(job.ids) - lease.cached,
+            )
 
     def _collect_chunk(self) -> None:
         chunks = [s for s in self._in_flight if s in self._running]

@@ -6,6 +6,7 @@ make bench ARGS="--size 15M"        on a smaller model
 """
 
 import argparse
+import importlib.metadata
 import os
 import platform
 import tempfile
@@ -55,8 +56,8 @@ def _machine(size: str) -> str:
     preloaded = os.environ.get("LD_PRELOAD", "nothing")
     return (
         f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"MLX {mx.__version__} on {mx.default_device()}, LD_PRELOAD {preloaded}; "
-        f"random {size} Llama in float32, client on the same machine"
+        f"MLX {importlib.metadata.version('mlx')} on {mx.default_device()}, "
+        f"LD_PRELOAD {preloaded}; random {size} Llama in float32, client on the same machine"
     )
 
 

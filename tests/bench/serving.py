@@ -108,7 +108,8 @@ def memory(server: Served, folder: Path, requests: int = 1000) -> str:
     return (
         f"resident memory over {requests} requests: {base / 2**20:.1f} MiB after the first tenth, "
         f"then {100 * (min(settled) / base - 1):+.2f} % to "
-        f"{100 * (max(settled) / base - 1):+.2f} %, {100 * (settled[-1] / base - 1):+.2f} % at the end"
+        f"{100 * (max(settled) / base - 1):+.2f} %, "
+        f"{100 * (settled[-1] / base - 1):+.2f} % at the end"
     )
 
 

@@ -71,6 +71,15 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_named(tmp_path: Path) -> N
         load(dataclasses.replace(files, config=config), Settings(), ignore)
 
 
+@pytest.mark.parametrize(("device", "chunk"), [(mx.cpu, 128), (mx.gpu, 512)])
+def test_the_prefill_chunk_suits_the_device(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, device: Any, chunk: int
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    loop = load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert run_one(loop, job("a", b"x" * 1000)).progress[0] == chunk
+
+
 def test_exact_mode_puts_prefixes_on_the_grid(tiny_model: Path) -> None:
     settings = Settings(exact=True, prefill_chunk=8)
     loop = load(store.resolve(str(tiny_model)), settings, ignore)

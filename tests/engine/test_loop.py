@@ -1,6 +1,5 @@
 """The generation loop: what it gives never depends on what ran before it or beside it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +34,6 @@ Ids = st.lists(st.integers(0, 255), min_size=1, max_size=40)
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def ties() -> Iterator[list[int]]:
-    """Near-ties met on the way; printed, so that they cannot grow unseen."""
-    counted: list[int] = []
-    yield counted
-    print(f"\n{sum(counted)} near-ties in {len(counted)} comparisons")
 
 
 def test_greedy_tokens_are_those_of_the_plainest_loop(model: Model) -> None:

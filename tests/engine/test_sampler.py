@@ -148,7 +148,7 @@ def test_a_draw_depends_on_the_seed_and_its_number_only() -> None:
     assert sequence(1) == sequence(1, neighbours=3)
     assert sequence(1) != sequence(2)
     assert sequence(-1) != sequence(1)
-    assert sequence((1 << 64) - 1) == sequence(-1), "seeds are taken modulo 2^64"
+    assert sequence(0xFFFFFFFFFFFFFFFF) == sequence(-1), "seeds are taken modulo 2^64"
 
 
 def test_rows_of_a_batch_are_sampled_as_if_alone() -> None:

@@ -1,0 +1,73 @@
+"""What the built-in model is taught: reproducible, right, and none of what measures it."""
+
+import random
+from itertools import chain, pairwise
+
+import pytest
+
+from models.builtin.corpus import Conversation, corpus
+from models.builtin.corpus_play import COUNT_LIMIT, SUM_LIMIT, adding, counting
+from models.builtin.grammar import disguise, expand, normalize
+from models.builtin.score import HELD_BACK, questions
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[Conversation]:
+    return list(corpus(0, 20_000))
+
+
+def test_the_corpus_depends_on_the_seed_and_on_nothing_else() -> None:
+    assert list(corpus(7, 200)) == list(corpus(7, 200))
+    assert list(corpus(7, 200)) != list(corpus(8, 200))
+    assert list(corpus(7, 300))[:200] == list(corpus(7, 200))
+
+
+def test_a_corpus_holds_what_it_promises(conversations: list[Conversation]) -> None:
+    assert {len(made.turns) for made in conversations} >= {0, 1, 2, 3, 4}
+    assert any(made.system for made in conversations)
+    texts = [made.text for made in conversations if not made.turns]
+    assert texts
+    assert all(texts)
+    for ask, answer in chain.from_iterable(made.turns for made in conversations):
+        assert ask.strip()
+        assert answer.strip()
+        assert not set("{}$") & set(ask), "a template that was not filled in"
+
+
+def test_no_held_back_question_is_in_the_corpus(conversations: list[Conversation]) -> None:
+    asked = {normalize(ask) for made in conversations for ask, _ in made.turns}
+    assert not asked & {normalize(question.question) for question in questions(HELD_BACK)}
+
+
+def test_sums_in_the_corpus_are_right() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        for said in adding(rng)[1].removesuffix(".").split(". "):
+            left, _plus, right, _is, total = said.split()
+            assert int(left) + int(right) == int(total)
+            assert max(int(left), int(right)) <= SUM_LIMIT
+
+
+def test_counts_in_the_corpus_go_by_ones() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        ask, answer = counting(rng)
+        if "too far" in answer:
+            continue
+        numbers = [int(number) for number in answer.split(", ")]
+        steps = {after - before for before, after in pairwise(numbers)}
+        assert steps in ({1}, {-1}), ask
+        assert 0 <= min(numbers) <= max(numbers) <= COUNT_LIMIT
+
+
+def test_a_template_expands_to_each_of_its_alternatives() -> None:
+    rng = random.Random(1)
+    made = {expand("{a|b{c|d}} $name{|!}", rng, {"name": "{x|y}"}) for _ in range(300)}
+    assert made == {f"{a} {x}{end}" for a in ("a", "bc", "bd") for x in "xy" for end in ("", "!")}
+
+
+def test_a_disguised_question_keeps_its_digits() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        seen = disguise("what is 17 plus 9?", rng)
+        assert "".join(char for char in seen if char.isdigit()) == "179"
