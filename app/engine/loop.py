@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 # decode steps between two returns of free buffers to the system (mlx-lm and Ollama use 256)
 CLEAR_EVERY = 256
 
+_FAILED = "the engine failed on this request"
+
 
 class Loop:
     """model, prefix: owned from now on. vocab: ids that may be sampled or biased, 0 to vocab-1.
@@ -104,7 +106,7 @@ class Loop:
                 self._read(sequence, pending)
         except Exception:
             log.exception("a step failed; the sequences in it are lost")
-            self._fail_running()
+            self._fail(list(self._running))
         updates, self._updates = tuple(self._updates), []
         return Step(updates=updates, stats=self.stats())
 
@@ -129,18 +131,21 @@ class Loop:
         )
         for _ in range(count):
             job = self._waiting.popleft()
-            seed = job.sampling.seed if job.sampling.seed is not None else secrets.randbits(63)
-            row = RowState(job.sampling, seed=seed, prompt=job.ids, vocab=self._vocab)
-            lease = self._prefix.begin(job.ids)
-            self._running.append(Sequence(job, lease, row))
-            self._cached_tokens += lease.cached
-            self._updates.append(Started(job=job.id, cached=lease.cached, at=_now()))
-            log.info(
-                "prompt of %d tokens: %d cached, %d to evaluate",
-                len(job.ids),
-                lease.cached,
-                len(job.ids) - lease.cached,
-            )
+            try:
+                self._start(job)
+            except Exception:
+                log.exception("a job could not be started")
+                self._report_end(job.id, "error", _FAILED)
+
+    def _start(self, job: Job) -> None:
+        seed = job.sampling.seed if job.sampling.seed is not None else secrets.randbits(63)
+        row = RowState(job.sampling, seed=seed, prompt=job.ids, vocab=self._vocab)
+        lease = self._prefix.begin(job.ids)
+        self._running.append(Sequence(job, lease, row))
+        self._cached_tokens += lease.cached
+        self._updates.append(Started(job=job.id, cached=lease.cached, at=_now()))
+        left = len(job.ids) - lease.cached
+        log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
 
     def _collect_chunk(self) -> None:
         chunks = [s for s in self._in_flight if s in self._running]
@@ -158,16 +163,23 @@ class Loop:
         for sequence, share in zip(prefilling, shares, strict=True):
             if share == 0:
                 continue
-            start = sequence.evaluated
-            tokens = mx.array([sequence.job.ids[start : start + share]])
-            hidden = self._model(tokens, sequence.kv)
-            sequence.evaluated += share
-            self._prefilled_tokens += share
-            if sequence.unread:
-                mx.async_eval(sequence.state())
-                self._in_flight.append(sequence)
-            else:
-                self._sample([sequence], hidden[:, -1])
+            try:
+                self._prefill(sequence, share)
+            except Exception:
+                log.exception("a prompt could not be evaluated")
+                self._fail([sequence])
+
+    def _prefill(self, sequence: Sequence, count: int) -> None:
+        start = sequence.evaluated
+        tokens = mx.array([sequence.job.ids[start : start + count]])
+        hidden = self._model(tokens, sequence.kv)
+        sequence.evaluated += count
+        self._prefilled_tokens += count
+        if sequence.unread:
+            mx.async_eval(sequence.state())
+            self._in_flight.append(sequence)
+        else:
+            self._sample([sequence], hidden[:, -1])
 
     def _dispatch_decodes(self) -> list[tuple[Sequence, Pending]]:
         """Dispatch the successor of every pending token; return the pending ones, to be read."""
@@ -238,12 +250,11 @@ class Loop:
         sequence.commit(keep=keep)
         self._report_end(sequence.job.id, reason)
 
-    def _fail_running(self) -> None:
-        self._in_flight = []
-        for sequence in self._running:
+    def _fail(self, sequences: Ids[Sequence]) -> None:
+        for sequence in sequences:
+            self._running.remove(sequence)
             sequence.discard()
-            self._report_end(sequence.job.id, "error", "the engine failed on this request")
-        self._running = []
+            self._report_end(sequence.job.id, "error", _FAILED)
         mx.clear_cache()
 
     def _report_end(self, job: str, reason: EndReason, error: str | None = None) -> None:

@@ -228,6 +228,17 @@ def test_a_failing_step_ends_its_job_and_the_engine_lives_on() -> None:
     assert after.cached == 0, "caches in doubt must serve nobody"
 
 
+def test_one_that_fails_leaves_the_others_alone() -> None:
+    model = Broken(kinds="k")
+    good = job("good", PROMPT, logit_bias=((13, -100.0),), stop_ids=frozenset[int]())
+    alone = run_one(make_loop(model), good)
+    together = run(
+        make_loop(model, running=3), good, job("bad", [*PROMPT, 13]), job("unstartable", [])
+    )
+    assert [together[name].reason for name in ("bad", "unstartable")] == ["error", "error"]
+    assert together["good"].ids == alone.ids
+
+
 def test_an_exact_loop_repeats_itself_to_the_bit() -> None:
     """On a fixed grid the same positions go through the same shapes, whatever was cached."""
     model = tiny_model()
