@@ -16,12 +16,12 @@ import mlx.core as mx
 
 from models.builtin.score import HELD_BACK, questions, score
 from models.builtin.score import report as scores
-from tests.bench import grid, random_model
+from tests.bench import grid, random_model, switch
 from tests.bench.builtin import chat
 from tests.bench.serving import MEASUREMENTS
 from tests.serving import Served, serving
 
-CHOICES = [*MEASUREMENTS, "builtin", "start", "grid"]
+CHOICES = [*MEASUREMENTS, "builtin", "start", "grid", "switch"]
 
 
 def main() -> None:
@@ -50,6 +50,8 @@ def main() -> None:
                     print(MEASUREMENTS[name](server, folder), flush=True)
         if "grid" in wanted:
             print(grid.report(folder), flush=True)
+        if "switch" in wanted:
+            print(switch.report(folder), flush=True)
 
 
 def _machine(size: str) -> str:

@@ -16,9 +16,11 @@ TIMEOUT = 1200.0
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """arrivals: seconds from sending to each piece of text. cached: as the server counts."""
+    """arrivals: seconds from sending to each piece of text. tokens, cached: as the server counts;
+    a token that is half a character brings no text."""
 
     arrivals: Sequence[float]
+    tokens: int
     cached: int
 
     @property
@@ -28,11 +30,11 @@ class Timed:
     @property
     def rate(self) -> float:
         """Tokens per second from the first to the last."""
-        return (len(self.arrivals) - 1) / (self.arrivals[-1] - self.arrivals[0])
+        return (self.tokens - 1) / (self.arrivals[-1] - self.arrivals[0])
 
 
 def stream(url: str, model: str, prompt: str, max_tokens: int) -> Timed:
-    """One greedy, streamed completion; every token is one event."""
+    """One greedy, streamed completion."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -54,8 +56,9 @@ def stream(url: str, model: str, prompt: str, max_tokens: int) -> Timed:
             if any(choice["text"] for choice in chunk["choices"]):
                 arrivals.append(now)
     assert usage is not None
-    assert len(arrivals) == max_tokens, f"{len(arrivals)} events for {max_tokens} tokens"
-    return Timed(arrivals=arrivals, cached=usage["prompt_tokens_details"]["cached_tokens"])
+    assert usage["completion_tokens"] == max_tokens
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Timed(arrivals=arrivals, tokens=max_tokens, cached=cached)
 
 
 def text(tokens: int, seed: int) -> str:
