@@ -70,12 +70,8 @@ def _grown(buffer: mx.array | None, like: mx.array, length: int, capacity: int) 
     return mx.concatenate([buffer[..., :length, :], room], axis=2)
 
 
-class KVCache:
-    """Every position since the first.
-
-    keys, values: [B, H, capacity, D]; positions offset.. are free room. Writing is in place
-    as long as nobody else holds the buffer.
-    """
+class _Buffers:
+    """The keys and values of one layer, and how many positions it has seen."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -85,6 +81,17 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state())
+
+    def state(self) -> list[mx.array]:
+        return [array for array in (self._keys, self._values) if array is not None]
+
+
+class KVCache(_Buffers):
+    """Every position since the first.
+
+    keys, values: [B, H, capacity, D]; positions offset.. are free room. Writing is in place
+    as long as nobody else holds the buffer.
+    """
 
     def mask(self, length: int) -> Mask:
         return None if length == 1 else "causal"
@@ -117,11 +124,8 @@ class KVCache:
             twin._values = mx.contiguous(self._values[..., : self.offset, :])
         return twin
 
-    def state(self) -> list[mx.array]:
-        return [array for array in (self._keys, self._values) if array is not None]
 
-
-class RotatingKVCache:
+class RotatingKVCache(_Buffers):
     """The last `window` positions, for layers whose queries see no further back.
 
     A query at position p sees p-window+1 .. p. The buffer is in one of two shapes:
@@ -138,16 +142,10 @@ class RotatingKVCache:
 
     def __init__(self, window: int) -> None:
         assert window > 0
+        super().__init__()
         self.window = window
-        self.offset = 0
         self._length = 0
         self._head = 0
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state())
 
     def mask(self, length: int) -> Mask:
         if length == 1:
@@ -191,9 +189,6 @@ class RotatingKVCache:
             twin._keys = mx.contiguous(self._keys[..., : self._length, :])
             twin._values = mx.contiguous(self._values[..., : self._length, :])
         return twin
-
-    def state(self) -> list[mx.array]:
-        return [array for array in (self._keys, self._values) if array is not None]
 
     def _write_one(self, keys: mx.array, values: mx.array) -> None:
         if self._length > self.window:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import hypothesis
 import openai
 import pytest
 import schemathesis
 
 from tests import tiny
-from tests.api.fuzzed import document
-from tests.api.test_schemathesis import CHECKS, positive_data_acceptance
+from tests.api.fuzzed import CHECKS, document, examples
 from tests.serving import PATIENCE, Served, serving
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -49,22 +47,10 @@ DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 
 
 @DESCRIBED.parametrize()
-@hypothesis.settings(
-    max_examples=10,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[
-        hypothesis.HealthCheck.too_slow,
-        hypothesis.HealthCheck.filter_too_much,
-        hypothesis.HealthCheck.data_too_large,
-    ],
-)
+@examples(10)
 def test_the_real_server_answers_as_documented(case: Any, small: Served) -> None:
-    """The fake of tests/api takes more examples; this is the same with nothing faked. What fits a
-    model's context no schema can say, so valid requests may be refused here."""
-    checks = [check for check in CHECKS if check is not positive_data_acceptance]
-    case.call_and_validate(base_url=small.url, checks=checks)
+    """The fake of tests/api takes more examples; this is the same with nothing faked."""
+    case.call_and_validate(base_url=small.url, checks=CHECKS)
     assert small.status()["Status"] == 0
 
 

@@ -3,7 +3,45 @@
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import yaml
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    positive_data_acceptance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+# what holds for any model
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+)
+
+# whether valid requests are accepted too depends on the model: on its context, for one
+ACCEPTING_CHECKS = (*CHECKS, positive_data_acceptance)
+
+
+def examples(count: int) -> hypothesis.settings:
+    """The same requests on every run, as many as that for each operation."""
+    return hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.filter_too_much,
+            hypothesis.HealthCheck.data_too_large,
+        ],
+    )
 
 
 def document(model: str, vocab: int) -> Any:

@@ -96,7 +96,7 @@ def memory(server: Served, folder: Path, requests: int = 1000) -> str:
     for i in range(requests):
         body = {
             "model": folder.name,
-            "prompt": client.text(4 + 7 * i % 40, seed=3000 + i),
+            "prompt": client.text(4 + 7 * i % 20, seed=3000 + i),
             "max_tokens": 1 + i % 4,
         }
         httpx.post(
