@@ -59,8 +59,9 @@ def serve(settings: Settings) -> int:
     server = uvicorn.Server(_uvicorn(app, settings))
     if not _is_loopback(settings.host):
         log.warning("listening on %s: anyone who can reach it can use it", settings.host)
-    # uvicorn raises the signal again once it has shut down
-    with contextlib.suppress(KeyboardInterrupt):
+    # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
+    # which it has logged by then
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
         server.run()
     if failures:
         raise failures[0]

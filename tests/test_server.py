@@ -301,12 +301,31 @@ def test_a_signal_ends_the_server_even_while_it_streams(tiny_model: Path, sent: 
         assert "Traceback" not in running.text()
 
 
+def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -> None:
+    second = Served([str(tiny_model), "--port", str(server.port)])
+    second.process.wait(PATIENCE)
+    assert second.stop() == 1
+    assert "address already in use" in second.text()
+    assert "Traceback" not in second.text()
+
+
+def test_garbage_on_the_wire_harms_nobody(server: Served) -> None:
+    for garbage in (
+        b"\x00" * 4096,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as line:
+            line.sendall(garbage)
+    assert complete(server, "still there")["choices"][0]["finish_reason"]
+
+
 def test_a_broken_folder_gives_one_line_and_status_1(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"garbage")
     running = Served([str(folder)])
-    assert running.process.wait(PATIENCE) == 1
-    running.stop()
+    running.process.wait(PATIENCE)
+    assert running.stop() == 1
     assert running.log[-1].startswith("mlxrunner: ")
     assert "is not a whole safetensors file" in running.log[-1]
     assert "Traceback" not in running.text()

@@ -72,20 +72,33 @@ def first_token(server: Served, folder: Path) -> str:
 def status(server: Served, folder: Path) -> str:
     """Milliseconds that /v1/status takes while the engine reads a long prompt."""
     prompt = client.text(STATUS_PROMPT, seed=2000)
-    reading = threading.Thread(
-        target=client.stream, args=(server.url, folder.name, prompt, 2), daemon=True
-    )
+    times = _status_during(server, lambda: client.stream(server.url, folder.name, prompt, 2))
+    return f"/v1/status while {STATUS_PROMPT} prompt tokens are evaluated, ms: {times}"
+
+
+def flood(server: Served, folder: Path) -> str:
+    """The same while the largest body there may be is tokenised."""
+    text = "hello world " * (9_000_000 // 12)
+
+    def tokenize() -> None:
+        reply = httpx.post(f"{server.url}/v1/tokenize", content=text, timeout=client.TIMEOUT)
+        reply.raise_for_status()
+
+    return f"/v1/status while 9 MB are tokenised, ms: {_status_during(server, tokenize)}"
+
+
+def _status_during(server: Served, work: Callable[[], object]) -> str:
+    working = threading.Thread(target=work, daemon=True)
     times: list[float] = []
     with httpx.Client(base_url=server.url, timeout=client.TIMEOUT) as http:
-        reading.start()
-        while reading.is_alive():
+        working.start()
+        while working.is_alive():
             begun = time.perf_counter()
             http.get("/v1/status").raise_for_status()
             times.append(1000 * (time.perf_counter() - begun))
             time.sleep(0.01)
     return (
-        f"/v1/status while {STATUS_PROMPT} tokens are read, ms: median "
-        f"{statistics.median(times):.2f}, p99 {client.percentile(times, 0.99):.2f}, "
+        f"median {statistics.median(times):.2f}, p99 {client.percentile(times, 0.99):.2f}, "
         f"most {max(times):.2f} ({len(times)} requests)"
     )
 
@@ -143,6 +156,7 @@ MEASUREMENTS: dict[str, Callable[[Served, Path], str]] = {
     "decode": decode,
     "ttft": first_token,
     "status": status,
+    "flood": flood,
     "hangup": hang_up,
     "memory": memory,
 }

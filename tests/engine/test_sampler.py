@@ -115,7 +115,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     ],
 )
 def test_penalties_look_at_the_window_prompt_included(
-    logits: list[float], prompt: list[int], knobs: dict[str, float], last: int
+    logits: list[float], prompt: list[int], knobs: dict[str, Any], last: int
 ) -> None:
     """The window moves over prompt and samples alike, the newest of which is still lazy."""
     state = row(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)

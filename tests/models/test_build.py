@@ -62,6 +62,20 @@ def test_a_quantised_checkpoint_computes_what_its_restored_weights_compute() -> 
     assert any(isinstance(m, nn.QuantizedLinear) for m in model.modules())
 
 
+def test_quantised_embeddings_may_be_the_head_too() -> None:
+    config, weights = quantised({"group_size": GROUP, "bits": 8})
+    config["tie_word_embeddings"] = True
+    tied = {name: array for name, array in weights.items() if not name.startswith("lm_head.")}
+    untied = {**weights}
+    for part in ("weight", "scales", "biases"):
+        untied[f"lm_head.{part}"] = weights[f"model.embed_tokens.{part}"]
+    np.testing.assert_allclose(
+        logits(models.build(config, tied), IDS),
+        logits(models.build({**config, "tie_word_embeddings": False}, untied), IDS),
+        atol=1e-4,
+    )
+
+
 def test_single_layers_may_have_their_own_bits_or_none() -> None:
     head, first = "lm_head", "model.layers.0.mlp.gate_proj"
     config, weights = quantised(
