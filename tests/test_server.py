@@ -309,6 +309,55 @@ def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -
     assert "Traceback" not in second.text()
 
 
+CHAT = b'{"model":"tiny","max_tokens":2,"messages":'
+
+BAD: list[tuple[str, bytes, int, str | None]] = [
+    ("malformed", CHAT, 400, None),
+    ("not a number", CHAT + b'[{"role":"user","content":"x"}],"temperature":NaN}', 400, None),
+    ("half a surrogate", CHAT + b'[{"role":"user","content":"\\ud800"}]}', 400, None),
+    ("deep", CHAT + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None),
+    (
+        "large",
+        CHAT + b'[{"role":"user","content":"' + b"x" * 11_000_000 + b'"}]}',
+        413,
+        "request_too_large",
+    ),
+    ("no messages", CHAT + b"[]}", 400, None),
+    ("unknown role", CHAT + b'[{"role":"wizard","content":"x"}]}', 400, None),
+    ("cold", CHAT + b'[{"role":"user","content":"x"}],"temperature":-1}', 400, None),
+    ("unlikely", CHAT + b'[{"role":"user","content":"x"}],"top_p":2}', 400, None),
+    ("nothing asked", b'{"model":"tiny","prompt":"x","max_tokens":0}', 400, None),
+    ("unknown field", b'{"model":"tiny","prompt":"x","flux":1}', 400, None),
+    ("unknown model", b'{"model":"gpt-9","prompt":"x"}', 404, "model_not_found"),
+    ("no such token", b'{"model":"tiny","prompt":[258]}', 400, None),
+    ("no such bias", b'{"model":"tiny","prompt":"x","logit_bias":{"258":1}}', 400, None),
+    (
+        "longer than the context",
+        CHAT + b'[{"role":"user","content":"' + b"x" * 5000 + b'"}]}',
+        400,
+        "context_length_exceeded",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
+def test_bad_input_gets_an_error_object_and_harms_nobody(
+    server: Served, body: bytes, status: int, code: str | None
+) -> None:
+    path = "completions" if b'"prompt"' in body else "chat/completions"
+    reply = httpx.post(
+        f"{server.url}/v1/{path}", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["code"] == code
+    assert complete(server, "fine", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
 def test_garbage_on_the_wire_harms_nobody(server: Served) -> None:
     for garbage in (
         b"\x00" * 4096,
