@@ -1,0 +1,171 @@
+"""The training corpus of the built-in model: endless made-up conversations, the same for a seed.
+
+Knows: how much of each ability is practised and how conversations are put together. Must not know:
+tokens, tensors, the held-back questions. `python -m models.builtin.corpus` prints a few.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from models.builtin import corpus_api, corpus_client, corpus_declined, corpus_server, corpus_talk
+from models.builtin.corpus_facts import ABOUT, HOW, PHRASES, ROUTE, Fact
+from models.builtin.corpus_play import Turn, adding, counting, meeting, repeating
+from models.builtin.corpus_stories import story, storytelling
+from models.builtin.grammar import capitalize, disguise, expand, reword
+
+FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
+
+# ability, how often one turn out of a hundred practises it
+MIXTURE = (
+    ("fact", 42),
+    ("talk", 13),
+    ("joke", 2),
+    ("decline", 9),
+    ("count", 13),
+    ("add", 11),
+    ("story", 6),
+    ("repeat", 2),
+    ("meet", 2),
+)
+_KINDS = {"asks": 5, "to": 4, "route_to": 5, "about": 1.5}
+_LENGTHS = (1, 2, 3, 4)
+_LENGTH_WEIGHTS = (55, 25, 12, 8)
+
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant{ who answers briefly| named Max| of a school|}.",
+    "{Answer|Reply} {in one sentence|briefly|politely|in plain English|as well as you can}.",
+    "You are {a friendly|a careful|an expert|a concise|a cheerful} {teacher|guide|engineer|chatbot}.",
+    "{Be|Please be} {short|kind|precise|helpful|honest}{ and friendly|}.",
+    "{The user is|You talk to} {a child|a developer|a customer|a student} {who likes|from|who asks about} "
+    "{TOPIC|PLACE}.",
+    "You are {a pirate|a poet|a cat|a tour guide in PLACE|an expert on TOPIC}. Stay in character.",
+    "{Today is|The date is} {Monday|Friday|a holiday}. {Never|Always} {talk about|mention} TOPIC.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """turns: (question, answer). A text without a chat around it has no turns."""
+
+    turns: tuple[Turn, ...] = ()
+    system: str | None = None
+    text: str = ""
+
+
+def corpus(seed: int, count: int) -> Iterator[Conversation]:
+    """`count` conversations, the same ones for the same seed."""
+    rng = random.Random(seed)
+    return islice(iter(lambda: conversation(rng), None), count)
+
+
+def conversation(rng: random.Random) -> Conversation:
+    """One conversation of one to four turns, a fifth of them with a system prompt; two in a
+    hundred are plain texts, for the endpoints that know no chat."""
+    if rng.random() < 0.02:
+        return Conversation(text=story(rng) if rng.random() < 0.7 else _fact(rng, FACTS)[1])
+    wanted = rng.choices(_LENGTHS, _LENGTH_WEIGHTS)[0]
+    turns: list[Turn] = []
+    while len(turns) < wanted:
+        turns += practise(rng)
+    system = _system(rng) if rng.random() < 0.2 else None
+    return Conversation(
+        turns=tuple((disguise(ask, rng), answer) for ask, answer in turns), system=system
+    )
+
+
+def practise(rng: random.Random) -> list[Turn]:
+    """The next turn, or the next two where one follows from the other."""
+    abilities, shares = zip(*MIXTURE, strict=True)
+    ability = rng.choices(abilities, shares)[0]
+    # what is to be copied into the answer must not be reworded
+    if ability == "repeat":
+        return [repeating(rng)]
+    if ability == "meet":
+        return meeting(rng)
+    ask, answer = _turn(ability, rng)
+    return [(reword(ask, rng), answer)]
+
+
+def _turn(ability: str, rng: random.Random) -> Turn:
+    match ability:
+        case "fact":
+            return _fact(rng, FACTS)
+        case "talk":
+            return _fact(rng, corpus_talk.TALK)
+        case "joke":
+            asked = expand(rng.choice(corpus_talk.JOKE_ASKS), rng, {})
+            return asked, rng.choice(corpus_talk.JOKES)
+        case "decline":
+            return _declined(rng)
+        case "count":
+            return counting(rng)
+        case "add":
+            return adding(rng)
+        case "story":
+            return storytelling(rng)
+        case _:
+            raise AssertionError(f"no such ability: {ability}")
+
+
+def _fact(rng: random.Random, facts: tuple[Fact, ...]) -> Turn:
+    fact = rng.choices(facts, [fact.weight for fact in facts])[0]
+    kinds = {kind: share for kind, share in _KINDS.items() if getattr(fact, kind)}
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
+    wish = expand(rng.choice(getattr(fact, kind)), rng, PHRASES)
+    match kind:
+        case "to":
+            frame = expand(rng.choice(HOW), rng, PHRASES)
+        case "route_to":
+            frame = expand(rng.choice(ROUTE), rng, PHRASES)
+        case "about":
+            frame = expand(rng.choice(ABOUT), rng, PHRASES)
+        case _:
+            frame = "WHOLE"
+    for slot in ("VERB", "TOPIC", "WHOLE"):
+        frame = frame.replace(slot, wish)
+    return frame, rng.choice(fact.answers)
+
+
+def _declined(rng: random.Random) -> Turn:
+    answer, asks = rng.choice(corpus_declined.DECLINED)
+    return _topical(expand(rng.choice(asks), rng, {}), rng), answer
+
+
+def _topical(text: str, rng: random.Random) -> str:
+    """Something to be ignorant of, for each capitalised slot."""
+    slots = {
+        "TOPIC": corpus_declined.TOPICS,
+        "PLACE": tuple(capitalize(place) for place in corpus_declined.PLACES),
+        "LANGUAGE": tuple(capitalize(language) for language in corpus_declined.LANGUAGES),
+        "NAMED": corpus_declined.NAMED,
+        "NUMBER": tuple(str(number) for number in range(21, 100)),
+        "SMALL": tuple(str(number) for number in range(2, 21)),
+        "BIG": tuple(str(number) for number in range(100, 10000, 7)),
+    }
+    for slot, words in slots.items():
+        while slot in text:
+            text = text.replace(slot, rng.choice(words), 1)
+    return text
+
+
+def _system(rng: random.Random) -> str:
+    sentences = rng.choices((1, 2, 4), (70, 22, 8))[0]
+    return " ".join(_topical(expand(rng.choice(SYSTEMS), rng, {}), rng) for _ in range(sentences))
+
+
+def main() -> None:
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    for made in corpus(seed, 12):
+        for line in (made.system and f"system: {made.system}", made.text):
+            if line:
+                print(line)
+        for ask, answer in made.turns:
+            print(f"  > {ask}\n    {answer}")
+
+
+if __name__ == "__main__":
+    main()

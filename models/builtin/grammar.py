@@ -1,0 +1,208 @@
+"""A tiny template language, and the ways in which people deviate from a clean question.
+
+Knows: strings and a random generator. Must not know: what the questions are about.
+"""
+
+import random
+import re
+from collections.abc import Mapping
+
+_CHOICE = re.compile(r"\{([^{}]*)\}")
+_PHRASE = re.compile(r"\$(\w+)")
+
+_OPENINGS = (
+    *(
+        "please ",
+        "hey, ",
+        "hi, ",
+        "hello, ",
+        "hi! ",
+        "hey there, ",
+        "so ",
+        "ok, ",
+        "okay, ",
+        "well, ",
+    ),
+    *(
+        "um, ",
+        "and ",
+        "now ",
+        "quick question: ",
+        "question: ",
+        "excuse me, ",
+        "sorry, ",
+        "listen, ",
+    ),
+    *("can you tell me: ", "could you tell me, ", "tell me, ", "do you know, ", "I wonder, "),
+    *("one more thing: ", "by the way, ", "just curious, ", "hm, ", "alright, ", "next: ", "but "),
+    *(
+        "I am new here. ",
+        "my boss asks: ",
+        "we use it at work. ",
+        "I read the readme, but ",
+        "ah, ",
+    ),
+    *(
+        "I am writing an app. ",
+        "I have just installed everything. ",
+        "sorry to ask, ",
+        "let me ask: ",
+    ),
+    *(
+        "a friend showed me this. ",
+        "I looked and found nothing. ",
+        "thanks! ",
+        "in short: ",
+        "also, ",
+    ),
+    *(
+        "for my notes: ",
+        "remind me: ",
+        "say, ",
+        "one question, ",
+        "I forgot, ",
+        "be honest, ",
+        "great. ",
+    ),
+)
+_CLOSINGS = (
+    *(" please", ", please", " thanks", ", thanks", " thank you", ", thank you", " now", " again"),
+    *(" exactly", " here", " then", ", if I may ask", " by any chance", ", do you know", " :)"),
+    *(", in short", ", quickly", " for me", " today", " or not", ", in one line", " on my side"),
+)
+_FILLERS = (
+    "actually",
+    "really",
+    "just",
+    "maybe",
+    "simply",
+    "perhaps",
+    "basically",
+    "kindly",
+    "also",
+)
+_DROPPED = frozenset({"a", "an", "the", "do", "does", "is", "to", "i", "me", "please", "of", "for"})
+_NEIGHBOURS = {"a": "s", "e": "r", "i": "o", "o": "p", "n": "m", "t": "r", "s": "d", "h": "j"}
+
+# what else people say for a word; blind to grammar, as people are
+_SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "request": ("query", "call", "http call", "message"),
+    "endpoint": ("route", "url", "path", "address", "uri", "resource", "link"),
+    "answer": ("reply", "response", "output", "result"),
+    "text": ("string", "sentence", "paragraph", "words", "letters"),
+    "server": ("service", "daemon", "process", "app", "thing", "machine"),
+    "computer": ("pc", "laptop", "machine", "box", "workstation", "device"),
+    "tests": ("test suite", "test cases", "unit tests", "checks"),
+    "model": ("llm", "language model", "network", "neural network"),
+    "how": ("how exactly", "in which way", "any idea how"),
+    "want": ("wish", "plan", "intend", "hope", "try"),
+    "need": ("require", "must have", "want"),
+    "show": ("display", "give", "print"),
+    "whole": ("entire", "complete", "full"),
+    "bigger": ("larger", "stronger", "huge"),
+    "find": ("locate", "discover", "spot"),
+    "use": ("employ", "utilize", "try", "rely on", "work with", "go with"),
+    "get": ("obtain", "receive", "fetch", "grab", "take"),
+    "stop": ("end", "halt", "quit", "terminate", "shut down"),
+    "start": ("launch", "boot", "begin", "bring up"),
+    "send": ("pass", "submit", "hand", "deliver"),
+    "again": ("once more", "anew", "another time"),
+    "folder": ("directory", "dir", "path"),
+    "program": ("application", "tool", "app", "software"),
+    "now": ("currently", "at present", "right now"),
+    "every": ("each",),
+    "story": ("tale",),
+    "tell": ("give", "show"),
+    "can": ("could", "may", "might"),
+    "which": ("what",),
+    "what": ("which",),
+    "run": ("execute", "start", "operate"),
+    "check": ("verify", "inspect", "see"),
+    "code": ("source", "source code"),
+    "ids": ("numbers", "token numbers", "integers"),
+    "my": ("our", "the"),
+    "we": ("I",),
+    "supported": ("possible", "available", "allowed", "there"),
+    "made": ("created", "produced"),
+    "words": ("text", "sentences"),
+}
+
+
+def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str:
+    """One of the texts that `template` stands for.
+
+    `{a|b|}` is one of its alternatives, which may nest; `$name` is the template of that name in
+    `phrases`. Runs of spaces, which empty alternatives leave behind, become one.
+    """
+    while _PHRASE.search(template):
+        template = _PHRASE.sub(lambda found: phrases[found[1]], template)
+    while _CHOICE.search(template):
+        template = _CHOICE.sub(lambda found: rng.choice(found[1].split("|")), template)
+    return re.sub(r" +([?!.,])?", lambda found: found[1] or " ", template).strip()
+
+
+def reword(question: str, rng: random.Random) -> str:
+    """`question` by somebody who chooses other words, drops small ones, or hits the wrong key."""
+    words: list[str] = []
+    for word in question.split(" "):
+        chance = rng.random()
+        if word in _SYNONYMS and chance < 0.15:
+            words.append(rng.choice(_SYNONYMS[word]))
+        elif word in _DROPPED and chance < 0.04:
+            continue
+        else:
+            words.append(word)
+    if rng.random() < 0.08:
+        words.insert(rng.randint(0, len(words) - 1) if words else 0, rng.choice(_FILLERS))
+    said = " ".join(words) or question
+    return _mistype(said, rng) if rng.random() < 0.1 else said
+
+
+def disguise(question: str, rng: random.Random) -> str:
+    """`question` the way somebody in a hurry, or somebody polite, would type it."""
+    if rng.random() < 0.25:
+        question = rng.choice(_OPENINGS) + question
+    ending = question[-1] if question[-1] in "?!." else ""
+    body = question.removesuffix(ending)
+    if rng.random() < 0.12:
+        body += rng.choice(_CLOSINGS)
+    if rng.random() < 0.35:
+        ending = rng.choice(("", "", "", "?", ".", "!", "??", "...", " ?"))
+    return _recase(body + ending, rng)
+
+
+def capitalize(text: str) -> str:
+    """`text` with its first letter in upper case and everything else as it was."""
+    return text[:1].upper() + text[1:]
+
+
+def normalize(text: str) -> str:
+    """Lower case words and digits with single spaces: what two questions are compared by."""
+    return " ".join(re.findall(r"[^\W_]+", text.lower()))
+
+
+def _recase(text: str, rng: random.Random) -> str:
+    style = rng.random()
+    if style < 0.35:
+        return text.lower()
+    if style < 0.37:
+        return text.upper()
+    return capitalize(text) if style < 0.93 else text
+
+
+def _mistype(text: str, rng: random.Random) -> str:
+    """One slip of the finger; digits stay as they are, because the answer depends on them."""
+    letters = [at for at, char in enumerate(text[:-1]) if char.isalpha() and text[at + 1].isalpha()]
+    if not letters:
+        return text
+    at = rng.choice(letters)
+    before, char, after = text[:at], text[at], text[at + 1 :]
+    match rng.randrange(4):
+        case 0:
+            return before + after
+        case 1:
+            return before + char + char + after
+        case 2:
+            return before + after[0] + char + after[1:]
+        case _:
+            return before + _NEIGHBOURS.get(char, char) + after

@@ -1,0 +1,229 @@
+"""Makes the built-in model from nothing: corpus, tokenizer, weights, and the files beside this one.
+
+Knows: the recipe, that is sizes, rates and lengths. Must not know: the held-back questions, other
+than to refuse a corpus that holds one. `python -m models.builtin.train` (`make builtin`); needs the
+packages of requirements.txt. The same seed gives the same files on the same kind of machine.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save
+from tokenizers import Tokenizer
+
+from models.builtin.corpus import Conversation, corpus
+from models.builtin.grammar import normalize
+from models.builtin.network import Shape, Weights, initial_weights, loss
+from models.builtin.optimizer import Moments, Optimizer
+from models.builtin.score import HELD_BACK, questions
+from models.builtin.tokenization import (
+    TURN_ENDS,
+    Encoded,
+    encode,
+    tokenizer_config,
+    train_tokenizer,
+)
+
+FOLDER = Path(__file__).resolve().parent
+CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """conversations: how many are made. for_tokenizer: how many of those the tokenizer sees.
+    batch: tokens per step. short, long: the two lengths of row that conversations are packed into,
+    in tokens. steps: of the optimiser, whose rate goes up to `rate` over `warmup` steps and then
+    down to nothing."""
+
+    seed: int = 0
+    conversations: int = 160_000
+    for_tokenizer: int = 20_000
+    vocabulary: int = 1024
+    batch: int = 2048
+    short: int = 128
+    long: int = 256
+    steps: int = 5200
+    warmup: int = 50
+    rate: float = 4e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed rows, each (rows, length + 1); see network.logits and network.loss."""
+
+    ids: np.ndarray[Any, Any]
+    segments: np.ndarray[Any, Any]
+    learn: np.ndarray[Any, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=Recipe().seed)
+    parser.add_argument("--conversations", type=int, default=Recipe().conversations)
+    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write")
+    options = parser.parse_args()
+    out: Path = options.out
+    recipe = Recipe(seed=options.seed, conversations=options.conversations, steps=options.steps)
+
+    made = list(corpus(recipe.seed, recipe.conversations))
+    refuse_held_back(made)
+    tokenizer = train_tokenizer(made[: recipe.for_tokenizer], recipe.vocabulary)
+    shape = Shape(vocab_size=tokenizer.get_vocab_size())
+    weights = train(recipe, shape, encode(tokenizer, made))
+    write(out, shape, weights, tokenizer)
+    digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    print(f"wrote {out}, model.safetensors sha256 {digest}")
+
+
+def refuse_held_back(conversations: Iterable[Conversation]) -> None:
+    """A question that is to measure the model must not have taught it."""
+    held_back = {normalize(question.question) for question in questions(HELD_BACK)}
+    for conversation in conversations:
+        for ask, _ in conversation.turns:
+            assert normalize(ask) not in held_back, f"held back, yet in the corpus: {ask}"
+
+
+def train(recipe: Recipe, shape: Shape, encoded: list[Encoded]) -> Weights:
+    """The weights after all steps; prints how it goes."""
+    weights = initial_weights(shape, jax.random.key(recipe.seed))
+    size = sum(weight.size for weight in weights.values())
+    print(f"{size} parameters, {len(encoded)} conversations")
+    optimizer = Optimizer()
+    moments = optimizer.start(weights)
+    batches = _batches(recipe, encoded, random.Random(recipe.seed))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def improve(
+        weights: Weights,
+        moments: Moments,
+        rows: tuple[jax.Array, ...],
+        rate: jax.Array,
+        step: jax.Array,
+    ) -> tuple[Weights, Moments, jax.Array]:
+        value, gradient = jax.value_and_grad(lambda now: loss(shape, now, *rows))(weights)
+        weights, moments = optimizer.update(weights, gradient, moments, rate, step)
+        return weights, moments, value
+
+    began, recent = time.monotonic(), []
+    for step in range(recipe.steps):
+        batch = next(batches)
+        rows = (jnp.asarray(batch.ids), jnp.asarray(batch.segments), jnp.asarray(batch.learn))
+        rate = jnp.float32(_rate(recipe, step))
+        weights, moments, value = improve(weights, moments, rows, rate, jnp.float32(step))
+        recent.append(value)
+        if (step + 1) % 100 == 0 or step + 1 == recipe.steps:
+            mean = sum(float(each) for each in recent) / len(recent)
+            seconds = time.monotonic() - began
+            print(f"step {step + 1}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
+            recent = []
+    return weights
+
+
+def write(folder: Path, shape: Shape, weights: Weights, tokenizer: Tokenizer) -> None:
+    """The five files of a model folder, each replaced as a whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = tokenizer.token_to_id(TURN_ENDS)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **shape.config(),
+        "max_position_embeddings": CONTEXT,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "torch_dtype": "float32",
+    }
+    generation = {"eos_token_id": [end], "pad_token_id": end, "do_sample": False}
+    arrays = {name: np.asarray(weight) for name, weight in sorted(weights.items())}
+    _replace(folder / "config.json", _json(config))
+    _replace(folder / "generation_config.json", _json(generation))
+    _replace(folder / "tokenizer.json", tokenizer.to_str().encode())
+    _replace(folder / "tokenizer_config.json", _json(tokenizer_config()))
+    _replace(folder / "model.safetensors", save(arrays, {"format": "pt"}))
+
+
+def _rate(recipe: Recipe, step: int) -> float:
+    """Linear up over the warmup, then half a cosine down to nothing."""
+    if step < recipe.warmup:
+        return recipe.rate * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _batches(recipe: Recipe, encoded: list[Encoded], rng: random.Random) -> Iterator[Batch]:
+    """Epoch after epoch, short and long rows mixed, in an order that depends on `rng` only.
+    Conversations that do not fit a long row are left out."""
+    short = [each for each in encoded if len(each.ids) <= recipe.short]
+    long = [each for each in encoded if recipe.short < len(each.ids) <= recipe.long]
+    while True:
+        epoch: list[Batch] = []
+        for length, pool in ((recipe.short, short), (recipe.long, long)):
+            rng.shuffle(pool)
+            rows = _pack(pool, length)
+            height = recipe.batch // length
+            for at in range(0, len(rows) - height + 1, height):
+                epoch.append(_batch(rows[at : at + height], length))
+        rng.shuffle(epoch)
+        yield from epoch
+
+
+def _pack(pool: list[Encoded], length: int, open_rows: int = 32) -> list[list[Encoded]]:
+    """Rows of whole conversations, `length` tokens at most: each goes where it leaves the least
+    room among a few open rows."""
+    rows: list[list[Encoded]] = []
+    opened: list[tuple[int, list[Encoded]]] = []
+    for each in pool:
+        fitting = [(room, row) for room, row in opened if room >= len(each.ids)]
+        room, row = min(fitting, key=lambda entry: entry[0], default=(length, []))
+        if not fitting and len(opened) == open_rows:
+            opened.sort(key=lambda entry: entry[0])
+            rows.append(opened.pop(0)[1])
+        opened = [entry for entry in opened if entry[1] is not row]
+        row.append(each)
+        opened.append((room - len(each.ids), row))
+    return rows + [row for _, row in opened]
+
+
+def _batch(rows: list[list[Encoded]], length: int) -> Batch:
+    """Segments count from 1 in each row; 0 is padding, which nothing attends to or learns."""
+    ids, segments = (np.zeros((len(rows), length + 1), np.int32) for _ in range(2))
+    learn = np.zeros((len(rows), length + 1), np.float32)
+    for at, row in enumerate(rows):
+        end = 0
+        for number, each in enumerate(row, start=1):
+            span = slice(end, end + len(each.ids))
+            ids[at, span], learn[at, span], segments[at, span] = each.ids, each.learn, number
+            end = span.stop
+    return Batch(ids=ids, segments=segments, learn=learn)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """A server that starts meanwhile sees the old file or the new one, never half of one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    main()
