@@ -14,7 +14,7 @@ from models.builtin import corpus_api, corpus_client, corpus_declined, corpus_se
 from models.builtin.corpus_facts import ABOUT, HOW, PHRASES, ROUTE, Fact
 from models.builtin.corpus_play import Turn, adding, counting, meeting, repeating
 from models.builtin.corpus_stories import story, storytelling
-from models.builtin.grammar import capitalize, disguise, expand, reword
+from models.builtin.grammar import blur, capitalize, disguise, expand, reword
 
 FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
 
@@ -30,6 +30,8 @@ MIXTURE = (
     ("repeat", 2),
     ("meet", 2),
 )
+# what a question is about is in a few of its words
+_BLURRED = frozenset({"fact", "talk", "joke", "decline"})
 _KINDS = {"asks": 5, "to": 4, "route_to": 5, "about": 1.5}
 _LENGTHS = (1, 2, 3, 4)
 _LENGTH_WEIGHTS = (55, 25, 12, 8)
@@ -56,13 +58,14 @@ class Conversation:
     text: str = ""
 
 
-def corpus(seed: int, count: int) -> Iterator[Conversation]:
-    """`count` conversations, the same ones for the same seed."""
+def corpus(seed: int, count: int, blurred: float = 0.0) -> Iterator[Conversation]:
+    """`count` conversations, the same ones for the same seed. blurred: share of the questions that
+    are blurred, of those whose words need not be taken literally."""
     rng = random.Random(seed)
-    return islice(iter(lambda: conversation(rng), None), count)
+    return islice(iter(lambda: conversation(rng, blurred), None), count)
 
 
-def conversation(rng: random.Random) -> Conversation:
+def conversation(rng: random.Random, blurred: float = 0.0) -> Conversation:
     """One conversation of one to four turns, a fifth of them with a system prompt; two in a
     hundred are plain texts, for the endpoints that know no chat."""
     if rng.random() < 0.02:
@@ -70,14 +73,14 @@ def conversation(rng: random.Random) -> Conversation:
     wanted = rng.choices(_LENGTHS, _LENGTH_WEIGHTS)[0]
     turns: list[Turn] = []
     while len(turns) < wanted:
-        turns += practise(rng)
+        turns += practise(rng, blurred)
     system = _system(rng) if rng.random() < 0.2 else None
     return Conversation(
         turns=tuple((disguise(ask, rng), answer) for ask, answer in turns), system=system
     )
 
 
-def practise(rng: random.Random) -> list[Turn]:
+def practise(rng: random.Random, blurred: float = 0.0) -> list[Turn]:
     """The next turn, or the next two where one follows from the other."""
     abilities, shares = zip(*MIXTURE, strict=True)
     ability = rng.choices(abilities, shares)[0]
@@ -87,7 +90,8 @@ def practise(rng: random.Random) -> list[Turn]:
     if ability == "meet":
         return meeting(rng)
     ask, answer = _turn(ability, rng)
-    return [(reword(ask, rng), answer)]
+    ask = reword(ask, rng)
+    return [(blur(ask, rng, blurred) if ability in _BLURRED else ask, answer)]
 
 
 def _turn(ability: str, rng: random.Random) -> Turn:

@@ -82,6 +82,20 @@ _FILLERS = (
     "also",
 )
 _DROPPED = frozenset({"a", "an", "the", "do", "does", "is", "to", "i", "me", "please", "of", "for"})
+_EMPTY: tuple[str, ...] = (
+    *("my", "your", "this", "that", "here", "there", "now", "then", "when"),
+    *("while", "from", "with", "about", "into", "over", "after", "before", "some"),
+    *("any", "all", "much", "more", "less", "very", "quite", "so", "as"),
+    *("by", "at", "on", "in", "up", "out", "off", "if", "or"),
+    *("but", "and", "because", "would", "could", "should", "might", "must", "shall"),
+    *("will", "has", "have", "had", "been", "being", "gets", "got", "made"),
+    *("let", "lets", "somebody", "someone", "people", "friend", "boss", "team", "kid"),
+    *("home", "work", "day", "thing", "stuff", "way", "place", "time", "really"),
+    *("maybe", "actually", "simply", "right", "good", "nice", "quick", "little", "big"),
+    *("old", "own", "first", "last", "same", "other", "tell", "say", "know"),
+    *("think", "guess", "wonder", "understand", "mean", "seem", "look", "try", "like"),
+    *("give", "take", "put"),
+)
 _NEIGHBOURS = {"a": "s", "e": "r", "i": "o", "o": "p", "n": "m", "t": "r", "s": "d", "h": "j"}
 
 # what else people say for a word; blind to grammar, as people are
@@ -158,6 +172,21 @@ def reword(question: str, rng: random.Random) -> str:
     return _mistype(said, rng) if rng.random() < 0.1 else said
 
 
+def blur(question: str, rng: random.Random, share: float) -> str:
+    """With odds of `share`: the question with words missing, and others that say nothing or do not
+    exist. Whoever learns to answer it looks for the words that matter, wherever they stand."""
+    if share == 0 or rng.random() >= share:
+        return question
+    words: list[str] = []
+    for word in question.split(" "):
+        chance = rng.random()
+        if chance >= 0.14:
+            words.append(_nothing(rng) if chance < 0.22 else word)
+    for _ in range(rng.choice((0, 0, 0, 1, 2, 4))):
+        words.insert(rng.randint(0, len(words)), _nothing(rng))
+    return " ".join(words) or question
+
+
 def disguise(question: str, rng: random.Random) -> str:
     """`question` the way somebody in a hurry, or somebody polite, would type it."""
     if rng.random() < 0.25:
@@ -188,6 +217,16 @@ def _recase(text: str, rng: random.Random) -> str:
     if style < 0.37:
         return text.upper()
     return capitalize(text) if style < 0.93 else text
+
+
+def _nothing(rng: random.Random) -> str:
+    """A word that does not matter: a common one, or one made of random syllables."""
+    if rng.random() < 0.6:
+        return rng.choice(_EMPTY)
+    syllables = (
+        rng.choice("bdfgklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
+    )
+    return "".join(syllables) + rng.choice(("", "n", "r", "s", "t"))
 
 
 def _mistype(text: str, rng: random.Random) -> str:

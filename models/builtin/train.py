@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,22 +42,33 @@ CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """conversations: how many are made for it, of whose questions a share is `blurred`. steps: of
+    the optimiser, whose rate goes up to `rate` over the warmup and then down to nothing."""
+
+    conversations: int
+    blurred: float
+    steps: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """conversations: how many are made. for_tokenizer: how many of those the tokenizer sees.
-    batch: tokens per step. short, long: the two lengths of row that conversations are packed into,
-    in tokens. steps: of the optimiser, whose rate goes up to `rate` over `warmup` steps and then
-    down to nothing."""
+    """for_tokenizer: how many conversations the tokenizer sees. batch: tokens per step. short,
+    long: the two lengths of row that conversations are packed into, in tokens. rounds: the first
+    teaches the answers, the second to find them behind other words."""
 
     seed: int = 0
-    conversations: int = 160_000
     for_tokenizer: int = 20_000
     vocabulary: int = 1024
     batch: int = 2048
     short: int = 128
     long: int = 256
-    steps: int = 5200
     warmup: int = 50
-    rate: float = 4e-3
+    rounds: tuple[Round, ...] = (
+        Round(conversations=160_000, blurred=0.0, steps=5200, rate=4e-3),
+        Round(conversations=60_000, blurred=0.6, steps=1000, rate=2e-3),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +83,17 @@ class Batch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=Recipe().seed)
-    parser.add_argument("--conversations", type=int, default=Recipe().conversations)
-    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--part", type=float, default=1.0, help="of the work, to try it out")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write")
     options = parser.parse_args()
     out: Path = options.out
-    recipe = Recipe(seed=options.seed, conversations=options.conversations, steps=options.steps)
-
-    made = list(corpus(recipe.seed, recipe.conversations))
-    refuse_held_back(made)
-    tokenizer = train_tokenizer(made[: recipe.for_tokenizer], recipe.vocabulary)
+    recipe = Recipe(seed=options.seed)
+    tokenizer = train_tokenizer(corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary)
     shape = Shape(vocab_size=tokenizer.get_vocab_size())
-    weights = train(recipe, shape, encode(tokenizer, made))
+    weights = initial_weights(shape, jax.random.key(recipe.seed))
+    print(f"{sum(weight.size for weight in weights.values())} parameters")
+    for number, whole in enumerate(recipe.rounds):
+        weights = practise(recipe, number, part_of(whole, options.part), shape, weights, tokenizer)
     write(out, shape, weights, tokenizer)
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     print(f"wrote {out}, model.safetensors sha256 {digest}")
@@ -97,14 +107,28 @@ def refuse_held_back(conversations: Iterable[Conversation]) -> None:
             assert normalize(ask) not in held_back, f"held back, yet in the corpus: {ask}"
 
 
-def train(recipe: Recipe, shape: Shape, encoded: list[Encoded]) -> Weights:
-    """The weights after all steps; prints how it goes."""
-    weights = initial_weights(shape, jax.random.key(recipe.seed))
-    size = sum(weight.size for weight in weights.values())
-    print(f"{size} parameters, {len(encoded)} conversations")
+def part_of(whole: Round, part: float) -> Round:
+    return replace(
+        whole,
+        conversations=max(500, round(whole.conversations * part)),
+        steps=max(1, round(whole.steps * part)),
+    )
+
+
+def practise(
+    recipe: Recipe,
+    number: int,
+    this: Round,
+    shape: Shape,
+    weights: Weights,
+    tokenizer: Tokenizer,
+) -> Weights:
+    """`weights` after one round, which has a corpus of its own; prints how it goes."""
+    made = list(corpus(recipe.seed + number, this.conversations, this.blurred))
+    refuse_held_back(made)
     optimizer = Optimizer()
     moments = optimizer.start(weights)
-    batches = _batches(recipe, encoded, random.Random(recipe.seed))
+    batches = _batches(recipe, encode(tokenizer, made), random.Random(recipe.seed + number))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def improve(
@@ -119,16 +143,16 @@ def train(recipe: Recipe, shape: Shape, encoded: list[Encoded]) -> Weights:
         return weights, moments, value
 
     began, recent = time.monotonic(), []
-    for step in range(recipe.steps):
+    for step in range(this.steps):
         batch = next(batches)
         rows = (jnp.asarray(batch.ids), jnp.asarray(batch.segments), jnp.asarray(batch.learn))
-        rate = jnp.float32(_rate(recipe, step))
+        rate = jnp.float32(_rate(recipe, this, step))
         weights, moments, value = improve(weights, moments, rows, rate, jnp.float32(step))
         recent.append(value)
-        if (step + 1) % 100 == 0 or step + 1 == recipe.steps:
+        if (step + 1) % 100 == 0 or step + 1 == this.steps:
             mean = sum(float(each) for each in recent) / len(recent)
             seconds = time.monotonic() - began
-            print(f"step {step + 1}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
+            print(f"round {number}, step {step + 1}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
             recent = []
     return weights
 
@@ -159,12 +183,12 @@ def write(folder: Path, shape: Shape, weights: Weights, tokenizer: Tokenizer) ->
     _replace(folder / "model.safetensors", save(arrays, {"format": "pt"}))
 
 
-def _rate(recipe: Recipe, step: int) -> float:
+def _rate(recipe: Recipe, this: Round, step: int) -> float:
     """Linear up over the warmup, then half a cosine down to nothing."""
     if step < recipe.warmup:
-        return recipe.rate * (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return this.rate * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, this.steps - recipe.warmup)
+    return this.rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _batches(recipe: Recipe, encoded: list[Encoded], rng: random.Random) -> Iterator[Batch]:

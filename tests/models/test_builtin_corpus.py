@@ -7,7 +7,7 @@ import pytest
 
 from models.builtin.corpus import Conversation, corpus
 from models.builtin.corpus_play import COUNT_LIMIT, SUM_LIMIT, adding, counting
-from models.builtin.grammar import disguise, expand, normalize
+from models.builtin.grammar import blur, disguise, expand, normalize
 from models.builtin.score import HELD_BACK, questions
 
 
@@ -20,6 +20,19 @@ def test_the_corpus_depends_on_the_seed_and_on_nothing_else() -> None:
     assert list(corpus(7, 200)) == list(corpus(7, 200))
     assert list(corpus(7, 200)) != list(corpus(8, 200))
     assert list(corpus(7, 300))[:200] == list(corpus(7, 200))
+
+
+def test_blurring_changes_questions_about_facts_and_no_answer() -> None:
+    said = [turn for made in corpus(3, 400, 1.0) for turn in made.turns]
+    plain = {answer for made in corpus(3, 8000) for _, answer in made.turns}
+    assert sum(answer in plain for _, answer in said) > 0.7 * len(said)
+    rng = random.Random(0)
+    question = "which endpoint lists the models that I may ask for?"
+    blurred = [blur(question, rng, 1.0) for _ in range(200)]
+    assert blur(question, rng, 0.0) == question
+    assert len(set(blurred)) > 150
+    kept = [len(set(one.split()) & set(question.split())) for one in blurred]
+    assert 6 < sum(kept) / len(kept) < 9
 
 
 def test_a_corpus_holds_what_it_promises(conversations: list[Conversation]) -> None:
