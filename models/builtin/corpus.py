@@ -14,6 +14,7 @@ from models.builtin import corpus_api, corpus_client, corpus_declined, corpus_se
 from models.builtin.corpus_facts import ABOUT, HOW, PHRASES, ROUTE, Fact
 from models.builtin.corpus_play import Turn, adding, counting, meeting, repeating
 from models.builtin.corpus_stories import story, storytelling
+from models.builtin.corpus_wider import WIDER
 from models.builtin.grammar import blur, capitalize, disguise, expand, reword
 
 FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
@@ -60,7 +61,8 @@ class Conversation:
 
 def corpus(seed: int, count: int, blurred: float = 0.0) -> Iterator[Conversation]:
     """`count` conversations, the same ones for the same seed. blurred: share of the questions that
-    are blurred, of those whose words need not be taken literally."""
+    are blurred, of those whose words need not be taken literally; with any, facts are asked for in
+    wider words too."""
     rng = random.Random(seed)
     return islice(iter(lambda: conversation(rng, blurred), None), count)
 
@@ -89,15 +91,15 @@ def practise(rng: random.Random, blurred: float = 0.0) -> list[Turn]:
         return [repeating(rng)]
     if ability == "meet":
         return meeting(rng)
-    ask, answer = _turn(ability, rng)
+    ask, answer = _turn(ability, rng, FACTS + 2 * WIDER if blurred else FACTS)
     ask = reword(ask, rng)
     return [(blur(ask, rng, blurred) if ability in _BLURRED else ask, answer)]
 
 
-def _turn(ability: str, rng: random.Random) -> Turn:
+def _turn(ability: str, rng: random.Random, facts: tuple[Fact, ...]) -> Turn:
     match ability:
         case "fact":
-            return _fact(rng, FACTS)
+            return _fact(rng, facts)
         case "talk":
             return _fact(rng, corpus_talk.TALK)
         case "joke":

@@ -67,7 +67,7 @@ class Recipe:
     warmup: int = 50
     rounds: tuple[Round, ...] = (
         Round(conversations=160_000, blurred=0.0, steps=5200, rate=4e-3),
-        Round(conversations=60_000, blurred=0.6, steps=1000, rate=2e-3),
+        Round(conversations=60_000, blurred=0.5, steps=700, rate=2e-3),
     )
 
 
