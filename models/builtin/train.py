@@ -56,7 +56,7 @@ class Round:
 class Recipe:
     """for_tokenizer: how many conversations the tokenizer sees. batch: tokens per step. short,
     long: the two lengths of row that conversations are packed into, in tokens. rounds: the first
-    teaches the answers, the second to find them behind other words."""
+    teaches the answers, the others to find them behind other words."""
 
     seed: int = 0
     for_tokenizer: int = 20_000
@@ -68,6 +68,7 @@ class Recipe:
     rounds: tuple[Round, ...] = (
         Round(conversations=160_000, blurred=0.0, steps=5200, rate=4e-3),
         Round(conversations=60_000, blurred=0.5, steps=700, rate=2e-3),
+        Round(conversations=40_000, blurred=0.5, steps=420, rate=1.5e-3),
     )
 
 
