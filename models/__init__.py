@@ -19,7 +19,9 @@ from models.quant import quantization, quantize
 ALIASES: Mapping[str, str] = {}
 
 # files of this folder that are not architectures
-_SHARED = frozenset({"base", "kv", "rope", "quant", "builtin"})
+_SHARED = frozenset(
+    {"attention", "base", "batch", "builtin", "kv", "quant", "recurrent", "rope", "window"}
+)
 
 _NAMED = 5
 

@@ -1,4 +1,4 @@
-"""The contract between an architecture and everybody else, and the attention they share.
+"""The contract between an architecture and everybody else.
 
 Knows: what a model is (ids and layer caches in, hidden states out, logits on demand). Must not
 know: which architectures there are, where weights come from, who calls.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import mlx.core as mx
 
-from models.kv import LayerCache, Mask
+from models.kv import LayerCache
 
 
 class ModelError(ValueError):
@@ -43,8 +43,12 @@ class Config:
 class Model(Protocol):
     """What `models.build` returns. Implementations are mlx.nn.Module."""
 
-    def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
-        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied."""
+    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
+        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied.
+
+        kv: what `make_kv` made, for one sequence; or, for one new token of each of B sequences,
+        what `LayerCache.together` made of theirs. The layers cannot tell the difference.
+        """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -60,13 +64,7 @@ class Model(Protocol):
         """Checkpoint names -> our names; drops tensors that are known to be redundant."""
         ...
 
-
-def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: Mask
-) -> mx.array:
-    """softmax(scale * Q K^T + mask) V.
-
-    queries [B, Hq, L, D], keys and values [B, Hkv, S, D], Hq a multiple of Hkv -> [B, Hq, L, D].
-    "causal" aligns the last query with the last key.
-    """
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
+        """Forget positions [start, end) of one sequence; those behind move up, keys re-rotated.
+        False, and nothing has changed, where a layer cannot."""
+        ...

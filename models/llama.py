@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import base
-from models.kv import AttentionCache, KVCache, LayerCache, Mask
+from models.kv import AttentionCache, KVCache, LayerCache
 from models.rope import make_rope, rope_settings
 
 
@@ -56,11 +56,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * size, bias=bias)
         self.o_proj = nn.Linear(self.heads * size, config.hidden_size, bias=bias)
         theta, scaling = rope_settings(config)
-        self._rope = make_rope(
+        self.rope = make_rope(
             dims=size, theta=theta, max_positions=config.max_position_embeddings, scaling=scaling
         )
 
-    def __call__(self, x: mx.array, mask: Mask, kv: AttentionCache) -> mx.array:
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         batch, length, _ = x.shape
         queries, keys, values = (
             projected.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
@@ -70,9 +70,8 @@ class Attention(nn.Module):
                 (self.v_proj(x), self.kv_heads),
             )
         )
-        queries, keys = self._rope(queries, kv.offset), self._rope(keys, kv.offset)
-        keys, values = kv.update(keys, values)
-        out = base.attention(queries, keys, values, scale=self.scale, mask=mask)
+        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        out = kv.attend(queries, keys, values, scale=self.scale)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
@@ -96,8 +95,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, mask: Mask, kv: AttentionCache) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), mask, kv)
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), kv)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -110,9 +109,8 @@ class Trunk(nn.Module):
 
     def __call__(self, tokens: mx.array, kv: Sequence[AttentionCache]) -> mx.array:
         x = self.embed_tokens(tokens)
-        mask = kv[0].mask(tokens.shape[1])
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x = layer(x, mask, layer_kv)
+            x = layer(x, layer_kv)
         return self.norm(x)
 
 
@@ -126,7 +124,7 @@ class Model(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
+    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
         return self.model(tokens, cast(Sequence[AttentionCache], kv))
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -136,6 +134,11 @@ class Model(nn.Module):
 
     def make_kv(self) -> list[LayerCache]:
         return [KVCache() for _ in self.model.layers]
+
+    def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
+        for block, layer in zip(self.model.layers, kv, strict=True):
+            cast(KVCache, layer).remove(start, end, block.self_attn.rope.turn)
+        return True
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Old checkpoints store the rotation's frequencies, tied ones sometimes the head."""

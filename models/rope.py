@@ -31,11 +31,21 @@ class Rope:
     periods: mx.array
     magnitude: float = 1.0
 
-    def __call__(self, x: mx.array, offset: int) -> mx.array:
-        """x [B, H, L, D], whose first position is `offset` -> the same, rotated."""
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        """x [B, H, L, D], whose first position is `offset` (or [B], one each) -> the same,
+        rotated."""
         if self.magnitude != 1.0:
             head, tail = x[..., : self.dims], x[..., self.dims :]
             x = mx.concatenate([head * self.magnitude, tail], axis=-1)
+        return self._rotate(x, offset)
+
+    def turn(self, x: mx.array, by: int) -> mx.array:
+        """x [B, H, L, D], rotated already -> as if each had stood `by` positions further on."""
+        # every position alone, as the first of a sequence that begins at `by`
+        each = x.reshape(-1, 1, 1, x.shape[-1])
+        return self._rotate(each, by).reshape(x.shape)
+
+    def _rotate(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return mx.fast.rope(
             x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self.periods
         )

@@ -1,5 +1,6 @@
 """Layer caches: attention over them equals attention over the whole history, whatever happened."""
 
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -8,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.base import attention
-from models.kv import STEP, KVCache, RecurrentCache, RotatingKVCache
+from models.attention import attention
+from models.kv import STEP, KVCache
+from models.recurrent import RecurrentCache
+from models.rope import make_rope
+from models.window import RotatingKVCache
 from tests.models import reference
 
 HEADS, DIM = 2, 4
@@ -158,3 +162,100 @@ def test_a_recurrent_cache_moves_forward_only_and_copies_by_sharing() -> None:
     assert twin[1] is None
     assert cache.nbytes == 12
     assert not cache.can_trim(1)
+
+
+# Pieces, rooms, shifts: what prefix caches ask of a divisible cache
+
+
+def cache_of(length: int, seed: int = 0) -> tuple[KVCache, mx.array, mx.array]:
+    keys, values = (
+        mx.random.normal((1, HEADS, length, DIM), key=mx.random.key(s)) for s in (seed, seed + 1)
+    )
+    cache = KVCache()
+    if length:
+        cache.update(keys, values)
+    return cache, keys, values
+
+
+def content(cache: KVCache) -> tuple[mx.array, mx.array]:
+    """Its keys and values, seen through a cache that gets one more position."""
+    twin, zero = cache.copy(), mx.zeros((1, HEADS, 1, DIM))
+    keys, values = twin.update(zero, zero)
+    return keys[..., : cache.offset, :], values[..., : cache.offset, :]
+
+
+@given(length=st.integers(1, 300), cuts=st.lists(st.integers(0, 300), max_size=3))
+def test_pieces_put_together_are_the_whole(length: int, cuts: list[int]) -> None:
+    cache, keys, values = cache_of(length)
+    edges = [0, *sorted(min(cut, length) for cut in cuts), length]
+    rebuilt = KVCache()
+    for start, end in itertools.pairwise(edges):
+        piece = cache.piece(start, end)
+        assert piece.offset == end - start
+        rebuilt.append(piece, 0, end - start)
+    got_keys, got_values = content(rebuilt)
+    assert mx.array_equal(got_keys, keys)
+    assert mx.array_equal(got_values, values)
+
+
+def test_a_range_can_be_appended_from_the_middle_of_another() -> None:
+    source, keys, _ = cache_of(20)
+    cache, own, _ = cache_of(3, seed=5)
+    cache.append(source, 4, 9)
+    assert mx.array_equal(content(cache)[0], mx.concatenate([own, keys[..., 4:9, :]], axis=2))
+    source.update(mx.ones((1, HEADS, 1, DIM)), mx.ones((1, HEADS, 1, DIM)))
+    assert cache.offset == 8
+
+
+def test_a_piece_does_not_follow_its_source_and_holds_no_more_than_it_is() -> None:
+    cache, keys, _ = cache_of(300)
+    piece = cache.piece(10, 20)
+    cache.trim(290)
+    cache.update(mx.ones((1, HEADS, 5, DIM)), mx.ones((1, HEADS, 5, DIM)))
+    assert mx.array_equal(content(piece)[0], keys[..., 10:20, :])
+    assert piece.nbytes == 2 * 10 * HEADS * DIM * 4
+
+
+def test_a_reserved_room_is_taken_once_and_is_what_was_foretold() -> None:
+    probe, _, _ = cache_of(1)
+    cache = KVCache()
+    cache.reserve(1000)
+    assert cache.nbytes == 0
+    one = mx.zeros((1, HEADS, 1, DIM))
+    cache.update(one, one)
+    assert cache.nbytes == probe.nbytes_at(1000, 8)
+    room = cache.nbytes
+    for _ in range(999):
+        cache.update(one, one)
+    assert cache.nbytes == room
+
+
+@pytest.mark.parametrize("window", [4, 300])
+def test_a_window_never_holds_more_than_was_foretold(window: int) -> None:
+    probe, chunk = RotatingKVCache(window), 16
+    one = mx.zeros((1, HEADS, 1, DIM))
+    probe.update(one, one)
+    cache = RotatingKVCache(window)
+    for length in [16, 16, 1, 16, 1, 1] * 10:
+        several = mx.zeros((1, HEADS, length, DIM))
+        cache.update(several, several)
+        assert cache.nbytes <= probe.nbytes_at(cache.offset, chunk)
+
+
+@given(length=st.integers(1, 40), start=st.integers(0, 40), count=st.integers(0, 40))
+def test_removed_positions_are_gone_and_later_keys_turned(
+    length: int, start: int, count: int
+) -> None:
+    """The keys behind the gap are as if they had been rotated for where they now stand."""
+    rope = make_rope(dims=DIM, theta=100.0, max_positions=64)
+    start = min(start, length)
+    end = min(start + count, length)
+    raw = mx.random.normal((1, HEADS, length, DIM), key=mx.random.key(3))
+    cache = KVCache()
+    cache.update(rope(raw, 0), raw)
+    cache.remove(start, end, rope.turn)
+    left = mx.concatenate([raw[..., :start, :], raw[..., end:, :]], axis=2)
+    assert cache.offset == left.shape[2]
+    keys, values = content(cache)
+    np.testing.assert_allclose(np.array(keys), np.array(rope(left, 0)), atol=1e-5)
+    assert mx.array_equal(values, left)

@@ -1,0 +1,70 @@
+"""The cache of a layer that sums up its past.
+
+Knows: tensors. Must not know: tokens, requests, policies. The contract is models/kv.py's.
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import mlx.core as mx
+
+from models.batch import RecurrentRows
+
+
+class RecurrentCache:
+    """States that sum up the whole past (convolution tails, delta-rule matrices), by slot.
+
+    They cannot be cut back, only copied before they move on. Accumulating states belong in
+    float32, whatever the activations are.
+    """
+
+    divisible = False
+
+    def __init__(self, slots: int) -> None:
+        self.offset = 0
+        self._slots: list[mx.array | None] = [None] * slots
+
+    def __getitem__(self, slot: int) -> mx.array | None:
+        return self._slots[slot]
+
+    def __setitem__(self, slot: int, value: mx.array) -> None:
+        self._slots[slot] = value
+
+    def advance(self, length: int) -> None:
+        """The slots now stand for `length` more positions."""
+        self.offset += length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state())
+
+    def can_trim(self, count: int) -> bool:
+        return count == 0
+
+    def trim(self, count: int) -> None:
+        assert self.can_trim(count)
+
+    def reserve(self, length: int) -> None:
+        """A state does not grow."""
+
+    def nbytes_at(self, length: int, chunk: int) -> int:
+        return self.nbytes
+
+    def piece(self, start: int, end: int) -> NoReturn:
+        raise AssertionError("a recurrent state is a whole")
+
+    def append(self, other: "RecurrentCache", start: int, end: int) -> NoReturn:
+        raise AssertionError("a recurrent state is a whole")
+
+    def together(self, rows: Sequence["RecurrentCache"], offsets: mx.array) -> RecurrentRows:
+        return RecurrentRows(rows, offsets)
+
+    def copy(self) -> "RecurrentCache":
+        twin = RecurrentCache(len(self._slots))
+        twin.offset = self.offset
+        # states are replaced, never written into: sharing them is a copy
+        twin._slots = list(self._slots)
+        return twin
+
+    def state(self) -> list[mx.array]:
+        return [array for array in self._slots if array is not None]
