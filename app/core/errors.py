@@ -17,6 +17,7 @@ class Kind(StrEnum):
     MEDIA_TYPE = "unsupported_media_type"
     TOO_LARGE = "request_too_large"
     LOADING = "model_loading"
+    BUSY = "server_busy"
     ENGINE = "engine_error"
     MODEL_FILES = "bad_model_files"
 
@@ -26,13 +27,21 @@ class AppError(Exception):
 
     message: says what is wrong and what to do. param: the request field, dotted
     (`messages.0.role`). code: a stable word for programs, where `kind` is not precise enough.
+    retry_after: seconds after which trying again makes sense, where it does.
     """
 
     def __init__(
-        self, kind: Kind, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after = retry_after

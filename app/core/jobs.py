@@ -11,7 +11,7 @@ allowed is. So: every `Token` is text, and nothing else is.
 from dataclasses import dataclass
 from typing import Literal
 
-from app.core.requests import Sampling
+from app.core.requests import JsonSchema, Sampling
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -20,7 +20,9 @@ EndReason = Literal["stop", "length", "cancelled", "error"]
 class Job:
     """One sequence to generate. ids: the prompt, at least one. max_tokens: at least one, and
     prompt plus max_tokens never exceeds the context. stop_ids: end-of-sequence ids.
-    top_logprobs: None for no logprobs."""
+    top_logprobs: None for no logprobs. reuse: whether the prefix cache may serve the prompt. keep:
+    ids at the beginning that a context shift never discards. grammar: what the sampled ids must
+    spell; a sequence that can only end ends there, with "stop"."""
 
     id: str
     ids: tuple[int, ...]
@@ -28,15 +30,35 @@ class Job:
     max_tokens: int
     stop_ids: frozenset[int]
     top_logprobs: int | None = None
+    reuse: bool = True
+    keep: int = 0
+    grammar: JsonSchema | None = None
+
+
+# nothing cached begins like it · other ids follow · the ids match, but a layer has no state to go
+# back to · the request wanted no reuse
+MissReason = Literal["empty", "diverged", "no_state", "unwanted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """Why the prefix cache did not serve more. at: the first position that was not served. had: a
+    few of the ids that are cached there, if other ones are."""
+
+    at: int
+    reason: MissReason
+    had: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The job left the queue; `cached` prompt tokens need no evaluation. at: monotonic ns."""
+    """The job left the queue; `cached` prompt tokens need no evaluation. at: monotonic ns.
+    miss: None when everything was cached that can be."""
 
     job: str
     cached: int
     at: int
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +96,38 @@ Update = Started | Prefilled | Token | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where the engine's memory is, in bytes. budget: what the engine may use in all. weights: the
+    model. kv: layer caches of running sequences, the room they will grow into included. prefix:
+    cached prefixes that nobody runs on. working: kept free for what a step needs while it runs.
+
+    0 <= free = budget - weights - kv - prefix - working.
+    """
+
+    budget: int = 0
+    weights: int = 0
+    kv: int = 0
+    prefix: int = 0
+    working: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.budget - self.weights - self.kv - self.prefix - self.working
+
+
+# upper bounds of the prefix lengths that hits are counted by; the last class has none
+HIT_BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters since the engine started, and gauges of now. memory: bytes held by the allocator,
     its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt token that
-    was ever started on; the first is work skipped, the second work done."""
+    was ever started on; the first is work skipped, the second work done (again, for a sequence that
+    was preempted). generated_tokens: reported ones. hits: lookups by cached length, one count for
+    each of HIT_BOUNDS and one beyond. misses: lookups by the reason why they did not get more.
+    evictions: cached prefixes given up for room. preemptions: sequences that had to begin again
+    for room. failures: jobs that ended in an error of the engine."""
 
     memory: int = 0
     running: int = 0
@@ -85,7 +135,27 @@ class EngineStats:
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
-    prefix_bytes: int = 0
+    ledger: Ledger = Ledger()
+    hits: tuple[int, ...] = (0,) * (len(HIT_BOUNDS) + 1)
+    misses: tuple[tuple[MissReason, int], ...] = ()
+    evictions: int = 0
+    preemptions: int = 0
+    failures: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a loaded engine can do. parallel: sequences at once. context: positions that one
+    sequence may have, by the model and by memory. kv_budget: bytes for KV caches and cached
+    prefixes. kv_bytes: what a sequence of `context` positions takes of it. limited_by_memory:
+    whether memory, not the model, sets the context."""
+
+    parallel: int
+    context: int
+    kv_budget: int
+    kv_bytes: int
+    limited_by_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,32 @@
 """The seams between rooms, as protocols. Whoever needs one gets it through its constructor."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 from app.core.events import Event
 from app.core.files import ModelFiles
-from app.core.jobs import EngineStats, Job, Update
+from app.core.jobs import Capacity, EngineStats, Job, Miss, Update
 from app.core.requests import GenerateRequest
+from app.core.shift import Shifted
 
-RunnerState = Literal["loading", "ready", "failed"]
+RunnerState = Literal["loading", "ready", "stalled", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerStatus:
     """The last thing a runner is known to have said; reading it waits for nothing.
-    progress: 0 to 100 while loading. error: one sentence when the state is "failed"."""
+    progress: 0 to 100 while loading. error: one sentence when the state is "failed" or "stalled"
+    (loaded, but the engine has not turned for too long). capacity: None until loaded. rejected:
+    jobs that were refused since the start because too many waited."""
 
     state: RunnerState
     progress: int
     stats: EngineStats
     error: str | None = None
+    capacity: Capacity | None = None
+    rejected: int = 0
 
 
 class Submission(Protocol):
@@ -43,7 +48,8 @@ class Runner(Protocol):
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
         """Leaving the context early cancels the job, within one prefill chunk or two steps.
-        Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it."""
+        Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it, AppError(BUSY)
+        when too many wait already."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -83,18 +89,48 @@ class Generate(Protocol):
 
 
 class LayerKV(Protocol):
-    """What a prefix cache knows of one layer's state: how far it got and whether it can go back.
-    The real ones are in models/kv.py."""
+    """What a prefix cache knows of one layer's state. The real ones are in models/kv.py.
+
+    Layers are of two kinds. A divisible one keeps something for each position: any range of it can
+    be taken out and appended to another. Any other one is a whole: it can be copied as it is, and
+    perhaps cut back a little.
+    """
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Positions it has seen."""
+        ...
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes held, free room included."""
+        ...
+
+    @property
+    def divisible(self) -> bool: ...
 
     def can_trim(self, count: int) -> bool: ...
 
-    def trim(self, count: int) -> None: ...
+    def trim(self, count: int) -> None:
+        """Forget the last `count` positions."""
+        ...
+
+    def copy(self) -> Self:
+        """An independent one with the same content and no free room."""
+        ...
+
+    def piece(self, start: int, end: int) -> Self:
+        """An independent one that holds positions [start, end) only, and no free room. Its own
+        offset is end - start. Only of a divisible one."""
+        ...
+
+    def append(self, other: Self, start: int, end: int) -> None:
+        """Copy positions [start, end) of `other` behind those held here. Only divisible ones."""
+        ...
+
+    def reserve(self, length: int) -> None:
+        """Make room, so that growing to `length` positions will copy nothing."""
+        ...
 
 
 Layer = TypeVar("Layer", bound=LayerKV)
@@ -114,6 +150,21 @@ class Lease(Protocol[Layer_co]):
         """How many of the prompt's first ids the caches already stand for."""
         ...
 
+    @property
+    def miss(self) -> Miss | None:
+        """Why it is not more; None when only the last id is left."""
+        ...
+
+    @property
+    def pauses(self) -> Sequence[int]:
+        """Positions of the prompt, ascending, each beyond `cached`, where prefill should stop for
+        a moment and call `reached`: the cache wants to keep the layers' state there."""
+        ...
+
+    def reached(self, ids: Sequence[int]) -> None:
+        """The caches stand for exactly these ids now. Others may copy from them."""
+        ...
+
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         """End the lease; the caches may serve others.
 
@@ -127,16 +178,55 @@ class Lease(Protocol[Layer_co]):
         ...
 
 
+class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
+    """A lease whose sequence may outgrow its context."""
+
+    def shift(
+        self,
+        ids: Sequence[int],
+        *,
+        keep: int,
+        remove: Callable[[Sequence[Layer_co], int, int], bool],
+    ) -> Shifted:
+        """Forget the older half of what follows the first `keep` ids, once the context is full.
+
+        ids: everything that was evaluated into the layers, in order. remove(kv, start, end): makes
+        the layers forget positions [start, end) and moves those behind up; False, with nothing
+        changed, where they cannot: then all that is left must be evaluated again."""
+        ...
+
+
 class PrefixCache(Protocol[Layer_co]):
     """Remembers what was evaluated, so that a prompt which begins the same way skips it."""
 
-    def begin(self, ids: Sequence[int]) -> Lease[Layer_co]:
-        """Caches for a prompt. At least one id is always left to evaluate."""
+    def begin(
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+    ) -> Lease[Layer_co]:
+        """Caches for a prompt, with room for it. At least one id is always left to evaluate.
+
+        marks: positions, ascending, where prompts often part: the ends of turns. reuse: False
+        serves nothing that is cached (and still remembers what this prompt will leave).
+        """
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether what a sequence has computed serves others while it still runs."""
         ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is remembered and not on loan."""
+        ...
+
+    @property
+    def evictions(self) -> int:
+        """How often something was given up for room."""
+        ...
+
+    def shrink(self, count: int) -> int:
+        """Give up what is least likely to be missed until at least `count` bytes are free, or
+        nothing is left that is not on loan. How many bytes it came to."""
         ...
 
     def clear(self) -> None:

@@ -76,12 +76,22 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JsonSchema:
+    """An answer must be one JSON value that satisfies this schema. text: the schema, as JSON."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One answer that a client wants.
 
     sampling: only the `Sampling` fields that the client set, by name. max_tokens: None means the
     rest of the context. top_logprobs: None for no logprobs at all, else how many alternatives
-    (0 to 20) stand beside each sampled token.
+    (0 to 20) stand beside each sampled token. reuse: whether what is cached of the prompt may serve
+    it. keep: prompt tokens at the beginning that a context shift never discards; a negative number
+    is all of them, None leaves it to the server. grammar: what the answer must follow, from its
+    first token to its last.
     """
 
     model: str
@@ -90,3 +100,6 @@ class GenerateRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    reuse: bool = True
+    keep: int | None = None
+    grammar: JsonSchema | None = None
