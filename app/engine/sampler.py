@@ -1,15 +1,19 @@
 """Logits -> the next token, one row per sequence.
 
-Knows: tensors and `Sampling`. Must not know: sequences, caches, what the tokens mean.
+Knows: tensors, `Sampling`, what a row remembers. Must not know: sequences, caches, what the tokens
+mean.
 
-The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026), one function a stage:
+The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026):
 
     logit bias → penalties → top_k → temperature → top_p → min_p → draw
+    └──────── here, row by row of [B, V] ────────┘ └── app/engine/draw.py ──┘
 
-Every array has one row per sequence and every stage works along a row, so a row cannot see its
-neighbours. All randomness of a row comes from (its seed, how many tokens it has drawn): the same
-request gives the same answer alone, in company, and whenever it is run. A stage that no row needs
-is skipped; for a row that does not need it, it is the identity.
+A grammar's mask comes between the two, so that nothing can lift what it forbids.
+
+All randomness of a row comes from (its seed, how many tokens it has drawn), and rows are computed
+together only with rows that are computed alike (`_Kind`): the same request gives the same answer
+alone, in company, and whenever it is run. No stage is run for rows that do not need it, except
+where it is the identity for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,111 +22,236 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from app.core.requests import Sampling
-
-_MASK64 = (1 << 64) - 1
-
-# below this a temperature divides logits out of float32's range; vLLM draws the line here too
-_COLDEST = 1e-5
+from app.engine.draw import Draw, Method, method_of, most
 
 
 class RowState:
-    """What sampling remembers of one sequence: its settings, its token counts, its draws.
+    """What sampling remembers of one sequence while no `Rows` has it.
 
-    history: the ids that penalties look at, prompt included. The newest id may still be lazy (the
-    loop is one step ahead of itself), which is why counts live in an array.
+    seed: taken modulo 2^64. prompt: ids that penalties look at, besides those to be sampled.
+    vocab: ids that may be sampled or biased, 0 to vocab - 1.
     """
 
     def __init__(self, sampling: Sampling, *, seed: int, prompt: Sequence[int], vocab: int) -> None:
         self.sampling = sampling
-        self.draws = 0
-        self._seed = seed
-        self._vocab = vocab
+        self.seed = seed
+        self.vocab = vocab
+        self.drawn = 0
         self.bias = _dense_bias(sampling.logit_bias, vocab) if sampling.logit_bias else None
-        self.counts = self._first_counts(prompt) if self.penalised else None
+        self.counts: mx.array | None = None  # [V] int32: how often each id is in sight
+        self.window: mx.array | None = None  # [up to repeat_last_n] ids in sight, see `_Sights`
+        self.sighted = 0  # ids that ever came in sight
+        if _penalised(sampling):
+            self._look_at(prompt)
 
-    @property
-    def greedy(self) -> bool:
-        return self.sampling.temperature < _COLDEST
-
-    @property
-    def penalised(self) -> bool:
-        s = self.sampling
-        neutral = s.repetition_penalty == 1 and not s.presence_penalty and not s.frequency_penalty
-        return not neutral and s.repeat_last_n != 0
-
-    def saw(self, token: mx.array, history: Sequence[int]) -> None:
-        """`token` ([] or [1], perhaps lazy) was sampled behind `history`, all of which is known."""
-        if self.counts is None:
-            return
-        self.counts = self.counts.at[token.reshape(1)].add(1)
+    def _look_at(self, prompt: Sequence[int]) -> None:
         last = self.sampling.repeat_last_n
-        if 0 < last <= len(history):
-            # window before: history[-last:]; the token pushes its first id out
-            self.counts = self.counts.at[mx.array([history[-last]])].add(-1)
-
-    def next_key(self) -> mx.array:
-        """The key of the next draw: splitmix64's finaliser over seed and draw number
-        (Steele, Lea, Flood 2014), as Ollama's runner does it."""
-        self.draws += 1
-        z = (self._seed + 0x9E3779B97F4A7C15 * self.draws) & _MASK64
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-        return mx.random.key(z ^ (z >> 31))
-
-    def _first_counts(self, prompt: Sequence[int]) -> mx.array:
-        last = self.sampling.repeat_last_n
-        window = prompt if last < 0 else prompt[-last:]
-        return mx.zeros((self._vocab,), mx.int32).at[mx.array(list(window))].add(1)
+        seen = list(prompt if last < 0 else prompt[-last:])
+        self.sighted = len(seen)
+        # a prompt may hold ids that cannot be sampled; they take their place in the window
+        ids = mx.array([id for id in seen if id < self.vocab], dtype=mx.int32)
+        self.counts = mx.zeros((self.vocab,), dtype=mx.int32).at[ids].add(1)
+        if last > 0:
+            self.window = mx.array(seen, dtype=mx.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """tokens: [B] ids. logprobs: [B] natural logs, and top_ids, top_logprobs: [B, k] most likely
-    first; None unless some row asked. Lazy until evaluated."""
+    """tokens: [B] ids, uint32. sound: [B] bool; False where a token means nothing, because the
+    row's logits hold NaN or +inf, or nothing finite that may be drawn. logprobs: [B] natural logs,
+    and top_ids, top_logprobs: [B, k] most likely first; None unless asked for. Lazy until
+    evaluated."""
 
     tokens: mx.array
+    sound: mx.array
     logprobs: mx.array | None = None
     top_ids: mx.array | None = None
     top_logprobs: mx.array | None = None
 
 
-def sample(
-    logits: mx.array, rows: Sequence[RowState], *, top_logprobs: int | None = None
-) -> Sampled:
-    """logits: [B, V], any float type. top_logprobs: the most that any row asked for, or None.
+class Rows:
+    """The rows that sample together, in this order, until one joins or leaves."""
 
-    Log-probabilities are of the raw logits, before any stage, in float32.
-    """
-    logits = logits.astype(mx.float32)
-    shaped = logits
-    for needed, stage in _STAGES:
-        if any(needed(row) for row in rows):
-            shaped = stage(shaped, rows)
-    tokens = _draw(shaped, rows)
-    if top_logprobs is None:
-        return Sampled(tokens=tokens)
-    return _with_logprobs(tokens, logits, top_logprobs)
+    def __init__(self, rows: Sequence[RowState]) -> None:
+        assert rows, "nobody to sample for"
+        self._vocab = rows[0].vocab
+        assert all(row.vocab == self._vocab for row in rows), "rows of two models"
+        kinds: dict[_Kind, list[int]] = {}
+        for place, row in enumerate(rows):
+            kinds.setdefault(_kind(row), []).append(place)
+        self._groups = [
+            (mx.array(places), _Group(kind, [rows[place] for place in places]))
+            for kind, places in kinds.items()
+        ]
+        grouped = [place for places in kinds.values() for place in places]
+        self._order = mx.array(sorted(range(len(rows)), key=grouped.__getitem__))
+        self._turns = 0
+
+    def sample(
+        self,
+        logits: mx.array,
+        *,
+        top_logprobs: int | None = None,
+        allowed: mx.array | None = None,
+    ) -> Sampled:
+        """Draw one token a row, and remember it for the next.
+
+        logits: [B, V or more], any float type; what is beyond V pads the output layer and is cut
+        off. top_logprobs: the most that any row asked for, or None. allowed: [B, V or more] bool,
+        the ids that a row may draw.
+
+        Log-probabilities are of the raw logits over V ids, before any stage, in float32.
+        """
+        assert self._groups, "released"
+        raw = logits[:, : self._vocab].astype(mx.float32)
+        # a maximum is NaN if anything is
+        sound = mx.isfinite(mx.max(raw, axis=-1))
+        if allowed is not None:
+            allowed = allowed[:, : self._vocab]
+            sound = sound & mx.any(allowed & (raw > -mx.inf), axis=-1)
+        tokens = self._tokens(raw, allowed)
+        self._turns += 1
+        if top_logprobs is None:
+            return Sampled(tokens=tokens, sound=sound)
+        return _with_logprobs(tokens, sound, raw, top_logprobs)
+
+    def release(self) -> None:
+        """Hand what is remembered back to the rows. This object is dead afterwards."""
+        for _, group in self._groups:
+            group.release(self._turns)
+        self._groups = []
+
+    def _tokens(self, raw: mx.array, allowed: mx.array | None) -> mx.array:
+        if len(self._groups) == 1:
+            return self._groups[0][1].draw(raw, allowed, self._turns)
+        drawn = [
+            group.draw(raw[places], None if allowed is None else allowed[places], self._turns)
+            for places, group in self._groups
+        ]
+        return mx.concatenate(drawn)[self._order]
 
 
-def _with_logprobs(tokens: mx.array, logits: mx.array, count: int) -> Sampled:
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    if count == 0:
-        return Sampled(tokens=tokens, logprobs=chosen)
-    count = min(count, logits.shape[-1])
-    top = mx.argpartition(-logprobs, count - 1, axis=-1)[:, :count]
-    values = mx.take_along_axis(logprobs, top, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    return Sampled(
-        tokens=tokens,
-        logprobs=chosen,
-        top_ids=mx.take_along_axis(top, order, axis=-1),
-        top_logprobs=mx.take_along_axis(values, order, axis=-1),
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What makes rows computed alike. All of it is a row's own affair."""
+
+    method: Method
+    biased: bool
+    penalised: bool
+    windowed: bool
+
+
+def _kind(row: RowState) -> _Kind:
+    return _Kind(
+        method=method_of(row.sampling, row.vocab),
+        biased=row.bias is not None,
+        penalised=row.counts is not None,
+        windowed=row.window is not None,
     )
 
 
-def _column(rows: Sequence[RowState], field: Callable[[RowState], float]) -> mx.array:
-    return mx.array([field(row) for row in rows], dtype=mx.float32)[:, None]
+class _Group:
+    """Rows of one kind."""
+
+    def __init__(self, kind: _Kind, rows: Sequence[RowState]) -> None:
+        self._rows = rows
+        samplings = [row.sampling for row in rows]
+        biases = [row.bias for row in rows if row.bias is not None]
+        self._bias = mx.stack(biases) if biases else None
+        self._sights = _Sights(rows) if kind.penalised else None
+        self._draw = Draw(
+            kind.method,
+            samplings,
+            seeds=[row.seed for row in rows],
+            drawn=[row.drawn for row in rows],
+        )
+
+    def draw(self, logits: mx.array, allowed: mx.array | None, turn: int) -> mx.array:
+        """[b, V] float32 -> [b] uint32. turn: draws before this one."""
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._sights is not None:
+            logits = self._sights.penalise(logits)
+        if allowed is not None:
+            logits = mx.where(allowed, logits, -mx.inf)
+        tokens = self._draw(logits, turn)
+        if self._sights is not None:
+            self._sights.add(tokens, turn)
+        return tokens
+
+    def release(self, turns: int) -> None:
+        for row in self._rows:
+            row.drawn += turns
+        if self._sights is not None:
+            self._sights.release(turns)
+
+
+class _Sights:
+    """The ids that penalties see, counted; of rows that all have a window, or all have none.
+
+    Tokens may still be lazy when they are added (the loop is one step ahead of itself), which is
+    why counts and windows are arrays. A window of n is a ring: the i-th id that came in sight is at
+    i mod n, and pushes out what is there from n on. It is only as long as it has been filled, for n
+    may be larger than any context.
+    """
+
+    def __init__(self, rows: Sequence[RowState]) -> None:
+        self._rows = rows
+        self._counts = mx.stack([row.counts for row in rows if row.counts is not None])
+        self._repetition = _column(rows, lambda s: s.repetition_penalty)
+        self._presence = _column(rows, lambda s: s.presence_penalty)
+        self._frequency = _column(rows, lambda s: s.frequency_penalty)
+        self._numbers = mx.arange(len(rows))
+        windows = [row.window for row in rows if row.window is not None]
+        self._windows = _side_by_side(windows) if windows else None
+        self._lengths = mx.array([row.sampling.repeat_last_n for row in rows])
+        self._sighted = mx.array([row.sighted for row in rows])
+        self._most_sighted = max(row.sighted for row in rows)
+        self._longest = max(row.sampling.repeat_last_n for row in rows)
+
+    def penalise(self, logits: mx.array) -> mx.array:
+        """Repetition (Keskar et al. 2019) divides a positive logit and multiplies a negative one;
+        presence is subtracted once per seen id, frequency once per sight (OpenAI)."""
+        repeated = mx.maximum(logits, 0) / self._repetition
+        repeated = repeated + mx.minimum(logits, 0) * self._repetition
+        penalised = repeated - self._presence - self._frequency * self._counts
+        return mx.where(self._counts > 0, penalised, logits)
+
+    def add(self, tokens: mx.array, turn: int) -> None:
+        """tokens: [b], drawn in this turn, perhaps lazy."""
+        self._counts = self._counts.at[self._numbers, tokens].add(1)
+        if self._windows is None:
+            return
+        self._windows = self._with_room(self._windows, turn)
+        sighted = self._sighted + turn
+        places = sighted % self._lengths
+        pushed = self._windows[self._numbers, places]
+        vocab = self._counts.shape[-1]
+        leaves = (sighted >= self._lengths) & (pushed < vocab)
+        pushed = mx.minimum(pushed, vocab - 1)
+        self._counts = self._counts.at[self._numbers, pushed].add(-leaves.astype(mx.int32))
+        self._windows[self._numbers, places] = tokens.astype(mx.int32)
+
+    def release(self, turns: int) -> None:
+        for number, row in enumerate(self._rows):
+            row.sighted += turns
+            row.counts = self._counts[number]
+            if self._windows is not None:
+                filled = min(row.sighted, row.sampling.repeat_last_n)
+                row.window = self._windows[number, :filled]
+
+    def _with_room(self, windows: mx.array, turn: int) -> mx.array:
+        filled = windows.shape[-1]
+        needed = min(self._most_sighted + turn + 1, self._longest)
+        if needed <= filled:
+            return windows
+        return mx.pad(windows, [(0, 0), (0, min(2 * needed, self._longest) - filled)])
+
+
+def _penalised(sampling: Sampling) -> bool:
+    s = sampling
+    neutral = s.repetition_penalty == 1 and not s.presence_penalty and not s.frequency_penalty
+    return not neutral and s.repeat_last_n != 0
 
 
 def _dense_bias(pairs: Sequence[tuple[int, float]], vocab: int) -> mx.array:
@@ -130,85 +259,25 @@ def _dense_bias(pairs: Sequence[tuple[int, float]], vocab: int) -> mx.array:
     return mx.zeros((vocab,)).at[mx.array(list(ids))].add(mx.array(list(values)))
 
 
-def _bias(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    none = mx.zeros((logits.shape[-1],))
-    return logits + mx.stack([none if row.bias is None else row.bias for row in rows])
+def _side_by_side(windows: Sequence[mx.array]) -> mx.array:
+    longest = max(map(len, windows))
+    return mx.stack([mx.pad(window, (0, longest - len(window))) for window in windows])
 
 
-def _penalties(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Repetition (Keskar et al. 2019) divides a positive logit and multiplies a negative one;
-    presence is subtracted once per seen token, frequency once per sight (OpenAI)."""
-    none = mx.zeros((logits.shape[-1],), mx.int32)
-    counts = mx.stack([none if row.counts is None else row.counts for row in rows])
-    seen = counts > 0
-    repetition = _column(rows, lambda row: row.sampling.repetition_penalty)
-    presence = _column(rows, lambda row: row.sampling.presence_penalty)
-    frequency = _column(rows, lambda row: row.sampling.frequency_penalty)
-    repeated = mx.where(logits < 0, logits * repetition, logits / repetition)
-    return mx.where(seen, repeated - presence - frequency * counts, logits)
+def _column(rows: Sequence[RowState], field: Callable[[Sampling], float]) -> mx.array:
+    return mx.array([[field(row.sampling)] for row in rows], dtype=mx.float32)
 
 
-def _top_k(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Keep the k most likely tokens, and those that tie with the last of them."""
-    vocab = logits.shape[-1]
-    wanted = [min(row.sampling.top_k, vocab) for row in rows]
-    best = -mx.sort(-mx.topk(logits, max(wanted), axis=-1), axis=-1)
-    last = mx.take_along_axis(best, mx.array([[max(k, 1) - 1] for k in wanted]), axis=-1)
-    off = mx.array([[k == 0] for k in wanted])
-    return mx.where((logits >= last) | off, logits, -mx.inf)
-
-
-def _temperature(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Greedy rows pass unchanged."""
-    return logits / _column(rows, lambda row: 1.0 if row.greedy else row.sampling.temperature)
-
-
-def _top_p(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Nucleus (Holtzman et al. 2020): the most likely tokens whose predecessors sum to less than
-    p, so the one that crosses p stays, and at least one does."""
-    p = _column(rows, lambda row: row.sampling.top_p)
-    order = mx.argsort(-logits, axis=-1)
-    ranked = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1)
-    before = mx.cumsum(ranked, axis=-1) - ranked
-    first = mx.arange(logits.shape[-1])[None] == 0
-    kept = (before < p) | first | (p >= 1)
-    mask = mx.put_along_axis(mx.zeros_like(kept), order, kept, axis=-1)
-    return mx.where(mask, logits, -mx.inf)
-
-
-def _min_p(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Drop what is less likely than min_p times the most likely (Nguyen et al. 2024)."""
-    least = mx.log(_column(rows, lambda row: row.sampling.min_p))  # log 0 = -inf drops nothing
-    return mx.where(logits - mx.max(logits, axis=-1, keepdims=True) >= least, logits, -mx.inf)
-
-
-def _draw(logits: mx.array, rows: Sequence[RowState]) -> mx.array:
-    """Gumbel-max with one key a row; greedy rows take the maximum itself. [B, V] -> [B]."""
-    if all(row.greedy for row in rows):
-        return mx.argmax(logits, axis=-1)
-    silent = mx.zeros((logits.shape[-1],))
-    noise = mx.stack(
-        [
-            silent if row.greedy else mx.random.gumbel((logits.shape[-1],), key=row.next_key())
-            for row in rows
-        ]
+def _with_logprobs(tokens: mx.array, sound: mx.array, logits: mx.array, count: int) -> Sampled:
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
+    if count == 0:
+        return Sampled(tokens=tokens, sound=sound, logprobs=chosen[:, 0])
+    ids, largest = most(logits, min(count, logits.shape[-1]))
+    return Sampled(
+        tokens=tokens,
+        sound=sound,
+        logprobs=chosen[:, 0],
+        top_ids=ids,
+        top_logprobs=largest - total,
     )
-    return mx.argmax(logits + noise, axis=-1)
-
-
-def _drawn_by(row: RowState, active: bool) -> bool:
-    """Filters that keep the most likely token cannot change a greedy row."""
-    return active and not row.greedy
-
-
-_Needed = Callable[[RowState], bool]
-_Stage = Callable[[mx.array, Sequence[RowState]], mx.array]
-
-_STAGES: tuple[tuple[_Needed, _Stage], ...] = (
-    (lambda row: row.bias is not None, _bias),
-    (lambda row: row.counts is not None, _penalties),
-    (lambda row: _drawn_by(row, row.sampling.top_k > 0), _top_k),
-    (lambda row: _drawn_by(row, row.sampling.temperature != 1), _temperature),
-    (lambda row: _drawn_by(row, row.sampling.top_p < 1), _top_p),
-    (lambda row: _drawn_by(row, row.sampling.min_p > 0), _min_p),
-)

@@ -1,41 +1,32 @@
-"""Each sampling stage against its definition, and the draw against its distribution."""
+"""Each sampling stage against its definition, and the draws against their distribution."""
 
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.requests import Sampling
-from app.engine.sampler import RowState, sample
+from app.engine.sampler import Rows
+from tests.engine.sampling import LOGITS, VOCAB, P, once, row, softmax
 
-VOCAB = 12
-DRAWS = 4000
+STREAMS, TURNS = 400, 10
+DRAWS = STREAMS * TURNS
 
 Logits = st.lists(st.integers(-60, 60).map(lambda n: n / 10), min_size=VOCAB, max_size=VOCAB)
 
 
-def row(prompt: Any = (0,), seed: int = 0, **knobs: Any) -> RowState:
-    return RowState(Sampling(**knobs), seed=seed, prompt=prompt, vocab=VOCAB)
-
-
-def softmax(logits: Any) -> Any:
-    exp = np.exp(np.array(logits, dtype=np.float64) - np.max(logits))
-    return exp / exp.sum()
-
-
 def drawn(logits: Any, **knobs: Any) -> Any:
-    """Frequencies of many draws of one row."""
-    state, table = row(**knobs), mx.array([logits])
-    tokens = [sample(table, [state]).tokens for _ in range(DRAWS)]
+    """Frequencies of the draws of many seeds."""
+    rows = Rows([row(seed=seed, **knobs) for seed in range(STREAMS)])
+    table = mx.array([logits] * STREAMS)
+    tokens = [rows.sample(table).tokens for _ in range(TURNS)]
     return np.bincount(np.array(mx.concatenate(tokens)), minlength=VOCAB) / DRAWS
 
 
 def greedy(logits: Any, **knobs: Any) -> int:
-    token = sample(mx.array([logits]), [row(temperature=0.0, **knobs)]).tokens
-    return cast(int, token[0].item())
+    return cast(int, once(logits, row(temperature=0.0, **knobs)).tokens[0].item())
 
 
 def nucleus(p: Any, top_p: float) -> Any:
@@ -45,9 +36,6 @@ def nucleus(p: Any, top_p: float) -> Any:
     kept[order[(before < top_p) | (np.arange(len(p)) == 0)]] = True
     return kept
 
-
-LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -9.0]
-P = softmax(LOGITS)
 
 DISTRIBUTIONS: list[tuple[dict[str, Any], Any]] = [
     ({}, P),
@@ -64,7 +52,9 @@ DISTRIBUTIONS: list[tuple[dict[str, Any], Any]] = [
         {"top_k": 5, "temperature": 2.0, "top_p": 0.8, "min_p": 0.5},
         None,  # see below: the stages in their order
     ),
+    ({"temperature": 2.0, "top_p": 0.8, "min_p": 0.5}, None),
     ({"logit_bias": ((4, 3.0), (0, -100.0))}, None),
+    ({"logit_bias": ((4, 3.0), (0, -100.0)), "top_k": 2}, None),
 ]
 
 
@@ -98,11 +88,10 @@ def test_temperature_zero_is_argmax_whatever_the_filters(logits: list[float]) ->
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
-    token = sample(mx.array([LOGITS]), [row(temperature=1e-40)]).tokens
-    assert token.tolist() == [0]
+    assert once(LOGITS, row(temperature=1e-40)).tokens.tolist() == [0]
 
 
-@given(logits=Logits, prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
+@given(logits=Logits, prompt=st.lists(st.integers(0, VOCAB + 2), min_size=1, max_size=20))
 @pytest.mark.parametrize(
     ("knobs", "last"),
     [
@@ -111,79 +100,58 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
         ({"frequency_penalty": 0.6}, -1),
         ({"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.3}, -1),
         ({"repetition_penalty": 1.3, "frequency_penalty": 0.9}, 3),
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.9}, 1),
+        ({"frequency_penalty": 0.9}, 2**31 - 1),
         ({"presence_penalty": 2.0}, 0),
     ],
 )
+@settings(max_examples=50)
 def test_penalties_look_at_the_window_prompt_included(
     logits: list[float], prompt: list[int], knobs: dict[str, Any], last: int
 ) -> None:
-    """The window moves over prompt and samples alike, the newest of which is still lazy."""
-    state = row(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)
+    """The window moves over prompt and samples alike. A prompt may hold ids that are never sampled;
+    they take a place in it."""
+    rows = Rows([row(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)])
     history = list(prompt)
-    for _ in range(5):
+    # read only afterwards: the loop is a step ahead of what it knows
+    tokens = [rows.sample(mx.array([logits])).tokens for _ in range(6)]
+    for token in tokens:
         window = history if last < 0 else history[len(history) - min(last, len(history)) :]
         wanted = np.array(logits)
-        for token in set(window):
+        for seen in {id for id in window if id < VOCAB}:
             scale = knobs.get("repetition_penalty", 1.0)
-            wanted[token] = wanted[token] * scale if wanted[token] < 0 else wanted[token] / scale
-            wanted[token] -= knobs.get("presence_penalty", 0.0)
-            wanted[token] -= knobs.get("frequency_penalty", 0.0) * window.count(token)
-        token = sample(mx.array([logits]), [state]).tokens
+            wanted[seen] = wanted[seen] * scale if wanted[seen] < 0 else wanted[seen] / scale
+            wanted[seen] -= knobs.get("presence_penalty", 0.0)
+            wanted[seen] -= knobs.get("frequency_penalty", 0.0) * window.count(seen)
         chosen = cast(int, token[0].item())
         assert wanted[chosen] == pytest.approx(wanted.max(), abs=1e-5)
-        state.saw(token, history)
         history.append(chosen)
 
 
-def test_a_draw_depends_on_the_seed_and_its_number_only() -> None:
-    def sequence(seed: int, neighbours: int = 0) -> list[int]:
-        state, out = row(seed=seed), []
-        for i in range(20):
-            beside = [row(seed=100 + i + n, top_k=2, temperature=0.3) for n in range(neighbours)]
-            table = mx.array([LOGITS] * (1 + neighbours))
-            out.append(cast(int, sample(table, [state, *beside]).tokens[0].item()))
-        return out
+def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
+    state = row(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
+    rows = Rows([state])
+    for _ in range(100):
+        rows.sample(mx.array([LOGITS]))
+    rows.release()
+    assert state.window is not None
+    assert state.window.shape == (101,)
+
+
+def test_a_request_draws_by_its_seed() -> None:
+    def sequence(seed: int) -> list[int]:
+        rows = Rows([row(seed=seed)])
+        return [cast(int, rows.sample(mx.array([LOGITS])).tokens[0].item()) for _ in range(20)]
 
     assert sequence(1) == sequence(1)
-    assert sequence(1) == sequence(1, neighbours=3)
     assert sequence(1) != sequence(2)
-    assert sequence(-1) != sequence(1)
-    assert sequence(0xFFFFFFFFFFFFFFFF) == sequence(-1), "seeds are taken modulo 2^64"
-
-
-def test_rows_of_a_batch_are_sampled_as_if_alone() -> None:
-    requests: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"top_k": 2},
-        {"top_p": 0.4, "temperature": 3.0},
-        {"min_p": 0.2},
-        {"repetition_penalty": 1.5, "prompt": (1, 2, 0)},
-        {"logit_bias": ((7, 8.0),)},
-        {},
-    ]
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        tables = rng.standard_normal((len(requests), VOCAB)).astype(np.float32) * 3
-        rows = [row(seed=i, **r) for i, r in enumerate(requests)]
-        together = sample(mx.array(tables), rows, top_logprobs=3)
-        for i, request in enumerate(requests):
-            alone = sample(mx.array(tables[i : i + 1]), [row(seed=i, **request)], top_logprobs=3)
-            assert together.tokens[i].item() == alone.tokens[0].item()
-            for a, b in (
-                (together.logprobs, alone.logprobs),
-                (together.top_ids, alone.top_ids),
-                (together.top_logprobs, alone.top_logprobs),
-            ):
-                assert a is not None
-                assert b is not None
-                assert a[i].tolist() == b[0].tolist()
 
 
 @given(logits=Logits, count=st.integers(0, 20))
 def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], count: int) -> None:
     wanted = np.log(softmax(logits))
     state = row(top_k=1, repetition_penalty=5.0, prompt=(0, 1), temperature=0.5)
-    got = sample(mx.array([logits]), [state], top_logprobs=count)
+    got = once(logits, state, top_logprobs=count)
     assert got.logprobs is not None
     assert got.logprobs[0].item() == pytest.approx(wanted[got.tokens[0].item()], abs=1e-5)
     if count == 0:
@@ -199,6 +167,7 @@ def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], c
 
 
 def test_half_precision_logits_are_scored_in_float32() -> None:
-    got = sample(mx.array([LOGITS]).astype(mx.bfloat16), [row()], top_logprobs=1)
+    rows = Rows([row()])
+    got = rows.sample(mx.array([LOGITS]).astype(mx.bfloat16), top_logprobs=1)
     assert got.logprobs is not None
     assert got.logprobs.dtype == mx.float32

@@ -1,0 +1,262 @@
+"""Shaped logits -> one id a row: temperature, top_k, top_p, min_p, and the noise that decides.
+
+Knows: tensors, the filters' definitions, seeds. Must not know: penalties, what a row remembers.
+
+Every array has one row per sequence, every stage works along a row, and everything that decides how
+a row is computed (its `Method`) comes from its own settings. So a row cannot see its neighbours.
+
+All filters keep "the most likely ones, down to some bound". Hence a draw never needs a filtered
+copy of the vocabulary, only the right few ids:
+
+    greedy    the most likely id
+    all       argmax(scaled + noise)                           temperature, min_p
+    best      the same among `size` most likely, sorted        top_k, then the rest on these
+    nucleus   `size` leaders by scaled + noise, of which the   top_p over the whole vocabulary
+              first that lies in the nucleus is the draw
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+from app.core.requests import Sampling
+
+_MASK64 = (1 << 64) - 1
+
+# below this a temperature divides logits out of float32's range; vLLM draws the line here too
+_COLDEST = 1e-5
+
+# top_k up to this shares one method: fewer candidates are not cheaper
+_LEAST_BEST = 64
+
+# leaders of a nucleus are 2^n - 1, so that n halvings search them; and so many that all of them
+# lie outside it once in 2^60 draws
+_LEAST_LEADERS = 63
+_SURE_BITS = 60
+
+# 2^-32, but (2^32 - 1) of it rounds to the float32 below one
+_UNIT = (1 - 2**-24) * 2**-32
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How a row is drawn. Rows of one method are computed together; size: see above."""
+
+    kind: Literal["greedy", "all", "best", "nucleus"]
+    size: int = 0
+
+
+def method_of(sampling: Sampling, vocab: int) -> Method:
+    if sampling.temperature < _COLDEST:
+        return Method("greedy")
+    if 0 < sampling.top_k < vocab:
+        wanted = max(sampling.top_k, _LEAST_BEST)
+        return Method("best", min(1 << (wanted - 1).bit_length(), vocab))
+    if sampling.top_p < 1:
+        return Method("nucleus", _leaders(sampling.top_p, vocab))
+    return Method("all")
+
+
+def _leaders(top_p: float, vocab: int) -> int:
+    """How many leaders to look at. One after the other, each lies outside with probability 1 - p
+    at most, for those outside that went before are missing there."""
+    bits = -math.log2(1 - top_p)
+    wanted = vocab if bits * vocab < _SURE_BITS else math.ceil(_SURE_BITS / bits)
+    return (1 << max(wanted, _LEAST_LEADERS).bit_length()) - 1
+
+
+class Draw:
+    """The draws of rows that share a method.
+
+    seeds: one a row, taken modulo 2^64. drawn: how many ids each has drawn before.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        samplings: Sequence[Sampling],
+        *,
+        seeds: Sequence[int],
+        drawn: Sequence[int],
+    ) -> None:
+        self._method = method
+        self._temperature = _column(samplings, lambda s: s.temperature)
+        self._top_k = _column(samplings, lambda s: s.top_k)
+        # at least the most likely id stays; "off" keeps even what rounding puts beyond a sum of one
+        self._top_p = _column(samplings, lambda s: max(s.top_p, 1e-30) if s.top_p < 1 else math.inf)
+        self._min_p = _column(samplings, lambda s: math.log(s.min_p) if s.min_p > 0 else -math.inf)
+        self._any_min_p = any(s.min_p > 0 for s in samplings)
+        words = [_words(seed) for seed in seeds]
+        self._bases = mx.array([[a, b] for a, b, _, _ in words], dtype=mx.uint32)
+        self._strides = mx.array([[c | 1, d | 1] for _, _, c, d in words], dtype=mx.uint32)
+        self._drawn = mx.array([[count] for count in drawn], dtype=mx.uint32)
+
+    def __call__(self, logits: mx.array, turn: int) -> mx.array:
+        """logits: [b, V] float32. turn: calls before this one. -> [b] ids, uint32. A row that holds
+        NaN, or nothing finite, gives some id of the vocabulary."""
+        match self._method.kind:
+            case "greedy":
+                return mx.argmax(logits, axis=-1)
+            case "all":
+                return self._among_all(logits, turn)
+            case "best":
+                return self._among_best(logits, turn)
+            case "nucleus":
+                return self._in_nucleus(logits, turn)
+
+    def _among_all(self, logits: mx.array, turn: int) -> mx.array:
+        scaled = self._scaled(logits, mx.max(logits, axis=-1, keepdims=True))
+        ids = mx.arange(logits.shape[-1], dtype=mx.uint32)[None]
+        return mx.argmax(self._noisy(scaled, ids, turn), axis=-1)
+
+    def _among_best(self, logits: mx.array, turn: int) -> mx.array:
+        """Exactly top_k ids are left; of equals at the edge, the lower ids.
+
+        Nucleus (Holtzman et al. 2020): the most likely ids whose predecessors sum to less than p,
+        so the one that crosses p stays, and with it those that are exactly as likely.
+        """
+        ids, best = most(logits, self._method.size)
+        ranks = mx.arange(best.shape[-1])[None]
+        scaled = mx.where(ranks < self._top_k, self._scaled(best, best[:, :1]), -mx.inf)
+        mass = mx.exp(scaled)
+        before = mx.cumsum(mass, axis=-1) - mass
+        kept = before < self._top_p * mx.sum(mass, axis=-1, keepdims=True)
+        edge = mx.min(mx.where(kept, scaled, mx.inf), axis=-1, keepdims=True)
+        scaled = mx.where(scaled >= edge, scaled, -mx.inf)
+        return _at(ids, mx.argmax(self._noisy(scaled, ids, turn), axis=-1, keepdims=True))
+
+    def _in_nucleus(self, logits: mx.array, turn: int) -> mx.array:
+        """The draw from the nucleus, without sorting the vocabulary to find it.
+
+        The largest of scaled + noise within the nucleus is the first in the nucleus when all ids
+        are ranked by scaled + noise. So it is enough to rank, and to ask of a few leaders whether
+        they lie in it: whether the ids that are more likely than this one sum to less than p. That
+        is one pass over the row; likelier leaders are inside if this one is, so halving asks few.
+        """
+        top = mx.argmax(logits, axis=-1, keepdims=True)
+        scaled = self._scaled(logits, mx.take_along_axis(logits, top, axis=-1))
+        ids = mx.arange(logits.shape[-1], dtype=mx.uint32)[None]
+        leaders, _ = most(self._noisy(scaled, ids, turn), min(self._method.size, logits.shape[-1]))
+        theirs = mx.take_along_axis(scaled, leaders, axis=-1)
+        inside = theirs >= self._edge(scaled, theirs)
+        # the most likely id stands behind them: it is inside whatever happens
+        first = mx.argmax(mx.concatenate([inside, mx.ones_like(top) > 0], axis=-1), axis=-1)
+        return _at(mx.concatenate([leaders, top], axis=-1), first[:, None])
+
+    def _edge(self, scaled: mx.array, theirs: mx.array) -> mx.array:
+        """The least likely of `theirs` [b, m] that lies in the nucleus of `scaled`; -> [b, 1], inf
+        where none does."""
+        ladder = -mx.sort(-theirs, axis=-1)
+        missing = self._method.size - ladder.shape[-1]
+        ladder = mx.pad(ladder, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        mass = mx.exp(scaled)
+        bound = self._top_p * mx.sum(mass, axis=-1, keepdims=True)
+        inside = mx.zeros((len(ladder), 1), dtype=mx.int32)  # the first rungs, as far as is known
+        step = (self._method.size + 1) // 2
+        while step:
+            rung = mx.take_along_axis(ladder, inside + step - 1, axis=-1)
+            # times a mask: mx.where takes four times as long on a CPU
+            above = mx.sum((scaled > rung) * mass, axis=-1, keepdims=True)
+            inside = inside + step * (above < bound)
+            step //= 2
+        last = mx.take_along_axis(ladder, mx.maximum(inside - 1, 0), axis=-1)
+        return mx.where(inside > 0, last, mx.inf)
+
+    def _scaled(self, logits: mx.array, largest: mx.array) -> mx.array:
+        """Logarithms of likelihoods relative to the largest, so that no temperature overflows."""
+        return (logits - largest) / self._temperature
+
+    def _noisy(self, scaled: mx.array, ids: mx.array, turn: int) -> mx.array:
+        """Gumbel-max: argmax(scaled + noise) is a draw from softmax(scaled). Ids less likely than
+        min_p times the most likely (Nguyen et al. 2024) get no chance."""
+        keys = mix(self._bases + (self._drawn + turn) * self._strides)
+        noisy = scaled + gumbel(keys, ids)
+        return mx.where(scaled >= self._min_p, noisy, -mx.inf) if self._any_min_p else noisy
+
+
+def most(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The `count` largest of each row, largest first; of equals the one with the lower index.
+
+    values: [b, n], count <= n -> indices [b, count] uint32, values [b, count].
+
+    The row is cut into blocks. An element among the `count` largest lies in one of the `count`
+    blocks with the largest maxima: were `count` other maxima before its own, they would be before
+    it too. So most of the row is only looked at once, to find the maxima.
+    """
+    width = values.shape[-1]
+    block = 1 << int(math.log2(width / count) / 2)
+    if block < 4:
+        return _partitioned(values, count)
+    if width % block:
+        values = mx.pad(values, [(0, 0), (0, -width % block)], constant_values=-mx.inf)
+    blocks = values.reshape(len(values), -1, block)
+    found, _ = _partitioned(mx.max(blocks, axis=-1), count)
+    # ascending, so that among equals the lower place is still the lower index
+    found = mx.sort(found, axis=-1)
+    inside = mx.take_along_axis(blocks, found[:, :, None], axis=1).reshape(len(values), -1)
+    places, best = _partitioned(inside, count)
+    indices = mx.take_along_axis(found, places // block, axis=-1) * block + places % block
+    # the padding is reached only by a row with NaN
+    return mx.minimum(indices, width - 1), best
+
+
+def _partitioned(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    if count < values.shape[-1]:
+        places = mx.argpartition(-values, count - 1, axis=-1)[:, :count]
+        places = mx.sort(places, axis=-1)
+        values = mx.take_along_axis(values, places, axis=-1)
+        order = mx.argsort(-values, axis=-1)
+        return mx.take_along_axis(places, order, axis=-1), mx.take_along_axis(values, order, -1)
+    order = mx.argsort(-values, axis=-1)
+    return order, mx.take_along_axis(values, order, axis=-1)
+
+
+def gumbel(keys: mx.array, ids: mx.array) -> mx.array:
+    """Standard Gumbel noise of each id; keys: [b, 2] uint32, ids: [b or 1, n] uint32 -> [b, n].
+
+    A stream of SplitMix (Steele, Lea, Flood 2014) in 32 bits, asked at any place: start and odd
+    stride are the key, the place is the id. Noise therefore belongs to (key, id), whichever other
+    ids are asked for.
+    """
+    hashed = mix(keys[:, :1] + ids * (keys[:, 1:] | 1))
+    # u in (0, 1), with full relative precision near 0: that is where the largest noise is from
+    u = (hashed.astype(mx.float32) + 0.5) * _UNIT
+    # -log(1 - u) with the rounding of 1 - u taken out again (Kahan's log1p, four times as fast as
+    # mx.log1p on a CPU); where 1 - u is 1 it is u
+    rest = 1 - u
+    exponential = mx.maximum(u, mx.log(rest) * u / mx.minimum(rest - 1, -(2.0**-25)))
+    return -mx.log(exponential)
+
+
+def mix(words: mx.array) -> mx.array:
+    """A bijection of uint32 in which every input bit sways every output bit: `lowbias32`
+    (Wellons, "Prospecting for Hash Functions", 2018)."""
+    words = (words ^ (words >> 16)) * mx.array(0x7FEB352D, dtype=mx.uint32)
+    words = (words ^ (words >> 15)) * mx.array(0x846CA68B, dtype=mx.uint32)
+    return words ^ (words >> 16)
+
+
+def _words(seed: int) -> tuple[int, int, int, int]:
+    """SplitMix64's output function of the seed, and of that again, in halves."""
+    first = _splitmix64(seed + 1)
+    second = _splitmix64(first + 1)
+    return first >> 32, first & 0xFFFFFFFF, second >> 32, second & 0xFFFFFFFF
+
+
+def _splitmix64(place: int) -> int:
+    z = (place * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _at(ids: mx.array, places: mx.array) -> mx.array:
+    """ids: [b, n], places: [b, 1] -> [b]."""
+    return mx.take_along_axis(ids, places, axis=-1)[:, 0]
+
+
+def _column(samplings: Sequence[Sampling], field: Callable[[Sampling], float]) -> mx.array:
+    return mx.array([[field(sampling)] for sampling in samplings], dtype=mx.float32)

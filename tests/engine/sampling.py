@@ -1,0 +1,71 @@
+"""Requests of every kind, for the sampler's tests."""
+
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from app.core.requests import Sampling
+from app.engine.sampler import Rows, RowState, Sampled
+
+VOCAB = 12
+
+
+def row(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> RowState:
+    return RowState(Sampling(**knobs), seed=seed, prompt=prompt, vocab=vocab)
+
+
+def ids(array: mx.array) -> list[int]:
+    return cast(list[int], array.tolist())
+
+
+def once(logits: Any, state: RowState, **asked: Any) -> Sampled:
+    """One token of one row."""
+    rows = Rows([state])
+    sampled = rows.sample(mx.array([logits]), **asked)
+    rows.release()
+    return sampled
+
+
+def softmax(logits: Any) -> Any:
+    exp = np.exp(np.array(logits, dtype=np.float64) - np.max(logits))
+    return exp / exp.sum()
+
+
+LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -9.0]
+P = softmax(LOGITS)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "seed": {"seed": 99},
+    "top_k": {"top_k": 7},
+    "large top_k": {"top_k": 300},
+    "top_p": {"top_p": 0.8},
+    "small top_p": {"top_p": 0.15, "temperature": 2.0},
+    "min_p": {"min_p": 0.1},
+    "all filters": {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "temperature": 1.3},
+    "repetition": {"repetition_penalty": 1.6},
+    "presence": {"presence_penalty": 1.5, "temperature": 0.0},
+    "frequency": {"frequency_penalty": 0.7, "top_k": 20},
+    "window": {"frequency_penalty": 2.0, "repeat_last_n": 3, "temperature": 0.0},
+    "wide window": {"repetition_penalty": 1.4, "repeat_last_n": 8},
+    "bias": {"logit_bias": ((7, 9.0), (8, -100.0))},
+    "bias and penalty": {"logit_bias": ((9, 9.0),), "presence_penalty": 9.0, "top_p": 0.9},
+}
+
+
+Said = tuple[int, float, list[int], list[float]]
+
+
+def said(sampled: Sampled, place: int) -> Said:
+    assert sampled.logprobs is not None
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    return (
+        cast(int, sampled.tokens[place].item()),
+        cast(float, sampled.logprobs[place].item()),
+        cast(list[int], sampled.top_ids[place].tolist()),
+        cast(list[float], sampled.top_logprobs[place].tolist()),
+    )
