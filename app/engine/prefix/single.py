@@ -11,7 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from app.core.jobs import Miss
 from app.core.ports import Layer
+from app.engine.prefix.matching import common_prefix
+
+# how many of the cached ids a miss tells, where other ones were wanted
+_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +33,53 @@ class SinglePrefixCache(Generic[Layer]):
         self._make_kv = make_kv
         self._grid = grid
         self._entry: _Entry[Layer] | None = None
+        self._evictions = 0
 
-    def begin(self, ids: Sequence[int]) -> "SingleLease[Layer]":
+    def begin(
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+    ) -> "SingleLease[Layer]":
+        """marks are of no use here: there is one entry, and it ends where its sequence ended."""
         assert ids, "an empty prompt has nothing to evaluate"
         entry, self._entry = self._entry, None
-        if entry is not None:
-            # the last id must be evaluated: its hidden state is where the answer starts
-            shared = self._floor(min(_common_prefix(entry.ids, ids), len(ids) - 1))
-            excess = len(entry.ids) - shared
-            if shared > 0 and all(layer.can_trim(excess) for layer in entry.kv):
-                for layer in entry.kv:
-                    layer.trim(excess)
-                return SingleLease(self, entry.kv, cached=shared)
-        return SingleLease(self, self._make_kv(), cached=0)
+        had = entry.ids if entry is not None and reuse else ()
+        shared = common_prefix(had, tuple(ids))
+        # the last id must be evaluated: its hidden state is where the answer starts
+        usable = self._floor(min(shared, len(ids) - 1))
+        kv, cached = None, 0
+        if entry is not None and usable > 0 and _can_cut(entry.kv, usable):
+            _cut(entry.kv, usable)
+            kv, cached = entry.kv, usable
+        # the old layers, if they do not serve, are let go before there are new ones
+        del entry
+        if kv is None:
+            kv = self._make_kv()
+        for layer in kv:
+            layer.reserve(len(ids) + 1)
+        miss = None
+        if cached < self._floor(len(ids) - 1):
+            miss = _miss(had, shared, usable, cached) if reuse else Miss(at=0, reason="unwanted")
+        return SingleLease(self, kv, cached=cached, miss=miss)
+
+    @property
+    def lends(self) -> bool:
+        return False
 
     @property
     def nbytes(self) -> int:
         return 0 if self._entry is None else sum(layer.nbytes for layer in self._entry.kv)
+
+    @property
+    def evictions(self) -> int:
+        return self._evictions
+
+    def shrink(self, count: int) -> int:
+        """The entry is whole or gone."""
+        freed = self.nbytes
+        if count <= 0 or self._entry is None:
+            return 0
+        self._entry = None
+        self._evictions += 1
+        return freed
 
     def clear(self) -> None:
         self._entry = None
@@ -65,9 +100,8 @@ class SinglePrefixCache(Generic[Layer]):
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
         lengths = (wanted, offset) if self._grid == 1 else (wanted,)
         for length in lengths:
-            if length > 0 and all(layer.can_trim(layer.offset - length) for layer in kv):
-                for layer in kv:
-                    layer.trim(layer.offset - length)
+            if length > 0 and _can_cut(kv, length):
+                _cut(kv, length)
                 self._entry = _Entry(ids=tuple(ids[:length]), kv=kv)
                 return
 
@@ -79,11 +113,21 @@ class SingleLease(Generic[Layer]):
     """Layer caches on loan to one sequence; ends once."""
 
     def __init__(
-        self, cache: SinglePrefixCache[Layer], kv: Sequence[Layer], *, cached: int
+        self,
+        cache: SinglePrefixCache[Layer],
+        kv: Sequence[Layer],
+        *,
+        cached: int,
+        miss: Miss | None,
     ) -> None:
         self._cache: SinglePrefixCache[Layer] | None = cache
         self.kv: Sequence[Layer] = kv
         self.cached = cached
+        self.miss = miss
+        self.pauses: Sequence[int] = ()
+
+    def reached(self, ids: Sequence[int]) -> None:
+        """There is nobody to share with before the lease ends."""
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         assert self._cache is not None, "the lease has ended"
@@ -95,8 +139,19 @@ class SingleLease(Generic[Layer]):
         self.kv = ()
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    for position, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return position
-    return min(len(a), len(b))
+def _can_cut(kv: Sequence[Layer], length: int) -> bool:
+    return all(layer.can_trim(layer.offset - length) for layer in kv)
+
+
+def _cut(kv: Sequence[Layer], length: int) -> None:
+    for layer in kv:
+        layer.trim(layer.offset - length)
+
+
+def _miss(had: Sequence[int], shared: int, usable: int, cached: int) -> Miss:
+    """shared: how many ids the entry began alike; usable: how many of these may be cached."""
+    if cached < usable:
+        return Miss(at=cached, reason="no_state")
+    if shared == 0:
+        return Miss(at=0, reason="empty")
+    return Miss(at=shared, reason="diverged", had=tuple(had[shared : shared + _TOLD]))

@@ -1,0 +1,52 @@
+"""Layers that cannot be divided: which checkpoint restores them, and where to take new ones.
+
+Knows: nodes with checkpoints, positions. Must not know: ids, stores, the tree's upkeep.
+"""
+
+from collections.abc import Sequence
+
+from app.core.ports import Layer
+from app.engine.prefix.stores import Node
+
+# how many nodes behind a prompt's end are asked for a checkpoint that could be cut back to it
+_LATER = 16
+
+
+def restorable(path: Sequence[Node[Layer]], usable: int) -> tuple[int, Node[Layer] | None]:
+    """How many of the first `usable` positions can be restored, and the node whose checkpoint does.
+
+    path: the nodes that go through these positions, and perhaps on. Best is a checkpoint behind
+    `usable` that can be cut back to it, as that of a window that did not slide yet; next the last
+    one before.
+    """
+    if usable == 0:
+        return 0, None
+    behind = [next(node for node in path if node.end >= usable)]
+    for node in behind:
+        excess = node.end - usable
+        if node.checkpoint and all(layer.can_trim(excess) for layer in node.checkpoint):
+            return usable, node
+        behind += list(node.children.values())[: _LATER - len(behind)]
+    for node in reversed(path):
+        if node.end <= usable and node.checkpoint:
+            return node.end, node
+    return 0, None
+
+
+def pauses(
+    length: int, marks: Sequence[int], *, cached: int, usable: int, grid: int, every: int
+) -> tuple[int, ...]:
+    """Where prefill of a prompt of `length` ids should leave a checkpoint. Each costs a chunk that
+    ends early, and a state in memory until that is evicted. They pay:
+
+    at the first mark, where all conversations with this system prompt part; at the last two, where
+    an answer is asked for again, a turn is edited, or a template leaves out what was thought; at
+    `usable`, what matched but could not be restored, as a place where prompts were seen to part;
+    every so many positions, to bound the loss when no other fits; and on a grid at its last point,
+    because the state at the end of the answer cannot be cut back to the grid.
+    """
+    wanted = {*marks[:1], *marks[-2:], usable, *range(every, length, every)}
+    if grid > 1:
+        wanted.add(length - 1)
+    floors = {position - position % grid for position in wanted}
+    return tuple(sorted(position for position in floors if cached < position < length))

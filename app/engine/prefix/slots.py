@@ -1,0 +1,298 @@
+"""A fixed number of remembered sequences, one for each that may run: Ollama's slots.
+
+Knows: ids and layer caches as `LayerKV`. Must not know: tensors, models, requests.
+
+The semantics are those of Ollama's llamarunner (InputCache in runner/llamarunner/cache.go of
+February 2025). One user: the idle slot that shares most with the prompt is used. Many users: the
+slot that shares most, busy ones included, lends a copy of what it shares to the idle slot that was
+used longest ago. Different from there: layers that cannot be cut back are never assumed to be; and
+what was shifted serves only the sequence that shifted it.
+
+    idle slot    ids     [ .............................. ]
+                 layers  [ .............................. ]
+    busy slot    ids     [ told by `reached` ....... ]             these its layers may lend
+                 layers  [ ......................... | growing ]   the first part never changes
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from app.core.jobs import Miss
+from app.core.ports import Layer
+from app.core.shift import Shifted, shift_discard
+from app.engine.prefix.matching import common_prefix
+
+# ids of the other continuation that a miss shows: enough to recognise it in a log
+_SHOWN = 8
+
+
+# compared by identity: two empty slots are two
+@dataclass(slots=True, eq=False)
+class _Slot(Generic[Layer]):
+    """last_used: when its use began, as a number that no two uses share. A clock could give two
+    slots the same reading, and then the order would depend on how fast the machine is. An empty
+    slot was never used, so it is the oldest."""
+
+    ids: tuple[int, ...] = ()
+    kv: Sequence[Layer] = ()
+    in_use: bool = False
+    last_used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.kv)
+
+    def empty(self) -> None:
+        self.ids, self.kv, self.in_use, self.last_used = (), (), False, 0
+
+
+class SlotPrefixCache(Generic[Layer]):
+    """make_kv: fresh layer caches. slots: sequences at once. context: positions of one sequence.
+    multi_user: how a slot is chosen. settle: told of layers that were copied, before anybody writes
+    to them. grid: prefixes end at multiples of it only (see `--exact`)."""
+
+    def __init__(
+        self,
+        make_kv: Callable[[], Sequence[Layer]],
+        *,
+        slots: int,
+        context: int,
+        multi_user: bool,
+        settle: Callable[[Sequence[Layer]], object] = lambda kv: None,
+        grid: int = 1,
+    ) -> None:
+        assert min(slots, context, grid) > 0
+        self.context = context
+        self._make_kv = make_kv
+        self._slots = [_Slot[Layer]() for _ in range(slots)]
+        self._multi_user = multi_user
+        self._settle = settle
+        self._grid = grid
+        self._uses = 0
+        self._evictions = 0
+
+    def begin(
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+    ) -> "SlotLease[Layer]":
+        """See `PrefixCache`. marks have no use here: a slot keeps no states on the way."""
+        assert ids, "an empty prompt has nothing to evaluate"
+        prompt = tuple(ids)
+        shared = {slot: self._floor(common_prefix(slot.ids, prompt)) for slot in self._slots}
+        slot, best = self._choose(shared)
+        had = best.ids  # before the slot, which may be the same one, is cut
+        # the last id must be evaluated: its hidden state is where the answer starts
+        most = self._floor(len(ids) - 1) if reuse else 0
+        own, lent = min(shared[slot], most), min(shared[best], most)
+        cached = self._prepare(slot, own, best, lent, room=len(ids))
+        self._uses += 1
+        slot.ids, slot.in_use, slot.last_used = prompt[:cached], True, self._uses
+        miss = self._miss(had if reuse else None, prompt, cached)
+        return SlotLease(self, slot, cached=cached, miss=miss)
+
+    @property
+    def lends(self) -> bool:
+        return self._multi_user
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self._idle())
+
+    @property
+    def evictions(self) -> int:
+        return self._evictions
+
+    def shrink(self, count: int) -> int:
+        freed = 0
+        for slot in sorted(self._idle(), key=lambda slot: slot.last_used):
+            if freed >= count:
+                break
+            freed += slot.nbytes
+            self._evict(slot)
+        return freed
+
+    def clear(self) -> None:
+        for slot in self._idle():
+            slot.empty()
+
+    def check(self) -> None:
+        used = [slot.last_used for slot in self._slots if slot.last_used]
+        assert len(used) == len(set(used))
+        for slot in self._slots:
+            length = len(slot.ids)
+            assert slot.kv or not slot.ids
+            if slot.in_use:
+                assert all(layer.offset >= length for layer in slot.kv)
+            else:
+                assert self._floor(length) == length
+                assert all(layer.offset == length for layer in slot.kv)
+
+    def fresh(self, *, room: int) -> Sequence[Layer]:
+        kv = self._make_kv()
+        for layer in kv:
+            layer.reserve(room)
+        return kv
+
+    def remember(self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, exact: int) -> None:
+        """Called by a lease that ends. keep: how many of the ids are wanted. exact: how many of
+        them the layers may serve anybody with."""
+        # layers may differ after a step that failed half-way: only what all of them got counts
+        offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
+        wanted = self._floor(min(offset, keep, exact))
+        # where a layer cannot be cut to what was wanted, remember all: longer, but as true
+        lengths = (wanted, offset) if self._grid == 1 and offset <= exact else (wanted,)
+        for length in lengths:
+            if length > 0 and _can_cut(slot.kv, length):
+                _cut(slot.kv, length)
+                slot.ids, slot.in_use = tuple(ids[:length]), False
+                return
+        slot.empty()
+
+    def _choose(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
+        """The slot to use, and the one which shares most with the prompt. The first wins ties."""
+        idle = self._idle()
+        assert idle, "more sequences than slots"
+        if not self._multi_user:
+            # also from an empty one: the same memory is used again and again
+            slot = max(idle, key=shared.__getitem__)
+            return slot, slot
+        best = max(self._slots, key=shared.__getitem__)
+        if not best.in_use and shared[best] == len(best.ids):
+            return best, best  # the prompt only adds to it: nobody loses anything
+        return min(idle, key=lambda slot: slot.last_used), best
+
+    def _prepare(
+        self, slot: _Slot[Layer], own: int, best: _Slot[Layer], lent: int, *, room: int
+    ) -> int:
+        """Layers for the slot; for how many ids they stand. own, lent: ids to be had from the slot
+        itself, and from the best one. Its own are preferred where as many: that copies nothing."""
+        own = own if _can_cut(slot.kv, own) else 0
+        # a copy can be cut where its original can
+        if best is not slot and lent > own and _can_cut(best.kv, lent):
+            self._fork(best, slot, lent, room=room)
+            return lent
+        if own == 0:
+            self._evict(slot)
+            slot.kv = self.fresh(room=room)
+            return 0
+        _cut(slot.kv, own)
+        slot.ids = slot.ids[:own]
+        for layer in slot.kv:
+            layer.reserve(room)
+        return own
+
+    def _fork(self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, room: int) -> None:
+        self._evict(slot)  # first, so that its old layers and the copies are never held at once
+        kv = list(self.fresh(room=room))
+        for index, layer in enumerate(donor.kv):
+            if layer.divisible:
+                kv[index].append(layer, 0, length)
+            else:
+                kv[index] = layer.copy()
+                kv[index].trim(layer.offset - length)
+        self._settle(kv)
+        slot.ids, slot.kv = donor.ids[:length], kv
+
+    def _miss(self, had: tuple[int, ...] | None, ids: tuple[int, ...], cached: int) -> Miss | None:
+        """had: ids of the slot that shared most with the prompt; None if none were wanted."""
+        most = self._floor(len(ids) - 1)
+        if cached == most:
+            return None
+        if had is None:
+            return Miss(at=0, reason="unwanted")
+        shared = common_prefix(had, ids)
+        if cached < min(self._floor(shared), most):
+            return Miss(at=cached, reason="no_state")
+        if shared == 0:
+            return Miss(at=0, reason="empty")
+        # on a grid a little further on than `cached`: where the ids part is what tells why
+        return Miss(at=shared, reason="diverged", had=had[shared : shared + _SHOWN])
+
+    def _evict(self, slot: _Slot[Layer]) -> None:
+        self._evictions += bool(slot.ids)
+        slot.empty()
+
+    def _idle(self) -> list[_Slot[Layer]]:
+        return [slot for slot in self._slots if not slot.in_use]
+
+    def _floor(self, length: int) -> int:
+        return length - length % self._grid
+
+
+class SlotLease(Generic[Layer]):
+    """A slot on loan to one sequence; ends once."""
+
+    pauses: Sequence[int] = ()
+
+    def __init__(
+        self, cache: SlotPrefixCache[Layer], slot: _Slot[Layer], *, cached: int, miss: Miss | None
+    ) -> None:
+        self._cache = cache
+        self._slot: _Slot[Layer] | None = slot
+        self._exact = sys.maxsize  # at most so many of the ids may serve others
+        self.cached = cached
+        self.miss = miss
+
+    @property
+    def kv(self) -> Sequence[Layer]:
+        return () if self._slot is None else self._slot.kv
+
+    def reached(self, ids: Sequence[int]) -> None:
+        slot = self._held()
+        assert all(layer.offset >= len(ids) for layer in self.kv)
+        slot.ids = tuple(ids[: self._exact])
+
+    def shift(
+        self, ids: Sequence[int], *, keep: int, remove: Callable[[Sequence[Layer], int, int], bool]
+    ) -> Shifted:
+        """Make room in a full context by forgetting the older half of what follows `keep` ids.
+
+        ids: everything that was evaluated into the layers, in order. keep: fewer than the context
+        has. remove(kv, start, end): makes the layers forget positions [start, end) and moves those
+        behind up (`Model.shift`); False, with nothing changed, where they cannot. Then the lease
+        begins again with fresh layers.
+
+        before   [ keep | discarded | rest ....... | ]     len(ids) positions
+        after    [ keep | rest ....... |             ]     `Shifted.ids`, all or none evaluated
+
+        Without need nothing changes. What is moved up saw the discarded ids when it was evaluated;
+        a prompt of the same ids would not have. So it serves this sequence only: others, now and
+        after `commit`, get no more than the kept part.
+        """
+        slot = self._held()
+        assert all(layer.offset == len(ids) for layer in self.kv)
+        discard = shift_discard(context=self._cache.context, length=len(ids), keep=keep)
+        if discard == 0:
+            return Shifted(ids=tuple(ids), evaluated=len(ids))
+        left = (*ids[:keep], *ids[keep + discard :])
+        if remove(self.kv, keep, keep + discard):
+            assert all(layer.offset == len(left) for layer in self.kv)
+            self._exact = min(self._exact, keep)
+            slot.ids = slot.ids[: self._exact]
+            return Shifted(ids=left, evaluated=len(left))
+        self._exact = sys.maxsize
+        slot.ids = slot.kv = ()
+        slot.kv = self._cache.fresh(room=len(ids))
+        return Shifted(ids=left, evaluated=0)
+
+    def commit(self, ids: Sequence[int], *, keep: int) -> None:
+        self._cache.remember(self._held(), ids, keep=keep, exact=self._exact)
+        self._slot = None
+
+    def discard(self) -> None:
+        self._held().empty()
+        self._slot = None
+
+    def _held(self) -> _Slot[Layer]:
+        assert self._slot is not None, "the lease has ended"
+        return self._slot
+
+
+def _can_cut(kv: Sequence[Layer], length: int) -> bool:
+    return all(layer.can_trim(layer.offset - length) for layer in kv)
+
+
+def _cut(kv: Sequence[Layer], length: int) -> None:
+    for layer in kv:
+        layer.trim(layer.offset - length)

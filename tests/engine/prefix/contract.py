@@ -1,0 +1,260 @@
+"""What every prefix cache policy must do. A test module binds `make_cache`, of module scope (the
+property tests use it many times), and imports these tests. Up to PARALLEL leases run at once.
+
+The layers hold the ids themselves: content is compared at every lease, so that a wrong cut or a
+write into somebody else's caches cannot hide.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.prefix.driving import (
+    GARBAGE,
+    MakeCache,
+    begin,
+    evaluate,
+    feed,
+    prefill,
+    stands_for,
+)
+from tests.engine.prefix.histories import ALL, NAMES, History, Operation, drawn_from
+from tests.engine.prefix.histories import WEIGHTS as WEIGHTS  # for a policy's own histories
+
+KINDS = ("k", "kk", "kw", "kr", "kwr")
+GRIDS = (1, 2, 4)
+
+every_kind = pytest.mark.parametrize("kinds", KINDS)
+every_grid = pytest.mark.parametrize("grid", GRIDS)
+
+
+@every_grid
+@every_kind
+def test_what_was_committed_is_there_when_a_prompt_goes_on(
+    make_cache: MakeCache, kinds: str, grid: int
+) -> None:
+    cache = make_cache(kinds, grid)
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], grid=grid) == 0
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], grid=grid) == 8
+
+
+@pytest.mark.parametrize("kinds", ["k", "kk"])
+@every_grid
+def test_the_longest_common_prefix_is_shared(make_cache: MakeCache, kinds: str, grid: int) -> None:
+    cache = make_cache(kinds, grid)
+    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], grid=grid)
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 0, 0], grid=grid) == 6 // grid * grid
+
+
+@pytest.mark.parametrize("kinds", ["k", "kk"])
+def test_one_id_is_always_left_to_evaluate(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3])
+    assert evaluate(cache, [1, 2, 3]) == 2
+    assert evaluate(cache, [1, 2]) == 1
+    assert evaluate(cache, [1]) == 0
+
+
+@every_kind
+def test_what_was_evaluated_before_a_cancel_is_kept(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], upto=6)
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 6
+
+
+@every_kind
+def test_a_lease_that_never_evaluated_anything_takes_nothing_away(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3])
+    lease = begin(cache, [1, 2, 3, 4])
+    lease.commit([1, 2, 3], keep=3)
+    assert evaluate(cache, [1, 2, 3, 4]) == 3
+
+
+def test_keep_cuts_where_layers_can_be_cut_and_is_ignored_where_not(make_cache: MakeCache) -> None:
+    for kinds, cached in (("k", 2), ("kk", 2), ("kr", 8), ("kw", 8)):
+        cache = make_cache(kinds, 1)
+        lease = begin(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+        feed(lease, [1, 2, 3, 4, 5, 6, 7, 8])
+        lease.commit([1, 2, 3, 4, 5, 6, 7, 8], keep=2)
+        assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == cached
+
+
+def test_only_what_every_layer_has_seen_is_remembered(make_cache: MakeCache) -> None:
+    """A step that fails half-way leaves layers of different lengths."""
+    cache = make_cache("kk", 1)
+    lease = begin(cache, [1, 2, 3, 4])
+    lease.kv[0].feed([1, 2, 3])
+    lease.kv[1].feed([1, 2])
+    lease.commit([1, 2, 3, 4], keep=4)
+    cache.check()
+    assert evaluate(cache, [1, 2, 3, 4]) == 2
+
+
+def test_an_id_evaluated_beyond_those_known_is_not_remembered(make_cache: MakeCache) -> None:
+    """The engine evaluates one token before it knows its value."""
+    cache = make_cache("kk", 1)
+    lease = begin(cache, [1, 2, 3])
+    feed(lease, [1, 2, 3, GARBAGE])
+    lease.commit([1, 2, 3], keep=3)
+    assert evaluate(cache, [1, 2, 3, GARBAGE, 5]) == 3
+
+
+@every_kind
+def test_discarded_caches_serve_nobody_and_a_lease_ends_once(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    lease = begin(cache, [1, 2, 3])
+    feed(lease, [1, 2, 3])
+    lease.discard()
+    cache.check()
+    assert len(lease.kv) == 0
+    with pytest.raises(AssertionError):
+        lease.commit([1, 2, 3], keep=3)
+    assert evaluate(cache, [1, 2, 3]) == 0
+    assert cache.nbytes > 0
+
+
+@every_kind
+def test_a_discard_after_a_hit_leaves_nothing_doubtful_behind(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3])
+    lease = begin(cache, [1, 2, 3, 4, 5])
+    feed(lease, [GARBAGE])
+    lease.discard()
+    evaluate(cache, [1, 2, 3, 4, 5])
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6]) == 5
+
+
+@every_kind
+def test_no_reuse_serves_nothing_and_still_remembers(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3])
+    lease = begin(cache, [1, 2, 3, 4], reuse=False)
+    assert lease.cached == 0
+    assert lease.miss is not None
+    assert lease.miss.reason == "unwanted"
+    prefill(lease, [1, 2, 3, 4])
+    lease.commit([1, 2, 3, 4], keep=4)
+    assert evaluate(cache, [1, 2, 3, 4, 5]) == 4
+
+
+@pytest.mark.parametrize("kinds", ["k", "kk"])
+def test_a_miss_says_where_and_why(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    lease = begin(cache, [1, 2, 3])
+    assert lease.miss is not None
+    assert (lease.miss.at, lease.miss.reason, lease.miss.had) == (0, "empty", ())
+    prefill(lease, [1, 2, 3])
+    lease.commit([1, 2, 3], keep=3)
+    evaluate(cache, [1, 2, 3, 4, 5, 6])
+    lease = begin(cache, [1, 2, 3, 7, 8])
+    assert lease.miss is not None
+    assert (lease.miss.at, lease.miss.reason, lease.miss.had) == (3, "diverged", (4, 5, 6))
+    lease.commit([1, 2, 3], keep=3)
+
+
+def test_a_miss_for_want_of_a_state_says_so(make_cache: MakeCache) -> None:
+    cache = make_cache("kr", 1)
+    evaluate(cache, [1, 2, 3, 4, 5, 6])
+    lease = begin(cache, [1, 2, 3, 7, 8])
+    assert lease.cached == 0
+    assert lease.miss is not None
+    assert (lease.miss.at, lease.miss.reason) == (0, "no_state")
+    lease.discard()
+
+
+@every_kind
+def test_room_for_the_prompt_is_made_before_it_is_evaluated(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    for ids in ([1, 2, 3], [1, 2, 3, *range(20)], [1, 2, 3, *range(30)]):
+        lease = begin(cache, ids)
+        assert all(layer.room >= len(ids) for layer in lease.kv if layer.divisible)
+        prefill(lease, ids)
+        lease.commit(ids, keep=len(ids))
+
+
+@every_kind
+def test_what_is_on_loan_is_not_counted_and_what_is_given_up_is_free(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    assert cache.nbytes == 0
+    lease = begin(cache, [1, 2, 3])
+    prefill(lease, [1, 2, 3])
+    assert cache.nbytes == 0
+    lease.commit([1, 2, 3], keep=3)
+    before = cache.nbytes
+    assert before >= 3 * 8
+    assert cache.evictions == 0
+    assert cache.shrink(1) == before - cache.nbytes > 0
+    assert cache.evictions > 0
+    cache.check()
+    before = cache.nbytes
+    assert cache.shrink(ALL) == before
+    assert (cache.nbytes, cache.shrink(ALL)) == (0, 0)
+    assert evaluate(cache, [1, 2, 3, 4]) == 0
+
+
+@every_kind
+def test_clearing_forgets_all_and_is_no_eviction(make_cache: MakeCache, kinds: str) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3])
+    cache.clear()
+    cache.check()
+    assert (cache.nbytes, cache.evictions) == (0, 0)
+    assert evaluate(cache, [1, 2, 3]) == 0
+
+
+@every_kind
+def test_leases_that_begin_alike_never_write_into_one_another(
+    make_cache: MakeCache, kinds: str
+) -> None:
+    cache = make_cache(kinds, 1)
+    evaluate(cache, [1, 2, 3, 4])
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5, 7]]
+    leases = [begin(cache, prompt) for prompt in prompts]
+    held = [id(layer) for lease in leases for layer in lease.kv]
+    assert len(set(held)) == len(held)
+    for lease, prompt in zip(leases, prompts, strict=True):
+        prefill(lease, prompt)
+    for lease, prompt in zip(leases, prompts, strict=True):
+        stands_for(lease, prompt)
+        lease.commit(prompt, keep=len(prompt))
+        cache.check()
+    assert evaluate(cache, [*prompts[-1], 8]) >= 5
+
+
+numbers = st.integers(0, 10_000)
+operations = st.lists(st.tuples(st.sampled_from(NAMES), numbers, numbers, numbers), max_size=40)
+
+
+@every_kind
+@settings(max_examples=40)
+@given(operations=operations, grid=st.sampled_from(GRIDS))
+def test_any_history_keeps_every_promise(
+    make_cache: MakeCache, kinds: str, operations: list[Operation], grid: int
+) -> None:
+    History(make_cache(kinds, grid), grid).play(operations)
+
+
+@every_kind
+def test_thousands_of_long_histories_keep_every_promise(make_cache: MakeCache, kinds: str) -> None:
+    """Longer than what hypothesis likes to draw, and more of them: 400 for each kind of layers."""
+    for seed in range(400):
+        drawn = drawn_from(random.Random(seed))
+        grid = GRIDS[seed % len(GRIDS)]
+        try:
+            History(make_cache(kinds, grid), grid).play(drawn)
+        except Exception as failure:
+            failure.add_note(f"seed {seed}, grid {grid}")
+            raise

@@ -1,0 +1,144 @@
+"""Long random histories of a prefix cache: whatever happens, everything is checked after it."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from app.core.ports import Lease
+from tests.engine.prefix.driving import GARBAGE, Fakes, begin, feed, stands_for
+from tests.engine.prefix.layers import FakeLayer
+
+PARALLEL = 4
+ALL = 1 << 40
+
+
+@dataclass
+class Running:
+    """A sequence in a history: `ids` grow behind the prompt, as if sampled."""
+
+    lease: Lease[FakeLayer]
+    ids: list[int]
+    pauses: list[int]
+    fed: int = 0
+
+    def feed(self, count: int) -> None:
+        """On to `count` ids more, but no further than the next pause."""
+        end = self.fed + count
+        if self.pauses:
+            end = min(end, self.pauses[0])
+        self.ids += [(7 * len(self.ids) + i) % 3 for i in range(end - len(self.ids))]
+        feed(self.lease, self.ids[self.fed : end])
+        self.fed = end
+        if self.pauses and end == self.pauses[0]:
+            self.pauses.pop(0)
+            self.lease.reached(self.ids[:end])
+
+
+# what to do, and three numbers that say how
+Operation = tuple[str, int, int, int]
+NAMES = ("begin", "feed", "feed", "reached", "commit", "cancel", "discard", "shrink", "clear")
+WEIGHTS = (8, 6, 6, 3, 5, 3, 1, 1, 0.2)
+
+
+@dataclass
+class History:
+    """Any operations in any order; everything is checked after each of them."""
+
+    cache: Fakes
+    grid: int
+    also: Callable[[], None] = lambda: None  # a policy's own checks
+    running: list[Running] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def play(self, operations: Sequence[Operation]) -> None:
+        for name, a, b, c in operations:
+            if name == "begin" and len(self.running) == PARALLEL:
+                continue
+            if name in ("begin", "shrink", "clear"):
+                getattr(self, name)(a, b, c)
+            elif self.running:
+                getattr(self, name)(self.running[a % len(self.running)], b, c)
+            self.look()
+        for running in tuple(self.running):
+            self.commit(running, 0, 0)
+            self.look()
+        self.shrink(0, 0, 0)
+        assert self.cache.nbytes == 0, "nothing is on loan and something is left"
+
+    def look(self) -> None:
+        self.cache.check()
+        self.also()
+        held = [id(layer) for running in self.running for layer in running.lease.kv]
+        assert len(set(held)) == len(held), "two leases hold one layer"
+        for running in self.running:
+            stands_for(running.lease, running.ids[: running.fed])
+
+    def begin(self, a: int, b: int, c: int) -> None:
+        # small alphabets and old prompts that go on, so that prefixes collide
+        ids = [int(digit) for digit in _ternary(b * 1009 + c)]
+        if self.prompts and a % 3:
+            earlier = self.prompts[b % len(self.prompts)]
+            ids = earlier[: len(earlier) - a % 4] + ids[: 1 + c % 6]
+        marks = sorted({1 + b % len(ids), 1 + c % len(ids)})
+        lease = begin(self.cache, ids, grid=self.grid, marks=marks, reuse=a % 11 != 0)
+        self.prompts.append(ids)
+        self.running.append(Running(lease, list(ids), list(lease.pauses), lease.cached))
+
+    def feed(self, running: Running, b: int, c: int) -> None:
+        running.feed(1 + b % 5)
+
+    def reached(self, running: Running, b: int, c: int) -> None:
+        if running.fed:
+            running.lease.reached(running.ids[: running.fed])
+
+    def commit(self, running: Running, b: int, c: int) -> None:
+        """b: whether one id more was evaluated than is known."""
+        self.running.remove(running)
+        known = running.ids[: running.fed]
+        if b % 3 == 1:
+            feed(running.lease, [GARBAGE])
+        running.lease.commit(known, keep=len(known))
+        self.prompts.append([*known, c % 3])
+
+    def cancel(self, running: Running, b: int, c: int) -> None:
+        """Somewhere in the middle; perhaps a step failed after its first layer."""
+        self.running.remove(running)
+        known = running.ids[: running.fed]
+        if b % 3 == 1:
+            known.append(c % 3)
+            running.lease.kv[0].feed(known[-1:])
+        running.lease.commit(known, keep=c % (len(known) + 1))
+
+    def discard(self, running: Running, b: int, c: int) -> None:
+        self.running.remove(running)
+        for layer in running.lease.kv[: b % 3]:
+            layer.feed([GARBAGE])
+        running.lease.discard()
+
+    def shrink(self, a: int, b: int, c: int) -> None:
+        before, evictions = self.cache.nbytes, self.cache.evictions
+        wanted = 1 + b % (2 * before + 1) if b else ALL
+        freed = self.cache.shrink(wanted)
+        assert freed == before - self.cache.nbytes
+        assert freed >= min(wanted, before) or self.running
+        assert self.cache.evictions > evictions or freed == 0 or self.running
+
+    def clear(self, a: int, b: int, c: int) -> None:
+        self.cache.clear()
+        assert self.cache.nbytes == 0
+
+
+def _ternary(number: int) -> str:
+    digits = ""
+    while number:
+        digits = str(number % 3) + digits
+        number //= 3
+    return digits or "0"
+
+
+def drawn_from(draw: random.Random) -> list[Operation]:
+    """Many of the operations that build something up, few of those that tear all down."""
+    return [
+        (name, draw.randrange(9973), draw.randrange(9973), draw.randrange(9973))
+        for name in draw.choices(NAMES, WEIGHTS, k=60)
+    ]

@@ -1,0 +1,30 @@
+"""Looking inside the radix cache: what its stores hold."""
+
+from app.engine.prefix.radix import RadixPrefixCache
+from app.engine.prefix.stores import Node
+from tests.engine.prefix.layers import FakeLayer, layers
+
+Cache = RadixPrefixCache[FakeLayer]
+
+
+def cache_of(kinds: str = "k", grid: int = 1, **options) -> Cache:
+    return RadixPrefixCache(lambda: layers(kinds), grid=grid, **options)
+
+
+def content_is_true(cache: Cache) -> None:
+    """Each node's store and checkpoint hold the ids that lead to it."""
+    paths: dict[Node[FakeLayer] | None, tuple[int, ...]] = {cache._tree.root: ()}
+    for node in cache._tree.root.subtree()[1:]:
+        path = paths[node] = (*paths[node.parent], *node.ids)
+        base = node.store.base
+        for layer in node.store.layers:
+            assert layer.ids[node.start - base : node.end - base] == node.ids
+            assert base or layer.ids[: node.end] == path
+        for layer in node.checkpoint or ():
+            assert layer.ids == path
+
+
+def positions(cache: Cache) -> int:
+    """Positions that idle stores hold, free room left out."""
+    stores = {node.store for node in cache._tree.root.subtree()[1:]}
+    return sum(store.end - store.base for store in stores if not store.live)

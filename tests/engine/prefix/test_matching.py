@@ -1,0 +1,19 @@
+"""The common prefix of ids, against the obvious loop."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.prefix.matching import common_prefix
+
+Ids = st.lists(st.integers(0, 1), max_size=20).map(tuple)
+
+
+@given(shared=Ids, a=Ids, b=Ids, at=st.integers(0, 5))
+def test_it_is_what_a_loop_would_find(
+    shared: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], at: int
+) -> None:
+    one, other = shared + a, (9,) * at + shared + b
+    expected = 0
+    while expected < min(len(one), len(other) - at) and one[expected] == other[at + expected]:
+        expected += 1
+    assert common_prefix(one, other, at) == expected

@@ -1,0 +1,267 @@
+"""The radix prefix cache: the contract of all policies, and what is its own."""
+
+import random
+import statistics
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.ports import Lease
+from app.engine.prefix.matching import common_prefix
+from tests.engine.prefix.contract import *  # noqa: F403  # the suite that every policy passes
+from tests.engine.prefix.contract import (
+    GARBAGE,
+    GRIDS,
+    History,
+    MakeCache,
+    begin,
+    drawn_from,
+    evaluate,
+    feed,
+    prefill,
+)
+from tests.engine.prefix.layers import PER_POSITION, FakeLayer
+from tests.engine.prefix.radix_content import cache_of, content_is_true, positions
+
+
+@pytest.fixture(scope="module")
+def make_cache() -> MakeCache:
+    return cache_of
+
+
+@pytest.mark.parametrize("kinds", ["k", "kwr", "r", "w"])
+def test_in_any_history_every_node_is_backed_by_what_it_stands_for(kinds: str) -> None:
+    for seed in range(1000, 1150):
+        grid = GRIDS[seed % len(GRIDS)]
+        cache = cache_of(kinds, grid, checkpoint_every=3, limit=(None, 400, 4000)[seed % 4 % 3])
+        try:
+            History(cache, grid, lambda: content_is_true(cache)).play(  # noqa: B023  # used at once
+                drawn_from(random.Random(seed))
+            )
+        except Exception as failure:
+            failure.add_note(f"seed {seed}, grid {grid}")
+            raise
+
+
+Prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 5)), max_size=20
+)
+
+
+@settings(max_examples=300)
+@given(prompts=Prompts, grid=st.sampled_from(GRIDS))
+def test_without_evictions_everything_that_was_ever_evaluated_is_found(
+    prompts: list[tuple[list[int], int]], grid: int
+) -> None:
+    """Up to five sequences overlap; what a running one has reached counts as well."""
+    cache, known = cache_of(grid=grid), list[tuple[int, ...]]()
+    running: list[tuple[Lease[FakeLayer], list[int]]] = []
+    for ids, ends in prompts:
+        lease = begin(cache, ids, grid=grid)
+        best = max((common_prefix(k, tuple(ids)) for k in known), default=0)
+        assert lease.cached == min(best, len(ids) - 1) // grid * grid
+        prefill(lease, ids)
+        known.append(tuple(ids)[: len(ids) // grid * grid])
+        running.append((lease, ids))
+        while len(running) > ends:
+            ended, its = running.pop(ends // 2)
+            ended.commit(its, keep=len(its))
+            cache.check()
+            content_is_true(cache)
+
+
+def test_a_chat_that_goes_on_is_never_copied() -> None:
+    cache = cache_of("kk")
+    ids = [1, 2, 3]
+    lease = begin(cache, ids)
+    layer = lease.kv[0]
+    for turn in range(5):
+        prefill(lease, ids)
+        lease.commit(ids, keep=len(ids))
+        ids = [*ids, 10 + turn, 20 + turn]
+        lease = begin(cache, ids)
+        assert lease.cached == len(ids) - 2
+        assert lease.kv[0] is layer
+    assert cache.nbytes == 0
+
+
+def test_the_same_prompt_again_goes_on_in_the_same_caches() -> None:
+    cache = cache_of()
+    evaluate(cache, [1, 2, 3, 4])
+    lease = begin(cache, [1, 2, 3, 4])
+    assert (lease.cached, cache.nbytes) == (3, 0)
+
+
+def test_caches_on_loan_serve_others_meanwhile() -> None:
+    cache = cache_of()
+    evaluate(cache, [1, 2, 3, 4])
+    one = begin(cache, [1, 2, 3, 4, 5])
+    two = begin(cache, [1, 2, 3, 6])
+    assert two.cached == 3
+    prefill(one, [1, 2, 3, 4, 5])
+    assert begin(cache, [1, 2, 3, 4, 5, 7]).cached == 5
+    content_is_true(cache)
+
+
+def test_what_conversations_share_is_held_once_when_they_rest() -> None:
+    cache = cache_of()
+    system = list(range(100))
+    leases = [(begin(cache, [*system, n]), [*system, n, n]) for n in range(200, 204)]
+    assert [lease.cached for lease, _ in leases] == [0] * 4, "nobody has reached anything yet"
+    for lease, ids in leases:
+        feed(lease, ids)
+        lease.reached(ids)
+    for lease, ids in leases:
+        lease.commit(ids, keep=len(ids))
+        cache.check()
+    content_is_true(cache)
+    assert positions(cache) == 100 + 4 * 2
+
+
+def test_a_running_conversation_holds_only_a_shared_prefix_twice() -> None:
+    cache = cache_of()
+    evaluate(cache, [*range(100), 1, 1, 1])
+    evaluate(cache, [*range(100), *range(200, 250)])
+    assert positions(cache) == 103 + 50
+    lease = begin(cache, [*range(100), *range(200, 251)])
+    assert lease.cached == 150
+    assert positions(cache) == 103, "its own part is backed by the running caches"
+    assert begin(cache, [*range(100), *range(200, 260)]).cached == 150
+    lease.commit([*range(100), *range(200, 250)], keep=150)
+    content_is_true(cache)
+    assert positions(cache) == 103 + 50
+
+
+def test_a_buffer_that_was_made_for_much_more_is_not_kept() -> None:
+    cache = cache_of()
+    lease = begin(cache, list(range(1000)))
+    feed(lease, range(10))
+    lease.commit(list(range(10)), keep=10)
+    assert cache.nbytes == 10 * PER_POSITION
+
+
+def test_after_such_a_buffer_the_chat_goes_on_without_copies() -> None:
+    cache = cache_of()
+    lease = begin(cache, list(range(1000)))
+    feed(lease, range(10))
+    lease.commit(list(range(10)), keep=10)
+    lease = begin(cache, list(range(12)))
+    (layer,) = lease.kv
+    prefill(lease, list(range(12)))
+    lease.commit(list(range(12)), keep=12)
+    assert begin(cache, list(range(14))).kv[0] is layer
+
+
+def test_keep_takes_nothing_back_that_was_reached() -> None:
+    cache = cache_of("kw")
+    lease = begin(cache, [1, 2, 3, 4])
+    prefill(lease, [1, 2, 3, 4])
+    lease.commit([1, 2, 3, 4], keep=2)
+    assert evaluate(cache, [1, 2, 3, 4, 5]) == 4
+
+
+def test_what_will_be_evaluated_again_is_kept_until_it_was() -> None:
+    """The last state cannot be cut back by one id, so the one before serves; then a cancel."""
+    cache = cache_of("kr")
+    evaluate(cache, [1, 2, 3, 4], marks=[2])
+    lease = begin(cache, [1, 2, 3, 4])
+    assert lease.cached == 2
+    lease.commit([1, 2], keep=2)
+    assert evaluate(cache, [1, 2, 3, 4, 5]) == 4
+
+
+def test_a_discard_leaves_what_another_sequence_has_as_well() -> None:
+    cache = cache_of()
+    one = begin(cache, [1, 2, 3, 4])
+    prefill(one, [1, 2, 3, 4])
+    two = begin(cache, [1, 2, 3, 5])
+    prefill(two, [1, 2, 3, 5])
+    one.discard()
+    cache.check()
+    content_is_true(cache)
+    three = begin(cache, [1, 2, 3, 4])
+    assert three.cached == 3
+    two.discard()
+    assert begin(cache, [1, 2, 3, 4]).cached == 0, "nobody has reached it who is not in doubt"
+
+
+def test_a_discard_takes_along_what_hangs_on_it() -> None:
+    cache = cache_of()
+    evaluate(cache, [1, 2, 3, 4])
+    evaluate(cache, [1, 2, 5, 6])
+    lease = begin(cache, [1, 2, 3, 4, 7])
+    lease.discard()
+    cache.check()
+    assert cache.nbytes == 0
+    assert begin(cache, [1, 2, 5, 6]).cached == 0
+
+
+def test_the_state_is_kept_at_the_marks_where_prompts_part() -> None:
+    cache = cache_of("kr")
+    ids = list(range(20))
+    lease = begin(cache, ids, marks=[5, 9, 12, 17])
+    assert lease.pauses == (5, 12, 17)
+    prefill(lease, ids)
+    lease.commit(ids, keep=20)
+    for marked in (5, 12, 17):
+        assert evaluate(cache, [*range(marked), 99]) == marked
+    content_is_true(cache)
+
+
+def test_where_prompts_were_seen_to_part_the_next_one_is_served() -> None:
+    cache = cache_of("kr")
+    evaluate(cache, [1, 2, 3, 4, 5])
+    lease = begin(cache, [1, 2, 3, 6, 7])
+    assert (lease.cached, lease.pauses) == (0, (3,))
+    prefill(lease, [1, 2, 3, 6, 7])
+    lease.commit([1, 2, 3, 6, 7], keep=5)
+    assert evaluate(cache, [1, 2, 3, 8]) == 3
+
+
+def test_long_prompts_leave_a_state_every_so_often() -> None:
+    cache = cache_of("kr", checkpoint_every=10)
+    lease = begin(cache, list(range(35)))
+    assert lease.pauses == (10, 20, 30)
+    prefill(lease, list(range(35)))
+    lease.discard()
+    assert begin(cache_of("k", checkpoint_every=10), list(range(35))).pauses == ()
+
+
+def test_on_a_grid_pauses_are_on_it_and_the_last_one_always_is_there() -> None:
+    cache = cache_of("kr", grid=4)
+    ids = list(range(19))
+    lease = begin(cache, ids, grid=4, marks=[6, 11])
+    assert lease.pauses == (4, 8, 16)
+    prefill(lease, ids)
+    feed(lease, [GARBAGE])
+    lease.commit(ids, keep=19)
+    assert begin(cache, [*ids, 19, 20], grid=4).cached == 16
+
+
+def test_a_window_that_has_not_slid_is_cut_back_to_where_prompts_part() -> None:
+    cache = cache_of("kw")  # a window of four
+    evaluate(cache, [1, 2, 3, 4])
+    assert evaluate(cache, [1, 2, 5]) == 2
+    evaluate(cache, [6, 7, 8, 9, 10, 11])
+    assert evaluate(cache, [6, 7, 8, 12]) == 0
+
+
+IDS = 32_000
+
+
+def test_a_lookup_takes_no_longer_than_comparing_the_prompt() -> None:
+    """Ten conversations of 32,000 ids: under 5 ms, mostly for slices that differ at their end."""
+    cache, shared = cache_of(), list(range(IDS // 2))
+    prompts = [[*shared, *range(100_000 * n, 100_000 * n + IDS // 2)] for n in range(1, 11)]
+    for prompt in prompts:
+        evaluate(cache, prompt)
+    taken: list[float] = []
+    for prompt in prompts:
+        wanted = [*(int(str(n)) for n in prompt[:-2]), -1, -1]  # the same numbers, other objects
+        start = time.perf_counter()
+        _, matched = cache._tree.walk(tuple(wanted))
+        taken.append(time.perf_counter() - start)
+        assert matched == IDS - 2
+    assert statistics.median(taken) < 0.005
