@@ -8,30 +8,29 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import get_args
 
 from app.core.errors import AppError
-from app.core.settings import MEBIBYTE, Settings
+from app.core.settings import MEBIBYTE, CachePolicy, Settings
+
+GIBIBYTE = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 with one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    """The exit status: 0, or 1 with one line on stderr. Bad options exit at once, with 2."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        settings = _settings(arguments)
+    except AppError as error:
+        parser.error(error.message)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    settings = Settings(
-        model=arguments.model,
-        host=arguments.host,
-        port=arguments.port,
-        cors_origins=tuple(arguments.cors_origin),
-        cache=arguments.cache,
-        exact=arguments.exact,
-        prefill_chunk=arguments.prefill_chunk,
-        max_body=int(arguments.max_body * MEBIBYTE),
-        keep_alive=arguments.keep_alive,
-    )
+    # ours only: what libraries say at that level drowns it
+    logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else logging.NOTSET)
     from app.server import serve
 
     try:
@@ -41,6 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _settings(arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        cors_origins=tuple(arguments.cors_origin),
+        parallel=arguments.parallel,
+        max_queue=arguments.max_queue,
+        context=arguments.context,
+        context_shift=arguments.context_shift,
+        memory=None if arguments.memory is None else int(arguments.memory * GIBIBYTE),
+        cache=arguments.cache,
+        multi_user=arguments.multi_user,
+        exact=arguments.exact,
+        prefill_chunk=arguments.prefill_chunk,
+        watchdog=arguments.watchdog,
+        max_body=int(arguments.max_body * MEBIBYTE),
+        keep_alive=arguments.keep_alive,
+        debug=arguments.debug,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlxrunner", description="Serve a language model from your own machine on Apple's MLX."
@@ -48,7 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve one model over HTTP")
-    default = Settings()
+    _add_place(serve, Settings())
+    _add_engine(serve, Settings())
+    _add_limits(serve, Settings())
+    return parser
+
+
+def _add_place(serve: argparse.ArgumentParser, default: Settings) -> None:
+    """What is served, where, to whom."""
     serve.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model folder (default: the built-in model)"
     )
@@ -62,8 +90,46 @@ def _parser() -> argparse.ArgumentParser:
         help="a web page origin that may call this server, such as https://chat.example.org; "
         "may be given again (pages on loopback always may)",
     )
+
+
+def _add_engine(serve: argparse.ArgumentParser, default: Settings) -> None:
+    """How the engine uses the device."""
     serve.add_argument(
-        "--cache", choices=["single"], default=default.cache, help="prefix cache (%(default)s)"
+        "--parallel",
+        type=_whole(1),
+        metavar="N",
+        help="requests that run at once (default: what suits memory and device)",
+    )
+    serve.add_argument(
+        "--context",
+        type=_whole(2),
+        metavar="TOKENS",
+        help="longest prompt and answer together (default: what the model was made for)",
+    )
+    serve.add_argument(
+        "--context-shift",
+        action="store_true",
+        help="a full context goes on without its older half, and prompts that are too long lose "
+        "their middle; needs --cache slots",
+    )
+    serve.add_argument(
+        "--memory",
+        type=_amount,
+        metavar="GIB",
+        help="weights, caches and working space together, in GiB, such as 6 or 6.5 "
+        "(default: what suits the device)",
+    )
+    serve.add_argument(
+        "--cache",
+        choices=get_args(CachePolicy),
+        default=default.cache,
+        help="prefix cache: the last conversation, one for each place, or a tree of all "
+        "(default: single with --parallel 1, else radix)",
+    )
+    serve.add_argument(
+        "--multi-user",
+        action="store_true",
+        help="slots serve prompts that share a beginning with a busy one; needs --cache slots",
     )
     serve.add_argument(
         "--exact",
@@ -72,10 +138,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--prefill-chunk",
-        type=_tokens,
+        type=_whole(1),
         metavar="TOKENS",
         help="prompt tokens per step; a cancellation waits for one step at most "
         "(default: 128 on a CPU, else 512)",
+    )
+
+
+def _add_limits(serve: argparse.ArgumentParser, default: Settings) -> None:
+    """What is refused, and what is told."""
+    serve.add_argument(
+        "--max-queue",
+        type=_whole(0),
+        default=default.max_queue,
+        metavar="N",
+        help="requests that may wait for a place; one more is refused with 429 (%(default)s)",
+    )
+    serve.add_argument(
+        "--watchdog",
+        type=_amount,
+        default=default.watchdog,
+        metavar="SECONDS",
+        help="silence of a busy engine after which /health reports it (%(default)g)",
     )
     serve.add_argument(
         "--max-body",
@@ -91,7 +175,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="silence on a stream after which a comment is sent (%(default)g)",
     )
-    return parser
+    serve.add_argument(
+        "--debug",
+        action="store_true",
+        help="log what helps to find a fault; the log then holds pieces of prompts",
+    )
 
 
 def _port(text: str) -> int:
@@ -101,11 +189,14 @@ def _port(text: str) -> int:
     return port
 
 
-def _tokens(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return count
+def _whole(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:  # named as argparse should call it where `int` raises
+        count = int(text)
+        if count < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more")
+        return count
+
+    return integer
 
 
 def _amount(text: str) -> float:

@@ -5,9 +5,10 @@ Cancellation has one place: leaving `open` leaves the submission, which cancels 
 """
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import assert_never
 
@@ -17,16 +18,32 @@ from app.core.files import Json, ModelFiles
 from app.core.jobs import Ended, Job, Prefilled, Started, Token
 from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
 from app.core.requests import Conversation, GenerateRequest, Sampling, SamplingValue
+from app.core.room import Room
+from app.core.settings import Settings
+from app.core.shift import kept, truncated
 from app.text.answer import Answer
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer, stop_ids
+
+log = logging.getLogger(__name__)
+
+# What a context shift never discards where the request does not say: the first tokens, to which
+# attention clings whatever they are (Xiao et al. 2023, arXiv:2309.17453; Ollama's num_keep is 4).
+KEEP = 4
+
+# An answer that may outgrow its context needs another end: so many contexts, as in Ollama.
+SHIFTED_CONTEXTS = 10
+
+# tokens of text that a log line shows on each side of a place
+_AROUND = 8
 
 
 class Generation:
     """Implements `Generate` for one model."""
 
-    def __init__(self, files: ModelFiles, runner: Runner) -> None:
+    def __init__(self, files: ModelFiles, runner: Runner, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES) when tokenizer or template are broken."""
+        self._settings = settings
         self._files = files
         self._runner = runner
         self._tokenizer = Tokenizer.load(files)
@@ -45,9 +62,9 @@ class Generation:
                 param="model",
             )
         # a long prompt, or a long stop string, takes a while: the event loop must not
-        job, answer = await asyncio.to_thread(self._prepare, request)
+        job, answer = await asyncio.to_thread(self._prepare, request, self._room())
         async with self._runner.submit(job) as submission:
-            yield _events(submission, job, answer, arrived)
+            yield _events(submission, job, answer, arrived, self._note_start)
 
     async def tokenize(self, text: str) -> Sequence[int]:
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True)
@@ -56,21 +73,28 @@ class Generation:
         return await asyncio.to_thread(self._tokenizer.decode_verbatim, ids)
 
     def models(self) -> Sequence[ModelCard]:
-        files = self._files
-        return [
-            ModelCard(id=files.name, created=files.created, context_length=files.context_length)
-        ]
+        files, context = self._files, self._room().context
+        return [ModelCard(id=files.name, created=files.created, context_length=context)]
 
     def status(self) -> RunnerStatus:
         return self._runner.status()
 
-    def _prepare(self, request: GenerateRequest) -> tuple[Job, Answer]:
-        job = self._job(request)
+    def _room(self) -> Room:
+        return Room(
+            model=self._files.context_length,
+            asked=self._settings.context,
+            capacity=self._runner.status().capacity,
+        )
+
+    def _prepare(self, request: GenerateRequest, room: Room) -> tuple[Job, Answer]:
+        job = self._job(request, room)
         return job, Answer(self._tokenizer, prompt=job.ids, stops=request.stop)
 
-    def _job(self, request: GenerateRequest) -> Job:
-        ids = self._ids(request)
-        room = self._files.context_length - len(ids)
+    def _job(self, request: GenerateRequest, room: Room) -> Job:
+        ids = self._ids(request, room)
+        keep = self._keep(request, ids)
+        if self._settings.context_shift:
+            ids = truncated(ids, context=room.context, keep=keep)
         sampling = Sampling.layered(self._defaults, request.sampling)
         for token, _ in sampling.logit_bias:
             self._check_id(token, "logit_bias")
@@ -78,45 +102,59 @@ class Generation:
             id=uuid.uuid4().hex,
             ids=tuple(ids),
             sampling=sampling,
-            max_tokens=room if request.max_tokens is None else min(request.max_tokens, room),
+            max_tokens=self._max_tokens(request, room.context, len(ids)),
             stop_ids=self._stop_ids,
             top_logprobs=request.top_logprobs,
+            reuse=request.reuse,
+            grammar=request.grammar,
+            keep=kept(keep, length=len(ids), context=room.context),
         )
 
-    def _ids(self, request: GenerateRequest) -> Sequence[int]:
-        """The prompt's ids: at least one, and so few that one more fits the context."""
+    def _keep(self, request: GenerateRequest, ids: Sequence[int]) -> int:
+        """As `kept` reads it. Who counts tokens of a text does not count the one that begins it."""
+        keep = KEEP if request.keep is None else request.keep
+        begun = ids[0] == self._tokenizer.bos
+        return keep + begun if keep >= 0 else keep
+
+    def _max_tokens(self, request: GenerateRequest, context: int, prompt: int) -> int:
+        if self._settings.context_shift:
+            return request.max_tokens or SHIFTED_CONTEXTS * context
+        left = context - prompt
+        return left if request.max_tokens is None else min(request.max_tokens, left)
+
+    def _ids(self, request: GenerateRequest, room: Room) -> Sequence[int]:
+        """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
+        fits the context."""
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         match request.prompt:
             case Conversation(messages=messages):
                 text = self._template.render(messages)
-                return self._encode(text, param, add_special=not self._template.complete)
+                return self._encode(text, param, room, add_special=not self._template.complete)
             case str(text):
-                return self._encode(text, param, add_special=True)
+                return self._encode(text, param, room, add_special=True)
             case ids:
                 for token in ids:
                     self._check_id(token, param)
-                return self._fitting(ids, param)
+                return self._fitting(ids, param, room)
 
-    def _encode(self, text: str, param: str, *, add_special: bool) -> Sequence[int]:
-        text, whole = self._tokenizer.enough_of(text, self._files.context_length), text
+    def _encode(self, text: str, param: str, room: Room, *, add_special: bool) -> Sequence[int]:
+        whole = text
+        if not self._settings.context_shift:  # else the end counts, however long the text is
+            text = self._tokenizer.enough_of(whole, room.context)
         ids = self._tokenizer.encode(text, add_special=add_special)
-        return self._fitting(ids, param, more=len(text) < len(whole))
+        return self._fitting(ids, param, room, more=len(text) < len(whole))
 
-    def _fitting(self, ids: Sequence[int], param: str, *, more: bool = False) -> Sequence[int]:
+    def _fitting(
+        self, ids: Sequence[int], param: str, room: Room, *, more: bool = False
+    ) -> Sequence[int]:
         """more: the prompt goes on behind these ids."""
-        context = self._files.context_length
         if not ids:
             raise AppError(
                 Kind.INVALID, "the prompt has no tokens: there is nothing to continue", param=param
             )
-        if len(ids) >= context:
-            raise AppError(
-                Kind.CONTEXT_LENGTH,
-                f"the prompt has {'more than ' if more else ''}{len(ids)} tokens, but the model's "
-                f"context is {context} tokens, of which at least one is needed for the answer: "
-                "shorten the prompt",
-                param=param,
-            )
+        if len(ids) >= room.context and not self._settings.context_shift:
+            has = f"the prompt has {'more than ' if more else ''}{len(ids)} tokens"
+            raise AppError(Kind.CONTEXT_LENGTH, f"{has}, {room.refusal(len(ids))}", param=param)
         return ids
 
     def _check_id(self, token: int, param: str) -> None:
@@ -127,6 +165,29 @@ class Generation:
                 f"{self._files.vocab_size - 1}",
                 param=param,
             )
+
+    def _note_start(self, job: Job, started: Started) -> None:
+        """Why the prefix cache served no more, for whoever looks for it. The only place where text
+        of a prompt gets into the log, and only with --debug."""
+        if not self._settings.debug:
+            return
+        served = f"{job.id}: {started.cached} of {len(job.ids)} prompt tokens were cached"
+        miss = started.miss
+        if miss is None:
+            log.debug("%s", served)
+            return
+        log.debug(
+            "%s (%s at %d): behind %r the prompt goes on %r, and what is cached %r",
+            served,
+            miss.reason,
+            miss.at,
+            self._shown(job.ids[max(0, miss.at - _AROUND) : miss.at]),
+            self._shown(job.ids[miss.at : miss.at + _AROUND]),
+            self._shown(miss.had[:_AROUND]),
+        )
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._tokenizer.token_text, ids))
 
 
 def sampling_defaults(generation_config: Json) -> Mapping[str, SamplingValue]:
@@ -157,13 +218,18 @@ def _recommended(config: Json) -> Iterator[tuple[str, SamplingValue]]:
 
 
 async def _events(
-    submission: Submission, job: Job, answer: Answer, arrived: int
+    submission: Submission,
+    job: Job,
+    answer: Answer,
+    arrived: int,
+    note_start: Callable[[Job, Started], None],
 ) -> AsyncIterator[Event]:
     """Updates of a job → events. Ends with Finish, or raises AppError(ENGINE)."""
     clock = _Clock(arrived)
     async for update in submission:
         match update:
             case Started():
+                note_start(job, update)
                 clock.started = update.at
                 clock.cached = update.cached
                 yield Progress(done=update.cached, total=len(job.ids))

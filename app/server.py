@@ -34,7 +34,7 @@ def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
     files = store.resolve(settings.model)
     runner = LocalRunner(settings)
-    generation = Generation(files, runner)
+    generation = Generation(files, runner, settings)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     failures: list[AppError] = []
 

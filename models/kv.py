@@ -91,10 +91,14 @@ def rounded(length: int) -> int:
 def grown(buffer: mx.array | None, like: mx.array, length: int, capacity: int) -> mx.array:
     """A buffer with room for `capacity` positions, whose first `length` are those of `buffer`."""
     batch, heads, _, dim = like.shape
-    room = mx.zeros((batch, heads, capacity - length, dim), like.dtype)
+    room = capacity - length
     if buffer is None or length == 0:
-        return room
-    return mx.concatenate([buffer[..., :length, :], room], axis=2)
+        return mx.zeros((batch, heads, room, dim), like.dtype)
+    # what is in free room is never read: anything will do, and a view costs no memory
+    filler = buffer[..., :room, :]
+    if room > buffer.shape[2]:
+        filler = mx.zeros((batch, heads, room, dim), like.dtype)
+    return mx.concatenate([buffer[..., :length, :], filler], axis=2)
 
 
 class Buffers:

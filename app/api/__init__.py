@@ -10,14 +10,16 @@ from importlib import import_module
 from starlette.routing import BaseRoute
 
 from app.api import dialects, meta
+from app.api.metrics import Metrics
 from app.core.ports import Generate
 from app.core.settings import Settings
 
 
 def routes(generate: Generate, settings: Settings) -> list[BaseRoute]:
-    found: list[BaseRoute] = list(meta.routes(generate))
+    metrics = Metrics(generate)
+    found: list[BaseRoute] = [*meta.routes(generate, settings), *metrics.routes()]
     for module in pkgutil.iter_modules(dialects.__path__):
         dialect = import_module(f"{dialects.__name__}.{module.name}")
         if hasattr(dialect, "routes"):
-            found += dialect.routes(generate, settings)
+            found += dialect.routes(metrics.measured, settings)
     return found

@@ -98,9 +98,15 @@ MANNERS: Mapping[Kind, Manner] = {
     Kind.MEDIA_TYPE: Manner(415, "invalid_request_error", "unsupported_media_type"),
     Kind.TOO_LARGE: Manner(413, "invalid_request_error", "request_too_large"),
     Kind.LOADING: Manner(503, "api_error", "model_loading"),
+    # OpenAI's words for "too much at the moment"; vLLM answers 503, which means "not at all"
+    Kind.BUSY: Manner(429, "rate_limit_error", "server_busy"),
     Kind.ENGINE: Manner(500, "api_error", "engine_error"),
     Kind.MODEL_FILES: Manner(500, "api_error", "bad_model_files"),
 }
+
+
+# What trying again helps against. The SDKs obey the Retry-After that these are told with.
+PASSING = frozenset({Kind.LOADING, Kind.BUSY})
 
 
 def envelope(error: AppError) -> JsonObject:
@@ -128,8 +134,10 @@ def problem_reply(
     error: AppError, *, status: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """The envelope with the status of its kind, or with another one."""
-    # One second is what a client that polls us would wait anyway; the SDKs obey it.
-    told = {"Retry-After": "1"} if error.kind is Kind.LOADING else {}
+    wait = error.retry_after
+    if wait is None and error.kind in PASSING:
+        wait = 1  # what a client that polls us would wait anyway
+    told = {} if wait is None else {"Retry-After": str(wait)}
     return json_reply(
         envelope(error), status or MANNERS[error.kind].status, {**told, **(headers or {})}
     )

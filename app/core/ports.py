@@ -49,7 +49,7 @@ class Runner(Protocol):
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
         """Leaving the context early cancels the job, within one prefill chunk or two steps.
         Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it, AppError(BUSY)
-        when too many wait already."""
+        when too many wait already, AppError(INVALID) for a grammar that cannot be followed."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -200,12 +200,13 @@ class PrefixCache(Protocol[Layer_co]):
     """Remembers what was evaluated, so that a prompt which begins the same way skips it."""
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
     ) -> Lease[Layer_co]:
-        """Caches for a prompt, with room for it. At least one id is always left to evaluate.
+        """Caches for a prompt. At least one id is always left to evaluate.
 
         marks: positions, ascending, where prompts often part: the ends of turns. reuse: False
-        serves nothing that is cached (and still remembers what this prompt will leave).
+        serves nothing that is cached (and still remembers what this prompt will leave). room:
+        positions to make room for, if that is more than the prompt and one id take.
         """
         ...
 

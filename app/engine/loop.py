@@ -1,30 +1,34 @@
 """The generation loop: admit, prefill, decode, sample, report.
 
-Knows: the model as a function, sequences, layer caches, the clock. Must not know: threads, text,
-HTTP. Runs on one thread, which its owner provides; nothing here is shared.
+Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. Runs on
+one thread, which its owner provides; nothing here is shared.
 
 One step:
 
-    collect   wait for the prompt chunk that the last step dispatched
-    admit     take waiting jobs, lease caches for them
+    collect   wait for the prompt chunks that the last step dispatched
+    admit     take waiting sequences, lease caches for them
     decode    dispatch token n+1 of every decoding sequence, though n has not been read yet
     prefill   dispatch the next chunk of prompts; the last chunk samples the first token
-    read      take the value of token n, which the device finished meanwhile
+    read      take the values of tokens n, which the device finished meanwhile
+    sample    where a grammar must know token n: draw n+1 now, from the logits dispatched above
 
 So the device always has work while Python reads, reports and builds. The price is one evaluated
 token too many behind an end-of-sequence id; it is recorded as evaluated, which keeps caches true.
+
+A step that fails ends only the sequences it belongs to. Where that is not known, because several
+decoded together, all of them begin again, each on its own until it has passed a step.
 """
 
 import logging
-import secrets
 import time
-from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import cast
 
 import mlx.core as mx
 
 from app.core.jobs import (
+    Capacity,
     Ended,
     EndReason,
     EngineStats,
@@ -35,24 +39,39 @@ from app.core.jobs import (
     Token,
     Update,
 )
-from app.core.ports import PrefixCache
-from app.engine.sampler import RowState, sample
-from app.engine.scheduler import Limits, admissions, prefill_shares
-from app.engine.sequence import Pending, Sequence
+from app.core.ports import PrefixCache, ShiftingLease
+from app.engine.batch import Batch, Drawn, Pending, Scored, pending_tokens
+from app.engine.books import Books
+from app.engine.grammar import GrammarError, Matcher
+from app.engine.memory import Memory
+from app.engine.roster import Roster
+from app.engine.scheduler import Limits, prefill_shares
+from app.engine.sequence import Sequence
+from app.engine.tally import Tally
 from models.base import Model
 from models.kv import LayerCache
 
 log = logging.getLogger(__name__)
 
-# decode steps between two returns of free buffers to the system (mlx-lm and Ollama use 256)
-CLEAR_EVERY = 256
+# sampled tokens of a sequence between two looks of the prefix cache at it
+SHOW_EVERY = 64
+
+# layer caches, start, end -> whether these positions have been forgotten
+Shift = Callable[[Ids[LayerCache], int, int], bool]
 
 _FAILED = "the engine failed on this request"
+_UNSOUND = "the model's output was not a number: its weights or its format may be damaged"
+_RULED_OUT = "the model's output was not a number, or ruled out all that the grammar allows"
 
 
 class Loop:
     """model, prefix: owned from now on. vocab: ids that may be sampled or biased, 0 to vocab-1.
-    exact: cache only what was prefilled, never what was decoded (other kernels, other bits)."""
+    context: positions that a sequence may have. exact: cache only what was prefilled, never what
+    was decoded (other kernels, other bits). shift: what makes layers forget positions (see
+    `Model.shift`), for sequences that may outgrow their context; needs leases that can `shift`.
+
+    on_stage: told in words what begins now; for whoever watches that the engine turns.
+    """
 
     def __init__(
         self,
@@ -61,218 +80,263 @@ class Loop:
         *,
         vocab: int,
         limits: Limits,
+        memory: Memory,
+        context: int,
         exact: bool = False,
+        shift: Shift | None = None,
     ) -> None:
-        self._model = model
-        self._prefix = prefix
+        books = Books(memory, prefix, context=context, parallel=limits.running)
+        self.capacity: Capacity = books.capacity
+        self.on_stage: Callable[[str], None] = lambda _: None
+        self._batch = Batch(model)
+        self._roster = Roster(prefix, books, limits)
         self._vocab = vocab
         self._limits = limits
+        self._context = context
         self._exact = exact
-        self._waiting: deque[Job] = deque()
-        self._running: list[Sequence] = []
+        self._shift = shift
         self._in_flight: list[Sequence] = []  # prompt chunks that the device works on
+        self._scored: list[Scored] = []  # to be sampled in this step
+        self._pending: list[Pending] = []
         self._updates: list[Update] = []
-        self._decoded = 0
-        self._cached_tokens = self._prefilled_tokens = self._generated_tokens = 0
+        self._tally = Tally()
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running and not self._updates
+        return not (self._roster.waiting or self._roster.running or self._updates)
 
-    def submit(self, job: Job) -> None:
-        self._waiting.append(job)
+    def submit(self, job: Job, matcher: Matcher | None = None) -> None:
+        """matcher: the job's grammar, compiled; owned from now on."""
+        self._roster.add(Sequence(job, vocab=self._vocab, matcher=matcher))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """End a job now; unknown ones have ended already. keep: cache only this many of its
         sampled tokens."""
-        for waiting in self._waiting:
-            if waiting.id == job:
-                self._waiting.remove(waiting)
-                self._report_end(job, "cancelled")
-                return
-        for sequence in self._running:
-            if sequence.job.id == job:
-                self._end(sequence, "cancelled", keep=keep)
-                return
+        sequence = self._roster.find(job)
+        if sequence is not None:
+            self._end(sequence, "cancelled", keep=keep)
 
     def step(self) -> Step:
         """One turn. Returns what happened; never raises for what a job can bring about."""
         try:
-            self._collect_chunk()
+            self._collect_chunks()
             self._admit()
-            reading = self._dispatch_decodes()
+            reading, self._pending = self._pending, []
+            self._dispatch_decodes(reading)
             self._dispatch_prefills()
-            for sequence, pending in reading:
-                self._read(sequence, pending)
+            self._read(reading)
+            self._sample_scored()
         except Exception:
             log.exception("a step failed; the sequences in it are lost")
-            self._fail(list(self._running))
+            self._scored = []
+            for sequence in list(self._roster.running):
+                self._fail(sequence)
+        self._tally.steps += 1
         updates, self._updates = tuple(self._updates), []
         return Step(updates=updates, stats=self.stats())
 
     def stats(self) -> EngineStats:
-        return EngineStats(
+        return self._tally.stats(
             memory=mx.get_active_memory() + mx.get_cache_memory(),
-            running=len(self._running),
-            waiting=len(self._waiting),
-            cached_tokens=self._cached_tokens,
-            prefilled_tokens=self._prefilled_tokens,
-            generated_tokens=self._generated_tokens,
-            prefix_bytes=self._prefix.nbytes,
+            running=len(self._roster.running),
+            waiting=len(self._roster.waiting),
+            evictions=self._roster.evictions,
+            ledger=self._roster.ledger(),
         )
 
     def check(self) -> None:
-        """Assert what must hold when nothing runs."""
-        self._prefix.check()
+        """Assert what must hold between two steps."""
+        self._roster.check()
 
     def _admit(self) -> None:
-        count = admissions(
-            waiting=len(self._waiting), running=len(self._running), limits=self._limits
-        )
-        for _ in range(count):
-            job = self._waiting.popleft()
+        while (sequence := self._roster.next()) is not None:
+            self.on_stage("looking up a prompt")
+            first = not sequence.started
             try:
-                self._start(job)
+                if not self._roster.start(sequence):
+                    return
             except Exception:
                 log.exception("a job could not be started")
-                self._report_end(job.id, "error", _FAILED)
+                self._fail(sequence)
+                continue
+            if first:
+                self._report_start(sequence)
 
-    def _start(self, job: Job) -> None:
-        seed = job.sampling.seed if job.sampling.seed is not None else secrets.randbits(63)
-        row = RowState(job.sampling, seed=seed, prompt=job.ids, vocab=self._vocab)
-        lease = self._prefix.begin(job.ids)
-        self._running.append(Sequence(job, lease, row))
-        self._cached_tokens += lease.cached
-        self._updates.append(Started(job=job.id, cached=lease.cached, at=_now()))
-        left = len(job.ids) - lease.cached
-        log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
+    # prompts
 
-    def _collect_chunk(self) -> None:
-        chunks = [s for s in self._in_flight if s in self._running]
-        self._in_flight = []
-        if not chunks:
-            return
-        mx.eval([s.state() for s in chunks])
-        mx.clear_cache()
+    def _collect_chunks(self) -> None:
+        chunks, self._in_flight = self._in_flight, []
         for sequence in chunks:
-            self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
+            if not sequence.running:
+                continue
+            self.on_stage("waiting for a prompt chunk")
+            try:
+                if sequence.unread:
+                    mx.eval(sequence.state())
+                sequence.lease.reached(sequence.ids[: sequence.evaluated])
+            except Exception:
+                log.exception("a prompt could not be evaluated")
+                self._fail(sequence)
+                continue
+            if sequence.unread and not sequence.sampled:
+                self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
 
     def _dispatch_prefills(self) -> None:
-        prefilling = [s for s in self._running if s.unread]
-        shares = prefill_shares([s.unread for s in prefilling], self._limits)
+        decoding = sum(len(group.sequences) for group in (*self._pending, *self._scored))
+        prefilling = [s for s in self._roster.running if s.unread and not s.pending]
+        shares = prefill_shares([s.unread for s in prefilling], self._limits, decoding=decoding)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share == 0:
                 continue
             try:
-                self._prefill(sequence, share)
+                self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
             except Exception:
                 log.exception("a prompt could not be evaluated")
-                self._fail([sequence])
+                self._fail(sequence)
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        start = sequence.evaluated
-        tokens = mx.array([sequence.job.ids[start : start + count]])
-        hidden = self._model(tokens, sequence.kv)
-        sequence.evaluated += count
-        self._prefilled_tokens += count
+        self.on_stage(f"prefill of {count} tokens behind {sequence.evaluated}")
+        scored = self._batch.prefill(sequence, count)
+        self._tally.prefilled += count
+        self._in_flight.append(sequence)
         if sequence.unread:
             mx.async_eval(sequence.state())
-            self._in_flight.append(sequence)
         else:
-            self._sample([sequence], hidden[:, -1])
+            self._pending.append(self._batch.sample(scored))
 
-    def _dispatch_decodes(self) -> list[tuple[Sequence, Pending]]:
-        """Dispatch the successor of every pending token; return the pending ones, to be read."""
-        reading = [(s, s.pending) for s in self._running if s.pending is not None]
-        growing = list[Sequence]()
-        last = list[mx.array]()
-        for sequence, pending in reading:
-            sequence.pending = None
-            if not sequence.wants_another:
+    # answers
+
+    def _dispatch_decodes(self, reading: Ids[Pending]) -> None:
+        """Dispatch the successor of every pending token."""
+        self._tally.preemptions += self._roster.make_way()
+        self._shift_contexts()
+        # who was shifted and has to evaluate all of it again is no decoding one any more
+        growing = [
+            s
+            for group in reading
+            for s in group.sequences
+            if s.running and s.wants_another and not s.unread
+        ]
+        together = [s for s in growing if not s.suspect]
+        for batch in (together, *([s] for s in growing if s.suspect)):
+            if batch:
+                self._decode(batch, reading)
+
+    def _shift_contexts(self) -> None:
+        """Sequences that fill their context go on with less of it, where that is wanted. The ids of
+        those whose layers cannot shift become a prompt again."""
+        if self._shift is None:
+            return
+        for sequence in self._roster.running:
+            if sequence.evaluated >= self._context and not sequence.unread:
+                lease = cast(ShiftingLease[LayerCache], sequence.lease)
+                left = lease.shift(sequence.ids, keep=sequence.job.keep, remove=self._shift)
+                sequence.ids, sequence.evaluated = list(left.ids), left.evaluated
+
+    def _decode(self, batch: Ids[Sequence], reading: Ids[Pending]) -> None:
+        self.on_stage(f"decode of {len(batch)} sequences")
+        try:
+            scored = self._batch.decode(batch, pending_tokens(reading, batch))
+            if scored.constrained:
+                mx.async_eval(scored.logits)
+                self._scored.append(scored)
+            else:
+                self._pending.append(self._batch.sample(scored))
+        except Exception:
+            log.exception("a decode step of %d sequences failed", len(batch))
+            self._blame(batch)
+            return
+        if len(batch) == 1:
+            batch[0].suspect = False
+
+    def _blame(self, batch: Ids[Sequence]) -> None:
+        """One of them failed, and took the caches of all with it. A lone one is the culprit;
+        several begin again, each for itself."""
+        if len(batch) == 1:
+            self._fail(batch[0])
+            return
+        for sequence in reversed(batch):
+            self._batch.forget(sequence)
+            sequence.discard()
+            sequence.suspect = True
+            self._roster.park(sequence)
+
+    def _read(self, groups: Ids[Pending]) -> None:
+        self.on_stage("waiting for tokens")
+        for group in groups:
+            try:
+                values = group.read()
+            except Exception:
+                log.exception("tokens of %d sequences could not be read", len(group.sequences))
+                self._blame([s for s in group.sequences if s.running])
                 continue
-            sequence.row.saw(pending.token, sequence.ids)
-            last.append(self._model(pending.token.reshape(1, 1), sequence.kv)[:, -1])
-            sequence.evaluated += 1
-            growing.append(sequence)
-        if growing:
-            self._sample(growing, mx.concatenate(last))
-        return reading
+            for sequence, drawn in zip(group.sequences, values, strict=True):
+                if self._roster.has(sequence):
+                    self._take(sequence, drawn)
 
-    def _sample(self, sequences: Ids[Sequence], hidden: mx.array) -> None:
-        """hidden: [B, D], the last position of each. Leaves each a pending token."""
-        asked = [s.job.top_logprobs for s in sequences if s.job.top_logprobs is not None]
-        sampled = sample(
-            self._model.logits(hidden),
-            [s.row for s in sequences],
-            top_logprobs=max(asked) if asked else None,
-        )
-        for row, sequence in enumerate(sequences):
-            wants = sequence.job.top_logprobs
-            sequence.pending = Pending(
-                token=sampled.tokens[row],
-                logprob=None if wants is None else _row(sampled.logprobs, row),
-                top_ids=_row(sampled.top_ids, row, wants) if wants else None,
-                top_logprobs=_row(sampled.top_logprobs, row, wants) if wants else None,
-            )
-        mx.async_eval([s.pending.arrays() for s in sequences if s.pending is not None])
+    def _sample_scored(self) -> None:
+        """Nobody is here who has ended, or begun again, since the logits were dispatched."""
+        groups, self._scored = self._scored, []
+        for scored in (group.running() for group in groups):
+            try:
+                if scored.sequences:
+                    self._pending.append(self._batch.sample(scored))
+            except Exception:
+                log.exception("%d sequences could not be sampled", len(scored.sequences))
+                self._blame(scored.sequences)
 
-    def _read(self, sequence: Sequence, pending: Pending) -> None:
-        token = cast(int, pending.token.item())
+    def _take(self, sequence: Sequence, drawn: Drawn) -> None:
+        job = sequence.job
+        if not drawn.sound:
+            self._fail(sequence, _UNSOUND if sequence.matcher is None else _RULED_OUT)
+            return
         if sequence.sampled == 0:
-            self._updates.append(Prefilled(job=sequence.job.id, done=len(sequence.job.ids)))
-        sequence.ids.append(token)
-        if token in sequence.job.stop_ids:
+            self._updates.append(Prefilled(job=job.id, done=len(job.ids)))
+        try:
+            sequence.add(drawn.token)
+        except GrammarError as error:
+            self._fail(sequence, f"the answer could not follow its grammar further: {error}")
+            return
+        if drawn.token in job.stop_ids:
             self._end(sequence, "stop")
             return
         self._updates.append(
-            Token(
-                job=sequence.job.id,
-                id=token,
-                at=_now(),
-                logprob=None if pending.logprob is None else cast(float, pending.logprob.item()),
-                top=_pairs(pending),
-            )
+            Token(job=job.id, id=drawn.token, at=_now(), logprob=drawn.logprob, top=drawn.top)
         )
-        self._generated_tokens += 1
-        self._decoded += 1
-        if self._decoded % CLEAR_EVERY == 0:
-            mx.clear_cache()
-        if sequence.sampled == sequence.job.max_tokens:
+        self._tally.generated += 1
+        if sequence.complete:
+            self._end(sequence, "stop")
+        elif sequence.sampled == job.max_tokens:
             self._end(sequence, "length")
+        elif sequence.running and not self._exact and sequence.sampled % SHOW_EVERY == 0:
+            sequence.lease.reached(sequence.ids[: sequence.evaluated])
+
+    # beginnings and ends
+
+    def _report_start(self, sequence: Sequence) -> None:
+        job, lease = sequence.job, sequence.lease
+        self._tally.lookup(lease.cached, lease.miss)
+        self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
+        left = len(job.ids) - lease.cached
+        log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
 
     def _end(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
-        self._running.remove(sequence)
-        prompt = len(sequence.job.ids)
-        if self._exact:
-            keep = prompt
-        elif keep is not None:
-            keep += prompt
-        sequence.commit(keep=keep)
-        self._report_end(sequence.job.id, reason)
+        self._roster.leave(sequence)
+        if sequence.running:
+            if self._exact:
+                keep = 0
+            unwanted = 0 if keep is None else sequence.sampled - keep
+            sequence.commit(keep=len(sequence.ids) - unwanted)
+        self._updates.append(Ended(job=sequence.job.id, reason=reason, at=_now()))
 
-    def _fail(self, sequences: Ids[Sequence]) -> None:
-        for sequence in sequences:
-            self._running.remove(sequence)
+    def _fail(self, sequence: Sequence, error: str = _FAILED) -> None:
+        self._roster.leave(sequence)
+        if sequence.running:
             sequence.discard()
-            self._report_end(sequence.job.id, "error", _FAILED)
         mx.clear_cache()
-
-    def _report_end(self, job: str, reason: EndReason, error: str | None = None) -> None:
-        self._updates.append(Ended(job=job, reason=reason, at=_now(), error=error))
+        self._tally.failures += 1
+        self._updates.append(Ended(job=sequence.job.id, reason="error", at=_now(), error=error))
 
 
 def _now() -> int:
     return time.monotonic_ns()
-
-
-def _row(array: mx.array | None, row: int, count: int | None = None) -> mx.array:
-    assert array is not None
-    return array[row] if count is None else array[row, :count]
-
-
-def _pairs(pending: Pending) -> tuple[tuple[int, float], ...]:
-    if pending.top_ids is None or pending.top_logprobs is None:
-        return ()
-    ids = cast(list[int], pending.top_ids.tolist())
-    values = cast(list[float], pending.top_logprobs.tolist())
-    return tuple(zip(ids, values, strict=True))

@@ -1,6 +1,6 @@
-"""Who runs, and how many prompt tokens each gets, in the next step.
+"""Who runs, who gives way, and how many prompt tokens each gets, in the next step.
 
-Knows: counts. Must not know: tensors, ids, requests. Pure: asks nothing, changes nothing.
+Knows: counts and bytes. Must not know: tensors, ids, requests. Pure: asks nothing, changes nothing.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """running: sequences that may be in memory at once. prefill: prompt tokens a step may
-    evaluate, which bounds how long a step takes, and so how late a cancellation is seen."""
+    """running: sequences that may be in memory at once. prefill: prompt tokens that a step may
+    evaluate, which bounds how long a step takes, and so the gaps of running streams and the time
+    until a cancellation is seen. whole: prompts advance by `prefill` tokens or not at all, so that
+    they are always cut at the same positions (see `--exact`)."""
 
     running: int = 1
     prefill: int = 512
+    whole: bool = False
 
 
 def admissions(*, waiting: int, running: int, limits: Limits) -> int:
@@ -21,14 +24,66 @@ def admissions(*, waiting: int, running: int, limits: Limits) -> int:
     return max(0, min(waiting, limits.running - running))
 
 
-def prefill_shares(remaining: Sequence[int], limits: Limits) -> list[int]:
+def worth_waiting(*, shared: int, evaluated: int, least: int) -> bool:
+    """Whether a prompt had better start later, since another one, of which `evaluated` ids are
+    done, is on its way through `shared` ids that both begin with. least: fewer are not worth it."""
+    return shared - evaluated >= least
+
+
+def prefill_shares(remaining: Sequence[int], limits: Limits, *, decoding: int = 0) -> list[int]:
     """Prompt tokens to evaluate for each prefilling sequence, oldest first.
 
-    The oldest takes what it needs, the next gets what is left of the budget.
+    Half of the budget is the oldest prompt's, so that it always advances; the other half goes to
+    the shortest, so that a short prompt is never behind a long one; what nobody else needs is the
+    oldest's again. Tokens that decode in the same step count, up to half of the budget.
     """
-    budget, shares = limits.prefill, list[int]()
-    for wanted in remaining:
-        share = min(wanted, budget)
-        shares.append(share)
-        budget -= share
+    if limits.whole:
+        return _whole_shares(remaining, limits.prefill)
+    budget = max(limits.prefill - decoding, -(-limits.prefill // 2))
+    shares = [0] * len(remaining)
+    if not remaining:
+        return shares
+    shares[0] = min(remaining[0], -(-budget // 2))
+    left = budget - shares[0]
+    for i in _shortest_first(remaining):
+        shares[i] = min(remaining[i], left)
+        left -= shares[i]
+    shares[0] += min(remaining[0] - shares[0], left)
     return shares
+
+
+def _whole_shares(remaining: Sequence[int], chunk: int) -> list[int]:
+    """One chunk for the oldest and one for the shortest of the others."""
+    chosen = {0, *_shortest_first(remaining)[:1]} if remaining else set[int]()
+    return [min(wanted, chunk) if i in chosen else 0 for i, wanted in enumerate(remaining)]
+
+
+def _shortest_first(remaining: Sequence[int]) -> list[int]:
+    """All but the oldest; of equally short ones the older first."""
+    return sorted(range(1, len(remaining)), key=lambda i: remaining[i])
+
+
+def preemptions(*, held: Sequence[int], growth: Sequence[int], free: int) -> int:
+    """How many of the youngest must give their bytes back, so that those who stay can grow.
+
+    held, growth: bytes of each running sequence, and bytes that it is about to need more; oldest
+    first. The oldest always stays: it makes progress, whatever happens to the others.
+    """
+    for count in range(len(held)):
+        stay = len(held) - count
+        if sum(growth[:stay]) <= free + sum(held[stay:]):
+            return count
+    return max(0, len(held) - 1)
+
+
+def growers(left: Sequence[int], *, ahead: int) -> set[int]:
+    """Which sequences get more room now. left: positions that each still has room for.
+
+    Growing copies a sequence's caches, and sequences that came together grow together: then all
+    streams wait for all copies. So in each step one that will need it soon grows ahead of time.
+    """
+    must = {i for i, positions in enumerate(left) if positions <= 0}
+    if must or not left:
+        return must
+    first = min(range(len(left)), key=lambda i: left[i])
+    return {first} if left[first] < ahead else set()

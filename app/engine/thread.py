@@ -1,24 +1,39 @@
 """The one thread that touches MLX: it loads the model, runs the loop, and drops it all.
 
 Knows: a function that loads, a function that listens. Must not know: asyncio, HTTP, which process
-it lives in. Arrays and streams belong to the thread that made them, so only plain data crosses:
-commands come in through a queue, messages go out through `post`, called on this thread.
+it lives in. Arrays and streams belong to the thread that made them, so only plain data crosses, and
+compiled grammars, which hold no tensor: commands come in through a queue, messages go out through
+`post`, called on this thread. What the thread is doing right now can be read at any time, also
+while it hangs: see `Heartbeat`.
 """
 
 import gc
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from app.core.errors import AppError
-from app.core.jobs import Job, Step
+from app.core.jobs import Capacity, Job, Step
+from app.engine.grammar import Matcher
 from app.engine.loop import Loop
 
 log = logging.getLogger(__name__)
+
+IDLE = "idle"
+
+
+class Heartbeat(NamedTuple):
+    """at: monotonic ns. doing: what the thread began then, such as "decode of 8 sequences"; `IDLE`
+    while it waits for something to do, for as long as that takes."""
+
+    at: int
+    doing: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +46,10 @@ class Loading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
+    """memory: bytes held by the allocator."""
+
     memory: int
+    capacity: Capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +65,7 @@ Message = Loading | Ready | Failed | Step
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submit:
     job: Job
+    matcher: Matcher | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +92,16 @@ class EngineThread:
         self._load = load
         self._post = post
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._stopping = False  # written by the thread itself only
+        self._stopping = False  # written by the thread itself only, like the heartbeat
+        self._heartbeat = Heartbeat(time.monotonic_ns(), IDLE)
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        self._inbox.put(_Submit(job=job))
+    def submit(self, job: Job, matcher: Matcher | None = None) -> None:
+        """matcher: the job's grammar, compiled; the thread's from now on."""
+        self._inbox.put(_Submit(job=job, matcher=matcher))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._inbox.put(_Cancel(job=job, keep=keep))
@@ -93,6 +114,11 @@ class EngineThread:
         """Whether the thread has ended within `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def heartbeat(self) -> Heartbeat:
+        """What the thread is at, and since when. May be called on any thread: it is replaced as a
+        whole, so there is nothing to lock and nobody to wait for."""
+        return self._heartbeat
 
     def _run(self) -> None:
         try:
@@ -109,25 +135,33 @@ class EngineThread:
 
     def _live(self) -> None:
         loop = self._load(lambda done, memory: self._post(Loading(progress=done, memory=memory)))
-        self._post(Ready(memory=mx.get_active_memory()))
+        loop.on_stage = self._begin
+        self._post(Ready(memory=mx.get_active_memory(), capacity=loop.capacity))
         while True:
             self._obey(loop)
             if self._stopping:
                 return
+            self._begin("a step")
             self._post(loop.step())
+
+    def _begin(self, doing: str) -> None:
+        self._heartbeat = Heartbeat(time.monotonic_ns(), doing)
 
     def _obey(self, loop: Loop) -> None:
         """Carry out what has been asked; with nothing to do, wait until something is."""
         if loop.idle:
             loop.check()
-            self._carry_out(self._inbox.get(), loop)
+            self._begin(IDLE)
+            command = self._inbox.get()
+            self._begin("what it was told")
+            self._carry_out(command, loop)
         while not self._inbox.empty():
             self._carry_out(self._inbox.get(), loop)
 
     def _carry_out(self, command: _Command, loop: Loop) -> None:
         match command:
             case _Submit():
-                loop.submit(command.job)
+                loop.submit(command.job, command.matcher)
             case _Cancel():
                 loop.cancel(command.job, keep=command.keep)
             case _Stop():

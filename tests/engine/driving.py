@@ -1,7 +1,12 @@
 """Driving a Loop by hand, and comparing what two runs gave."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -9,9 +14,14 @@ import numpy as np
 
 import models
 from app.core.jobs import Ended, Job, Prefilled, Started, Token
+from app.core.ports import PrefixCache
 from app.core.requests import Sampling
+from app.engine.grammar import Grammars, Matcher
 from app.engine.loop import Loop
+from app.engine.memory import measured
+from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
+from app.engine.prefix.slots import SlotPrefixCache
 from app.engine.scheduler import Limits
 from models.base import Model
 from models.kv import LayerCache
@@ -19,6 +29,7 @@ from tests import tiny
 
 # two logits closer than this may change places between equally right computations
 NEAR = 1e-4
+CONTEXT = 512
 TOP = 5
 
 
@@ -41,15 +52,54 @@ def tiny_model(seed: int = 0) -> Model:
     return models.build(tiny.CONFIG, tiny.weights(seed=seed))
 
 
+def settle(layers: Sequence[LayerCache]) -> None:
+    mx.eval([layer.state() for layer in layers])
+
+
+def make_prefix(
+    model: Model, policy: str, *, running: int = 1, grid: int = 1, context: int = CONTEXT
+) -> PrefixCache[LayerCache]:
+    match policy:
+        case "single":
+            return SinglePrefixCache(model.make_kv, grid=grid)
+        case "radix":
+            return RadixPrefixCache(model.make_kv, settle=settle, grid=grid, checkpoint_every=16)
+        case _:
+            return SlotPrefixCache(
+                model.make_kv,
+                slots=running,
+                context=context,
+                multi_user=policy == "multi_user",
+                settle=settle,
+                grid=grid,
+            )
+
+
 def make_loop(
-    model: Model, *, running: int = 1, chunk: int = 8, grid: int = 1, exact: bool = False
+    model: Model,
+    *,
+    running: int = 1,
+    chunk: int = 8,
+    policy: str = "single",
+    exact: bool = False,
+    budget: int = 1 << 34,
+    context: int = CONTEXT,
+    shift: bool = False,
 ) -> Loop:
+    """budget: bytes for layer caches and cached prefixes."""
+    memory = measured(
+        model, budget=0, weights=0, chunk=chunk, rows=running, heads=0, context=context
+    )
+    grid = chunk if exact else 1
     return Loop(
         model,
-        SinglePrefixCache[LayerCache](model.make_kv, grid=grid),
+        make_prefix(model, policy, running=running, grid=grid, context=context),
         vocab=tiny.VOCAB,
-        limits=Limits(running=running, prefill=chunk),
+        limits=Limits(running=running, prefill=chunk, whole=exact),
+        memory=replace(memory, budget=budget, working=0),
+        context=context,
         exact=exact,
+        shift=model.shift if shift else None,
     )
 
 
@@ -67,11 +117,27 @@ def job(name: str, ids: Sequence[int], **changes: Any) -> Job:
     return Job(id=name, ids=tuple(ids), sampling=sampling, **fields)
 
 
+@cache
+def grammars() -> Grammars:
+    """Compiles for the tiny vocabulary, whose ids are bytes."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    tiny.tokenizer().save(str(folder / "tokenizer.json"))
+    return Grammars(folder / "tokenizer.json", vocab=tiny.VOCAB)
+
+
+def submit(loop: Loop, one: Job, matcher: Matcher | None = None) -> None:
+    """matcher: None compiles the job's grammar."""
+    if matcher is None and one.grammar is not None:
+        matcher = grammars().compile(one.grammar, one.stop_ids)
+    loop.submit(one, matcher)
+
+
 def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Outcome]:
     """Submit and step until nothing runs. cancel_after: cancel all of them after so many steps."""
     outcomes = {job.id: Outcome() for job in jobs}
     for one in jobs:
-        loop.submit(one)
+        submit(loop, one)
     steps = 0
     while not loop.idle:
         if steps == cancel_after:
@@ -82,6 +148,39 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
         steps += 1
         assert steps < 5000
     loop.check()
+    return outcomes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A job that comes at a step, and perhaps is cancelled at a later one. matcher: as `submit`
+    takes it."""
+
+    job: Job
+    at: int = 0
+    cancelled_at: int | None = None
+    matcher: Matcher | None = None
+
+
+def play(loop: Loop, visits: Iterable[Visit]) -> dict[str, Outcome]:
+    """Let them come and go, step by step, until nothing runs; `check()` after every step."""
+    left = list(visits)
+    outcomes = {visit.job.id: Outcome() for visit in left}
+    cancels = [(v.cancelled_at, v.job.id) for v in left if v.cancelled_at is not None]
+    step = 0
+    while left or not loop.idle:
+        for visit in [v for v in left if v.at <= step]:
+            submit(loop, visit.job, visit.matcher)
+            left.remove(visit)
+        for _, name in [c for c in cancels if c[0] == step]:
+            loop.cancel(name)
+        said = loop.step()
+        for update in said.updates:
+            _note(outcomes[update.job], update)
+        loop.check()
+        assert said.stats.ledger.free >= 0, "the books are overdrawn"
+        step += 1
+        assert step < 5000
     return outcomes
 
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from models.base import attention
-from models.kv import KVCache, LayerCache, RecurrentCache, RotatingKVCache
+from models.kv import KVCache, LayerCache
+from models.recurrent import RecurrentCache
 from models.rope import make_rope
+from models.window import RotatingKVCache
 from tests import tiny
 
 WIDTH, HEADS, WINDOW, DECAY = 16, 2, 6, 0.9
@@ -29,11 +30,8 @@ class Attend(nn.Module):
             part.reshape(batch, length, HEADS, -1).transpose(0, 2, 1, 3)
             for part in mx.split(self.qkv(x), 3, axis=-1)
         )
-        mask = kv.mask(length)
-        keys, values = kv.update(self._rope(k, kv.offset), v)
-        # offset has moved on: the queries start where the keys did
-        q = self._rope(q, kv.offset - length)
-        out = attention(q, keys, values, scale=(WIDTH // HEADS) ** -0.5, mask=mask)
+        q, k = self._rope(q, kv.offset), self._rope(k, kv.offset)
+        out = kv.attend(q, k, v, scale=(WIDTH // HEADS) ** -0.5)
         return out.transpose(0, 2, 1, 3).reshape(batch, length, -1)
 
 
@@ -67,7 +65,7 @@ class Model(nn.Module):
         self.apply(lambda array: mx.random.normal(array.shape) / WIDTH**0.5 * 1.5)
         mx.eval(self.parameters())
 
-    def __call__(self, tokens: mx.array, kv: Sequence[LayerCache]) -> mx.array:
+    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
         x = self.embed(tokens)
         for layer, layer_kv in zip(cast(list[Any], self.layers), kv, strict=True):
             x = x + layer(mx.fast.rms_norm(x, None, 1e-5), layer_kv)
@@ -79,6 +77,9 @@ class Model(nn.Module):
     def make_kv(self) -> list[LayerCache]:
         made = {"k": KVCache, "w": lambda: RotatingKVCache(WINDOW), "r": lambda: RecurrentCache(1)}
         return [cast(LayerCache, made[kind]()) for kind in self.kinds]
+
+    def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
+        return False
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         return weights

@@ -12,6 +12,10 @@ from app.core.errors import AppError, Kind
 from app.core.settings import Settings
 from app.engine import load as loading
 from app.engine.load import load
+from app.engine.loop import Loop
+from app.engine.prefix.radix import RadixPrefixCache
+from app.engine.prefix.single import SinglePrefixCache
+from app.engine.prefix.slots import SlotPrefixCache
 from tests import tiny
 from tests.engine.driving import job, run_one
 
@@ -88,12 +92,58 @@ def test_exact_mode_puts_prefixes_on_the_grid(tiny_model: Path) -> None:
     assert run_one(loop, job("b", prompt)).cached == 16
 
 
-def test_the_weights_are_wired_on_metal_up_to_what_the_device_recommends(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+@pytest.mark.parametrize(("asked", "wired"), [(None, 900_000_000), (2_000_000_000, 10**9)])
+def test_memory_is_wired_on_metal_up_to_what_the_device_recommends(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, asked: int | None, wired: int
 ) -> None:
     limits: list[int] = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**9})
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    load(store.resolve(str(tiny_model)), Settings(), ignore)
-    assert limits == [1000]
+    load(store.resolve(str(tiny_model)), Settings(memory=asked), ignore)
+    assert limits == [wired]
+
+
+POLICIES: list[tuple[dict[str, Any], type, int]] = [
+    ({}, RadixPrefixCache, 8),
+    ({"parallel": 1}, SinglePrefixCache, 1),
+    ({"parallel": 1, "cache": "radix"}, RadixPrefixCache, 1),
+    ({"parallel": 3}, RadixPrefixCache, 3),
+    ({"cache": "single"}, SinglePrefixCache, 1),
+    ({"cache": "slots", "parallel": 2}, SlotPrefixCache, 2),
+    ({"exact": True}, SinglePrefixCache, 1),
+    ({"exact": True, "parallel": 2}, RadixPrefixCache, 2),
+]
+
+
+@pytest.mark.parametrize(("asked", "policy", "parallel"), POLICIES)
+def test_the_cache_suits_how_many_run_at_once(
+    tiny_model: Path, asked: dict[str, Any], policy: type, parallel: int
+) -> None:
+    loop = load(store.resolve(str(tiny_model)), Settings(**asked), ignore)
+    assert loop.capacity.parallel == parallel
+    assert isinstance(_prefix_of(loop), policy)
+
+
+def test_fewer_run_at_once_where_memory_has_room_for_fewer(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    whole = load(files, Settings(), ignore)
+    ledger, usual = whole.stats().ledger, whole.capacity.kv_bytes
+    # half a sequence more: the working space is measured, and not to the byte
+    short = ledger.weights + ledger.working + 3 * usual + usual // 2
+    assert load(files, Settings(memory=short), ignore).capacity.parallel == 3
+
+
+def test_a_model_that_leaves_no_room_for_a_sequence_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(AppError, match=r"does not fit: its weights take .* raise --memory"):
+        load(store.resolve(str(tiny_model)), Settings(memory=1000), ignore)
+
+
+def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    assert load(files, Settings(context=100), ignore).capacity.context == 100
+    assert load(files, Settings(context=10**6), ignore).capacity.context == files.context_length
+
+
+def _prefix_of(loop: Loop) -> object:
+    return loop._roster._prefix  # pyright: ignore[reportPrivateUsage]  # which one was chosen

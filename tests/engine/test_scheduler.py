@@ -1,11 +1,14 @@
 """The scheduling policy: pure, so every case is a line."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.scheduler import Limits, admissions, prefill_shares
+from app.engine.scheduler import Limits, admissions, growers, preemptions, prefill_shares
 
 Counts = st.integers(0, 50)
+Remaining = st.lists(st.integers(1, 400), max_size=8)
+Budget = st.integers(1, 200)
 
 
 @given(waiting=Counts, running=Counts, room=st.integers(1, 50))
@@ -16,13 +19,95 @@ def test_admission_fills_the_room_and_no_more(waiting: int, running: int, room: 
     assert count == waiting or running + count >= room
 
 
-@given(remaining=st.lists(st.integers(1, 100), max_size=8), budget=st.integers(1, 120))
-def test_the_oldest_prompt_is_served_first_within_the_budget(
-    remaining: list[int], budget: int
+@given(remaining=Remaining, budget=Budget, decoding=Counts)
+def test_the_budget_is_used_and_not_passed(
+    remaining: list[int], budget: int, decoding: int
 ) -> None:
+    shares = prefill_shares(remaining, Limits(prefill=budget), decoding=decoding)
+    left = max(budget - decoding, (budget + 1) // 2)
+    assert sum(shares) == min(left, sum(remaining))
+    assert all(0 <= share <= wanted for share, wanted in zip(shares, remaining, strict=True))
+
+
+@given(remaining=Remaining.filter(bool), budget=Budget)
+def test_the_oldest_prompt_always_gets_half(remaining: list[int], budget: int) -> None:
     shares = prefill_shares(remaining, Limits(prefill=budget))
-    assert len(shares) == len(remaining)
-    assert sum(shares) == min(budget, sum(remaining))
-    for i, share in enumerate(shares):
-        assert 0 <= share <= remaining[i]
-        assert share == remaining[i] or not any(shares[i + 1 :])
+    assert shares[0] >= min(remaining[0], (budget + 1) // 2)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    assert prefill_shares([4000, 64], Limits(prefill=128)) == [64, 64]
+    assert prefill_shares([4000, 3000, 20, 30], Limits(prefill=128)) == [64, 14, 20, 30]
+
+
+def test_one_prompt_alone_gets_everything() -> None:
+    assert prefill_shares([4000], Limits(prefill=128)) == [128]
+    assert prefill_shares([], Limits(prefill=128)) == []
+
+
+def test_whole_chunks_go_to_the_oldest_and_the_shortest() -> None:
+    limits = Limits(prefill=64, whole=True)
+    assert prefill_shares([500, 400, 30, 200], limits, decoding=60) == [64, 0, 30, 0]
+    assert prefill_shares([500], limits) == [64]
+    assert prefill_shares([], limits) == []
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12), budget=st.integers(1, 64))
+def test_no_prompt_starves(lengths: list[int], budget: int) -> None:
+    """However many short ones keep coming, the oldest is done when it has had half of each step."""
+    first, steps, others = 1000, 0, [*lengths]
+    waiting = [first, *others]
+    while first:
+        shares = prefill_shares(waiting, Limits(prefill=budget), decoding=200)
+        waiting = [w - s for w, s in zip(waiting, shares, strict=True)]
+        first = waiting[0]
+        # whoever is done is followed by another one just as short
+        waiting = [first, *(w or lengths[0] for w in waiting[1:])]
+        steps += 1
+    half = (budget + 1) // 2
+    assert steps <= 1 + 1000 // ((half + 1) // 2)
+
+
+Bytes = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=8)
+
+
+@given(sequences=Bytes, free=st.integers(0, 60))
+def test_as_few_give_way_as_must_and_never_the_oldest(
+    sequences: list[tuple[int, int]], free: int
+) -> None:
+    held, growth = ([s[i] for s in sequences] for i in (0, 1))
+    count = preemptions(held=held, growth=growth, free=free)
+    assert 0 <= count < len(held)
+
+    def fits(leaving: int) -> bool:
+        stay = len(held) - leaving
+        return sum(growth[:stay]) <= free + sum(held[stay:])
+
+    assert not any(fits(fewer) for fewer in range(count))
+    assert fits(count) or count == len(held) - 1
+
+
+@pytest.mark.parametrize(
+    ("growth", "free", "count"), [((0, 0, 0), 0, 0), ((5, 0, 0), 5, 0), ((5, 0, 0), 4, 1)]
+)
+def test_nobody_gives_way_without_need(growth: tuple[int, ...], free: int, count: int) -> None:
+    assert preemptions(held=(10, 10, 10), growth=growth, free=free) == count
+
+
+@given(left=st.lists(st.integers(0, 100), max_size=8), ahead=st.integers(1, 64))
+def test_who_has_no_room_grows_and_else_one_at_most(left: list[int], ahead: int) -> None:
+    chosen = growers(left, ahead=ahead)
+    without = {i for i, positions in enumerate(left) if positions == 0}
+    assert without <= chosen
+    if not without:
+        assert len(chosen) <= 1
+        assert all(left[i] == min(left) < ahead for i in chosen)
+
+
+def test_streams_that_came_together_grow_one_after_the_other() -> None:
+    left, grown = [40] * 8, list[set[int]]()
+    for _ in range(40):
+        grown.append(growers(left, ahead=32))
+        left = [1000 if i in grown[-1] else positions - 1 for i, positions in enumerate(left)]
+    assert max(map(len, grown)) == 1
+    assert sorted(i for chosen in grown for i in chosen) == list(range(8))

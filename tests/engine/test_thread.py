@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from app.core.errors import AppError, Kind
 from app.core.jobs import Ended, Step, Token
 from app.engine.loop import Loop
-from app.engine.thread import EngineThread, Failed, Loading, Ready
+from app.engine.thread import IDLE, EngineThread, Failed, Loading, Ready
 from tests.engine.driving import job, make_loop, tiny_model
 
 PATIENCE = 20
@@ -65,7 +66,9 @@ def load_tiny(report: Callable[[int, int], None]) -> Loop:
 def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
     thread, heard = started(load_tiny)
     assert heard.next(Loading) == Loading(progress=50, memory=1234)
-    assert heard.next(Ready).memory > 0
+    ready = heard.next(Ready)
+    assert ready.memory > 0
+    assert ready.capacity.parallel == 1
     thread.submit(job("a", b"hello"))
     updates = heard.until_end_of("a")
     assert sum(isinstance(u, Token) for u in updates) > 0
@@ -118,3 +121,61 @@ def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
     heard.next(Step)
     thread.stop()
     assert thread.join(PATIENCE)
+
+
+class Held(Loop):
+    """A loop that stops amid each step, at what was announced last, until it is let go."""
+
+    gate: threading.Event
+    reached: threading.Event
+
+    def step(self) -> Step:
+        self.on_stage("decode of 8 sequences")
+        self.reached.set()
+        assert self.gate.wait(PATIENCE)
+        return super().step()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_heartbeat_tells_what_the_thread_is_at_and_since_when(started: Started) -> None:
+    gate, reached = threading.Event(), threading.Event()
+
+    def load(_: Any) -> Loop:
+        loop = make_loop(tiny_model())
+        loop.__class__ = Held
+        loop.gate, loop.reached = gate, reached  # pyright: ignore[reportAttributeAccessIssue]  # it is a Held now
+        return loop
+
+    thread, heard = started(load)
+    heard.next(Ready)
+    until(lambda: thread.heartbeat().doing == IDLE)
+    before = time.monotonic_ns()
+    thread.submit(job("a", b"hello"))
+    assert reached.wait(PATIENCE)
+    held = thread.heartbeat()
+    assert held.doing == "decode of 8 sequences"
+    assert before <= held.at <= time.monotonic_ns()
+    assert thread.heartbeat() == held, "nothing moves, so nothing beats"
+    gate.set()
+    heard.until_end_of("a")
+    until(lambda: thread.heartbeat().doing == IDLE)
+    assert thread.heartbeat().at > held.at
+
+
+def test_the_real_loop_says_what_it_begins(started: Started) -> None:
+    said: set[str] = set()
+
+    def load(_: Any) -> Loop:
+        return make_loop(tiny_model())
+
+    thread, heard = started(load)
+    thread.submit(job("a", b"hello world, it is me", max_tokens=200, stop_ids=frozenset[int]()))
+    heard.next(Ready)
+    until(lambda: said.add(thread.heartbeat().doing) or any("decode" in s for s in said))
+    thread.cancel("a")

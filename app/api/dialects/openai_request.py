@@ -6,12 +6,14 @@ written, or what the model's vocabulary and context are (that is checked where t
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import orjson
 
 from app.api.dialects.openai_messages import read_conversation
 from app.api.fields import INT32_MAX, INT64, Fields, as_array, as_ids, as_number, invalid, shown
 from app.core.errors import AppError, Kind
-from app.core.requests import GenerateRequest, Prompt, SamplingValue
+from app.core.requests import GenerateRequest, JsonSchema, Prompt, SamplingValue
 
 MOST_STOPS = 16  # OpenAI allows four, which few local clients keep to
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default, for completions only
@@ -44,8 +46,8 @@ def parse_chat(body: object, models: Collection[str]) -> Wish:
     _check_metadata(fields)
     for identifier in ("user", "safety_identifier", "prompt_cache_key"):
         fields.string(identifier)
+    grammar = _grammar(fields)
     # What these say is what happens anyway.
-    _check_format(fields)
     fields.refuse("modalities", ["text"])
     fields.refuse("service_tier", "auto", "default")
     fields.refuse("store", False)
@@ -63,7 +65,7 @@ def parse_chat(body: object, models: Collection[str]) -> Wish:
     ):
         fields.refuse(unsupported)
     fields.close()
-    return wish
+    return replace(wish, request=replace(wish.request, grammar=grammar))
 
 
 def parse_completion(body: object, models: Collection[str]) -> Wish:
@@ -104,6 +106,7 @@ def _wish(
             max_tokens=max_tokens,
             stop=fields.strings("stop", MOST_STOPS),
             top_logprobs=top_logprobs,
+            reuse=fields.boolean("cache_prompt") is not False,
         ),
         stream=stream,
         include_usage=_include_usage(fields, stream),
@@ -182,14 +185,45 @@ def _chat_logprobs(fields: Fields) -> int | None:
     return None
 
 
-def _check_format(fields: Fields) -> None:
+def _grammar(fields: Fields) -> JsonSchema | None:
+    """What `response_format` asks for. Whether the schema can be followed is not known here."""
     response_format = fields.nested("response_format")
     if response_format is None:
-        return
-    response_format.required("type")
-    response_format.refuse("type", "text")
-    response_format.refuse("json_schema")
+        return None
+    kind = response_format.required_string("type")
+    grammar = None
+    match kind:
+        case "text":
+            response_format.refuse("json_schema")
+        case "json_object":
+            response_format.refuse("json_schema")
+            grammar = JsonSchema(text='{"type":"object"}')
+        case "json_schema":
+            path = response_format.path("json_schema")
+            grammar = _schema(Fields.of(response_format.required("json_schema"), path))
+        case _:
+            raise invalid(
+                "response_format.type",
+                "response_format.type must be 'text', 'json_object' or 'json_schema', "
+                f"not {shown(kind)}",
+            )
     response_format.close()
+    return grammar
+
+
+def _schema(described: Fields) -> JsonSchema:
+    """`name` and `description` change no answer, and every answer is strict."""
+    described.required_string("name")
+    described.string("description")
+    described.boolean("strict")
+    schema = described.required("schema")
+    path = described.path("schema")
+    Fields.of(schema, path)
+    described.close()
+    try:
+        return JsonSchema(text=orjson.dumps(schema).decode())
+    except orjson.JSONEncodeError as error:
+        raise invalid(path, f"{path} is nested too deeply") from error
 
 
 def _check_tools(fields: Fields) -> None:

@@ -65,6 +65,8 @@ def parse(body: object, model: str) -> GenerateRequest:
         sampling=_sampling(options),
         max_tokens=_max_tokens(options),
         stop=options.strings("stop", 16),
+        reuse=fields.boolean("cache_prompt") is not False,
+        keep=_keep(options),
     )
     options.close()
     fields.close()
@@ -111,6 +113,13 @@ def _max_tokens(options: Fields) -> int | None:
     num_predict = options.integer("num_predict", *INT64)
     limit = max_tokens or num_predict or 0
     return limit if limit > 0 else None
+
+
+def _keep(options: Fields) -> int:
+    """Negative is the whole prompt; zero is what "not set" comes to here."""
+    num_keep = options.integer("num_keep", *INT64)
+    n_keep = options.integer("n_keep", *INT64)
+    return num_keep or n_keep or 0
 
 
 class Lines:

@@ -54,7 +54,7 @@ class RadixPrefixCache(Generic[Layer]):
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
     ) -> "RadixLease[Layer]":
         assert ids, "an empty prompt has nothing to evaluate"
         ids = tuple(ids)
@@ -64,7 +64,7 @@ class RadixPrefixCache(Generic[Layer]):
             miss = found.miss() if reuse else Miss(at=0, reason="unwanted")
         self._tree.touch(found.path)
         stops = self._pauses(len(ids), marks, found)
-        kv, store = self._borrow(found, room=len(ids) + 1)
+        kv, store = self._borrow(found, room=max(room, len(ids) + 1))
         return RadixLease(self, kv, store, cached=found.cached, miss=miss, pauses=stops)
 
     @property

@@ -36,7 +36,7 @@ class SinglePrefixCache(Generic[Layer]):
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
     ) -> "SingleLease[Layer]":
         """marks are of no use here: there is one entry, and it ends where its sequence ended."""
         assert ids, "an empty prompt has nothing to evaluate"
@@ -54,7 +54,7 @@ class SinglePrefixCache(Generic[Layer]):
         if kv is None:
             kv = self._make_kv()
         for layer in kv:
-            layer.reserve(len(ids) + 1)
+            layer.reserve(max(room, len(ids) + 1))
         miss = None
         if cached < self._floor(len(ids) - 1):
             miss = _miss(had, shared, usable, cached) if reuse else Miss(at=0, reason="unwanted")

@@ -74,7 +74,7 @@ class SlotPrefixCache(Generic[Layer]):
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True
+        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
     ) -> "SlotLease[Layer]":
         """See `PrefixCache`. marks have no use here: a slot keeps no states on the way."""
         assert ids, "an empty prompt has nothing to evaluate"
@@ -85,7 +85,7 @@ class SlotPrefixCache(Generic[Layer]):
         # the last id must be evaluated: its hidden state is where the answer starts
         most = self._floor(len(ids) - 1) if reuse else 0
         own, lent = min(shared[slot], most), min(shared[best], most)
-        cached = self._prepare(slot, own, best, lent, room=len(ids))
+        cached = self._prepare(slot, own, best, lent, room=max(room, len(ids)))
         self._uses += 1
         slot.ids, slot.in_use, slot.last_used = prompt[:cached], True, self._uses
         miss = self._miss(had if reuse else None, prompt, cached)

@@ -1,0 +1,45 @@
+"""What the engine has done, counted where it is done.
+
+Knows: counts. Must not know: tensors, policies. The loop is the only writer.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from app.core.jobs import HIT_BOUNDS, EngineStats, Ledger, Miss, MissReason
+
+
+class Tally:
+    """Counters since the engine started."""
+
+    def __init__(self) -> None:
+        self.cached = self.prefilled = self.generated = 0
+        self.preemptions = self.failures = self.steps = 0
+        self._hits = [0] * (len(HIT_BOUNDS) + 1)
+        self._misses: Counter[MissReason] = Counter()
+
+    def lookup(self, cached: int, miss: Miss | None) -> None:
+        """A prompt was looked up in the prefix cache."""
+        self.cached += cached
+        self._hits[bisect_left(HIT_BOUNDS, cached)] += 1
+        if miss is not None:
+            self._misses[miss.reason] += 1
+
+    def stats(
+        self, *, memory: int, running: int, waiting: int, evictions: int, ledger: Ledger
+    ) -> EngineStats:
+        return EngineStats(
+            memory=memory,
+            running=running,
+            waiting=waiting,
+            cached_tokens=self.cached,
+            prefilled_tokens=self.prefilled,
+            generated_tokens=self.generated,
+            ledger=ledger,
+            hits=tuple(self._hits),
+            misses=tuple(sorted(self._misses.items())),
+            evictions=evictions,
+            preemptions=self.preemptions,
+            failures=self.failures,
+            steps=self.steps,
+        )

@@ -1,0 +1,164 @@
+"""A failing step ends only the requests it belongs to, and the loop lives on."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app.engine.loop import Loop
+from tests.engine import hybrid
+from tests.engine.driving import (
+    Visit,
+    assert_same,
+    job,
+    make_loop,
+    play,
+    run_one,
+    tiny_model,
+)
+
+PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
+POISON = 13
+NONE = frozenset[int]()
+
+
+class Broken(hybrid.Model):
+    """Fails in the middle of a forward pass, with some layers written to, when any row meets the
+    poison."""
+
+    def __call__(self, tokens: Any, kv: Any) -> Any:
+        if any(POISON in row for row in tokens.tolist()):
+            super().__call__(tokens, [*kv[:1], *(_Failing() for _ in kv[1:])])
+        return super().__call__(tokens, kv)
+
+
+class _Failing:
+    offset = 0
+
+    def __getattr__(self, _: str) -> Any:
+        raise RuntimeError("planted")
+
+
+class Unsound(hybrid.Model):
+    """Logits are NaN for a row whose last id is the poison."""
+
+    def __call__(self, tokens: Any, kv: Any) -> Any:
+        bad = mx.any(tokens == POISON, axis=1)[:, None, None]
+        return mx.where(bad, mx.nan, super().__call__(tokens, kv))
+
+
+def poisoned(name: str) -> Any:
+    """Samples the poison at once: a bias too large to resist."""
+    return job(name, PROMPT, logit_bias=((POISON, 1e4),), stop_ids=NONE)
+
+
+def good(name: str, **changes: Any) -> Any:
+    bias = {"logit_bias": ((POISON, -1e4),), "stop_ids": NONE}
+    return job(name, [*PROMPT, *name.encode()], **bias | changes)
+
+
+@pytest.mark.parametrize("kinds", ["kk", "kwr"])
+@pytest.mark.parametrize("policy", ["radix", "slots", "single"])
+def test_one_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: list[int]) -> None:
+    """The others lose their caches with it, begin again, and answer as if it had never been."""
+    model = Broken(kinds=kinds)
+    running = 1 if policy == "single" else 4
+    loop = make_loop(model, running=running, policy=policy)
+    names = [good(str(i), temperature=0.9, seed=i, presence_penalty=0.5) for i in range(3)]
+    outcomes = play(
+        loop,
+        [
+            *(Visit(job=one, at=i) for i, one in enumerate(names)),
+            Visit(job=poisoned("bad"), at=6),
+        ],
+    )
+    assert outcomes["bad"].reason == "error"
+    for one in names:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+    assert loop.stats().failures == 1
+
+
+def test_a_row_that_is_no_number_ends_alone(ties: list[int]) -> None:
+    """The others' draws and counts go on from where they were."""
+    model = Unsound()
+    loop = make_loop(model, running=3, policy="radix")
+    others = [
+        good("one", temperature=1.0, seed=1, frequency_penalty=1.0),
+        good("two", repetition_penalty=1.5, repeat_last_n=6),
+    ]
+    outcomes = play(loop, [*(Visit(job=one) for one in others), Visit(job=poisoned("bad"), at=2)])
+    assert outcomes["bad"].reason == "error"
+    assert "not a number" in (outcomes["bad"].error or "")
+    for one in others:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+
+
+def test_caches_in_doubt_serve_nobody() -> None:
+    model = Broken(kinds="kk")
+    loop = make_loop(model, running=2, policy="radix")
+    assert run_one(loop, job("bad", [*PROMPT, POISON])).reason == "error"
+    after = run_one(loop, good("good"))
+    assert after.cached <= len(PROMPT)
+    assert after.ids == run_one(make_loop(model), good("good")).ids
+
+
+def test_a_prefix_cache_that_raises_ends_only_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop(tiny_model(), running=2, policy="radix")
+    cache: Any = _prefix_of(loop)
+    begin = cache.begin
+
+    def failing(ids: Any, **options: Any) -> Any:
+        if POISON in ids:
+            raise RuntimeError("planted")
+        return begin(ids, **options)
+
+    monkeypatch.setattr(cache, "begin", failing)
+    outcomes = play(
+        loop, [Visit(job=good("a")), Visit(job=job("bad", [POISON])), Visit(job=good("b"))]
+    )
+    assert [outcomes[name].reason for name in ("a", "bad", "b")] == ["length", "error", "length"]
+
+
+def test_a_prefix_cache_that_cannot_shrink_ends_only_who_needed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not the loop, in a circle of steps that all fail."""
+    model = tiny_model()
+    room = make_loop(model, context=256).capacity.kv_bytes
+    loop = make_loop(model, running=2, policy="radix", context=256, budget=2 * room)
+    assert run_one(loop, good("first")).reason == "length"
+
+    def failing(count: int) -> int:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(_prefix_of(loop), "shrink", failing)
+    pair = [Visit(job=good("second")), Visit(job=job("third", [1] * 200))]
+    outcomes = play(loop, pair)
+    assert sorted(outcome.reason for outcome in outcomes.values()) == ["error", "length"]
+
+
+def test_a_sampler_that_raises_for_a_batch_ends_nobody_who_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, ties: list[int]
+) -> None:
+    """Something that only fails in company (an allocation, say): each alone still gets through."""
+    model = tiny_model()
+    logits, failed = model.logits, []
+
+    def failing_once(hidden: mx.array) -> mx.array:
+        if hidden.shape[0] == 3 and not failed:
+            failed.append(1)
+            raise RuntimeError("planted")
+        return logits(hidden)
+
+    loop = make_loop(model, running=3, policy="radix")
+    monkeypatch.setattr(model, "logits", failing_once)
+    jobs = [good(str(i), temperature=1.0, seed=i, frequency_penalty=0.7) for i in range(3)]
+    outcomes = play(loop, [Visit(job=one) for one in jobs])
+    assert failed
+    monkeypatch.undo()
+    for one in jobs:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+
+
+def _prefix_of(loop: Loop) -> Any:
+    return loop._roster._prefix  # pyright: ignore[reportPrivateUsage]  # to plant a fault in it

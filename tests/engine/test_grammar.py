@@ -1,0 +1,319 @@
+"""Answers that follow a grammar: a model of random weights writes valid JSON, whoever is beside it.
+
+The tiny vocabulary is bytes, so what is sampled can be read off the ids.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from app.core.errors import AppError, Kind
+from app.core.requests import JsonSchema
+from app.engine.grammar import GrammarError, Grammars, Matcher
+from app.engine.memory import measured
+from app.engine.sampler import Rows
+from models.base import Model
+from models.kv import STEP
+from tests import tiny
+from tests.engine import hybrid
+from tests.engine.driving import (
+    Outcome,
+    Visit,
+    assert_same,
+    grammars,
+    job,
+    make_loop,
+    play,
+    run,
+    run_one,
+    tiny_model,
+)
+
+PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
+ENDS = frozenset({tiny.END})
+NONE = frozenset[int]()
+
+COLOURS = ("red", "green", "blue", "grey")
+SCHEMA = JsonSchema(
+    text=json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "colour": {"enum": list(COLOURS)},
+                "count": {"type": "integer", "minimum": 1, "maximum": 99999},
+                "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+                "name": {"type": "string", "maxLength": 8},
+            },
+            "required": ["colour", "count", "flags", "name"],
+            "additionalProperties": False,
+        }
+    )
+)
+ANYTHING = JsonSchema(text='{"type": "object"}')
+
+MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
+# greedy, and drawn by each of the sampler's methods
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.3, "seed": 1},
+    {"temperature": 1.3, "seed": 2, "top_k": 5},
+    {"temperature": 1.3, "seed": 3, "top_p": 0.6},
+    {"temperature": 1.3, "seed": 4, "min_p": 0.2, "repetition_penalty": 1.4},
+)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]()
+
+
+def constrained(name: str, grammar: JsonSchema = SCHEMA, **changes: Any) -> Any:
+    fields: dict[str, Any] = {"max_tokens": 400, "stop_ids": ENDS, "grammar": grammar}
+    return job(name, [*PROMPT, *name.encode()], **fields | changes)
+
+
+def assert_satisfied(outcome: Outcome) -> None:
+    """Reads the answer as strictly as JSON is read, and holds it to SCHEMA by hand."""
+    assert (outcome.reason, outcome.error) == ("stop", None)
+    value = json.loads(bytes(outcome.ids))
+    assert list(value) == ["colour", "count", "flags", "name"]
+    assert value["colour"] in COLOURS
+    assert isinstance(value["count"], int)
+    assert 1 <= value["count"] <= 99999
+    assert len(value["flags"]) <= 3
+    assert all(isinstance(flag, bool) for flag in value["flags"])
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 8
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("stop_ids", [ENDS, NONE], ids=["with an end", "without one"])
+def test_random_weights_satisfy_a_schema_and_end_by_themselves(
+    model: Model, way: dict[str, Any], stop_ids: frozenset[int]
+) -> None:
+    one = constrained("it", stop_ids=stop_ids, **way)
+    assert_satisfied(run_one(make_loop(model), one))
+
+
+def test_without_a_grammar_the_same_model_writes_no_json(model: Model) -> None:
+    """Else the tests above would prove nothing."""
+    plain = run_one(make_loop(model), job("it", PROMPT, max_tokens=40))
+    with pytest.raises(ValueError, match=r".*"):
+        json.loads(bytes(id for id in plain.ids if id < 256))
+
+
+def test_rows_with_and_without_grammars_answer_as_they_do_alone(
+    model: Model, ties: list[int]
+) -> None:
+    """They join and leave at different steps, and some end in the middle of a batch."""
+    jobs = [
+        job("plain", PROMPT, max_tokens=60, stop_ids=NONE, temperature=1.0, seed=5),
+        constrained("a", temperature=1.2, seed=6, presence_penalty=0.5),
+        job("counted", PROMPT, max_tokens=30, stop_ids=NONE, frequency_penalty=0.8),
+        constrained("b", ANYTHING, max_tokens=25, temperature=1.0, seed=7, top_p=0.9),
+        constrained("c"),
+    ]
+    loop = make_loop(model, running=4, policy="radix")
+    together = play(loop, [Visit(job=one, at=3 * i) for i, one in enumerate(jobs)])
+    for one in jobs:
+        ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
+    assert_satisfied(together["a"])
+    assert_satisfied(together["c"])
+
+
+def test_a_prompt_advances_beside_grammars_as_beside_others() -> None:
+    """Rows that decode count as part of a step, whether they are sampled early or late in it."""
+    late = Visit(job=job("late", bytes(range(100)) * 2, stop_ids=NONE), at=12)
+    progress = list[list[int]]()
+    for grammar in (None, JsonSchema(text='{"type": "array", "minItems": 99}')):
+        beside = [job(str(i), PROMPT, max_tokens=90, stop_ids=NONE) for i in range(3)]
+        visits = [Visit(job=replace(one, grammar=grammar)) for one in beside]
+        loop = make_loop(tiny_model(), running=4, policy="slots", chunk=16)
+        progress.append(play(loop, [*visits, late])["late"].progress)
+    assert progress[0] == progress[1]
+
+
+def test_an_answer_that_was_preempted_goes_on_where_its_grammar_was(
+    model: Model, ties: list[int]
+) -> None:
+    """Whoever fits at first outgrows the memory together with the others."""
+    memory = measured(model, budget=0, weights=0, chunk=64, rows=1, heads=0, context=1024)
+    items = '"items": {"type": "boolean"}, "minItems": 105, "maxItems": 120'
+    many = JsonSchema(text=f'{{"type": "array", {items}}}')
+    dense = tuple((space, -100.0) for space in b" \t\n")
+    jobs = [
+        constrained(str(i), many, temperature=1.2, seed=i, max_tokens=900, logit_bias=dense)
+        for i in range(3)
+    ]
+    wide: dict[str, Any] = {"chunk": 64, "context": 1024}
+    loop = make_loop(
+        model, running=3, policy="radix", budget=2 * memory.footprint(2 * STEP), **wide
+    )
+    together = play(loop, [Visit(job=one) for one in jobs])
+    assert loop.stats().preemptions > 0
+    for one in jobs:
+        assert together[one.id].reason == "stop"
+        assert set(json.loads(bytes(together[one.id].ids))) == {True, False}
+        ties.append(assert_same(together[one.id], run_one(make_loop(model, **wide), one)))
+
+
+def test_an_answer_whose_batch_failed_goes_on_where_its_grammar_was(
+    monkeypatch: pytest.MonkeyPatch, ties: list[int]
+) -> None:
+    """Once in the forward pass, once in the sampling that waits for the tokens before."""
+    model = tiny_model()
+    jobs = [constrained(str(i), temperature=1.2, seed=i) for i in range(3)]
+    loop = make_loop(model, running=3, policy="radix")
+    logits, sample = model.logits, Rows.sample
+    calls = {"logits": 0, "sample": 0}
+
+    def fails_now(what: str, rows: int) -> None:
+        calls[what] += rows == 3
+        if rows == 3 and calls[what] in (8, 20):
+            calls[what] += 1
+            raise RuntimeError("planted")
+
+    def failing_logits(hidden: mx.array) -> mx.array:
+        fails_now("logits", hidden.shape[0])
+        return logits(hidden)
+
+    def failing_sample(rows: Rows, scores: mx.array, **options: Any) -> Any:
+        fails_now("sample", scores.shape[0])
+        return sample(rows, scores, **options)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(model, "logits", failing_logits)
+        planted.setattr(Rows, "sample", failing_sample)
+        together = run(loop, *jobs)
+    assert min(calls.values()) > 8
+    for one in jobs:
+        assert_satisfied(together[one.id])
+        ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
+
+
+def test_a_context_shift_does_not_confuse_a_grammar() -> None:
+    """What is forgotten by the model is not forgotten by the grammar."""
+    one = replace(constrained("it", temperature=1.2, seed=3), keep=4)
+    outcome = run_one(make_loop(tiny_model(), policy="slots", context=64, shift=True), one)
+    assert len(PROMPT) + len(outcome.ids) > 64
+    assert_satisfied(outcome)
+
+
+def test_a_matcher_that_breaks_ends_only_its_own_request(model: Model, ties: list[int]) -> None:
+    """It breaks in the middle of its answer, as a grammar does that is too complex."""
+    bad = constrained("bad")
+    tokenizer = LLTokenizer(tiny.tokenizer().to_str(), n_vocab=tiny.VOCAB, eos_token=[tiny.END])
+    limits = LLParserLimits(max_lexer_states=50, verbose_errors=False)
+    text = LLMatcher.grammar_from_json_schema(SCHEMA.text, overrides={"whitespace_flexible": False})
+    fragile = Matcher(LLMatcher(tokenizer, text, log_level=0, limits=limits), hidden=NONE)
+    beside = [constrained("good"), job("plain", PROMPT, max_tokens=40, stop_ids=NONE)]
+    loop = make_loop(model, running=3, policy="radix")
+    outcomes = play(loop, [*(Visit(job=one) for one in beside), Visit(job=bad, matcher=fragile)])
+    assert outcomes["bad"].reason == "error"
+    assert outcomes["bad"].ids
+    assert "too many states" in (outcomes["bad"].error or "")
+    for one in beside:
+        ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
+    assert loop.stats().failures == 1
+
+
+def test_a_model_that_rules_out_all_that_is_allowed_ends_only_that_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model()
+    logits, brace = model.logits, mx.arange(tiny.VOCAB) == ord("{")
+    monkeypatch.setattr(model, "logits", lambda h: mx.where(brace, -mx.inf, logits(h)))
+    loop = make_loop(model, running=2, policy="radix")
+    outcomes = run(loop, constrained("bad"), job("plain", PROMPT, stop_ids=NONE))
+    assert (outcomes["bad"].reason, outcomes["bad"].ids) == ("error", [])
+    assert "all that the grammar allows" in (outcomes["bad"].error or "")
+    assert outcomes["plain"].reason == "length"
+
+
+def test_a_bias_cannot_lift_what_the_grammar_forbids() -> None:
+    biased = constrained("it", logit_bias=((ord("!"), 100.0), (tiny.END, 100.0)))
+    assert_satisfied(run_one(make_loop(tiny_model()), biased))
+
+
+def test_an_answer_that_is_complete_at_its_last_token_has_stopped() -> None:
+    yes = JsonSchema(text='{"const": true}')
+    for most, reason in ((3, "length"), (4, "stop"), (5, "stop")):
+        outcome = run_one(make_loop(tiny_model()), constrained("it", yes, max_tokens=most))
+        assert (bytes(outcome.ids), outcome.reason) == (b"true"[:most], reason)
+
+
+def test_ends_are_allowed_where_the_answer_may_end_and_nowhere_else() -> None:
+    number = JsonSchema(text='{"type": "integer"}')
+    for stop_ids in (NONE, ENDS, frozenset({tiny.BOS, tiny.END})):
+        matcher = grammars().compile(number, stop_ids)
+        digits = {*b"0123456789"}
+        assert ids_of(matcher) == digits | {ord("-")}
+        matcher.accept(ord("7"))
+        assert ids_of(matcher) == digits | stop_ids
+        assert not matcher.done
+
+
+def test_white_space_is_bounded() -> None:
+    """A model that has lost its way writes it for ever otherwise."""
+    matcher = grammars().compile(ANYTHING, ENDS)
+    for token in b"{\n\n" + b" " * 20:
+        matcher.accept(token)
+    assert ids_of(matcher) == {*b'"}'}
+
+
+def test_ids_that_only_the_model_has_are_never_allowed(tmp_path: Path) -> None:
+    """Output layers are padded beyond the tokenizer."""
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    matcher = Grammars(tmp_path / "tokenizer.json", vocab=320).compile(
+        JsonSchema(text='{"type": "string"}'), ENDS
+    )
+    matcher.accept(ord('"'))
+    assert len(matcher.allowed) * 8 >= 320
+    assert max(ids_of(matcher)) < tiny.BOS
+
+
+def test_an_id_that_was_not_allowed_is_an_error_for_good() -> None:
+    matcher = grammars().compile(ANYTHING, ENDS)
+    for token in b"x{":
+        with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
+            matcher.accept(token)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("{", "EOF while parsing"),
+        ("[1]", "object"),
+        ('{"type": "colour"}', "Invalid type: colour"),
+        ('{"type": "string", "pattern": "("}', "unclosed group"),
+        ('{"not": {"type": "null"}}', "Unimplemented keys"),
+        ('{"not": {"type": "null"}, "x-guidance": {"lenient": true}}', "Unimplemented keys"),
+        ('{"$ref": "https://example.com/schema"}', "not present in a registry"),
+        ('{"type": "integer", "minimum": 2, "maximum": 1}', "minimum .* is greater than maximum"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
+    schema: str, reason: str
+) -> None:
+    with pytest.raises(AppError, match=reason) as caught:
+        grammars().compile(JsonSchema(text=schema), ENDS)
+    assert caught.value.kind is Kind.INVALID
+    assert "\n" not in caught.value.message
+    assert caught.value.message.startswith("this JSON schema cannot be followed: ")
+
+
+def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("missing.json", "broken.json"):
+        with pytest.raises(AppError, match=name) as caught:
+            Grammars(tmp_path / name, vocab=tiny.VOCAB).compile(ANYTHING, ENDS)
+        assert caught.value.kind is Kind.MODEL_FILES
+
+
+def ids_of(matcher: Matcher) -> set[int]:
+    return {id for id in range(8 * len(matcher.allowed)) if matcher.allowed[id // 8] >> id % 8 & 1}

@@ -1,0 +1,117 @@
+"""Too little memory: cached prefixes go, then the youngest waits, and nobody's answer changes."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from app.engine.memory import measured
+from models.base import Model
+from tests.engine import hybrid
+from tests.engine.driving import Visit, assert_same, job, make_loop, play, run_one, tiny_model
+
+MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
+NONE = frozenset[int]()
+LONG = 350
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]()
+
+
+def footprint(model: Model, positions: int) -> int:
+    memory = measured(model, budget=0, weights=0, chunk=8, rows=1, heads=0, context=512)
+    return memory.footprint(positions)
+
+
+@pytest.mark.parametrize("policy", ["radix", "slots"])
+def test_a_preempted_answer_is_the_one_it_would_have_been(
+    model: Model, policy: str, ties: list[int]
+) -> None:
+    """Room for four to begin, and not for four to go on."""
+    budget = 4 * footprint(model, 512)
+    jobs = [
+        job(
+            str(i),
+            bytes(rng.choices(range(256), k=200)),
+            max_tokens=LONG,
+            stop_ids=NONE,
+            temperature=0.8,
+            seed=i,
+            repetition_penalty=1.1,
+        )
+        for i, rng in enumerate(map(random.Random, range(4)))
+    ]
+    loop = make_loop(model, running=4, policy=policy, chunk=64, budget=budget, context=1024)
+    together = play(loop, [Visit(job=one, at=i) for i, one in enumerate(jobs)])
+    assert loop.stats().preemptions > 0
+    for one in jobs:
+        assert len(together[one.id].tokens) == LONG
+        ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
+
+
+@examples(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:
+    """`play` checks after every step that the ledger is not overdrawn."""
+    rooms = data.draw(st.integers(2, 5))
+    lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6))
+    loop = make_loop(
+        model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)
+    )
+    most = loop.capacity.context
+    visits = [
+        Visit(
+            job=job(
+                str(i),
+                bytes((7 * i + n) % 256 for n in range(min(length, most - 20))),
+                max_tokens=20,
+                stop_ids=NONE,
+            ),
+            at=2 * i,
+            cancelled_at=data.draw(st.none() | st.integers(2 * i + 1, 40)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    for visit in visits:
+        outcome = play(loop, [visit])[visit.job.id]
+        assert outcome.reason in ("length", "cancelled")
+    again = [
+        Visit(job=job(f"again {v.job.id}", v.job.ids, max_tokens=5, stop_ids=NONE)) for v in visits
+    ]
+    assert all(len(o.tokens) == 5 for o in play(loop, again).values())
+
+
+def test_cached_prefixes_give_way_before_anybody_waits() -> None:
+    model = tiny_model()
+    loop = make_loop(model, running=2, policy="radix", budget=3 * footprint(model, 256))
+    for i in range(4):
+        run_one(loop, job(str(i), [i] * 200, max_tokens=4, stop_ids=NONE))
+    stats = loop.stats()
+    assert stats.evictions > 0
+    assert stats.preemptions == 0
+    assert stats.ledger.free >= 0
+
+
+def test_who_does_not_fit_yet_waits_and_is_served_later() -> None:
+    model = tiny_model()
+    loop = make_loop(model, running=4, policy="radix", budget=footprint(model, 256))
+    outcomes = play(
+        loop,
+        [Visit(job=job(str(i), [i] * 100, max_tokens=10, stop_ids=NONE)) for i in range(3)],
+    )
+    assert all(len(outcome.tokens) == 10 for outcome in outcomes.values())
+    assert loop.stats().preemptions == 0
+
+
+def test_the_capacity_says_what_fits() -> None:
+    model = tiny_model()
+    tight = make_loop(model, budget=footprint(model, 256)).capacity
+    assert (tight.context, tight.limited_by_memory) == (256, True)
+    wide = make_loop(model, context=300).capacity
+    assert (wide.context, wide.limited_by_memory) == (300, False)
+    assert wide.kv_bytes == footprint(model, 300)
