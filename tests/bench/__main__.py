@@ -3,6 +3,7 @@
 make bench                          everything (on a two-core CPU: an hour with stock MLX)
 make bench ARGS="decode ttft"       some of it
 make bench ARGS="--size 15M"        on a smaller model
+make bench ARGS="soak --minutes 60" for longer
 """
 
 import argparse
@@ -10,18 +11,28 @@ import importlib.metadata
 import os
 import platform
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
 from models.builtin.score import HELD_BACK, questions, score
 from models.builtin.score import report as scores
-from tests.bench import grid, random_model, switch
+from tests.bench import grid, layouts, random_model, replay, soak, switch, versus
 from tests.bench.builtin import chat
 from tests.bench.serving import MEASUREMENTS
+from tests.conftest import SHARED
 from tests.serving import Served, serving
 
-CHOICES = [*MEASUREMENTS, "builtin", "start", "grid", "switch"]
+# on a random-weight model folder, in this process or with servers of their own
+ON_FOLDER: dict[str, Callable[[Path], str]] = {
+    "grid": grid.report,
+    "switch": switch.report,
+    "layouts": layouts.report,
+    "versus": versus.report,
+}
+CHOICES = [*MEASUREMENTS, *ON_FOLDER, "builtin", "start", "traces", "soak"]
 
 
 def main() -> None:
@@ -30,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(CHOICES)}")
     parser.add_argument("--size", choices=list(random_model.SHAPES), default="110M")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of soak (%(default)g)")
     arguments = parser.parse_args()
     for name in arguments.what:
         if name not in CHOICES:
@@ -41,6 +53,10 @@ def main() -> None:
     if "builtin" in wanted:
         with serving() as server:
             print(scores(score(chat(server.url), questions(HELD_BACK))), flush=True)
+    if "traces" in wanted:
+        print(_traces(), flush=True)
+    if "soak" in wanted:
+        print(soak.report(arguments.minutes), flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder = random_model.write(Path(place), arguments.size)
         measured = [name for name in MEASUREMENTS if name in wanted]
@@ -48,10 +64,9 @@ def main() -> None:
             with serving(str(folder)) as server:
                 for name in measured:
                     print(MEASUREMENTS[name](server, folder), flush=True)
-        if "grid" in wanted:
-            print(grid.report(folder), flush=True)
-        if "switch" in wanted:
-            print(switch.report(folder), flush=True)
+        for name, report in ON_FOLDER.items():
+            if name in wanted:
+                print(report(folder), flush=True)
 
 
 def _machine(size: str) -> str:
@@ -63,10 +78,14 @@ def _machine(size: str) -> str:
     )
 
 
+def _traces() -> str:
+    if not SHARED.is_dir():
+        return "traces: not replayed (needs ../shared/data, which is not here)"
+    return replay.report(SHARED)
+
+
 def _start() -> str:
     """Seconds from the command to the first answer of /v1/status, on the built-in model."""
-    import time
-
     times: list[float] = []
     for _ in range(5):
         server = Served([])

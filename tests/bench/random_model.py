@@ -1,4 +1,4 @@
-"""A model folder with random weights, of any size, that never stops by itself.
+"""A model folder with random weights, of any size, that never stops by itself. mlx-lm loads it too.
 
 Every id above the first 256 is a visible piece of text, so that a server has something to send for
 each token. No end-of-sequence id is named, so an answer always has max_tokens tokens.
@@ -56,7 +56,11 @@ def write(folder: Path, size: str, seed: int = 0) -> Path:
     made = folder / size
     made.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "tie_word_embeddings": True, **asdict(SHAPES[size])}
+    # what mlx-lm has no defaults for; ours are these
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     (made / "config.json").write_text(json.dumps(config))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (made / "tokenizer_config.json").write_text(json.dumps(described))
     rng = np.random.default_rng(seed)
     shapes = dict(tree_flatten(llama.Model(llama.Config.from_dict(config)).parameters()))
     mx.save_safetensors(

@@ -1,0 +1,124 @@
+"""A client for many streams at once, as lean as it can be: it shares its machine with the server.
+
+It reads lines off a socket and notes when they came; JSON is looked at only when all is over.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+LINE_LIMIT = 1 << 20
+
+Body = Mapping[str, Any]
+
+
+class Stream:
+    """One streamed completion. Seconds are those of time.perf_counter.
+
+    sent: when the request was. progress: when each comment about the prompt came. arrivals: when
+    each piece of text came; a token that is half a character brings none.
+    """
+
+    def __init__(self, port: int, body: Body) -> None:
+        self._port = port
+        self._body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        self._last = b""
+        self._news = asyncio.Event()
+        self._ended = False
+        self.sent = 0.0
+        self.progress: list[float] = []
+        self.arrivals: list[float] = []
+
+    async def run(self) -> "Stream":
+        """To the end. Cancelling it hangs up."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=LINE_LIMIT)
+        try:
+            self.sent = time.perf_counter()
+            writer.write(post("/v1/completions", self._body))
+            status = await reader.readline()
+            assert b" 200 " in status, status + await reader.read()
+            async for line in reader:
+                self._note(line, time.perf_counter())
+        finally:
+            writer.transport.abort()
+            self._ended = True
+            self._news.set()
+        wanted, got = self._body["max_tokens"], self.usage["completion_tokens"]
+        assert got == wanted, f"{got} tokens instead of {wanted}"
+        return self
+
+    async def tokens(self, count: int) -> None:
+        """Returns when so many have come."""
+        while len(self.arrivals) < count:
+            assert not self._ended, f"it ended after {len(self.arrivals)} tokens"
+            await self._more()
+
+    async def begun(self, patience: float) -> None:
+        """Returns when the server tells that it reads the prompt, or when patience ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while not self.progress:
+                    await self._more()
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        last = json.loads(self._last[6:])
+        assert last.get("usage"), f"the stream ended with {last}"
+        return last["usage"]
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Between tokens: those of which any part lies within [start, end]."""
+        pairs = pairwise(self.arrivals)
+        return [after - before for before, after in pairs if after > start and before < end]
+
+    async def _more(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _note(self, line: bytes, now: float) -> None:
+        self._news.set()
+        if line.startswith(b"data: {"):
+            self._last = line
+            # the last two chunks of a stream bring none: why it ended, and the usage
+            if b'"text":""' not in line and b'"text": ""' not in line and b'"text"' in line:
+                self.arrivals.append(now)
+        elif line.startswith(b": ") and b"/" in line:
+            self.progress.append(now)
+
+
+async def together(streams: Sequence[Stream]) -> None:
+    await asyncio.gather(*(stream.run() for stream in streams))
+
+
+@contextlib.asynccontextmanager
+async def running(streams: Sequence[Stream]) -> AsyncIterator[None]:
+    """Streams that run meanwhile, and are hung up on afterwards."""
+    tasks = [asyncio.create_task(stream.run()) for stream in streams]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def post(path: str, body: Body) -> bytes:
+    """A request whose connection ends with the answer."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data

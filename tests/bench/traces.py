@@ -1,0 +1,147 @@
+"""Recorded traffic as ids: what a server would have been asked to evaluate.
+
+Two kinds. Conversations of agents (tau-bench, SWE-agent), rendered by the chat template and encoded
+by the tokenizer of Qwen 3; what the recording's assistant said counts as generated. And the request
+traces of Mooncake (Qin et al., FAST 2025), which tell an id for each block of 512 tokens: one id of
+ours stands for such a block, so lengths are scaled down by that.
+"""
+
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.core.files import ModelFiles
+from app.core.requests import CalledTool, Message
+from app.text.chat import ChatTemplate
+from app.text.tokenizer import Tokenizer
+
+AT_ONCE = 8
+END_OF_TURN = "<|im_end|>"
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """marks: positions of the prompt behind each end of a turn."""
+
+    prompt: Ids
+    answer: Ids = ()
+    marks: Ids = ()
+
+
+def conversations(shared: Path) -> list[list[Turn]]:
+    """tau-bench's 50 airline conversations and SWE-agent's 7 runs, shuffled among each other: the
+    order in which they come is not recorded."""
+    traces = shared / "traces"
+    tools = json.loads((traces / "tau_airline_tools.json").read_text())
+    script = _Script(shared / "tokenizers" / "qwen3")
+    recorded = [
+        script.turns(_messages(row), row_tools)
+        for name, row_tools in (("tau_airline", tools), ("sweagent", None))
+        for row in _rows(traces / f"{name}_conversations.jsonl")
+    ]
+    random.Random(0).shuffle(recorded)
+    return recorded
+
+
+def interleaved(recorded: Sequence[Sequence[Turn]], at_once: int = AT_ONCE) -> list[Turn]:
+    """Turn by turn around those that run; where one ends, the next begins."""
+    waiting = deque(map(iter, recorded))
+    running = deque(waiting.popleft() for _ in range(min(at_once, len(waiting))))
+    turns: list[Turn] = []
+    while running:
+        turn = next(running[0], None)
+        if turn is not None:
+            turns.append(turn)
+            running.rotate(-1)
+        else:
+            running.popleft()
+            if waiting:
+                running.appendleft(waiting.popleft())
+    return turns
+
+
+def mooncake(shared: Path, name: str) -> list[Turn]:
+    """name: conversation or synthetic. What was answered is in no trace; where a conversation goes
+    on, its next request brings it as blocks of its own."""
+    rows = _rows(shared / "traces" / f"mooncake_{name}_trace.jsonl")
+    return [Turn(prompt=tuple(row["hash_ids"])) for row in rows]
+
+
+class _Script:
+    """Recorded messages → what a server would have evaluated, turn by turn."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: tokenizer.json and tokenizer_config.json, with a template."""
+        files = ModelFiles(
+            name=folder.name,
+            path=folder,
+            config={},
+            shards=(),
+            tokenizer=folder / "tokenizer.json",
+            tokenizer_config=json.loads((folder / "tokenizer_config.json").read_text()),
+            generation_config={},
+            template=None,
+            created=0,
+        )
+        self._template = ChatTemplate(files)
+        self._tokenizer = Tokenizer.load(files)
+        end = self._tokenizer.token_id(END_OF_TURN)
+        assert end is not None
+        self._end = end
+        self._known: dict[str, Ids] = {}
+
+    def turns(self, messages: Sequence[Message], tools: Any) -> list[Turn]:
+        spoken = [place for place, m in enumerate(messages) if m.role == "assistant"]
+        return [self._turn(messages[: place + 1], tools) for place in spoken]
+
+    def _turn(self, messages: Sequence[Message], tools: Any) -> Turn:
+        asked = self._template.render(messages[:-1], tools=tools)
+        # followed by something, so that it is written as history is
+        told = self._template.render(
+            [*messages, Message(role="user", content="")], tools=tools, add_generation_prompt=False
+        )
+        assert told.startswith(asked)
+        answer, found, _ = told[len(asked) :].partition(END_OF_TURN)
+        prompt = self._ids(asked)
+        marks = tuple(place + 1 for place, id in enumerate(prompt) if id == self._end)
+        return Turn(prompt=prompt, answer=self._ids(answer + found), marks=marks)
+
+    def _ids(self, text: str) -> Ids:
+        """Encoded piece by piece, and each piece once: no token spans a special one."""
+        ids: list[int] = []
+        for piece in text.split(END_OF_TURN):
+            if piece not in self._known:
+                self._known[piece] = tuple(self._tokenizer.encode(piece, add_special=False))
+            ids += (*self._known[piece], self._end)
+        return tuple(ids[:-1])
+
+
+def _messages(row: dict[str, Any]) -> list[Message]:
+    return [
+        Message(
+            role=message["role"],
+            content=message["content"],
+            name=message.get("name"),
+            tool_calls=tuple(
+                CalledTool(
+                    id=call["id"],
+                    name=call["function"]["name"],
+                    arguments=call["function"]["arguments"],
+                )
+                for call in message.get("tool_calls") or ()
+            ),
+            tool_call_id=message.get("tool_call_id"),
+        )
+        for message in row["messages"]
+    ]
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
