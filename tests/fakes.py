@@ -7,11 +7,27 @@ from dataclasses import dataclass, field
 
 from app.core.errors import AppError, Kind
 from app.core.events import Event, Finish, FinishReason, TextDelta, Timings, TokenLogprob, Usage
-from app.core.jobs import EngineStats
+from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerStatus
 from app.core.requests import GenerateRequest
 
-READY = RunnerStatus(state="ready", progress=100, stats=EngineStats(memory=123_456))
+STATS = EngineStats(
+    memory=123_456,
+    running=2,
+    waiting=3,
+    cached_tokens=700,
+    prefilled_tokens=90,
+    generated_tokens=55,
+    ledger=Ledger(budget=1000, weights=400, kv=250, prefix=100, working=50),
+    hits=(4, 0, 1, 0, 2, 0, 0, 0, 1),
+    misses=(("empty", 4), ("diverged", 3)),
+    evictions=6,
+    preemptions=5,
+    failures=1,
+    steps=321,
+)
+CAPACITY = Capacity(parallel=2, context=4096, kv_budget=550, kv_bytes=500)
+READY = RunnerStatus(state="ready", progress=100, stats=STATS, capacity=CAPACITY, rejected=9)
 CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
 
 

@@ -1,5 +1,7 @@
 """The command line: options in, settings out, mistakes in one line."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return calls
 
 
+@pytest.fixture(autouse=True)
+def untouched_log() -> Iterator[None]:
+    ours = logging.getLogger("app")
+    level = ours.level
+    yield
+    ours.setLevel(level)
+
+
 def test_without_options_the_settings_are_the_defaults(served: list[Settings]) -> None:
     assert cli.main(["serve"]) == 0
     assert served == [Settings()]
@@ -30,7 +40,8 @@ def test_without_options_the_settings_are_the_defaults(served: list[Settings]) -
 def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
     line = (
         "serve folder --host ::1 --port 9 --cors-origin https://a --cors-origin https://b "
-        "--cache single --exact --prefill-chunk 64 --max-body 2 --keep-alive 0.5"
+        "--parallel 3 --max-queue 0 --context 2048 --context-shift --memory 6.5 --cache slots "
+        "--multi-user --prefill-chunk 64 --watchdog 2.5 --max-body 2 --keep-alive 0.5 --debug"
     )
     assert cli.main(line.split()) == 0
     assert served == [
@@ -39,13 +50,57 @@ def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
             host="::1",
             port=9,
             cors_origins=("https://a", "https://b"),
-            cache="single",
-            exact=True,
+            parallel=3,
+            max_queue=0,
+            context=2048,
+            context_shift=True,
+            memory=13 << 29,
+            cache="slots",
+            multi_user=True,
             prefill_chunk=64,
+            watchdog=2.5,
             max_body=2 << 20,
             keep_alive=0.5,
+            debug=True,
         )
     ]
+
+
+@pytest.mark.parametrize("line", ["", " --parallel 1", " --cache single", " --cache radix"])
+def test_exact_goes_with_everything_that_does_not_forget(line: str, served: list[Settings]) -> None:
+    assert cli.main(["serve", "--exact", *line.split()]) == 0
+    assert served[0].exact
+
+
+@pytest.mark.parametrize(("line", "level"), [("serve", logging.NOTSET), ("serve --debug", 10)])
+def test_debug_lowers_the_level_of_our_own_log(
+    line: str, level: int, served: list[Settings]
+) -> None:
+    others = logging.getLogger("starlette").getEffectiveLevel()
+    assert cli.main(line.split()) == 0
+    assert logging.getLogger("app").level == level
+    assert logging.getLogger("starlette").getEffectiveLevel() == others
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("--context-shift", "--context-shift needs --cache slots"),
+        ("--context-shift --cache radix", "--context-shift needs --cache slots"),
+        ("--context-shift --cache slots --exact", "--context-shift and --exact exclude each other"),
+        ("--multi-user", "--multi-user needs --cache slots"),
+        ("--multi-user --cache single", "--multi-user needs --cache slots"),
+        ("--cache single --parallel 2", "--parallel asks for 2"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_by_name(
+    line: str, why: str, served: list[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", *line.split()])
+    assert caught.value.code == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+    assert not served
 
 
 @pytest.mark.parametrize(
@@ -56,6 +111,11 @@ def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
         "serve --port 70000",
         "serve --port x",
         "serve --prefill-chunk 0",
+        "serve --parallel 0",
+        "serve --max-queue -1",
+        "serve --context 1",
+        "serve --memory 0",
+        "serve --watchdog 0",
         "serve --max-body -1",
         "serve --max-body nan",
         "serve --keep-alive inf",

@@ -15,17 +15,38 @@ from app import store
 from app.core.errors import AppError, Kind
 from app.core.events import Event, Finish, Progress, TextDelta, Timings, Usage
 from app.core.files import ModelFiles
-from app.core.jobs import Ended, EngineStats, Job, Prefilled, Started, Token, Update
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EngineStats,
+    Job,
+    Miss,
+    Prefilled,
+    Started,
+    Token,
+    Update,
+)
 from app.core.ports import RunnerStatus
-from app.core.requests import Conversation, GenerateRequest, Message, Sampling
-from app.generation import Generation, sampling_defaults
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Sampling
+from app.core.settings import Settings
+from app.generation import KEEP, Generation, sampling_defaults
 from tests import tiny
 
 
 class FakeRunner:
     """Answers every job with the same text, a byte a token, and notes what it was asked."""
 
-    def __init__(self, text: str | bytes, *, reason: Any = "stop", logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        text: str | bytes,
+        *,
+        reason: Any = "stop",
+        logprobs: bool = False,
+        capacity: Capacity | None = None,
+        miss: Miss | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.miss = miss
         self.bytes = text.encode() if isinstance(text, str) else text
         self.reason = reason
         self.logprobs = logprobs
@@ -46,7 +67,7 @@ class FakeRunner:
         ]
         error = "planted" if self.reason == "error" else None
         return [
-            Started(job=job.id, cached=3, at=1000),
+            Started(job=job.id, cached=3, at=1000, miss=self.miss),
             Prefilled(job=job.id, done=len(job.ids)),
             *tokens,
             Ended(job=job.id, reason=self.reason, at=5000, error=error),
@@ -72,7 +93,13 @@ class FakeRunner:
     async def stop(self) -> None: ...
 
     def status(self) -> RunnerStatus:
-        return RunnerStatus(state="ready", progress=100, stats=EngineStats())
+        return RunnerStatus(
+            state="ready", progress=100, stats=EngineStats(), capacity=self.capacity
+        )
+
+
+PLAIN = Settings()
+SHIFTING = Settings(cache="slots", context_shift=True, context=64)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +111,11 @@ def request(**changes: Any) -> GenerateRequest:
     return GenerateRequest(**{"model": "tiny", "prompt": "hello", **changes})
 
 
-def events(files: ModelFiles, runner: FakeRunner, **changes: Any) -> list[Event]:
+def events(
+    files: ModelFiles, runner: FakeRunner, settings: Settings = PLAIN, **changes: Any
+) -> list[Event]:
     async def collect() -> list[Event]:
-        async with Generation(files, runner).open(request(**changes)) as stream:
+        async with Generation(files, runner, settings).open(request(**changes)) as stream:
             return [event async for event in stream]
 
     return asyncio.run(collect())
@@ -96,12 +125,24 @@ def text_of(found: list[Event]) -> str:
     return "".join(event.text for event in found if isinstance(event, TextDelta))
 
 
-def refusal(files: ModelFiles, **changes: Any) -> AppError:
-    runner = FakeRunner("x")
+def refusal(
+    files: ModelFiles,
+    settings: Settings = PLAIN,
+    capacity: Capacity | None = None,
+    **changes: Any,
+) -> AppError:
+    runner = FakeRunner("x", capacity=capacity)
     with pytest.raises(AppError) as caught:
-        events(files, runner, **changes)
+        events(files, runner, settings, **changes)
     assert not runner.jobs, "a refused request must not reach the runner"
     return caught.value
+
+
+def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
+    grammar = JsonSchema(text='{"type":"integer"}')
+    runner = FakeRunner("7")
+    events(files, runner, grammar=grammar)
+    assert runner.jobs[0].grammar == grammar
 
 
 def test_events_come_in_their_order(files: ModelFiles) -> None:
@@ -200,7 +241,7 @@ def test_leaving_early_leaves_the_runner(files: ModelFiles) -> None:
     runner = FakeRunner("hello")
 
     async def leave() -> None:
-        async with Generation(files, runner).open(request()) as stream:
+        async with Generation(files, runner, PLAIN).open(request()) as stream:
             await anext(stream)
 
     asyncio.run(leave())
@@ -216,11 +257,12 @@ def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
         sampling={"temperature": 0.5, "logit_bias": ((7, 1.0),)},
         max_tokens=9,
         top_logprobs=4,
+        reuse=False,
     )
     job = runner.jobs[0]
     assert job.ids == (1, 2, 3)
     assert job.sampling == Sampling(temperature=0.5, logit_bias=((7, 1.0),))
-    assert (job.max_tokens, job.top_logprobs) == (9, 4)
+    assert (job.max_tokens, job.top_logprobs, job.reuse) == (9, 4, False)
     assert job.stop_ids == {tiny.END}
 
 
@@ -302,7 +344,7 @@ def test_recommended_sampling_is_read_from_generation_config(
 
 def run(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:
     async def body() -> Any:
-        return await use(Generation(files, FakeRunner("x")))
+        return await use(Generation(files, FakeRunner("x"), PLAIN))
 
     return asyncio.run(body())
 
@@ -316,7 +358,126 @@ def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
 
 
 def test_the_model_card_and_status_are_told(files: ModelFiles) -> None:
-    generation = Generation(files, FakeRunner("x"))
+    generation = Generation(files, FakeRunner("x"), PLAIN)
     (card,) = generation.models()
     assert (card.id, card.context_length, card.created) == ("tiny", 4096, files.created)
     assert generation.status().state == "ready"
+
+
+def capacity(context: int, **changes: Any) -> Capacity:
+    """An engine in which a position takes one KiB."""
+    given: dict[str, Any] = {"parallel": 2, "kv_budget": 1 << 30, "kv_bytes": context << 10}
+    return Capacity(**{**given, "context": context, **changes})
+
+
+def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) -> None:
+    generation = Generation(files, FakeRunner("x"), Settings(context=100))
+    assert generation.models()[0].context_length == 100
+    error = refusal(files, Settings(context=100), prompt="x" * 100)
+    assert "100 tokens, but the server's context is 100 tokens" in error.message
+    assert "the model's own is 4096" in error.message
+    assert "--context" in error.message
+
+
+def test_a_context_beyond_the_models_own_does_not_stretch_it(files: ModelFiles) -> None:
+    generation = Generation(files, FakeRunner("x"), Settings(context=9999))
+    assert generation.models()[0].context_length == 4096
+
+
+def test_what_the_engine_can_do_is_what_is_promised_and_granted(files: ModelFiles) -> None:
+    runner = FakeRunner("x", capacity=capacity(50))
+    assert Generation(files, runner, PLAIN).models()[0].context_length == 50
+    events(files, runner, prompt="x" * 20)
+    events(files, runner, prompt="x" * 20, max_tokens=1000)
+    assert [job.max_tokens for job in runner.jobs] == [30, 30]
+
+
+def test_a_prompt_that_never_fits_memory_is_refused_with_both_numbers(files: ModelFiles) -> None:
+    scarce = capacity(2048, limited_by_memory=True)
+    error = refusal(files, capacity=scarce, prompt="x" * 3071)
+    assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
+    assert "has 3071 tokens, but memory has room for 2048 tokens" in error.message
+    assert "about 3.0 MiB" in error.message
+    assert "2.0 MiB are what a request can have" in error.message
+    assert "--memory" in error.message
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(None, 640), (7, 7), (10**12, 10**12)])
+def test_an_answer_may_outgrow_a_context_that_shifts(
+    files: ModelFiles, asked: int | None, granted: int
+) -> None:
+    runner = FakeRunner("x")
+    events(files, runner, SHIFTING, max_tokens=asked)
+    assert runner.jobs[0].max_tokens == granted
+
+
+def test_a_prompt_beyond_a_context_that_shifts_loses_its_middle(files: ModelFiles) -> None:
+    runner = FakeRunner("x")
+    text = "abcdefghij" * 20
+    events(files, runner, SHIFTING, prompt=tuple(range(200)), keep=10)
+    assert runner.jobs[0].ids == (*range(10), *range(200 - 53, 200))
+    assert (len(runner.jobs[0].ids), runner.jobs[0].keep) == (63, 10)
+    events(files, runner, SHIFTING, prompt=text, keep=0)
+    assert bytes(runner.jobs[1].ids).decode() == text[-63:]
+
+
+def test_the_end_of_a_very_long_prompt_is_read_where_contexts_shift(files: ModelFiles) -> None:
+    runner = FakeRunner("x")
+    events(files, runner, SHIFTING, prompt="x" * 5000 + "the end")
+    assert bytes(runner.jobs[0].ids).endswith(b"xthe end")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "keep", "kept"),
+    [
+        ((1, 2, 3, 4, 5, 6), None, KEEP),
+        ((1, 2, 3, 4, 5, 6), 0, 0),
+        ((1, 2, 3, 4, 5, 6), 2, 2),
+        ((tiny.BOS, 2, 3, 4, 5, 6), 2, 3),  # whoever counts, counts text
+        ((1, 2, 3, 4, 5, 6), -1, 6),
+        (tuple(range(200)), -1, 63),
+        (tuple(range(200)), 10**9, 63),
+    ],
+)
+def test_what_a_shift_never_discards(
+    files: ModelFiles, prompt: tuple[int, ...], keep: int | None, kept: int
+) -> None:
+    runner = FakeRunner("x")
+    events(files, runner, SHIFTING, prompt=prompt, keep=keep)
+    assert runner.jobs[0].keep == kept
+    assert runner.jobs[0].ids[-1] == prompt[-1]
+
+
+def test_an_empty_prompt_is_refused_where_contexts_shift_too(files: ModelFiles) -> None:
+    assert refusal(files, SHIFTING, prompt="").kind is Kind.INVALID
+
+
+DIVERGED = Miss(at=3, reason="diverged", had=(*b"p!", tiny.END, 70_000))
+
+
+def test_the_reason_of_a_miss_is_logged_for_whoever_debugs(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    events(files, FakeRunner("x", miss=DIVERGED), Settings(debug=True))
+    assert "3 of 5 prompt tokens were cached (diverged at 3)" in caplog.text
+    assert "behind 'hel' the prompt goes on 'lo', and what is cached 'p!</s>'" in caplog.text
+
+
+def test_a_lookup_that_found_all_is_told_without_text(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    events(files, FakeRunner("x"), Settings(debug=True))
+    assert "3 of 5 prompt tokens were cached" in caplog.text
+    assert "hel" not in caplog.text
+
+
+def test_without_debug_no_text_gets_into_the_log(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the level of the log: that is set by whoever runs the process."""
+    caplog.set_level("DEBUG")
+    events(files, FakeRunner("secret", miss=DIVERGED), prompt="a secret")
+    assert "secret" not in caplog.text
+    assert "tokens were cached" not in caplog.text

@@ -208,6 +208,23 @@ def test_a_refused_request_has_a_status(path: str, body: Any, call: Any, generat
     }
 
 
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_full_server_says_when_to_come_again(
+    path: str, body: Any, call: Any, generate: FakeGenerate
+):
+    """With a status, streamed or not: a client that retries looks at nothing else."""
+    generate.refusal = AppError(Kind.BUSY, "66 are here", retry_after=9)
+    reply = call("POST", path, body)
+    assert reply.status == 429
+    assert reply.headers["retry-after"] == "9"
+    assert reply.error == {
+        "message": "66 are here",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "server_busy",
+    }
+
+
 def test_an_error_amid_a_stream_is_an_event_before_done():
     reply, generate = converse([text("Hel"), BROKEN], *STREAM)
     assert reply.status == 200

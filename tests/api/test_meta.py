@@ -4,29 +4,77 @@ from typing import Any
 
 import pytest
 
+from app.api.meta import hit_classes
 from app.core.jobs import EngineStats
 from app.core.ports import RunnerStatus
-from tests.fakes import FakeGenerate
+from tests.fakes import CAPACITY, STATS, FakeGenerate
 
 LOADING = RunnerStatus(state="loading", progress=40, stats=EngineStats(memory=5))
 FAILED = RunnerStatus(state="failed", progress=40, stats=EngineStats(), error="no such tensor")
+STALLED = RunnerStatus(
+    state="stalled",
+    progress=100,
+    stats=STATS,
+    error="the engine has not moved for 75 s (decode of 8 sequences)",
+    capacity=CAPACITY,
+)
 
 
-def test_a_ready_server_says_so(call: Any):
-    assert call("GET", "/v1/status").json == {
+def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
+    assert call("GET", "/v1/status", max_queue=7).json == {
         "Status": 0,
         "Progress": 100,
         "ContextLength": 4096,
         "Memory": 123_456,
+        "Error": None,
+        "Parallel": 2,
+        "Running": 2,
+        "Waiting": 3,
+        "MaxQueue": 7,
+        "Rejected": 9,
+        "Ledger": {
+            "budget": 1000,
+            "weights": 400,
+            "kv": 250,
+            "prefix": 100,
+            "working": 50,
+            "free": 200,
+        },
+        "Tokens": {"cached": 700, "prefilled": 90, "generated": 55},
+        "Hits": {
+            "0": 4,
+            "1-16": 0,
+            "17-64": 1,
+            "65-256": 0,
+            "257-1024": 2,
+            "1025-4096": 0,
+            "4097-16384": 0,
+            "16385-65536": 0,
+            "65537+": 1,
+        },
+        "Misses": {"empty": 4, "diverged": 3},
+        "Evictions": 6,
+        "Preemptions": 5,
+        "Failures": 1,
+        "Steps": 321,
     }
     assert call("GET", "/health").json == {"status": "ok"}
+
+
+def test_every_class_of_hits_has_a_name_of_its_own():
+    assert len(set(hit_classes())) == len(EngineStats().hits)
+
+
+def first_four(status: Any) -> list[int]:
+    return [status[key] for key in ("Status", "Progress", "ContextLength", "Memory")]
 
 
 def test_a_loading_server_tells_how_far_it_is(call: Any, generate: FakeGenerate):
     generate.now, generate.cards = LOADING, ()
     reply = call("GET", "/v1/status")
     assert reply.status == 200
-    assert reply.json == {"Status": 3, "Progress": 40, "ContextLength": 0, "Memory": 5}
+    assert first_four(reply.json) == [3, 40, 0, 5]
+    assert (reply.json["Parallel"], reply.json["Error"]) == (0, None)
     health = call("GET", "/health")
     assert health.status == 503
     assert health.headers["retry-after"] == "1"
@@ -37,12 +85,25 @@ def test_a_failed_server_tells_why(call: Any, generate: FakeGenerate):
     generate.now = FAILED
     reply = call("GET", "/v1/status")
     assert (reply.status, reply.json["Status"]) == (200, 5)
+    assert reply.json["Error"] == "no such tensor"
     health = call("GET", "/health")
     assert health.status == 503
     assert "retry-after" not in health.headers
     assert health.error["message"] == "no such tensor"
 
 
-@pytest.mark.parametrize("path", ["/v1/status", "/health", "/v1/models"])
+def test_a_stalled_server_tells_what_it_is_at(call: Any, generate: FakeGenerate):
+    """It is loaded, and still nobody should be sent to it."""
+    generate.now = STALLED
+    reply = call("GET", "/v1/status")
+    assert reply.status == 200
+    assert first_four(reply.json) == [4, 100, 4096, 123_456]
+    assert reply.json["Error"] == STALLED.error
+    health = call("GET", "/health")
+    assert health.status == 503
+    assert health.error["message"] == STALLED.error
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/health", "/metrics", "/v1/models"])
 def test_head_is_answered(call: Any, path: str):
     assert call("HEAD", path).status == 200

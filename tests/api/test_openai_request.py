@@ -1,5 +1,6 @@
 """What OpenAI's dialect makes of a request, and how it says no."""
 
+import json
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ def completion(**fields: Any) -> Wish:
     return parse_completion({"model": "m", "prompt": "hi", **fields}, MODELS)
 
 
+def schema_format(**described: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 def refusal(parse: Any, **fields: Any) -> AppError:
     with pytest.raises(AppError) as caught:
         parse(**fields)
@@ -36,7 +48,7 @@ def test_null_means_absent_for_every_optional_field():
     fields = set(chat_create_params.CompletionCreateParamsNonStreaming.__annotations__)
     fields |= set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     fields -= {"model", "messages"}
-    extensions = ("top_k", "min_p", "repetition_penalty", "repeat_last_n")
+    extensions = ("top_k", "min_p", "repetition_penalty", "repeat_last_n", "cache_prompt")
     assert chat(**dict.fromkeys([*fields, *extensions])) == chat()
 
 
@@ -72,6 +84,14 @@ def test_sampling_fields_are_taken_over(fields: Any, sampling: Any):
 )
 def test_the_newer_token_limit_wins(fields: Any, limit: int | None):
     assert chat(**fields).request.max_tokens == limit
+
+
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_the_cache_may_be_kept_out_of_it(parse: Any):
+    assert parse().request.reuse is True
+    assert parse(cache_prompt=True).request.reuse is True
+    assert parse(cache_prompt=False).request.reuse is False
+    assert refusal(parse, cache_prompt="no").param == "cache_prompt"
 
 
 def test_completions_stop_after_sixteen_tokens_unless_told_otherwise():
@@ -118,6 +138,19 @@ def test_completions_ask_for_logprobs_in_one():
 )
 def test_a_prompt_is_text_or_ids(prompt: Any, read: Any):
     assert completion(prompt=prompt).request.prompt == read
+
+
+def test_a_response_format_becomes_a_grammar():
+    assert chat().request.grammar is None
+    assert chat(response_format={"type": "text"}).request.grammar is None
+    for kind, text in (("json_object", '{"type":"object"}'), ("text", None)):
+        grammar = chat(response_format={"type": kind, "json_schema": None}).request.grammar
+        assert (grammar and grammar.text) == text
+    schema = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"type": "integer"}}}
+    for more in ({}, {"strict": True}, {"strict": False}, {"description": "of a thing"}):
+        grammar = chat(**schema_format(name="thing", schema=schema, **more)).request.grammar
+        assert grammar is not None
+        assert grammar.text == json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def test_usage_at_the_end_of_a_stream_is_asked_for():
@@ -220,8 +253,19 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 0}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {}}},
+        "response_format.json_schema",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (schema_format(), "response_format.json_schema.name"),
+    (schema_format(name="x"), "response_format.json_schema.schema"),
+    (schema_format(name="x", schema=[]), "response_format.json_schema.schema"),
+    (schema_format(name="x", schema=True), "response_format.json_schema.schema"),
+    (schema_format(name="x", schema={}, strict="yes"), "response_format.json_schema.strict"),
+    (schema_format(name="x", schema={}, more=1), "response_format.json_schema.more"),
+    (schema_format(name="x", schema=nested(400)), "response_format.json_schema.schema"),
     ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
     ({"response_format": {}}, "response_format.type"),

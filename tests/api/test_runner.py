@@ -117,6 +117,29 @@ def test_keys_may_be_written_in_any_case():
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "keep"),
+    [
+        ({}, 0),
+        ({"num_keep": 4}, 4),
+        ({"n_keep": 5}, 5),
+        ({"num_keep": 4, "n_keep": 5}, 4),
+        ({"num_keep": 0, "n_keep": 5}, 5),
+        ({"num_keep": -1}, -1),
+    ],
+)
+def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, keep: int):
+    assert options(**fields).keep == keep
+
+
+@pytest.mark.parametrize(
+    ("fields", "reuse"),
+    [({}, True), ({"cache_prompt": None}, True), ({"Cache_Prompt": False}, False)],
+)
+def test_the_cache_may_be_kept_out_of_it(fields: Any, reuse: bool):
+    assert parse({"prompt": "hi", **fields}, "m").reuse is reuse
+
+
 def test_stop_strings_are_taken():
     assert options(stop=["a", "b"]).stop == ("a", "b")
 
@@ -140,6 +163,10 @@ def test_stop_strings_are_taken():
         ({"prompt": "a", "options": {"repeat_penalty": -2}}, "options.repeat_penalty"),
         ({"prompt": "a", "options": {"presence_penalty": 3}}, "options.presence_penalty"),
         ({"prompt": "a", "options": {"seed": 2**63}}, "options.seed"),
+        ({"prompt": "a", "options": {"num_keep": 1.5}}, "options.num_keep"),
+        ({"prompt": "a", "options": {"n_keep": "4"}}, "options.n_keep"),
+        ({"prompt": "a", "options": {"cache_prompt": False}}, "options.cache_prompt"),
+        ({"prompt": "a", "cache_prompt": 0}, "cache_prompt"),
         ({"prompt": "a", "options": {"stop": [""]}}, "options.stop"),
     ],
 )

@@ -127,7 +127,11 @@ def test_every_kind_of_mistake_has_a_status(kind: Kind):
     assert set(envelope(error)["error"]) == {"message", "type", "param", "code"}
     reply = problem_reply(error)
     assert reply.status_code == MANNERS[kind].status >= 400
-    assert ("retry-after" in reply.headers) == (kind is Kind.LOADING)
+    assert reply.headers.get("retry-after") == {503: "1", 429: "1"}.get(reply.status_code)
+
+
+def test_whoever_knows_how_long_to_wait_says_so():
+    assert problem_reply(AppError(Kind.BUSY, "what", retry_after=17)).headers["retry-after"] == "17"
 
 
 def test_a_more_precise_code_wins():

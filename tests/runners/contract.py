@@ -1,6 +1,7 @@
 """What every runner must do. A test module binds `runner` to one and imports these tests."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from app import store
 from app.core.errors import AppError, Kind
 from app.core.jobs import Ended, Started, Token, Update
 from app.core.ports import Runner
+from app.core.requests import JsonSchema
 from tests.engine.driving import job
 
 PATIENCE = 20.0
@@ -93,6 +95,36 @@ def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, tiny_mode
                     break
         prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
         assert cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_a_grammar_is_followed(runner: MakeRunner, tiny_model: Path) -> None:
+    schema = JsonSchema(text='{"type": "array", "items": {"type": "boolean"}, "maxItems": 4}')
+
+    async def body(running: Runner) -> None:
+        for seed in range(3):
+            updates = await answer(
+                running, "a", b"hello", grammar=schema, temperature=1.0, seed=seed, max_tokens=400
+            )
+            value = json.loads(bytes(ids(updates)))
+            assert len(value) <= 4
+            assert all(isinstance(item, bool) for item in value)
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused_and_takes_no_place(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    schema = JsonSchema(text='{"type": "integer", "minimum": 2, "maximum": 1}')
+
+    async def body(running: Runner) -> None:
+        for _ in range(100):  # more than may wait
+            with pytest.raises(AppError, match="is greater than maximum") as caught:
+                await answer(running, "a", b"hello", grammar=schema)
+            assert caught.value.kind is Kind.INVALID
+        assert ids(await answer(running, "b", b"hello"))
 
     with_runner(runner, tiny_model, body)
 

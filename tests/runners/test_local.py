@@ -1,24 +1,52 @@
 """The runner whose engine is a thread of this process."""
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app import store
-from app.core.jobs import Ended
+from app.core.errors import AppError, Kind
+from app.core.jobs import Ended, Job, Started, Token
+from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
-from app.runners.local import LocalRunner
+from app.runners.local import LocalRunner, Pace
 from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
-from tests.runners.contract import MakeRunner
+from tests.runners.contract import PATIENCE, MakeRunner, answer
 
 
 @pytest.fixture
 def runner() -> MakeRunner:
     return lambda: LocalRunner(Settings(prefill_chunk=8))
+
+
+@asynccontextmanager
+async def started(folder: Path, settings: Settings) -> AsyncIterator[LocalRunner]:
+    running = LocalRunner(settings)
+    await running.start(store.resolve(str(folder)))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield running
+    finally:
+        await running.stop()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not true():  # noqa: ASYNC110  # it comes true on another thread
+            await asyncio.sleep(0.005)
+
+
+def endless(name: str) -> Job:
+    return job(name, b"hello", max_tokens=4000, stop_ids=frozenset[int]())
 
 
 def test_when_the_engine_dies_its_jobs_end_with_an_error(
@@ -28,14 +56,193 @@ def test_when_the_engine_dies_its_jobs_end_with_an_error(
         raise AssertionError("planted")
 
     async def run() -> None:
-        running = LocalRunner(Settings())
-        await running.start(store.resolve(str(tiny_model)))
-        monkeypatch.setattr(Loop, "step", die)
-        async with running.submit(job("a", b"hello")) as submission:
-            updates = [update async for update in submission]
-        assert isinstance(updates[-1], Ended)
-        assert (updates[-1].reason, updates[-1].error) == ("error", "the engine stopped")
-        assert (running.status().state, running.status().error) == ("failed", "planted")
-        await running.stop()
+        async with started(tiny_model, Settings()) as running:
+            monkeypatch.setattr(Loop, "step", die)
+            async with running.submit(job("a", b"hello")) as submission:
+                updates = [update async for update in submission]
+            assert isinstance(updates[-1], Ended)
+            assert (updates[-1].reason, updates[-1].error) == ("error", "the engine stopped")
+            assert (running.status().state, running.status().error) == ("failed", "planted")
+
+    asyncio.run(run())
+
+
+def test_status_tells_what_the_engine_can_do(tiny_model: Path) -> None:
+    async def run() -> None:
+        settings = Settings(parallel=3, context=512)
+        assert LocalRunner(settings).status().capacity is None
+        async with started(tiny_model, settings) as running:
+            capacity = running.status().capacity
+            assert capacity is not None
+            assert (capacity.parallel, capacity.context) == (3, 512)
+            await answer(running, "a", b"hello")
+            assert running.status().capacity == capacity, "a step does not forget it"
+
+    asyncio.run(run())
+
+
+async def refused(running: LocalRunner) -> AppError:
+    with pytest.raises(AppError) as caught:
+        async with running.submit(endless("one too many")):
+            pass
+    return caught.value
+
+
+def test_one_more_than_may_run_and_wait_is_refused(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with started(tiny_model, Settings(parallel=2, max_queue=3)) as running:
+            async with AsyncExitStack() as crowd:
+                for n in range(5):
+                    await crowd.enter_async_context(running.submit(endless(f"job {n}")))
+                for count in (1, 2):
+                    error = await refused(running)
+                    assert error.kind is Kind.BUSY
+                    assert error.retry_after is not None
+                    assert "5 requests are here" in error.message
+                    assert "may run (2) and wait (3)" in error.message
+                    assert running.status().rejected == count
+            assert await answer(running, "afterwards", b"hello")
+            assert running.status().rejected == 2
+
+    asyncio.run(run())
+
+
+def test_without_a_queue_only_places_count(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with started(tiny_model, Settings(parallel=1, max_queue=0)) as running:
+            async with running.submit(endless("a")):
+                assert (await refused(running)).kind is Kind.BUSY
+            assert await answer(running, "b", b"hello")
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_still_being_read_takes_no_place(tiny_model: Path) -> None:
+    """The engine is done with it; a slow client is nobody's neighbour."""
+
+    async def run() -> None:
+        async with (
+            started(tiny_model, Settings(parallel=1, max_queue=0)) as running,
+            running.submit(job("a", b"hello")) as slow,
+        ):
+            async for update in slow:
+                if isinstance(update, Ended):
+                    break
+            assert await answer(running, "b", b"hello")
+
+    asyncio.run(run())
+
+
+def test_those_who_wait_run_when_a_place_is_free(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with started(tiny_model, Settings(parallel=1, max_queue=8)) as running:
+            all_of_them = await asyncio.gather(
+                *(answer(running, f"job {n}", b"hello") for n in range(9))
+            )
+            for updates in all_of_them:
+                assert isinstance(updates[0], Started)
+                assert isinstance(updates[-1], Ended)
+            assert running.status().rejected == 0
+
+    asyncio.run(run())
+
+
+def test_the_wait_follows_how_long_jobs_take_and_how_many_stand_before() -> None:
+    pace = Pace()
+    assert pace.wait(waiting=64, parallel=1) == 1, "nothing is known yet"
+    pace.note(3.0)
+    assert pace.wait(waiting=1, parallel=1) == 3
+    assert pace.wait(waiting=8, parallel=4) == 6
+    assert pace.wait(waiting=1, parallel=8) == 1
+    assert pace.wait(waiting=64, parallel=1) == 60
+    pace.note(11.0)
+    assert pace.wait(waiting=1, parallel=1) == 4
+
+
+@given(
+    seconds=st.lists(st.floats(0, 1e6), max_size=20),
+    waiting=st.integers(1, 10_000),
+    parallel=st.integers(1, 64),
+)
+def test_the_wait_is_never_nothing_and_never_more_than_a_minute(
+    seconds: list[float], waiting: int, parallel: int
+) -> None:
+    pace = Pace()
+    for one in seconds:
+        pace.note(one)
+    assert 1 <= pace.wait(waiting=waiting, parallel=parallel) <= 60
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every step of the engine waits, amid its work, while this is not set."""
+    gate, step = threading.Event(), Loop.step
+    gate.set()
+
+    def held(loop: Loop) -> Any:
+        if not gate.is_set():
+            loop.on_stage("decode of 8 sequences")
+            assert gate.wait(PATIENCE)
+        return step(loop)
+
+    monkeypatch.setattr(Loop, "step", held)
+    yield gate
+    gate.set()
+
+
+WATCHED = Settings(parallel=1, watchdog=0.5)
+
+
+def test_an_engine_that_hangs_is_reported_and_so_is_its_recovery(
+    tiny_model: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> tuple[RunnerStatus, RunnerStatus]:
+        async with (
+            started(tiny_model, WATCHED) as running,
+            running.submit(endless("a")) as submission,
+        ):
+            gate.clear()
+            await until(lambda: running.status().state == "stalled")
+            hung = running.status()
+            await until(lambda: "has not moved" in caplog.text)
+            gate.set()
+            async for update in submission:
+                if isinstance(update, Token):
+                    break
+            await until(lambda: "moves again" in caplog.text)
+            return hung, running.status()
+
+    hung, well = asyncio.run(run())
+    assert hung.error is not None
+    assert hung.error.startswith("the engine has not moved for ")
+    assert hung.error.endswith("(decode of 8 sequences)")
+    assert (hung.progress, hung.capacity) == (100, well.capacity)
+    assert (well.state, well.error) == ("ready", None)
+    assert caplog.text.count("has not moved") == 1, "once, however often one looks"
+
+
+def test_an_engine_with_nothing_to_do_does_not_hang(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with started(tiny_model, Settings(watchdog=0.05)) as running:
+            await answer(running, "a", b"hello")
+            await asyncio.sleep(0.2)
+            assert running.status().state == "ready"
+
+    asyncio.run(run())
+
+
+def test_a_long_answer_is_no_hang(tiny_model: Path) -> None:
+    """What counts is one stage of one step, not how long the engine has been busy."""
+
+    async def run() -> None:
+        async with (
+            started(tiny_model, Settings(watchdog=1.0)) as running,
+            running.submit(endless("a")),
+        ):
+            states: set[str] = set()
+            for _ in range(30):
+                await asyncio.sleep(0.05)
+                states.add(running.status().state)
+            assert states == {"ready"}
 
     asyncio.run(run())

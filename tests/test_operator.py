@@ -1,0 +1,121 @@
+"""What an operator sees of a real server under load: refusals, figures, limits."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import PATIENCE, Served, serving
+
+
+def scrape(server: Served) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return {
+        (sample.name.removeprefix("mlxrunner_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def crowd(server: Served, count: int, **body: Any) -> list[httpx.Response]:
+    """So many completions at the same moment."""
+    asked = {"model": "tiny", "temperature": 0, **body}
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        one = (
+            client.post(f"{server.url}/v1/completions", json={**asked, "prompt": f"number {n}"})
+            for n in range(count)
+        )
+        return await asyncio.gather(*one)
+
+
+def test_a_crowd_is_served_refused_and_counted(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--parallel", "2", "--max-queue", "3") as server:
+        replies = asyncio.run(crowd(server, 20, max_tokens=100, logit_bias={"257": -100}))
+        statuses = Counter(reply.status_code for reply in replies)
+        assert set(statuses) == {200, 429}
+        assert statuses[200] >= 5
+        for reply in replies:
+            if reply.status_code == 429:
+                assert 1 <= int(reply.headers["retry-after"]) <= 60
+                assert reply.json()["error"]["code"] == "server_busy"
+        told, status = scrape(server), server.status()
+        assert told["requests_total", "length"] == statuses[200]
+        assert told["requests_total", "server_busy"] == status["Rejected"] == statuses[429]
+        assert told["time_to_first_token_seconds_count",] == statuses[200]
+        assert told["generation_tokens_total",] == 100 * statuses[200]
+
+
+def test_the_figures_of_both_routes_are_the_same_and_add_up(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--parallel", "4", "--context", "256") as server:
+        replies = [
+            *asyncio.run(crowd(server, 8, max_tokens=8)),
+            *asyncio.run(crowd(server, 8, max_tokens=8)),
+            *asyncio.run(crowd(server, 1, max_tokens=8, cache_prompt=False)),
+        ]
+        assert {reply.status_code for reply in replies} == {200}
+        told, status = scrape(server), server.status()
+        ledger: Any = status["Ledger"]
+        tokens: Any = status["Tokens"]
+        hits: Any = status["Hits"]
+        misses: Any = status["Misses"]
+        lines = {name: ledger[name] for name in ("weights", "kv", "prefix", "working", "free")}
+        assert {name: told["memory_bytes", name] for name in lines} == lines
+        assert sum(lines.values()) == ledger["budget"] == told["memory_budget_bytes",]
+        assert min(lines.values()) >= 0
+        assert (status["Running"], status["Waiting"], ledger["kv"]) == (0, 0, 0)
+        assert tokens["cached"] + tokens["prefilled"] == 17 * len("number 0")
+        assert told["prompt_tokens_total", "cache"] == tokens["cached"] > 0
+        assert sum(hits.values()) == told["prefix_cache_hit_tokens_count",] == 17
+        assert {name: told["prefix_cache_misses_total", name] for name in misses} == misses
+        assert misses["unwanted"] == 1
+        assert status["ContextLength"] == told["max_model_len",] == 256
+
+
+def test_a_context_that_was_asked_for_is_the_one_that_counts(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--context", "64") as server:
+        body = {"model": "tiny", "prompt": "x" * 64}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert reply.status_code == 400
+        assert "the server's context is 64 tokens" in reply.json()["error"]["message"]
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["context_length"] for model in listed] == [64]
+
+
+def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
+    options = ("--context", "64", "--context-shift", "--cache", "slots", "--parallel", "1")
+    with serving(str(tiny_model), *options) as server:
+        body = {
+            "model": "tiny",
+            "prompt": "x" * 100,
+            "max_tokens": 150,
+            "temperature": 0,
+            "logit_bias": {"257": -100},
+        }
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] == 150
+        assert reply.json()["usage"]["prompt_tokens"] == 63
+
+
+def test_debug_tells_where_a_prompt_left_the_cached_ones(tiny_model: Path) -> None:
+    body = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    with serving(str(tiny_model), "--debug") as server:
+        for prompt in ("once upon a time", "once upon a hill"):
+            httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
+    assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.text()
+    assert "behind ' upon a ' the prompt goes on 'hill', and what is cached 'time" in server.text()
+    with serving(str(tiny_model)) as quiet:
+        httpx.post(f"{quiet.url}/v1/completions", json={**body, "prompt": "once upon a time"})
+    assert "upon" not in quiet.text()
+
+
+def test_too_little_memory_is_told_before_anything_is_served(tiny_model: Path) -> None:
+    server = Served([str(tiny_model), "--memory", "0.0001"])
+    assert server.process.wait(PATIENCE) == 1
+    server.stop()
+    assert "mlxrunner: " in server.text()
+    assert "Traceback" not in server.text()
