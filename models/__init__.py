@@ -20,7 +20,18 @@ ALIASES: Mapping[str, str] = {}
 
 # files of this folder that are not architectures
 _SHARED = frozenset(
-    {"attention", "base", "batch", "builtin", "kv", "quant", "recurrent", "rope", "window"}
+    {
+        "attention",
+        "base",
+        "batch",
+        "builtin",
+        "kv",
+        "layout",
+        "quant",
+        "recurrent",
+        "rope",
+        "window",
+    }
 )
 
 _NAMED = 5

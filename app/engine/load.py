@@ -26,6 +26,7 @@ from app.engine.prefix.slots import SlotPrefixCache
 from app.engine.scheduler import Limits
 from models.base import Model, ModelError
 from models.kv import LayerCache
+from models.layout import suit_device
 
 # bytes evaluated between two reports of progress
 _GROUP = 64 << 20
@@ -153,6 +154,7 @@ def load_model(files: ModelFiles, report: Report) -> Model:
     weights.clear()
     assert isinstance(model, nn.Module)
     _evaluate(model, report)
+    suit_device(model)
     return model
 
 

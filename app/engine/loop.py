@@ -19,11 +19,11 @@ A step that fails ends only the sequences it belongs to. Where that is not known
 decoded together, all of them begin again, each on its own until it has passed a step.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Ids
-from typing import cast
 
 import mlx.core as mx
 
@@ -39,14 +39,14 @@ from app.core.jobs import (
     Token,
     Update,
 )
-from app.core.ports import PrefixCache, ShiftingLease
+from app.core.ports import PrefixCache
 from app.engine.batch import Batch, Drawn, Pending, Scored, pending_tokens
 from app.engine.books import Books
 from app.engine.grammar import GrammarError, Matcher
 from app.engine.memory import Memory
 from app.engine.roster import Roster
 from app.engine.scheduler import Limits, prefill_shares
-from app.engine.sequence import Sequence
+from app.engine.sequence import Sequence, Shift
 from app.engine.tally import Tally
 from models.base import Model
 from models.kv import LayerCache
@@ -55,9 +55,6 @@ log = logging.getLogger(__name__)
 
 # sampled tokens of a sequence between two looks of the prefix cache at it
 SHOW_EVERY = 64
-
-# layer caches, start, end -> whether these positions have been forgotten
-Shift = Callable[[Ids[LayerCache], int, int], bool]
 
 _FAILED = "the engine failed on this request"
 _UNSOUND = "the model's output was not a number: its weights or its format may be damaged"
@@ -151,15 +148,12 @@ class Loop:
     def _admit(self) -> None:
         while (sequence := self._roster.next()) is not None:
             self.on_stage("looking up a prompt")
-            first = not sequence.started
-            try:
-                if not self._roster.start(sequence):
-                    return
-            except Exception:
-                log.exception("a job could not be started")
-                self._fail(sequence)
-                continue
-            if first:
+            first, started = not sequence.started, True
+            with self._at_the_cost_of(sequence, "a job could not be started"):
+                started = self._roster.start(sequence)
+            if not started:
+                return
+            if first and sequence.running:
                 self._report_start(sequence)
 
     # prompts
@@ -170,29 +164,20 @@ class Loop:
             if not sequence.running:
                 continue
             self.on_stage("waiting for a prompt chunk")
-            try:
+            with self._at_the_cost_of(sequence, "a prompt could not be evaluated"):
                 if sequence.unread:
                     mx.eval(sequence.state())
                 sequence.lease.reached(sequence.ids[: sequence.evaluated])
-            except Exception:
-                log.exception("a prompt could not be evaluated")
-                self._fail(sequence)
-                continue
-            if sequence.unread and not sequence.sampled:
-                self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
+                if sequence.unread and not sequence.sampled:
+                    self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
 
     def _dispatch_prefills(self) -> None:
-        decoding = sum(len(group.sequences) for group in (*self._pending, *self._scored))
         prefilling = [s for s in self._roster.running if s.unread and not s.pending]
-        shares = prefill_shares([s.unread for s in prefilling], self._limits, decoding=decoding)
+        shares = prefill_shares([s.unread for s in prefilling], self._limits)
         for sequence, share in zip(prefilling, shares, strict=True):
-            if share == 0:
-                continue
-            try:
-                self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
-            except Exception:
-                log.exception("a prompt could not be evaluated")
-                self._fail(sequence)
+            if share:
+                with self._at_the_cost_of(sequence, "a prompt could not be evaluated"):
+                    self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
         self.on_stage(f"prefill of {count} tokens behind {sequence.evaluated}")
@@ -229,9 +214,7 @@ class Loop:
             return
         for sequence in self._roster.running:
             if sequence.evaluated >= self._context and not sequence.unread:
-                lease = cast(ShiftingLease[LayerCache], sequence.lease)
-                left = lease.shift(sequence.ids, keep=sequence.job.keep, remove=self._shift)
-                sequence.ids, sequence.evaluated = list(left.ids), left.evaluated
+                sequence.shift(self._shift)
 
     def _decode(self, batch: Ids[Sequence], reading: Ids[Pending]) -> None:
         self.on_stage(f"decode of {len(batch)} sequences")
@@ -312,6 +295,15 @@ class Loop:
             sequence.lease.reached(sequence.ids[: sequence.evaluated])
 
     # beginnings and ends
+
+    @contextlib.contextmanager
+    def _at_the_cost_of(self, sequence: Sequence, what: str) -> Generator[None]:
+        """What is raised within ends this sequence, and nothing else."""
+        try:
+            yield
+        except Exception:
+            log.exception(what)
+            self._fail(sequence)
 
     def _report_start(self, sequence: Sequence) -> None:
         job, lease = sequence.job, sequence.lease

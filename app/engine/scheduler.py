@@ -30,25 +30,33 @@ def worth_waiting(*, shared: int, evaluated: int, least: int) -> bool:
     return shared - evaluated >= least
 
 
-def prefill_shares(remaining: Sequence[int], limits: Limits, *, decoding: int = 0) -> list[int]:
+def prefill_shares(remaining: Sequence[int], limits: Limits) -> list[int]:
     """Prompt tokens to evaluate for each prefilling sequence, oldest first.
 
     Half of the budget is the oldest prompt's, so that it always advances; the other half goes to
     the shortest, so that a short prompt is never behind a long one; what nobody else needs is the
-    oldest's again. Tokens that decode in the same step count, up to half of the budget.
+    oldest's again. Each piece is a forward pass, and a small one takes almost as long as a large
+    one: so no piece is smaller than a quarter of the budget unless it ends its prompt, and a prompt
+    that would have less than that left gets it too, which may pass the budget by a quarter.
     """
     if limits.whole:
         return _whole_shares(remaining, limits.prefill)
-    budget = max(limits.prefill - decoding, -(-limits.prefill // 2))
     shares = [0] * len(remaining)
     if not remaining:
         return shares
-    shares[0] = min(remaining[0], -(-budget // 2))
-    left = budget - shares[0]
-    for i in _shortest_first(remaining):
-        shares[i] = min(remaining[i], left)
-        left -= shares[i]
-    shares[0] += min(remaining[0] - shares[0], left)
+    left, least = limits.prefill, -(-limits.prefill // 4)
+    spare = least
+    half = min(remaining[0], -(-left // 2))
+    for i in (*_shortest_first(remaining), 0):
+        budget = left if i == 0 else left - half
+        share = min(remaining[i], budget)
+        if remaining[i] - share <= spare and share:
+            spare -= remaining[i] - share
+            share = remaining[i]
+        elif share < least:
+            continue
+        shares[i] = share
+        left = max(0, left - share) if i == 0 else max(half, left - share)
     return shares
 
 

@@ -11,16 +11,21 @@ are a prompt to evaluate again, and it goes on as if nothing had happened.
 """
 
 import secrets
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from typing import cast
 
 import mlx.core as mx
 
 from app.core.jobs import Job
-from app.core.ports import Lease
+from app.core.ports import Lease, ShiftingLease
 from app.engine.grammar import Matcher
 from app.engine.prefix.matching import common_prefix
 from app.engine.sampler import RowState
 from models.kv import LayerCache
+
+# layer caches, start, end -> whether these positions have been forgotten
+Shift = Callable[[Ids[LayerCache], int, int], bool]
 
 
 class Sequence:
@@ -111,6 +116,13 @@ class Sequence:
         self.pending -= 1
         if self.matcher is not None:
             self.matcher.accept(token)
+
+    def shift(self, remove: Shift) -> None:
+        """Its context is full: go on with less of it. Where layers cannot shift, what is left is a
+        prompt again."""
+        lease = cast(ShiftingLease[LayerCache], self.lease)
+        left = lease.shift(self.ids, keep=self.job.keep, remove=remove)
+        self.ids, self.evaluated = list(left.ids), left.evaluated
 
     def state(self) -> list[mx.array]:
         """What must be evaluated for the caches to be real."""

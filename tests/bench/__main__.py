@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from models.builtin.score import HELD_BACK, questions, score
 from models.builtin.score import report as scores
-from tests.bench import grid, layouts, random_model, replay, soak, switch, versus
+from tests.bench import grid, layouts, random_model, replay, soak, switch, versus, weights
 from tests.bench.builtin import chat
 from tests.bench.serving import MEASUREMENTS
 from tests.conftest import SHARED
@@ -31,6 +31,7 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "switch": switch.report,
     "layouts": layouts.report,
     "versus": versus.report,
+    "weights": weights.report,
 }
 CHOICES = [*MEASUREMENTS, *ON_FOLDER, "builtin", "start", "traces", "soak"]
 

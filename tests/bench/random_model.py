@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -16,6 +17,7 @@ from tokenizers import models as kinds
 
 import models
 from models import llama
+from models.layout import suit_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,10 @@ def load(folder: Path) -> models.Model:
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     model = models.build(json.loads((folder / "config.json").read_text()), weights)
-    mx.eval(model.parameters())  # pyright: ignore[reportAttributeAccessIssue]  # an nn.Module
+    assert isinstance(model, nn.Module)
+    mx.eval(model.parameters())
+    # as the engine does
+    suit_device(model)
     return model
 
 

@@ -28,7 +28,7 @@ from tests.bench.streams import Body, Stream, running, together
 
 STREAMS, PROMPT, ANSWER = 8, 64, 64
 LONG, CONTEXT = 4000, 1500
-ROUNDS = 5
+ROUNDS = 4
 # a stream that does not end while it is looked at
 ENDLESS = 2000
 PATIENCE = 3.0
@@ -120,6 +120,9 @@ def joining(length: int) -> Scenario:
         if seen and turn == 0:
             for row in range(STREAMS):
                 await Stream(server.port, body(server, prompt(row) + " first", 1)).run()
+        # where the newcomer's prompt is long, all but its end is cached, now as later
+        quiet = prompt(7) + "?" if seen else _prompt("alone", turn, 0, PROMPT)
+        alone = await Stream(server.port, body(server, quiet, 1)).run()
         rows = [Stream(server.port, body(server, prompt(row), ENDLESS)) for row in range(7)]
         newcomer = Stream(server.port, body(server, prompt(7), 12))
         async with running(rows):
@@ -141,6 +144,8 @@ def joining(length: int) -> Scenario:
         title = f"7 streams at {length} tokens, one more joins"
         return {
             f"{title}: a step, s": [step],
+            f"{title}: its first token, s": [newcomer.first],
+            f"{title}: its first token beyond that alone, s": [newcomer.first - alone.first],
             f"{title}: the longest gap before, s": [grown],
             f"{title}: the longest gap beyond a step, s": [statistics.median(longest)],
             f"{title}: all that the others wait, s": [statistics.median(join)],
@@ -260,6 +265,7 @@ def _judged(mine: Measured) -> list[str]:
         title = f"7 streams at {length} tokens, one more joins"
         step = median(f"{title}: a step, s")
         for part in (
+            "its first token beyond that alone",
             "the longest gap before",
             "the longest gap beyond a step",
             "all that the others wait",
