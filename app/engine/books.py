@@ -68,7 +68,7 @@ class Books:
     def in_the_way(self, running: Ids[Sequence]) -> int:
         """See that every decoding sequence can have one more position. Cached prefixes give way
         first; how many of the youngest sequences must, too. running: oldest first."""
-        growth = self._growth(running)
+        growth = self._growth(running, ahead=0)
         if self._make_room(sum(growth.values()), running):
             return 0
         return preemptions(
@@ -78,19 +78,21 @@ class Books:
         )
 
     def grow(self, running: Ids[Sequence]) -> None:
-        """Charge those that are to get more room for it, and make it."""
-        for sequence, count in self._growth(running).items():
-            self._make_room(count, running)
+        """Charge those that are to get more room for it, and make it. Who needs it only soon gets
+        it if it is there."""
+        for sequence, count in self._growth(running, ahead=GROW_AHEAD).items():
+            if not self._make_room(count, running) and sequence.evaluated < sequence.room:
+                continue
             sequence.charged += count
             sequence.room = self._grown(sequence)
             for layer in sequence.kv:
                 layer.reserve(sequence.room)
 
-    def _growth(self, running: Ids[Sequence]) -> dict[Sequence, int]:
+    def _growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
         """Who is to get more room now, and the bytes that it takes; mostly nobody."""
-        # a prompt has room enough until it is evaluated, and a context has an end
+        # a prompt has room enough until it is evaluated, and everything has an end
         able = [s for s in running if not s.unread and s.room < self._grown(s)]
-        chosen = growers([s.room - s.evaluated for s in able], ahead=GROW_AHEAD)
+        chosen = growers([s.room - s.evaluated for s in able], ahead=ahead)
         return {
             s: max(0, self._memory.footprint(self._grown(s)) - s.charged)
             for i, s in enumerate(able)
@@ -105,6 +107,9 @@ class Books:
         return short <= 0
 
     def _grown(self, sequence: Sequence) -> int:
-        """A quarter more, so that a long answer is copied a few times only."""
+        """A quarter more, so that a long answer is copied a few times only; never more than it can
+        come to need."""
         wanted = max(sequence.evaluated + STEP, sequence.evaluated * 5 // 4)
-        return rounded(min(wanted, max(self.capacity.context, sequence.evaluated + 1)))
+        left = sequence.job.max_tokens - sequence.sampled
+        most = min(self.capacity.context, len(sequence.ids) + left)
+        return rounded(max(min(wanted, most), sequence.evaluated + 1))

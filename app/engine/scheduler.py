@@ -44,8 +44,7 @@ def prefill_shares(remaining: Sequence[int], limits: Limits) -> list[int]:
     shares = [0] * len(remaining)
     if not remaining:
         return shares
-    left, least = limits.prefill, -(-limits.prefill // 4)
-    spare = least
+    left, least, spare = limits.prefill, -(-limits.prefill // 4), limits.prefill // 8
     half = min(remaining[0], -(-left // 2))
     for i in (*_shortest_first(remaining), 0):
         budget = left if i == 0 else left - half

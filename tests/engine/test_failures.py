@@ -152,7 +152,10 @@ def test_a_sampler_that_raises_for_a_batch_ends_nobody_who_can_go_on(
 
     loop = make_loop(model, running=3, policy="radix")
     monkeypatch.setattr(model, "logits", failing_once)
-    jobs = [good(str(i), temperature=1.0, seed=i, frequency_penalty=0.7) for i in range(3)]
+    jobs = [
+        good(str(i), temperature=1.0, seed=i, frequency_penalty=0.7, max_tokens=40)
+        for i in range(3)
+    ]
     outcomes = play(loop, [Visit(job=one) for one in jobs])
     assert failed
     monkeypatch.undo()
