@@ -19,7 +19,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from app.core.errors import AppError
-from app.core.jobs import Capacity, Job, Step
+from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.engine.grammar import Matcher
 from app.engine.loop import Loop
 
@@ -46,9 +46,9 @@ class Loading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """memory: bytes held by the allocator."""
+    """stats: those of an engine that has done nothing yet, its ledger above all."""
 
-    memory: int
+    stats: EngineStats
     capacity: Capacity
 
 
@@ -136,7 +136,7 @@ class EngineThread:
     def _live(self) -> None:
         loop = self._load(lambda done, memory: self._post(Loading(progress=done, memory=memory)))
         loop.on_stage = self._begin
-        self._post(Ready(memory=mx.get_active_memory(), capacity=loop.capacity))
+        self._post(Ready(stats=loop.stats(), capacity=loop.capacity))
         while True:
             self._obey(loop)
             if self._stopping:

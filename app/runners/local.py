@@ -225,7 +225,7 @@ class LocalRunner:
                 self._known = _Known(
                     state="ready",
                     progress=100,
-                    stats=EngineStats(memory=message.memory),
+                    stats=message.stats,
                     capacity=message.capacity,
                 )
                 self._resolve(None)

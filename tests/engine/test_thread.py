@@ -67,7 +67,7 @@ def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
     thread, heard = started(load_tiny)
     assert heard.next(Loading) == Loading(progress=50, memory=1234)
     ready = heard.next(Ready)
-    assert ready.memory > 0
+    assert ready.stats.memory > 0
     assert ready.capacity.parallel == 1
     thread.submit(job("a", b"hello"))
     updates = heard.until_end_of("a")

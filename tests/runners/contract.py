@@ -173,3 +173,15 @@ def test_a_model_that_cannot_be_loaded_is_the_starters_error(
         await running.stop()
 
     asyncio.run(run())
+
+
+def test_a_ready_runner_tells_where_its_memory_is(runner: MakeRunner, tiny_model: Path) -> None:
+    """Before it has done anything: whoever deploys it looks here first."""
+
+    async def body(running: Runner) -> None:
+        ledger = running.status().stats.ledger
+        assert ledger.budget > ledger.weights > 0
+        assert ledger.working > 0
+        assert ledger.free == ledger.budget - ledger.weights - ledger.working
+
+    with_runner(runner, tiny_model, body)
