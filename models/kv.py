@@ -8,6 +8,7 @@ cut back only when what remains is exactly what a shorter run would have left be
 Other kinds: models/window.py, models/recurrent.py. Rows of a batch: models/batch.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
@@ -101,13 +102,28 @@ def grown(buffer: mx.array | None, like: mx.array, length: int, capacity: int) -
     return mx.concatenate([buffer[..., :length, :], filler], axis=2)
 
 
-class Buffers:
+class Buffers(ABC):
     """The keys and values of one layer, and how many positions it has seen."""
 
     def __init__(self) -> None:
         self.offset = 0
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
+
+    @abstractmethod
+    def mask(self, length: int) -> Mask:
+        """What `length` new queries may see of the keys that `update` will return."""
+
+    @abstractmethod
+    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [B, H, L, D] keys and values; return all that the L queries may need."""
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+    ) -> mx.array:
+        mask = self.mask(queries.shape[2])
+        keys, values = self.update(keys, values)
+        return attention(queries, keys, values, scale=scale, mask=mask)
 
     @property
     def nbytes(self) -> int:
@@ -135,15 +151,7 @@ class KVCache(Buffers):
         super().__init__()
         self._reserved = 0
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
-    ) -> mx.array:
-        mask = self.mask(queries.shape[2])
-        keys, values = self.update(keys, values)
-        return attention(queries, keys, values, scale=scale, mask=mask)
-
     def mask(self, length: int) -> Mask:
-        """What `length` new queries may see of the keys that `update` will return."""
         return None if length == 1 else "causal"
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

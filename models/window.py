@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from models.attention import Mask, attention
+from models.attention import Mask
 from models.batch import AttentionRows
 from models.kv import Buffers, grown, rounded
 
@@ -37,15 +37,7 @@ class RotatingKVCache(Buffers):
         self._length = 0
         self._head = 0
 
-    def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
-    ) -> mx.array:
-        mask = self.mask(queries.shape[2])
-        keys, values = self.update(keys, values)
-        return attention(queries, keys, values, scale=scale, mask=mask)
-
     def mask(self, length: int) -> Mask:
-        """What `length` new queries may see of the keys that `update` will return."""
         if length == 1:
             return None
         kept = min(self._length, self.window - 1)

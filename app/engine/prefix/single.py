@@ -13,6 +13,7 @@ from typing import Generic
 
 from app.core.jobs import Miss
 from app.core.ports import Layer
+from app.engine.prefix.cutting import can_cut, cut
 from app.engine.prefix.matching import common_prefix
 
 # how many of the cached ids a miss tells, where other ones were wanted
@@ -46,8 +47,8 @@ class SinglePrefixCache(Generic[Layer]):
         # the last id must be evaluated: its hidden state is where the answer starts
         usable = self._floor(min(shared, len(ids) - 1))
         kv, cached = None, 0
-        if entry is not None and usable > 0 and _can_cut(entry.kv, usable):
-            _cut(entry.kv, usable)
+        if entry is not None and usable > 0 and can_cut(entry.kv, usable):
+            cut(entry.kv, usable)
             kv, cached = entry.kv, usable
         # the old layers, if they do not serve, are let go before there are new ones
         del entry
@@ -100,8 +101,8 @@ class SinglePrefixCache(Generic[Layer]):
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
         lengths = (wanted, offset) if self._grid == 1 else (wanted,)
         for length in lengths:
-            if length > 0 and _can_cut(kv, length):
-                _cut(kv, length)
+            if length > 0 and can_cut(kv, length):
+                cut(kv, length)
                 self._entry = _Entry(ids=tuple(ids[:length]), kv=kv)
                 return
 
@@ -137,15 +138,6 @@ class SingleLease(Generic[Layer]):
     def discard(self) -> None:
         self._cache = None
         self.kv = ()
-
-
-def _can_cut(kv: Sequence[Layer], length: int) -> bool:
-    return all(layer.can_trim(layer.offset - length) for layer in kv)
-
-
-def _cut(kv: Sequence[Layer], length: int) -> None:
-    for layer in kv:
-        layer.trim(layer.offset - length)
 
 
 def _miss(had: Sequence[int], shared: int, usable: int, cached: int) -> Miss:

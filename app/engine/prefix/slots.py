@@ -22,6 +22,7 @@ from typing import Generic
 from app.core.jobs import Miss
 from app.core.ports import Layer
 from app.core.shift import Shifted, shift_discard
+from app.engine.prefix.cutting import can_cut, cut
 from app.engine.prefix.matching import common_prefix
 
 # ids of the other continuation that a miss shows: enough to recognise it in a log
@@ -143,8 +144,8 @@ class SlotPrefixCache(Generic[Layer]):
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
         lengths = (wanted, offset) if self._grid == 1 and offset <= exact else (wanted,)
         for length in lengths:
-            if length > 0 and _can_cut(slot.kv, length):
-                _cut(slot.kv, length)
+            if length > 0 and can_cut(slot.kv, length):
+                cut(slot.kv, length)
                 slot.ids, slot.in_use = tuple(ids[:length]), False
                 return
         slot.empty()
@@ -167,16 +168,16 @@ class SlotPrefixCache(Generic[Layer]):
     ) -> int:
         """Layers for the slot; for how many ids they stand. own, lent: ids to be had from the slot
         itself, and from the best one. Its own are preferred where as many: that copies nothing."""
-        own = own if _can_cut(slot.kv, own) else 0
+        own = own if can_cut(slot.kv, own) else 0
         # a copy can be cut where its original can
-        if best is not slot and lent > own and _can_cut(best.kv, lent):
+        if best is not slot and lent > own and can_cut(best.kv, lent):
             self._fork(best, slot, lent, room=room)
             return lent
         if own == 0:
             self._evict(slot)
             slot.kv = self.fresh(room=room)
             return 0
-        _cut(slot.kv, own)
+        cut(slot.kv, own)
         slot.ids = slot.ids[:own]
         for layer in slot.kv:
             layer.reserve(room)
@@ -287,12 +288,3 @@ class SlotLease(Generic[Layer]):
     def _held(self) -> _Slot[Layer]:
         assert self._slot is not None, "the lease has ended"
         return self._slot
-
-
-def _can_cut(kv: Sequence[Layer], length: int) -> bool:
-    return all(layer.can_trim(layer.offset - length) for layer in kv)
-
-
-def _cut(kv: Sequence[Layer], length: int) -> None:
-    for layer in kv:
-        layer.trim(layer.offset - length)
