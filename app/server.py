@@ -17,6 +17,7 @@ from app import store
 from app.api.app import build_app
 from app.core.errors import AppError
 from app.core.settings import Settings
+from app.engine.describe import complete
 from app.generation import Generation
 from app.runners.local import LocalRunner
 
@@ -32,7 +33,7 @@ _GRACE = 5
 
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
-    files = store.resolve(settings.model)
+    files = complete(store.resolve(settings.model))
     runner = LocalRunner(settings)
     generation = Generation(files, runner, settings)
     sys.setswitchinterval(_SWITCH_INTERVAL)

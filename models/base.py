@@ -28,16 +28,18 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Take the keys that the architecture knows; a missing one without default is an error."""
+        """Take the keys that the architecture knows; null is like not there. A missing one without
+        default is an error."""
         known = fields(cls)
+        given = {f.name: config[f.name] for f in known if config.get(f.name) is not None}
         missing = [
             f.name
             for f in known
-            if f.default is MISSING and f.default_factory is MISSING and f.name not in config
+            if f.default is MISSING and f.default_factory is MISSING and f.name not in given
         ]
         if missing:
             raise ModelError(f"config.json lacks {', '.join(missing)}")
-        return cls(**{f.name: config[f.name] for f in known if f.name in config})
+        return cls(**given)
 
 
 class Model(Protocol):

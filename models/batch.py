@@ -17,7 +17,14 @@ import mlx.core as mx
 
 class _Attends(Protocol):
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array: ...
 
 
@@ -37,13 +44,20 @@ class AttentionRows:
         self.offset = offsets
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         count = len(self._rows)
         parts = zip(*(mx.split(array, count) for array in (queries, keys, values)), strict=True)
         return mx.concatenate(
             [
-                row.attend(q, k, v, scale=scale)
+                row.attend(q, k, v, scale=scale, sinks=sinks, softcap=softcap)
                 for row, (q, k, v) in zip(self._rows, parts, strict=True)
             ]
         )

@@ -77,10 +77,18 @@ class AttentionCache(Protocol):
         ...
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         """Append new keys and values [B, Hkv, L, D]; what the queries [B, Hq, L, D] of the same
-        positions see of all that is here: [B, Hq, L, D]."""
+        positions see of all that is here: [B, Hq, L, D]. scale, sinks, softcap: as
+        `models.attention.attention` takes them."""
         ...
 
 
@@ -119,11 +127,20 @@ class Buffers(ABC):
         """Append [B, H, L, D] keys and values; return all that the L queries may need."""
 
     def attend(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
     ) -> mx.array:
         mask = self.mask(queries.shape[2])
         keys, values = self.update(keys, values)
-        return attention(queries, keys, values, scale=scale, mask=mask)
+        return attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
+        )
 
     @property
     def nbytes(self) -> int:

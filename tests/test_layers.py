@@ -46,6 +46,7 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.core": frozenset(),
     "app.text": frozenset({"tokenizers", "jinja2"}),
     "app.store": frozenset({"orjson"}),
+    "app.store.hub": frozenset({"huggingface_hub"}),
     "app.engine": frozenset({"mlx"}),
     "app.engine.load": frozenset({"mlx", "safetensors"}),
     # a grammar says which ids may come next, and needs no tensor for it

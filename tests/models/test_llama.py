@@ -11,7 +11,43 @@ import pytest
 import models
 from models.base import Model
 from tests import tiny
-from tests.models import reference
+from tests.models import parity, reference
+from tests.models.architectures import Case
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+CASES = [
+    Case(name="plain", config=TINY, quantised=tuple(parity.KINDS)),
+    Case(
+        name="tied",
+        config={**TINY, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    Case(
+        name="long",
+        config={
+            **TINY,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+]
 
 IDS = [5, 250, 17, 17, 99, 3, 180, 42, 7]
 

@@ -1,0 +1,37 @@
+"""What can be said of a model before it is loaded.
+
+Knows: `models`, configs. Must not know: tensors' contents, requests. Needs no engine thread: it
+makes no arrays.
+"""
+
+import logging
+from dataclasses import replace
+
+import models
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from models.base import ModelError
+from models.checkpoint import is_multimodal, text_config
+
+log = logging.getLogger(__name__)
+
+
+def complete(files: ModelFiles) -> ModelFiles:
+    """The same files, whose config is that of the text part and says how long a context and how
+    many ids there are, which some leave to the architecture.
+
+    Raises AppError(MODEL_FILES) for an architecture that is not here or a config that lacks
+    what it needs.
+    """
+    try:
+        facts = models.facts(files.config)
+    except ModelError as error:
+        raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
+    if is_multimodal(files.config):
+        log.info("%s: its text part is loaded; images and audio are not understood", files.name)
+    config = {
+        **text_config(files.config),
+        "max_position_embeddings": facts.context_length,
+        "vocab_size": facts.vocab_size,
+    }
+    return replace(files, config=config)

@@ -1,0 +1,61 @@
+"""The text part of a checkpoint that may hold more.
+
+Knows: how multimodal checkpoints name their parts, in config.json and among the tensors. Must not
+know: architectures, disks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import mlx.core as mx
+
+_PARTS = ("text_config", "vision_config", "audio_config")
+
+# what a name begins with -> what it begins with where there is only text; the first that fits
+_TEXT = (
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+)
+
+# the parts that see and hear, and what leads from them to the text
+_OTHERS = frozenset(
+    {
+        "audio_tower",
+        "connector",
+        "embed_audio",
+        "embed_vision",
+        "mm_projector",
+        "multi_modal_projector",
+        "vision_model",
+        "vision_tower",
+        "visual",
+    }
+)
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("text_config"), Mapping)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part, with whatever the whole says that the part does not."""
+    if not is_multimodal(config):
+        return config
+    part = cast(Mapping[str, Any], config["text_config"])
+    return {**{key: value for key, value in config.items() if key not in _PARTS}, **part}
+
+
+def text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors of the text part, named as if there were nothing else."""
+    return {text_name(name): array for name, array in weights.items() if not _is_other(name)}
+
+
+def text_name(name: str) -> str:
+    for prefix, plain in _TEXT:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name
+
+
+def _is_other(name: str) -> bool:
+    return name.removeprefix("model.").partition(".")[0] in _OTHERS

@@ -1,0 +1,39 @@
+"""Small parts that several architectures are made of.
+
+Knows: tensors. Must not know: architectures, caches, checkpoints.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Activation = Callable[[mx.array], mx.array]
+
+
+def split_heads(x: mx.array, heads: int) -> mx.array:
+    """[B, L, heads * D] -> [B, heads, L, D]."""
+    batch, length, _ = x.shape
+    return x.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+
+
+def merge_heads(x: mx.array) -> mx.array:
+    """[B, heads, L, D] -> [B, L, heads * D]."""
+    batch, _, length, _ = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(
+        self, hidden: int, inner: int, *, bias: bool = False, activation: Activation = nn.silu
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,145 @@
+"""Ours beside mlx-lm's own class: the same tiny checkpoint, the same ids, the logits of both.
+
+The checkpoint is drawn and saved by the reference, so that names, shapes and layouts are those of
+published models.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm import utils
+from mlx_lm.models.cache import make_prompt_cache
+
+import models
+from models.base import Model
+from tests.models.architectures import Case
+
+# what config.json says of weights quantised by the reference
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "affine-2": {"group_size": 32, "bits": 2, "mode": "affine"},
+    "affine-3": {"group_size": 32, "bits": 3, "mode": "affine"},
+    "affine-4": {"group_size": 32, "bits": 4, "mode": "affine"},
+    "affine-5": {"group_size": 32, "bits": 5, "mode": "affine"},
+    "affine-6": {"group_size": 32, "bits": 6, "mode": "affine"},
+    "affine-8": {"group_size": 32, "bits": 8, "mode": "affine"},
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+}
+
+TOLERANCE = 1e-4
+
+
+def saved(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -> Any:
+    """A random model of mlx-lm's class, saved by mlx-lm into `folder`; the model."""
+    config = cast(dict[str, Any], json.loads(json.dumps(case.config)))
+    model_class, args_class = utils._get_classes(config)
+    model: Any = model_class(args_class.from_dict(config))
+    _draw(model, seed)
+    if kind is not None:
+        model, config = utils.quantize_model(model, config, **KINDS[kind])
+    folder.mkdir(parents=True, exist_ok=True)
+    utils.save_model(folder, model)
+    (folder / "config.json").write_text(json.dumps(config))
+    model.eval()
+    return model
+
+
+def opened(folder: Path) -> Model:
+    """Our model of the same folder."""
+    weights: dict[str, mx.array] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        weights.update(cast(dict[str, mx.array], mx.load(str(shard))))
+    return models.build(json.loads((folder / "config.json").read_text()), weights)
+
+
+def ids(case: Case, length: int, seed: int = 1) -> list[int]:
+    config = case.config.get("text_config", case.config)
+    return np.random.default_rng(seed).integers(0, config["vocab_size"], length).tolist()
+
+
+def prefilled(model: Any, prompt: Sequence[int]) -> np.ndarray:
+    """[L, V] of the reference."""
+    return np.array(model(mx.array([prompt]), cache=make_prompt_cache(model))[0].astype(mx.float32))
+
+
+def decoded(model: Any, prompt: Sequence[int]) -> np.ndarray:
+    """[L, V] of the reference, token by token through its cache."""
+    cache = make_prompt_cache(model)
+    rows = [model(mx.array([[id]]), cache=cache)[0] for id in prompt]
+    return np.array(mx.concatenate(rows).astype(mx.float32))
+
+
+def our_prefilled(model: Model, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
+    """[L, V] of ours, evaluated in pieces of the given lengths."""
+    kv, start, rows = model.make_kv(), 0, list[mx.array]()
+    for length in chunks:
+        rows.append(model.logits(model(mx.array([prompt[start : start + length]]), kv))[0])
+        start += length
+    assert start == len(prompt)
+    return np.array(mx.concatenate(rows).astype(mx.float32))
+
+
+def our_batch(
+    model: Model, prompts: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """[B, steps, V]: prompts of unequal lengths, prefilled alone, then decoded together, `steps`
+    ids each."""
+    kvs = [model.make_kv() for _ in prompts]
+    for prompt, kv in zip(prompts, kvs, strict=True):
+        mx.eval(model(mx.array([prompt]), kv))
+    rows: list[mx.array] = []
+    for column in zip(*steps, strict=True):
+        together = [
+            layers[0].together(layers, mx.array([layer.offset for layer in layers]))
+            for layers in zip(*kvs, strict=True)
+        ]
+        hidden = model(mx.array(column)[:, None], together)
+        rows.append(model.logits(hidden[:, -1]))
+    return np.array(mx.stack(rows, axis=1).astype(mx.float32))
+
+
+def differences(reference: Any, ours: Model, case: Case) -> dict[str, float]:
+    """The largest difference of any logit: of a prefill, of one in uneven pieces, of decoding token
+    by token, of a batch of unequal lengths."""
+    prompt = ids(case, 23)
+    wanted = prefilled(reference, prompt)
+    prompts = [ids(case, length, seed=length) for length in (3, 17, 9)]
+    steps = [ids(case, 5, seed=100 + length) for length in (3, 17, 9)]
+    alone = [
+        decoded(reference, [*prompt, *more])[-5:]
+        for prompt, more in zip(prompts, steps, strict=True)
+    ]
+    return {
+        "prefill": _largest(our_prefilled(ours, prompt, [23]), wanted),
+        "pieces": _largest(our_prefilled(ours, prompt, [6, 1, 9, 7]), wanted),
+        "decode": _largest(our_prefilled(ours, prompt, [1] * 23), decoded(reference, prompt)),
+        "batch": _largest(our_batch(ours, prompts, steps), np.stack(alone)),
+    }
+
+
+def _largest(ours: np.ndarray, theirs: np.ndarray) -> float:
+    assert ours.shape == theirs.shape
+    assert np.ptp(theirs) > 0.1, "logits that are all alike prove nothing"
+    return float(np.abs(ours - theirs).max())
+
+
+def _draw(model: nn.Module, seed: int) -> None:
+    """Weights in float32, so large that every part of the model is felt in the logits."""
+    rng = np.random.default_rng(seed)
+    drawn: list[tuple[str, mx.array]] = []
+    flat: Any = tree_flatten(model.parameters())
+    for name, array in flat:
+        noise = rng.standard_normal(array.shape).astype(np.float32)
+        if array.ndim > 1:
+            drawn.append((name, mx.array(noise / np.sqrt(array.shape[-1]))))
+        else:
+            drawn.append((name, array.astype(mx.float32) + 0.1 * mx.array(noise)))
+    model.update(tree_unflatten(drawn))
+    mx.eval(model.parameters())
