@@ -119,7 +119,9 @@ class LocalRunner:
                 loop.call_soon_threadsafe(self._receive, message)
 
         self._grammars = Grammars(files.tokenizer, vocab=files.vocab_size)
-        self._thread = EngineThread(lambda report: load(files, self._settings, report), post)
+        self._thread = EngineThread(
+            lambda report: load(files, self._settings, report), post, checks=self._settings.debug
+        )
         self._thread.start()
         self._watch = asyncio.create_task(self._keep_watch())
         await self._ready

@@ -46,7 +46,7 @@ def started() -> Iterator[Started]:
 
     def start(load: Callable[[Any], Loop]) -> tuple[EngineThread, Heard]:
         heard = Heard()
-        thread = EngineThread(load, heard.messages.put)
+        thread = EngineThread(load, heard.messages.put, checks=True)
         thread.start()
         threads.append(thread)
         return thread, heard

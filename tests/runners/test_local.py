@@ -25,7 +25,7 @@ from tests.runners.contract import PATIENCE, MakeRunner, answer
 
 @pytest.fixture
 def runner() -> MakeRunner:
-    return lambda: LocalRunner(Settings(prefill_chunk=8))
+    return lambda: LocalRunner(Settings(prefill_chunk=8, debug=True))
 
 
 @asynccontextmanager
