@@ -13,15 +13,38 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from models import base
+from models import base, foreign
 from models.base import Model, ModelError
+from models.blobs import mlx_names
 from models.checkpoint import text_config, text_weights
-from models.quant import quantization, quantize
+from models.quant import adopt, check_method, reduce
 
 # model_types that are another architecture under a new name
-ALIASES: Mapping[str, str] = {}
+ALIASES: Mapping[str, str] = {
+    "gemma3_text": "gemma3",
+    "lfm2-vl": "lfm2",
+    "lfm2_vl": "lfm2",
+    "ministral": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_text": "qwen3",
+}
 
 _NAMED = 5
+
+
+class TensorError(ModelError):
+    """Something is wrong with the tensors that are named, by the names that the model has for
+    them."""
+
+    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,37 +58,58 @@ class Facts:
 
 def facts(config: Mapping[str, Any]) -> Facts:
     """From config.json, or where that is silent from the architecture's defaults. Raises
-    ModelError."""
+    ModelError, also for weights that are known to be quantised in a way that is not here."""
     config = text_config(config)
+    check_method(config)
     read = _architecture(config).Config.from_dict(config)
     return Facts(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
 
 
-def build(config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> Model:
+def build(
+    config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
+) -> Model:
     """The model that `config` describes, holding `weights`; nothing is evaluated yet. Of a
-    multimodal one, the text part.
+    multimodal one, the text part. weights: named as by their makers, by MLX or in Ollama's store;
+    what they say of how they are packed counts, whatever stands beside them. bits: what plain
+    weights are to be brought to.
 
-    Raises ModelError, naming what is wrong: an architecture that is not here, a config key that
-    is missing, a tensor that is missing, extra or misshapen.
+    Raises ModelError, naming what is wrong: an architecture or a quantisation that is not here, a
+    config key that is missing, a tensor that is missing, extra, misshapen or of a wrong type.
     """
     config = text_config(config)
-    weights = text_weights(weights)
+    check_method(config)
+    weights = text_weights(mlx_names(weights))
+    architecture = _architecture(config)
     if "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
-    architecture = _architecture(config)
-    model = architecture.Model(architecture.Config.from_dict(config))
-    weights = model.sanitize(weights)
-    spec = quantization(config)
-    if spec is not None:
-        quantize(model, spec, weights)
+    model = _made(architecture, config)
+    weights = dict(model.sanitize(weights))
+    packed = adopt(model, weights)
     _check(model, weights)
     model.load_weights(list(weights.items()), strict=False)
+    if bits is not None:
+        if packed:
+            raise ModelError("its weights are quantised already: only plain ones can be quantised")
+        reduce(model, bits)
     model.eval()
     return model
 
 
+def _made(architecture: Any, config: Mapping[str, Any]) -> Any:
+    """Layers refuse widths that no key alone is wrong for; what is evaluated so far is numbers of
+    config.json, so it is these that are wrong."""
+    read = architecture.Config.from_dict(config)
+    try:
+        return architecture.Model(read)
+    except ModelError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json describes no model that can be made: {error}") from error
+
+
 def _architecture(config: Mapping[str, Any]) -> Any:
-    """The module of that name: one that has a Config of its own and a Model."""
+    """The module of that name: one that has a Config of its own and a Model. Else mlx-lm's class,
+    where that library is installed."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError("config.json has no model_type")
@@ -80,27 +124,44 @@ def _architecture(config: Mapping[str, Any]) -> Any:
         else:
             if {"Config", "Model"} <= vars(found).keys() and found is not base:
                 return found
-    raise ModelError(f"model_type {kind!r} is not supported")
+    return foreign.architecture(config)
 
 
 def _check(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """The checkpoint must hold exactly the tensors of the model, in the model's shapes."""
+    """The checkpoint must hold exactly the tensors of the model, in its shapes and types."""
     flat: Any = tree_flatten(model.parameters())
     wanted: dict[str, mx.array] = dict(flat)
+    extra = sorted(weights.keys() - wanted.keys())
+    pairs = [
+        (name, weights[name], array) for name, array in sorted(wanted.items()) if name in weights
+    ]
+    misshapen = {
+        name: f"{name} ({list(given.shape)}, expected {list(array.shape)})"
+        for name, given, array in pairs
+        if given.shape != array.shape
+    }
+    mistyped = {
+        name: f"{name} ({_type(given)}, expected {_type(array)})"
+        for name, given, array in pairs
+        if _type(given) != _type(array)
+    }
     complaints = [
         *_complaint("lacks", sorted(wanted.keys() - weights.keys())),
-        *_complaint("has unknown", sorted(weights.keys() - wanted.keys())),
-        *_complaint(
-            "has misshapen",
-            [
-                f"{name} ({list(weights[name].shape)}, expected {list(array.shape)})"
-                for name, array in sorted(wanted.items())
-                if name in weights and weights[name].shape != array.shape
-            ],
-        ),
+        *_complaint("has unknown", extra),
+        *_complaint("has misshapen", misshapen.values()),
+        *_complaint("has mistyped", mistyped.values()),
     ]
     if complaints:
-        raise ModelError(f"the checkpoint {'; it '.join(complaints)}")
+        raise TensorError(
+            f"the checkpoint {'; it '.join(complaints)}", [*extra, *misshapen, *mistyped]
+        )
+
+
+def _type(array: mx.array) -> str:
+    """Floating point of any size is as good as any other."""
+    if mx.issubdtype(array.dtype, mx.floating):
+        return "floating point"
+    return str(array.dtype).removeprefix("mlx.core.")
 
 
 def _complaint(verb: str, names: Iterable[str]) -> list[str]:

@@ -10,10 +10,11 @@ checkpoint.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, get_type_hints
 
 import mlx.core as mx
 
+from models.fields import complaint, disagreement
 from models.kv import LayerCache
 
 
@@ -28,8 +29,9 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Take the keys that the architecture knows; null is like not there. A missing one without
-        default is an error."""
+        """Take the keys that the architecture knows; null is like not there. Raises ModelError,
+        naming the key, for a missing one without default and for a value of the wrong type or
+        beyond all reason."""
         known = fields(cls)
         given = {f.name: config[f.name] for f in known if config.get(f.name) is not None}
         missing = [
@@ -39,7 +41,12 @@ class Config:
         ]
         if missing:
             raise ModelError(f"config.json lacks {', '.join(missing)}")
-        return cls(**given)
+        if wrong := complaint(given, get_type_hints(cls)):
+            raise ModelError(f"config.json: {wrong}")
+        made = cls(**given)
+        if wrong := disagreement({f.name: getattr(made, f.name) for f in known}):
+            raise ModelError(f"config.json: {wrong}")
+        return made
 
 
 class Model(Protocol):

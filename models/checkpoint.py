@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+_TIED = "tie_word_embeddings"
 _PARTS = ("text_config", "vision_config", "audio_config")
 
 # what a name begins with -> what it begins with where there is only text; the first that fits
 _TEXT = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.", ""),
 )
 
@@ -24,6 +26,7 @@ _OTHERS = frozenset(
         "connector",
         "embed_audio",
         "embed_vision",
+        "image_newline",
         "mm_projector",
         "multi_modal_projector",
         "vision_model",
@@ -34,15 +37,22 @@ _OTHERS = frozenset(
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("text_config"), Mapping)
+    return any(isinstance(config.get(part), Mapping) for part in _PARTS)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text part, with whatever the whole says that the part does not."""
-    if not is_multimodal(config):
+    """The config of the text part, with whatever the whole says that the part does not. In some
+    the text's keys have no object of their own, and stand beside that of the pictures."""
+    part = config.get("text_config")
+    if not isinstance(part, Mapping):
         return config
-    part = cast(Mapping[str, Any], config["text_config"])
-    return {**{key: value for key, value in config.items() if key not in _PARTS}, **part}
+    part = cast(Mapping[str, Any], part)
+    whole = {key: value for key, value in config.items() if key not in _PARTS}
+    text = {**whole, **part}
+    # the head is the whole's in newer files and the part's in older: the tensors tell which is true
+    if whole.get(_TIED, text.get(_TIED)) != text.get(_TIED):
+        del text[_TIED]
+    return text
 
 
 def text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

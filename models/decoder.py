@@ -13,7 +13,11 @@ import mlx.nn as nn
 
 from models import base
 from models.kv import KVCache, LayerCache
-from models.rope import Rope, make_rope, rope_settings
+from models.layers import ACTIVATIONS, Activation
+from models.rope import Rope, Scaling, make_rope, rope_settings
+
+# what `layer_types` in config.json may say of a layer that attends
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,11 @@ class Config(base.Config):
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
     rope_parameters: Mapping[str, Any] | None = None
+    rope_traditional: bool = False
+    partial_rotary_factor: float = 1.0
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_types: Sequence[str] | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -42,15 +51,58 @@ class Config(base.Config):
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def rope(self) -> Rope:
-        """Rotates whole heads, as `rope_theta`, `rope_scaling`, `rope_parameters` say."""
-        theta, scaling = rope_settings(self)
+    def rope(self, layer_type: str | None = None) -> Rope:
+        """Rotates as `rope_theta`, `rope_scaling`, `rope_parameters` and `partial_rotary_factor`
+        say; layer_type: as `rope_settings` takes it."""
+        theta, scaling = self.rope_settings(layer_type)
+        share = (scaling or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise base.ModelError(f"config.json's partial_rotary_factor is {share!r}")
         return make_rope(
-            dims=self.head_size,
+            dims=int(self.head_size * share),
             theta=theta,
             max_positions=self.max_position_embeddings,
             scaling=scaling,
+            traditional=self.rope_traditional,
         )
+
+    def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
+        """(theta, scaling); for an architecture to override that spells them its own way."""
+        return rope_settings(self, layer_type)
+
+    def layer_type(self, layer: int) -> str:
+        """What `layer_types` calls the layer, else what the architecture makes of it."""
+        if self.layer_types is None:
+            return self.usual_layer_type(layer)
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise base.ModelError("config.json's layer_types is not as long as there are layers")
+        return self.layer_types[layer]
+
+    def usual_layer_type(self, layer: int) -> str:
+        """For the architecture to override, where not all layers see everything."""
+        return FULL
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of the layer sees, its own included; None for all. Raises
+        ModelError for a type of layer that is neither full nor sliding attention."""
+        kind = self.layer_type(layer)
+        if kind == FULL:
+            return None
+        if kind != SLIDING:
+            raise base.ModelError(f"a layer of type {kind!r} is not supported")
+        if self.sliding_window is None or self.sliding_window < 1:
+            raise base.ModelError(f"config.json's sliding_window is {self.sliding_window}")
+        # one that no sequence outgrows is none, and whole caches are shared more freely
+        acts = self.sliding_window < self.max_position_embeddings
+        return self.sliding_window if acts else None
+
+    def activation(self) -> Activation:
+        """Between the halves of an MLP. Raises ModelError for one that is not here."""
+        if self.hidden_act not in ACTIVATIONS:
+            raise base.ModelError(
+                f"hidden_act {self.hidden_act!r} is not supported (known: {', '.join(ACTIVATIONS)})"
+            )
+        return ACTIVATIONS[self.hidden_act]
 
     def norm(self) -> nn.RMSNorm:
         """Over hidden states."""

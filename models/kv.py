@@ -197,12 +197,12 @@ class KVCache(Buffers):
         assert self.can_trim(count)
         self.offset -= count
 
-    def copy(self) -> "KVCache":
+    def copy(self) -> Self:
         return self.piece(0, self.offset)
 
-    def piece(self, start: int, end: int) -> "KVCache":
+    def piece(self, start: int, end: int) -> Self:
         assert 0 <= start <= end <= self.offset
-        twin = KVCache()
+        twin = type(self)()
         twin.offset = end - start
         if self._keys is not None and self._values is not None and start < end:
             # contiguous: a mere slice would keep this cache's whole buffer alive

@@ -3,12 +3,21 @@
 Knows: tensors. Must not know: architectures, caches, checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 
 Activation = Callable[[mx.array], mx.array]
+
+# by the names that `hidden_act` in config.json goes by
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_new": nn.gelu_approx,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "relu": nn.relu,
+}
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:

@@ -9,6 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+# a weight is held twice while it is laid out: a larger one is left as it is, so that a load takes
+# little more than the weights
+MOST = 192 << 20
+
 
 def suit_device(model: nn.Module) -> None:
     """Lay float32 weights that rows are multiplied with out as the product reads them.
@@ -20,7 +24,9 @@ def suit_device(model: nn.Module) -> None:
     if mx.default_device().type != mx.DeviceType.cpu:
         return
     for _, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and module.weight.dtype == mx.float32:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        if module.weight.dtype == mx.float32 and module.weight.nbytes <= MOST:
             _transpose(module)
 
 

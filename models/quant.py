@@ -1,44 +1,134 @@
-"""Quantised weights as MLX writes them.
+"""Quantised weights: which layers have them, how they are packed, and how plain ones become so.
 
-Knows: config.json's `quantization` object: {"group_size", "bits", "mode"} for the whole model, and
-a path -> object, or path -> false, for layers that differ. Must not know: architectures.
+Knows: MLX's packing, the names of its parts (`weight`, `scales`, `biases`, `global_scale`). Must
+not know: architectures, files.
+
+What is read is what the tensors say. Of a layer's input width, the words that a row is packed in
+and the scales that it has, exactly one number of bits and one group follow, and of the scales' type
+the mode; so layers of one model may differ as they like, and neither config.json nor what stands
+beside the tensors can make anybody misread them. (Without the width it is ambiguous: 4 bits in
+groups of 128 have the shapes of 8 bits in groups of 64.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map_with_path
 
 from models.base import ModelError
+from models.scaled import with_global_scale
 
-_PARAMETERS = ("group_size", "bits", "mode")
+# what MLX can compute with; the other modes have one packing each
+_AFFINE_BITS, _AFFINE_GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+_MODES: Mapping[tuple[int, int], str] = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+
+# methods whose tensors MLX computes with as they are, once they have MLX's names
+_LIKE_MLX = ("mxfp4", "mxfp8")
+
+# plain weights are brought to affine ones in groups of this many
+GROUP = 64
+
+# which experts a token passes through hangs on small differences of few numbers
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The object that says how the checkpoint was quantised, or None for a plain one."""
-    found = config.get("quantization") or config.get("quantization_config")
-    if found is None:
-        return None
-    if "bits" not in found or "group_size" not in found:
-        method = found.get("quant_method", "unknown")
-        raise ModelError(
-            f"weights quantised with {method!r} are not supported: convert the model for MLX"
-        )
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How one layer's weight is packed; the names are those of `mx.quantize`."""
+
+    group_size: int
+    bits: int
+    mode: str
 
 
-def quantize(model: nn.Module, spec: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
-    """Swap in quantised layers wherever the checkpoint has scales for them, in place."""
+def check_method(config: Mapping[str, Any]) -> None:
+    """Raises ModelError where config.json says that the weights were quantised with something that
+    is not MLX's."""
+    told = config.get("quantization_config")
+    # mlx-lm writes both; of a checkpoint that it converted, the second may be its source's
+    if config.get("quantization") or not isinstance(told, Mapping):
+        return
+    method = told.get("quant_method")
+    if method is None or method in _LIKE_MLX:
+        return
+    raise ModelError(
+        f"weights quantised with {method!r} are not supported: take the model in MLX's format, or "
+        "convert the one that is not quantised with mlx_lm.convert"
+    )
 
-    def parameters(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+
+def adopt(model: nn.Module, weights: dict[str, mx.array]) -> bool:
+    """Swap in quantised layers wherever the checkpoint has scales for one, in place; whether there
+    are any. Global scales in `weights` get the layer's shape. Raises ModelError."""
+    found: list[str] = []
+
+    def packed(path: str, layer: Any) -> Any:
         if not hasattr(layer, "to_quantized") or f"{path}.scales" not in weights:
-            return False
-        own = spec.get(path)
-        chosen = own if isinstance(own, Mapping) else spec
-        return {key: chosen[key] for key in _PARAMETERS if key in chosen}
+            return layer
+        found.append(path)
+        packing = packing_of(path, layer.weight.shape[-1], weights)
+        scale = f"{path}.global_scale"
+        if scale not in weights:
+            return layer.to_quantized(**asdict(packing))
+        scaled = with_global_scale(path, layer, packing.mode)
+        weights[scale] = scaled.fitted(weights[scale])
+        return scaled
 
-    try:
-        nn.quantize(model, spec["group_size"], spec["bits"], class_predicate=parameters)
-    except ValueError as error:
-        raise ModelError(f"the quantization in config.json cannot be used: {error}") from error
+    _replace_leaves(model, packed)
+    return bool(found)
+
+
+def packing_of(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
+    """Of the layer at `path`, which takes `width` inputs. Raises ModelError where the tensors are
+    packed in no way that MLX knows."""
+    weight, scales = weights.get(f"{path}.weight"), weights[f"{path}.scales"]
+    if weight is None:
+        raise ModelError(f"the checkpoint has {path}.scales without a weight")
+    if weight.dtype != mx.uint32:
+        raise ModelError(
+            f"{path}.weight has scales, but is {_name(weight.dtype)} and not packed in uint32 words"
+        )
+    words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
+    bits, group = words * 32 / width, width / groups if groups else 0
+    if mx.issubdtype(scales.dtype, mx.floating):
+        mode = "affine" if bits in _AFFINE_BITS and group in _AFFINE_GROUPS else None
+    else:
+        mode = _MODES.get((int(bits), int(group))) if scales.dtype == mx.uint8 else None
+    if mode is None or bits % 1 or group % 1:
+        raise ModelError(
+            f"{path}.weight is packed in a way that MLX does not know: rows of {width} inputs in "
+            f"{words} words with {groups} scales ({_name(scales.dtype)}) are {bits:g} bits in "
+            f"groups of {group:g}"
+        )
+    return Packing(group_size=int(group), bits=int(bits), mode=mode)
+
+
+def reduce(model: nn.Module, bits: int) -> None:
+    """Bring the model's plain weights to `bits`, in groups of 64, in place; nothing is evaluated.
+
+    All of linear layers, embeddings, the head and experts whose width is a multiple of 64. Routers
+    stay as they are, and so do norms, convolutions and whatever else is not a product with a
+    matrix.
+    """
+
+    def packed(path: str, layer: Any) -> Any:
+        if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTERS:
+            return layer
+        if layer.weight.shape[-1] % GROUP:
+            return layer
+        return layer.to_quantized(group_size=GROUP, bits=bits, mode="affine")
+
+    _replace_leaves(model, packed)
+
+
+def _replace_leaves(model: nn.Module, replaced: Callable[[str, Any], Any]) -> None:
+    is_leaf: Any = nn.Module.is_module
+    leaves: Any = tree_map_with_path(replaced, model.leaf_modules(), is_leaf=is_leaf)
+    model.update_modules(leaves)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

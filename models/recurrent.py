@@ -62,8 +62,9 @@ class RecurrentCache:
     def copy(self) -> "RecurrentCache":
         twin = RecurrentCache(len(self._slots))
         twin.offset = self.offset
-        # states are replaced, never written into: sharing them is a copy
-        twin._slots = list(self._slots)
+        # states are replaced, never written into, so that the copy may share them; but one that is
+        # a view of a whole batch's would keep the others alive, and contiguous takes it out
+        twin._slots = [None if state is None else mx.contiguous(state) for state in self._slots]
         return twin
 
     def state(self) -> list[mx.array]:

@@ -3,14 +3,15 @@
 Knows: config.json's `rope_scaling` / `rope_parameters` vocabulary. Must not know: layers.
 
 Source of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
-Peng et al. 2023 (yarn); Llama 3.1's released config (llama3). Parameter names and defaults are
-those of Hugging Face transformers, `modeling_rope_utils.py`, since checkpoints are written for it.
+Peng et al. 2023 (yarn); Ding et al. 2024 (longrope); Llama 3.1's released config (llama3); Wang et
+al. 2024 (mrope). Parameter names and defaults are those of Hugging Face transformers,
+`modeling_rope_utils.py`, since checkpoints are written for it.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -21,20 +22,24 @@ Scaling = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotates the first `dims` of each head, halves against each other (as HF Llama does).
+    """Rotates the first `dims` of each head: halves against each other (as HF Llama does), or, if
+    traditional, neighbours (as the paper does).
 
-    periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: what yarn multiplies
-    cosine and sine with.
+    periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: what yarn and longrope
+    multiply cosine and sine with.
     """
 
     dims: int
     periods: mx.array
     magnitude: float = 1.0
+    traditional: bool = False
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         """x [B, H, L, D], whose first position is `offset` (or [B], one each) -> the same,
         rotated."""
-        if self.magnitude != 1.0:
+        if self.magnitude != 1.0 and self.dims == x.shape[-1]:
+            x = x * self.magnitude
+        elif self.magnitude != 1.0:
             head, tail = x[..., : self.dims], x[..., self.dims :]
             x = mx.concatenate([head * self.magnitude, tail], axis=-1)
         return self._rotate(x, offset)
@@ -47,17 +52,42 @@ class Rope:
 
     def _rotate(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return mx.fast.rope(
-            x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self.periods
+            x,
+            self.dims,
+            traditional=self.traditional,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=self.periods,
         )
 
 
+class NoRope:
+    """Stands where a `Rope` would, in layers that know nothing of positions (Kazemnejad et al.
+    2023)."""
+
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        return x
+
+    def turn(self, x: mx.array, by: int) -> mx.array:
+        return x
+
+
 def make_rope(
-    *, dims: int, theta: float, max_positions: int, scaling: Scaling | None = None
+    *,
+    dims: int,
+    theta: float,
+    max_positions: int,
+    scaling: Scaling | None = None,
+    traditional: bool = False,
 ) -> Rope:
-    """scaling: the object in config.json, or None. Raises ModelError for a kind not known here."""
+    """dims: how many of a head's are rotated. scaling: the object in config.json, or None. Raises
+    ModelError for a kind that is not known here, or one that lacks what it needs."""
+    if dims < 2 or dims % 2:
+        raise ModelError(f"{dims} dimensions of a head cannot be rotated: they go in pairs")
     scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _KINDS:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(
             f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_KINDS))})"
         )
@@ -65,17 +95,30 @@ def make_rope(
         inverse, magnitude = _KINDS[kind](
             _inverse(dims, theta), dims, theta, max_positions, scaling
         )
+        periods = mx.array([1.0 / f for f in inverse])
     except KeyError as missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
-    return Rope(dims=dims, periods=mx.array([1.0 / f for f in inverse]), magnitude=magnitude)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"rope scaling {kind!r} cannot be used: {error}") from error
+    return Rope(dims=dims, periods=periods, magnitude=magnitude, traditional=traditional)
 
 
-def rope_settings(config: Any) -> tuple[float, Scaling | None]:
+def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Scaling | None]:
     """(theta, scaling) from either spelling: `rope_theta` + `rope_scaling`, or the newer
-    `rope_parameters`, which holds both."""
-    if config.rope_parameters is not None:
-        return config.rope_parameters.get("rope_theta", config.rope_theta), config.rope_parameters
-    return config.rope_theta, config.rope_scaling
+    `rope_parameters`, which holds both, or which holds one such object for each type of layer.
+
+    layer_type: whose, "full_attention" for example; None for a model whose layers are all alike.
+    Raises ModelError where `rope_parameters` says nothing of that type.
+    """
+    parameters = config.rope_parameters or {}
+    if any(isinstance(own, Mapping) for own in parameters.values()):
+        own = parameters.get(layer_type)
+        if not isinstance(own, Mapping):
+            raise ModelError(f"rope_parameters lacks {layer_type or 'what holds for all layers'}")
+        parameters = cast(Scaling, own)
+    scaling = config.rope_scaling or parameters
+    theta = parameters.get("rope_theta", config.rope_theta)
+    return scaling.get("rope_theta", theta), scaling or None
 
 
 Inverse = list[float]
@@ -83,6 +126,8 @@ Scaled = tuple[Inverse, float]
 
 
 def _inverse(dims: int, theta: float) -> Inverse:
+    if not theta > 0:
+        raise ValueError(f"rope_theta is {theta!r}")
     return [theta ** (-i / dims) for i in range(0, dims, 2)]
 
 
@@ -94,11 +139,10 @@ def _linear(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> 
     return [f / scaling["factor"] for f in inverse], 1.0
 
 
-def _dynamic(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+def _dynamic(inverse: Inverse, *_: Any) -> Scaled:
     """Dynamic NTK leaves positions below max_position_embeddings alone and changes all angles
     with each one beyond. We serve the context that the config names, so it never acts: keys
     rotated at different lengths would not be comparable (DECISIONS.md, 2026-11-21)."""
-    assert scaling["factor"] >= 1
     return inverse, 1.0
 
 
@@ -155,10 +199,30 @@ def _magnitude(factor: float, scaling: Scaling) -> float:
     return mscale(1.0)
 
 
+def _longrope(inverse: Inverse, _d: int, _t: float, max_positions: int, scaling: Scaling) -> Scaled:
+    """Each dimension has its own stretch: a list for contexts up to the original length, another
+    for longer ones. We take the long one for all, as mlx-lm does: a key in the cache was rotated
+    by one of the two, and queries rotated by the other could not be compared with it.
+    transformers rotates each forward pass by the list for the length it has reached, and so differs
+    while a sequence is short (DECISIONS.md)."""
+    stretches, original = scaling["long_factor"], scaling["original_max_position_embeddings"]
+    if len(stretches) != len(inverse):
+        raise ValueError(f"long_factor has {len(stretches)} numbers, expected {len(inverse)}")
+    factor = scaling.get("factor") or max_positions / original
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return [f / stretch for f, stretch in zip(inverse, stretches, strict=True)], float(magnitude)
+
+
 _KINDS: Mapping[str, Callable[[Inverse, int, float, int, Scaling], Scaled]] = {
     "default": _default,
+    # a picture's patches have three positions; a text's are one and the same
+    "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
 }

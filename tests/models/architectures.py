@@ -17,16 +17,23 @@ class Case:
     """name: what is particular about it. config: what stands in config.json, so small that a model
     of it is made in milliseconds; where layers have a window, a small one. quantised: the kinds
     of weights in which it is tried too, by their names in tests/models/parity.py. transformers:
-    whether that library has it."""
+    whether that library has it, and computes the same. why: if not, a sentence for the table of
+    `make parity`."""
 
     name: str
     config: Mapping[str, Any]
     quantised: tuple[str, ...] = ("affine-8",)
     transformers: bool = True
+    why: str = ""
 
     @property
     def id(self) -> str:
         return f"{self.config['model_type']}-{self.name}"
+
+    @property
+    def vocab(self) -> int:
+        """How many ids it scores; of a multimodal one, its text part."""
+        return self.config.get("text_config", self.config)["vocab_size"]
 
 
 def cases() -> list[Case]:

@@ -40,6 +40,8 @@ def saved(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -
     """A random model of mlx-lm's class, saved by mlx-lm into `folder`; the model."""
     config = cast(dict[str, Any], json.loads(json.dumps(case.config)))
     model_class, args_class = utils._get_classes(config)
+    # _draw adds to the vectors that the class makes, some of them at random
+    mx.random.seed(seed)
     model: Any = model_class(args_class.from_dict(config))
     _draw(model, seed)
     if kind is not None:
@@ -60,8 +62,7 @@ def opened(folder: Path) -> Model:
 
 
 def ids(case: Case, length: int, seed: int = 1) -> list[int]:
-    config = case.config.get("text_config", case.config)
-    return np.random.default_rng(seed).integers(0, config["vocab_size"], length).tolist()
+    return np.random.default_rng(seed).integers(0, case.vocab, length).tolist()
 
 
 def prefilled(model: Any, prompt: Sequence[int]) -> np.ndarray:
@@ -117,14 +118,15 @@ def differences(reference: Any, ours: Model, case: Case) -> dict[str, float]:
         for prompt, more in zip(prompts, steps, strict=True)
     ]
     return {
-        "prefill": _largest(our_prefilled(ours, prompt, [23]), wanted),
-        "pieces": _largest(our_prefilled(ours, prompt, [6, 1, 9, 7]), wanted),
-        "decode": _largest(our_prefilled(ours, prompt, [1] * 23), decoded(reference, prompt)),
-        "batch": _largest(our_batch(ours, prompts, steps), np.stack(alone)),
+        "prefill": largest(our_prefilled(ours, prompt, [23]), wanted),
+        "pieces": largest(our_prefilled(ours, prompt, [6, 1, 9, 7]), wanted),
+        "decode": largest(our_prefilled(ours, prompt, [1] * 23), decoded(reference, prompt)),
+        "batch": largest(our_batch(ours, prompts, steps), np.stack(alone)),
     }
 
 
-def _largest(ours: np.ndarray, theirs: np.ndarray) -> float:
+def largest(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of any logit."""
     assert ours.shape == theirs.shape
     assert np.ptp(theirs) > 0.1, "logits that are all alike prove nothing"
     return float(np.abs(ours - theirs).max())

@@ -1,10 +1,24 @@
 """The arithmetic of the papers in float64 numpy, written apart from the code under test."""
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+
+
+def _tanh_gelu(x: Array) -> Array:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / np.sqrt(2))),
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": lambda x: np.maximum(x, 0),
+}
 
 
 def attention(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
@@ -27,12 +41,16 @@ def rotate(x: Array, angles: Array) -> Array:
 
 
 def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> Array:
-    """Logits [L, V] of a Llama with plain RoPE."""
+    """Logits [L, V] of a Llama with plain RoPE; with biases where there are any, and with
+    `sliding_window` in the layers that `layer_types` names, or else in all."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     inverse = config.get("rope_theta", 10000.0) ** (-np.arange(0, size, 2) / size)
     angles = np.arange(len(ids))[:, None] * inverse
     causal = np.tril(np.ones((len(ids), len(ids)), bool))
+    window = config.get("sliding_window") or len(ids)
+    near = causal & np.triu(np.ones((len(ids), len(ids)), bool), 1 - window)
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     x = weights["model.embed_tokens.weight"][ids]
 
     def norm(x: Array, name: str) -> Array:
@@ -40,7 +58,7 @@ def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> 
         return x / scale * weights[f"{name}.weight"]
 
     def heads_of(x: Array, name: str, count: int) -> Array:
-        out = x @ weights[f"{name}.weight"].T
+        out = x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
         return out.reshape(len(ids), count, size).transpose(1, 0, 2)
 
     for i in range(config["num_hidden_layers"]):
@@ -49,7 +67,8 @@ def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> 
         q = rotate(heads_of(h, f"{block}.self_attn.q_proj", heads), angles)
         k = rotate(heads_of(h, f"{block}.self_attn.k_proj", kv_heads), angles)
         v = heads_of(h, f"{block}.self_attn.v_proj", kv_heads)
-        mixed = attention(q, k, v, causal).transpose(1, 0, 2).reshape(len(ids), -1)
+        visible = near if kinds[i] == "sliding_attention" else causal
+        mixed = attention(q, k, v, visible).transpose(1, 0, 2).reshape(len(ids), -1)
         x = x + mixed @ weights[f"{block}.self_attn.o_proj.weight"].T
         h = norm(x, f"{block}.post_attention_layernorm")
         gate, up = (h @ weights[f"{block}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))

@@ -1,16 +1,21 @@
 """From config and tensors to a model, or to one clear sentence."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import utils
 
 import models
 from models.base import ModelError
 from tests import tiny
-from tests.models.test_llama import IDS, logits
+from tests.models import parity
+from tests.models.architectures import Case
+from tests.models.test_llama import IDS, TINY, logits
 
 GROUP = 32
 CONFIG = {**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 64}
@@ -93,17 +98,91 @@ def test_the_older_key_of_the_quantisation_is_read_too() -> None:
     models.build(config, weights)
 
 
-@pytest.mark.parametrize(
-    ("spec", "complaint"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "weights quantised with 'gptq' are not supported"),
-        ({"group_size": 48, "bits": 4}, "the quantization in config.json cannot be used"),
-    ],
-)
-def test_a_quantisation_that_is_not_mlx_is_refused(spec: dict[str, Any], complaint: str) -> None:
-    weights = quantised({"group_size": GROUP, "bits": 4})[1]
-    with pytest.raises(ModelError, match=complaint):
-        models.build({**CONFIG, "quantization": spec}, weights)
+def test_what_config_json_says_of_the_packing_cannot_make_anybody_misread_it() -> None:
+    config, weights = quantised({"group_size": GROUP, "bits": 4}, lm_head=8)
+    config["quantization"] = {"group_size": 64, "bits": 8, "mode": "mxfp8", "lm_head": False}
+    plain = models.build(CONFIG, restored(weights, {"lm_head": 8}))
+    found = models.build(config, weights)
+    np.testing.assert_allclose(logits(found, IDS), logits(plain, IDS), atol=1e-3)
+
+
+def test_a_quantisation_that_is_not_mlx_is_refused() -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(ModelError, match="weights quantised with 'gptq' are not supported"):
+        models.build(config, tiny.weights(CONFIG))
+    with pytest.raises(ModelError, match="'gptq'"):
+        models.facts(config)
+
+
+def mixed(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+    """Like the recipes of mlx-lm, but with more kinds than any of them."""
+    if "v_proj" in path:
+        return {"group_size": 64, "bits": 8, "mode": "affine"}
+    if "down_proj" in path:
+        return {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    if "up_proj" in path:
+        return {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    return "k_proj" not in path and hasattr(layer, "to_quantized")
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_each_layer_may_be_packed_in_its_own_way_as_mlx_lm_writes_it(
+    tmp_path: Path, prefix: str
+) -> None:
+    case = Case(name="mixed", config={**TINY, "intermediate_size": 128})
+    reference = parity.saved(case, tmp_path)
+    reference, config = utils.quantize_model(
+        reference, dict(case.config), 64, 4, mode="affine", quant_predicate=mixed
+    )
+    assert {type(value) for value in config["quantization"].values()} == {int, str, dict}
+    flat: Any = tree_flatten(reference.parameters())
+    if prefix:
+        told = config.pop("quantization")
+        named = {
+            f"{prefix}{key}" if isinstance(value, dict | bool) else key: value
+            for key, value in told.items()
+        }
+        config = {"model_type": "sees", "quantization": named, "text_config": config}
+    ours = models.build(config, {f"{prefix}{name}": array for name, array in flat})
+    found = parity.differences(reference, ours, case)
+    assert max(found.values()) < parity.TOLERANCE, found
+
+
+@pytest.mark.parametrize("kinds", [(4, 4), (4, 8)], ids=["int4", "int4 with int8"])
+def test_a_checkpoint_of_ollamas_store_is_that_of_mlx_under_other_names(
+    kinds: tuple[int, int],
+) -> None:
+    config, weights = quantised({"group_size": GROUP, "bits": kinds[0]}, lm_head=kinds[1])
+    stored = {
+        name.replace(".scales", ".weight.scale").replace(".biases", ".weight.bias"): array
+        for name, array in weights.items()
+    }
+    # as it stands in the store: nothing is said of the packing but by the tensors
+    found = models.build(CONFIG, stored)
+    wanted = models.build(config, weights)
+    assert np.array_equal(logits(found, IDS), logits(wanted, IDS))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plain_weights_are_brought_to_few_bits(bits: int) -> None:
+    weights = tiny.weights(CONFIG)
+    model: Any = models.build(CONFIG, dict(weights), bits=bits)
+    assert {m.bits for m in model.modules() if "scales" in m} == {bits}
+    assert not any(type(m) in (nn.Linear, nn.Embedding) for m in model.modules())
+    packed = {name: mx.quantize(a, 64, bits) for name, a in weights.items() if a.ndim == 2}
+    plain = {
+        name: mx.dequantize(*packed[name], 64, bits) if name in packed else array
+        for name, array in weights.items()
+    }
+    np.testing.assert_allclose(
+        logits(model, IDS), logits(models.build(CONFIG, plain), IDS), atol=1e-3
+    )
+
+
+def test_weights_that_are_quantised_are_not_quantised_again() -> None:
+    config, weights = quantised({"group_size": GROUP, "bits": 8})
+    with pytest.raises(ModelError, match="quantised already: only plain ones can be"):
+        models.build(config, weights, bits=4)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +205,8 @@ def test_missing_config_keys_are_named() -> None:
 
 
 def test_an_activation_that_llama_does_not_have_is_refused() -> None:
-    with pytest.raises(ModelError, match="hidden_act 'gelu'"):
-        models.build({**tiny.CONFIG, "hidden_act": "gelu"}, tiny.weights())
+    with pytest.raises(ModelError, match="hidden_act 'relu6'"):
+        models.build({**tiny.CONFIG, "hidden_act": "relu6"}, tiny.weights())
 
 
 def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
@@ -146,3 +225,19 @@ def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
 def test_a_long_list_of_tensors_is_cut() -> None:
     with pytest.raises(ModelError, match=r"and 16 more$"):
         models.build(tiny.CONFIG, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "told"),
+    [
+        ("model.norm.weight", mx.zeros((16,), mx.int32), "(int32, expected floating point)"),
+        ("lm_head.weight", mx.zeros((258, 16), mx.uint8), "(uint8, expected floating point)"),
+        ("lm_head.weight", mx.zeros((258, 16), mx.bool_), "(bool, expected floating point)"),
+        ("lm_head.weight", mx.zeros((258, 16), mx.complex64), "(complex64, expected floating"),
+    ],
+)
+def test_a_tensor_of_a_wrong_type_is_named(name: str, array: mx.array, told: str) -> None:
+    with pytest.raises(models.TensorError) as caught:
+        models.build(tiny.CONFIG, {**tiny.weights(), name: array})
+    assert f"the checkpoint has mistyped tensors: {name} {told}" in str(caught.value)
+    assert caught.value.tensors == (name,)

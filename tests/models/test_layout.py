@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from models import layout
 from models.layout import suit_device
 from tests.engine.driving import tiny_model
 
@@ -39,6 +40,18 @@ def test_other_types_stay_as_they_are(dtype: mx.Dtype) -> None:
     weight = linear.weight
     suit_device(linear)
     assert linear.weight is weight
+
+
+def test_a_weight_too_large_to_be_held_twice_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear, larger = nn.Linear(3, 5), nn.Linear(3, 6)
+    monkeypatch.setattr(layout, "MOST", linear.weight.nbytes)
+    weight, kept = linear.weight, larger.weight
+    suit_device(linear)
+    suit_device(larger)
+    assert linear.weight is not weight
+    assert larger.weight is kept
 
 
 def test_other_devices_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The Llama architecture against float64 numpy and against published models."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import models
 from models.base import Model
@@ -28,6 +30,8 @@ TINY = {
     "tie_word_embeddings": False,
 }
 
+MLX_ONLY: dict[str, Any] = {"transformers": False, "why": "Its Llama does not read the key."}
+
 CASES = [
     Case(name="plain", config=TINY, quantised=tuple(parity.KINDS)),
     Case(
@@ -47,6 +51,26 @@ CASES = [
             },
         },
     ),
+    # mlx-lm's own keys, which conversions may have
+    Case(name="traditional", config={**TINY, "rope_traditional": True}, quantised=(), **MLX_ONLY),
+    Case(
+        name="windowed",
+        config={
+            **TINY,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        quantised=(),
+        **MLX_ONLY,
+    ),
+    Case(
+        name="multimodal",
+        config={
+            "model_type": "llava",
+            "text_config": TINY,
+            "vision_config": {"model_type": "clip_vision_model", "hidden_size": 8},
+        },
+    ),
 ]
 
 IDS = [5, 250, 17, 17, 99, 3, 180, 42, 7]
@@ -59,6 +83,22 @@ def logits(model: Model, ids: list[int], chunks: list[int] | None = None) -> Any
         parts.append(model.logits(model(mx.array([ids[start : start + length]]), kv)))
         start += length
     return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+def drawn(config: dict[str, Any], seed: int = 3) -> dict[str, mx.array]:
+    """Weights for the architecture that `config` names, so large that each is felt."""
+    rng = np.random.default_rng(seed)
+    made = importlib.import_module(f"models.{config['model_type']}")
+    flat: Any = tree_flatten(made.Model(made.Config.from_dict(config)).parameters())
+    weights: dict[str, mx.array] = {}
+    for name, array in flat:
+        noise = rng.standard_normal(array.shape)
+        if array.ndim > 1:
+            values = noise / np.sqrt(array.shape[-1])
+        else:
+            values = 0.1 * noise + name.endswith("norm.weight")
+        weights[name] = mx.array(values.astype(np.float32))
+    return weights
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -101,6 +141,33 @@ def test_biases_are_used_when_the_config_says_so() -> None:
         logits(models.build(tiny.CONFIG, plain), IDS),
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_the_activation_is_the_one_that_the_config_names(act: str) -> None:
+    """mlx-lm's class knows only silu; the MLP is compared with the formulas instead."""
+    config = {**TINY, "hidden_act": act, "num_hidden_layers": 1}
+    model: Any = models.build(config, drawn(config))
+    mlp = model.model.layers[0].mlp
+    x = np.random.default_rng(0).standard_normal((3, 64))
+    gate, up, down = (
+        np.array(getattr(mlp, f"{name}_proj").weight).astype(np.float64)
+        for name in ("gate", "up", "down")
+    )
+    wanted = (reference.ACTIVATIONS[act](x @ gate.T) * (x @ up.T)) @ down.T
+    np.testing.assert_allclose(np.array(mlp(mx.array(x.astype(np.float32)))), wanted, atol=1e-4)
+
+
+def test_both_spellings_of_the_rotation_make_the_same_model() -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = {**TINY, "vocab_size": 256, "rope_theta": 500.0, "rope_scaling": scaling}
+    newer = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    newer["rope_parameters"] = {**scaling, "rope_theta": 500.0}
+    weights = drawn(config)
+    got = logits(models.build(newer, weights), IDS)
+    np.testing.assert_array_equal(got, logits(models.build(config, weights), IDS))
+    plain = {**config, "rope_theta": 10000.0, "rope_scaling": None}
+    assert not np.allclose(got, logits(models.build(plain, weights), IDS), atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama-361"])

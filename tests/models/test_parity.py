@@ -1,20 +1,56 @@
 """Every architecture gives the logits of mlx-lm's class, in every way of evaluating it."""
 
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from models.base import Model
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
 QUANTISED = [(case, kind) for case in cases() for kind in case.quantised]
 
+# longer than any case's window
+PROMPT = 45
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
-def test_logits_are_those_of_the_reference(case: Case, tmp_path: Path) -> None:
-    reference = parity.saved(case, tmp_path)
-    found = parity.differences(reference, parity.opened(tmp_path), case)
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The same checkpoint as both see it. whole: our logits of a prompt that is evaluated at
+    once."""
+
+    case: Case
+    reference: Any
+    ours: Model
+    whole: np.ndarray
+
+
+@pytest.fixture(scope="module", params=cases(), ids=lambda case: case.id)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param.id)
+    reference = parity.saved(request.param, folder)
+    ours = parity.opened(folder)
+    whole = parity.our_prefilled(ours, parity.ids(request.param, PROMPT), [PROMPT])
+    return Pair(case=request.param, reference=reference, ours=ours, whole=whole)
+
+
+def test_logits_are_those_of_the_reference(pair: Pair) -> None:
+    found = parity.differences(pair.reference, pair.ours, pair.case)
     assert max(found.values()) < parity.TOLERANCE, found
+
+
+@settings(max_examples=5)
+@given(cuts=st.sets(st.integers(1, PROMPT - 1), max_size=12))
+def test_a_prompt_may_be_evaluated_in_any_pieces(pair: Pair, cuts: set[int]) -> None:
+    pieces = [end - start for start, end in pairwise([0, *sorted(cuts), PROMPT])]
+    got = parity.our_prefilled(pair.ours, parity.ids(pair.case, PROMPT), pieces)
+    assert parity.largest(got, pair.whole) < parity.TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """Rotary embeddings against the published formulas."""
 
 import math
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from models import decoder
 from models.base import ModelError
-from models.rope import make_rope, rope_settings
+from models.rope import NoRope, make_rope, rope_settings
 from tests.models import reference
+from tests.models.test_llama import TINY
 
 DIMS, THETA, POSITIONS = 8, 10000.0, 64
 INVERSE = THETA ** (-np.arange(0, DIMS, 2) / DIMS)
@@ -112,11 +115,84 @@ def test_a_magnitude_leaves_unrotated_dimensions_alone() -> None:
     assert not np.allclose(got[..., :4], x[..., :4])
 
 
+def test_longrope_stretches_each_dimension_by_its_own_factor() -> None:
+    stretches = [1.0, 2.0, 4.0, 7.5]
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": stretches,
+        "original_max_position_embeddings": 16,
+    }
+    magnitude = math.sqrt(1 + math.log(POSITIONS / 16) / math.log(16))
+    x, got = rotated(scaling, 11)
+    np.testing.assert_allclose(got, magnitude * expected(x, INVERSE / stretches, 11), atol=1e-5)
+    assert np.array_equal(rotated({**scaling, "rope_type": "su"}, 11)[1], got)
+
+
+@pytest.mark.parametrize(
+    ("extra", "magnitude"),
+    [
+        ({"factor": 4.0}, math.sqrt(1 + math.log(4) / math.log(16))),
+        ({"factor": 1.0}, 1.0),
+        ({"attention_factor": 1.19}, 1.19),
+    ],
+)
+def test_longrope_takes_its_magnitude_from_the_config(
+    extra: dict[str, Any], magnitude: float
+) -> None:
+    scaling = {"rope_type": "longrope", "long_factor": [1.0] * 4, **extra}
+    scaling["original_max_position_embeddings"] = 16
+    x, got = rotated(scaling, 3)
+    np.testing.assert_allclose(got, magnitude * expected(x, INVERSE, 3), atol=1e-5)
+
+
+def test_a_text_has_one_position_where_a_picture_has_three() -> None:
+    x, got = rotated({"type": "mrope", "mrope_section": [1, 1, 2]}, 9)
+    np.testing.assert_allclose(got, expected(x, INVERSE, 9), atol=1e-5)
+
+
+def test_traditional_rotation_turns_neighbours_against_each_other() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, DIMS))
+    rope = make_rope(dims=DIMS, theta=THETA, max_positions=POSITIONS, traditional=True)
+    got = np.array(rope(mx.array(x.astype(np.float32))[None], 9)[0])
+    halves = np.concatenate([x[..., ::2], x[..., 1::2]], -1)
+    wanted = np.stack(np.split(expected(halves, INVERSE, 9), 2, -1), -1).reshape(x.shape)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "yarn", "factor": 4.0}])
+def test_turned_keys_are_those_of_another_position(scaling: Any, traditional: bool) -> None:
+    rope = make_rope(
+        dims=4, theta=THETA, max_positions=POSITIONS, scaling=scaling, traditional=traditional
+    )
+    x = mx.array(np.random.default_rng(0).standard_normal((1, 2, 5, DIMS)).astype(np.float32))
+    np.testing.assert_allclose(
+        np.array(rope.turn(rope(x, 30), -13)), np.array(rope(x, 17)), atol=1e-5
+    )
+
+
+def test_a_layer_without_rotation_leaves_all_as_it_is() -> None:
+    x = mx.array(np.random.default_rng(0).standard_normal((1, 2, 5, DIMS)))
+    assert NoRope()(x, 7) is x
+    assert NoRope().turn(x, -3) is x
+
+
+@pytest.mark.parametrize("dims", [0, 1, 7])
+def test_dimensions_that_do_not_pair_are_refused(dims: int) -> None:
+    with pytest.raises(ModelError, match=f"{dims} dimensions of a head cannot be rotated"):
+        make_rope(dims=dims, theta=THETA, max_positions=POSITIONS)
+
+
 @pytest.mark.parametrize(
     ("scaling", "complaint"),
     [
-        ({"rope_type": "longrope"}, "rope scaling 'longrope' is not supported"),
+        ({"rope_type": "spiral"}, "rope scaling 'spiral' is not supported"),
         ({"rope_type": "linear"}, "rope scaling 'linear' lacks 'factor'"),
+        ({"rope_type": "linear", "factor": "4"}, "rope scaling 'linear' cannot be used"),
+        ({"rope_type": "linear", "factor": 0}, "rope scaling 'linear' cannot be used"),
+        ({"rope_type": "linear", "factor": math.inf}, "rope scaling 'linear' cannot be used"),
+        ({"rope_type": ["linear"]}, r"rope scaling \['linear'\] is not supported"),
     ],
 )
 def test_an_unusable_scaling_is_named(scaling: dict[str, Any], complaint: str) -> None:
@@ -124,13 +200,37 @@ def test_an_unusable_scaling_is_named(scaling: dict[str, Any], complaint: str) -
         rotated(scaling)
 
 
+def settings(layer_type: str | None = None, **keys: Any) -> tuple[float, Any]:
+    usual = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}
+    return rope_settings(SimpleNamespace(**{**usual, **keys}), layer_type)
+
+
 def test_both_spellings_of_the_config_are_read() -> None:
-    class Old:
-        rope_theta, rope_scaling, rope_parameters = 5.0, {"factor": 2}, None
+    assert settings() == (10000.0, None)
+    assert settings(rope_theta=5.0, rope_scaling={"factor": 2}) == (5.0, {"factor": 2})
+    both = {"rope_theta": 7.0, "rope_type": "default"}
+    assert settings(rope_parameters=both) == (7.0, both)
+    # somebody stretched a model that was saved in the newer spelling, by hand, in the older
+    assert settings(rope_parameters=both, rope_scaling={"factor": 2}) == (7.0, {"factor": 2})
 
-    class New:
-        rope_theta, rope_scaling = 10000.0, None
-        rope_parameters: ClassVar[Any] = {"rope_theta": 7.0, "rope_type": "default"}
 
-    assert rope_settings(Old) == (5.0, {"factor": 2})
-    assert rope_settings(New) == (7.0, New.rope_parameters)
+def test_types_of_layers_may_have_parameters_of_their_own() -> None:
+    near, far = {"rope_type": "default"}, {"rope_type": "linear", "rope_theta": 1e6}
+    nested = {"sliding_attention": near, "full_attention": far}
+    assert settings("full_attention", rope_parameters=nested) == (1e6, far)
+    assert settings("sliding_attention", rope_parameters=nested) == (10000.0, near)
+    with pytest.raises(ModelError, match="rope_parameters lacks chunked_attention"):
+        settings("chunked_attention", rope_parameters=nested)
+    with pytest.raises(ModelError, match="rope_parameters lacks what holds for all layers"):
+        settings(rope_parameters=nested)
+
+
+def test_part_of_a_head_is_rotated_where_either_spelling_says_so() -> None:
+    def dims(**keys: Any) -> int:
+        return decoder.Config.from_dict({**TINY, **keys}).rope().dims
+
+    assert dims() == 16
+    assert dims(partial_rotary_factor=0.5) == 8
+    assert dims(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 4
+    with pytest.raises(ModelError, match=r"partial_rotary_factor is '0\.5'"):
+        dims(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": "0.5"})

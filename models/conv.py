@@ -1,0 +1,53 @@
+"""The short causal convolution in front of a recurrent layer, one filter a channel.
+
+Knows: tensors, the two layouts in which checkpoints keep the filters. Must not know: layers,
+caches.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class CausalConv(nn.Module):
+    """y[t] = sum over j of weight[j] * x[t - width + 1 + j], plus bias. weight: [D, width, 1]."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = mx.zeros((channels, width, 1))
+        if bias:
+            self.bias = mx.zeros((channels,))
+
+    def __call__(self, x: mx.array, tail: mx.array | None) -> tuple[mx.array, mx.array]:
+        """x [B, L, D] and the width - 1 positions before it, None at the start of a sequence -> (y
+        [B, L, D], the tail for what follows)."""
+        batch, length, channels = x.shape
+        width = self.weight.shape[1]
+        if tail is None:
+            tail = mx.zeros((batch, width - 1, channels), x.dtype)
+        x = mx.concatenate([tail, x], axis=1)
+        y = mx.conv1d(x, self.weight, groups=channels)
+        if "bias" in self:
+            y = y + self.bias
+        # contiguous: a mere slice would keep all of x alive
+        return y, mx.contiguous(x[:, length:])
+
+
+def is_channels_first(weights: Mapping[str, mx.array], suffix: str) -> bool:
+    """Whether the filters so named are laid out as their makers do, [D, 1, width]; converters for
+    MLX write [D, width, 1]."""
+    return any(
+        name.endswith(suffix) and array.shape[1] == 1 and array.shape[2] > 1
+        for name, array in weights.items()
+    )
+
+
+def channels_last(weights: Mapping[str, mx.array], suffix: str) -> dict[str, mx.array]:
+    """The same with the filters so named as [D, width, 1]."""
+    if not is_channels_first(weights, suffix):
+        return dict(weights)
+    return {
+        name: array.swapaxes(1, 2) if name.endswith(suffix) else array
+        for name, array in weights.items()
+    }

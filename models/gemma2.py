@@ -1,0 +1,164 @@
+"""Gemma 2 (Gemma Team 2024).
+
+Blocks whose attention and gated MLP (GELU, its tanh form) have a norm in front and one behind;
+every other layer sees through a window; scores and logits are squashed to a cap. Norms store how
+far their weight is from one. Of the reference implementations transformers knows the windows,
+mlx-lm (0.32) lets all layers see everything.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import base, decoder
+from models.kv import AttentionCache, KVCache, LayerCache
+from models.layers import GatedMLP, merge_heads, split_heads
+from models.window import RotatingKVCache
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decoder.Config):
+    """The keys of config.json that this architecture reads, with the defaults of Hugging Face's
+    Gemma2Config."""
+
+    vocab_size: int = 256000
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    max_position_embeddings: int = 8192
+    sliding_window: int | None = 4096
+    hidden_activation: str = _ACTIVATION
+    attention_bias: bool = False
+    query_pre_attn_scalar: float = 256
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    use_bidirectional_attention: bool = False
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """A cap that is null is none, not the usual one."""
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        off = {cap: 0.0 for cap in caps if config.get(cap, 1.0) is None}
+        # a class with slots is not the one that `super()` would look for
+        return super(Config, cls).from_dict({**config, **off})
+
+    def usual_layer_type(self, layer: int) -> str:
+        return decoder.FULL if layer % 2 else decoder.SLIDING
+
+    def check(self) -> None:
+        """Raises ModelError for what the architecture allows and nobody has implemented here."""
+        if self.hidden_activation != _ACTIVATION:
+            raise base.ModelError(f"hidden_activation {self.hidden_activation!r} is not supported")
+        if self.use_bidirectional_attention:
+            raise base.ModelError("a model that attends to what follows cannot generate")
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size, bias = config.hidden_size, config.head_size, config.attention_bias
+        self.scale = config.query_pre_attn_scalar**-0.5
+        self.softcap = config.attn_logit_softcapping or None
+        self.window = config.window(layer)
+        self.q_proj = nn.Linear(hidden, self.heads * size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=bias)
+        self.rope = config.rope(config.layer_type(layer))
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
+        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        seen = kv.attend(queries, keys, values, scale=self.scale, softcap=self.softcap)
+        return self.o_proj(merge_heads(seen))
+
+    def make_kv(self) -> LayerCache:
+        return KVCache() if self.window is None else RotatingKVCache(self.window)
+
+
+class Block(nn.Module):
+    """attention: this architecture's, or a descendant's."""
+
+    def __init__(self, config: Config, attention: Attention) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation=nn.gelu_approx)
+        self.input_layernorm = config.norm()
+        self.post_attention_layernorm = config.norm()
+        self.pre_feedforward_layernorm = config.norm()
+        self.post_feedforward_layernorm = config.norm()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        seen = self.self_attn(self.input_layernorm(x), kv)
+        x = _added(x, self.post_attention_layernorm(seen))
+        found = self.mlp(self.pre_feedforward_layernorm(x))
+        return _added(x, self.post_feedforward_layernorm(found))
+
+    def make_kv(self) -> LayerCache:
+        return self.self_attn.make_kv()
+
+    def turn(self, keys: mx.array, by: int) -> mx.array:
+        return self.self_attn.rope.turn(keys, by)
+
+
+class Trunk(decoder.Trunk):
+    """scale: of the embeddings; rounded to the type of the activations."""
+
+    def __init__(self, config: Config, blocks: Sequence[Block], scale: float) -> None:
+        super().__init__(config, blocks)
+        self._scale = scale
+
+    def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
+        x = self.embed_tokens(tokens)
+        x = x * mx.array(self._scale, x.dtype)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x = layer(x, layer_kv)
+        return self.norm(x)
+
+
+class CausalLM(decoder.CausalLM):
+    def __init__(self, config: Config, trunk: decoder.Trunk) -> None:
+        super().__init__(config, trunk)
+        self._softcap = config.final_logit_softcapping or None
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        logits = super().logits(hidden)
+        if self._softcap is None:
+            return logits
+        return self._softcap * mx.tanh(logits / self._softcap)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Norms become ordinary ones here, once, rather than in each step."""
+        return {
+            name: array + 1 if name.endswith("norm.weight") else array
+            for name, array in super().sanitize(weights).items()
+        }
+
+
+class Model(CausalLM):
+    def __init__(self, config: Config) -> None:
+        config.check()
+        blocks = [
+            Block(config, Attention(config, layer)) for layer in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, Trunk(config, blocks, config.hidden_size**0.5))
+
+
+def _added(x: mx.array, more: mx.array) -> mx.array:
+    """x + more. Gemma's residuals grow beyond what float16 can hold: there they stop at its ends,
+    as in mlx-lm's gemma3."""
+    if x.dtype != mx.float16:
+        return x + more
+    most = mx.finfo(mx.float16).max
+    total = x.astype(mx.float32) + more.astype(mx.float32)
+    return mx.clip(total, -most, most).astype(mx.float16)

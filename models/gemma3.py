@@ -1,0 +1,81 @@
+"""The text part of Gemma 3 (Gemma Team 2025), of every size.
+
+What Gemma 2 is, with norms of queries and keys instead of capped scores, five windowed layers for
+each that sees everything, and a rotation of its own for either kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import base, decoder, gemma2
+from models.kv import AttentionCache
+from models.layers import merge_heads, split_heads
+from models.rope import Rope, make_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(gemma2.Config):
+    """The keys of config.json that this architecture reads, with the defaults of Hugging Face's
+    Gemma3TextConfig: published ones leave most of them out."""
+
+    vocab_size: int = 262208
+    max_position_embeddings: int = 131072
+    rope_theta: float = 1_000_000.0
+    rope_local_base_freq: float = 10_000.0
+    sliding_window_pattern: int = 6
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+
+    def usual_layer_type(self, layer: int) -> str:
+        return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
+
+    def rope(self, layer_type: str | None = None) -> Rope:
+        """`rope_parameters` holds one object for each type of layer. Its older spelling is
+        `rope_theta` and `rope_scaling` for layers that see everything, `rope_local_base_freq` for
+        the others."""
+        theta, scaling = self.rope_theta, self.rope_scaling
+        if layer_type == decoder.SLIDING:
+            theta, scaling = self.rope_local_base_freq, None
+        if self.rope_parameters is not None:
+            found: Any = self.rope_parameters.get(layer_type or decoder.FULL)
+            if not isinstance(found, Mapping):
+                raise base.ModelError(f"config.json's rope_parameters lacks {layer_type}")
+            own = cast(Mapping[str, Any], found)
+            theta, scaling = own.get("rope_theta", theta), {**own, **(scaling or {})}
+        return make_rope(
+            dims=self.head_size,
+            theta=theta,
+            max_positions=self.max_position_embeddings,
+            scaling=scaling,
+        )
+
+
+class Attention(gemma2.Attention):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.q_norm = nn.RMSNorm(config.head_size, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_size, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = self.q_norm(split_heads(self.q_proj(x), self.heads))
+        keys = self.k_norm(split_heads(self.k_proj(x), self.kv_heads))
+        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        seen = kv.attend(queries, keys, values, scale=self.scale, softcap=self.softcap)
+        return self.o_proj(merge_heads(seen))
+
+
+class Model(gemma2.CausalLM):
+    def __init__(self, config: Config) -> None:
+        config.check()
+        blocks = [
+            gemma2.Block(config, Attention(config, layer))
+            for layer in range(config.num_hidden_layers)
+        ]
+        # a bfloat16 when Gemma 3 was trained, and so in mlx-lm, whatever the activations are
+        scale = mx.array(config.hidden_size**0.5, mx.bfloat16).astype(mx.float32)
+        super().__init__(config, gemma2.Trunk(config, blocks, cast(float, scale.item())))

@@ -1,0 +1,274 @@
+"""GLM-4 MoE Lite (GLM-4.7-Flash): multi-head latent attention, many small experts.
+
+Latent attention is DeepSeek-V2's (2024), of which models/latent.py tells; the router is that of
+DeepSeek-V3 (2024), section 2.1.2: sigmoid scores, and a bias that steers the choice of experts but
+not their shares.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import decoder
+from models.attention import attention
+from models.base import ModelError
+from models.experts import Experts, stack_experts, top_experts
+from models.kv import AttentionCache, LayerCache
+from models.latent import HeadLinear, LatentCache, split_projection
+from models.layers import GatedMLP, merge_heads, split_heads
+from models.prenorm import PreNormBlock
+from models.rope import Rope, rope_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decoder.Config):
+    """The keys of config.json that this architecture reads. q_lora_rank, n_shared_experts: None
+    for none of these."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    moe_intermediate_size: int
+    num_experts_per_tok: int
+    q_lora_rank: int | None = None
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    rope_interleave: bool = True
+    n_routed_experts: int = 0
+    n_shared_experts: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.8
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    mlp_layer_types: Sequence[str] | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Of the rotary part, which is all that has positions."""
+        return self.qk_rope_head_dim
+
+    def rope(self, layer_type: str | None = None) -> Rope:
+        return replace(decoder.Config.rope(self, layer_type), traditional=self.rope_interleave)
+
+    def scale(self) -> float:
+        """Of scores; yarn's second temperature lies here."""
+        scaling = rope_settings(self)[1] or {}
+        size, factor = self.qk_nope_head_dim + self.qk_rope_head_dim, scaling.get("factor", 1.0)
+        temperature = 1.0
+        if factor > 1 and scaling.get("mscale_all_dim"):
+            temperature += 0.1 * scaling["mscale_all_dim"] * math.log(factor)
+        return temperature**2 * size**-0.5
+
+    def is_sparse(self, layer: int) -> bool:
+        if self.mlp_layer_types is not None:
+            return self._told_sparse(self.mlp_layer_types, layer)
+        late = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return self.n_routed_experts > 0 and late
+
+    def _told_sparse(self, types: Sequence[str], layer: int) -> bool:
+        if len(types) != self.num_hidden_layers:
+            raise ModelError("config.json's mlp_layer_types is not as long as there are layers")
+        if types[layer] not in ("dense", "sparse"):
+            raise ModelError(f"an MLP of type {types[layer]!r} is not supported")
+        return types[layer] == "sparse"
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        self.heads, self.latent = heads, config.kv_lora_rank
+        self.plain, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value_size, self.scale = config.v_head_dim, config.scale()
+        size, rank = self.plain + self.rotary, config.q_lora_rank
+        if rank is None:
+            self.q_proj = nn.Linear(hidden, heads * size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(rank, config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(rank, heads * size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent + self.rotary, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(self.latent, config.rms_norm_eps)
+        self.embed_q = HeadLinear(self.plain, self.latent, heads)
+        self.unembed_out = HeadLinear(self.latent, self.value_size, heads)
+        self.o_proj = nn.Linear(heads * self.value_size, hidden, bias=bias)
+        self.rope = config.rope()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        plain, rotary = mx.split(self._queries(x), [self.plain], axis=-1)
+        latents, keys = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.latent], axis=-1)
+        latents = self.kv_a_layernorm(latents)
+        rotary, keys = self.rope(rotary, kv.offset), self.rope(keys, kv.offset)
+        if self._expands(x.shape[1], kv.offset):
+            assert isinstance(kv, LatentCache), "rows of a batch have one query each"
+            seen = self._expanded(plain, rotary, keys, latents, kv)
+        else:
+            seen = self._absorbed(plain, rotary, keys, latents, kv)
+        return self.o_proj(merge_heads(seen))
+
+    def _queries(self, x: mx.array) -> mx.array:
+        """[B, L, D] -> [B, H, L, plain + rotary]."""
+        if "q_proj" in self:
+            return split_heads(self.q_proj(x), self.heads)
+        return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
+
+    def _expands(self, length: int, before: int | mx.array) -> bool:
+        """Which way takes fewer multiplications, per head, for `length` queries behind `before`
+        positions, with width = plain + values and total = before + length:
+
+            absorbed   width * latent * length + (2 * latent + rotary) * length * total
+            expanded   width * latent * total  + (width + rotary)      * length * total
+        """
+        if length == 1 or isinstance(before, mx.array):
+            return False
+        width = self.plain + self.value_size
+        more = (2 * self.latent - width) * length * (before + length)
+        return more > width * self.latent * before
+
+    def _absorbed(
+        self,
+        plain: mx.array,
+        rotary: mx.array,
+        keys: mx.array,
+        latents: mx.array,
+        kv: AttentionCache,
+    ) -> mx.array:
+        queries = mx.concatenate([self.embed_q(plain), rotary], axis=-1)
+        return self.unembed_out(kv.attend(queries, keys, latents, scale=self.scale))
+
+    def _expanded(
+        self,
+        plain: mx.array,
+        rotary: mx.array,
+        keys: mx.array,
+        latents: mx.array,
+        kv: LatentCache,
+    ) -> mx.array:
+        mask = kv.mask(plain.shape[2])
+        keys, latents = kv.update(keys, latents)
+        own = self.embed_q.transposed(latents)
+        keys = mx.broadcast_to(keys, (*own.shape[:-1], self.rotary))
+        return attention(
+            mx.concatenate([plain, rotary], axis=-1),
+            mx.concatenate([own, keys], axis=-1),
+            self.unembed_out(latents),
+            scale=self.scale,
+            mask=mask,
+        )
+
+
+class Router(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        experts = config.n_routed_experts
+        self.chosen, self.normalised = config.num_experts_per_tok, config.norm_topk_prob
+        self.factor = config.routed_scaling_factor
+        self.groups, self.kept = config.n_group, config.topk_group
+        if not 0 < self.kept <= self.groups or experts % self.groups:
+            raise ModelError(
+                f"{experts} experts cannot form {self.groups} groups, {self.kept} kept"
+            )
+        allowed = experts // self.groups * self.kept
+        if not 0 < self.chosen <= allowed:
+            raise ModelError(f"a token cannot choose {self.chosen} of {allowed} experts")
+        self.weight = mx.zeros((experts, config.hidden_size))
+        self.e_score_correction_bias = mx.zeros((experts,))
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """[..., D] -> [..., k] experts and their shares, in float32 as the makers have it."""
+        scores = mx.sigmoid(x.astype(mx.float32) @ self.weight.T.astype(mx.float32))
+        wanted = scores + self.e_score_correction_bias
+        chosen = top_experts(self._in_best_groups(wanted), self.chosen)
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        if self.normalised and self.chosen > 1:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
+        return chosen, shares * self.factor
+
+    def _in_best_groups(self, wanted: mx.array) -> mx.array:
+        """Rules out all but the groups whose two best experts are the best."""
+        if self.kept == self.groups:
+            return wanted
+        grouped = mx.unflatten(wanted, -1, (self.groups, -1))
+        best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)
+        out = mx.argpartition(best, kth=self.groups - self.kept, axis=-1)
+        out = out[..., : self.groups - self.kept, None]
+        return mx.put_along_axis(grouped, out, mx.array(-mx.inf), axis=-2).flatten(-2)
+
+
+class MoE(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        inner, experts = config.moe_intermediate_size, config.n_routed_experts
+        self.gate = Router(config)
+        self.switch_mlp = Experts(config.hidden_size, inner, experts)
+        if config.n_shared_experts is not None:
+            self.shared_experts = GatedMLP(config.hidden_size, inner * config.n_shared_experts)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.switch_mlp(x, *self.gate(x))
+        return y + self.shared_experts(x) if "shared_experts" in self else y
+
+
+class Block(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        if config.is_sparse(layer):
+            mlp = MoE(config)
+        else:
+            mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        super().__init__(config, Attention(config), mlp)
+
+    def make_kv(self) -> LayerCache:
+        return LatentCache()
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        for key, only in (
+            ("hidden_act", "silu"),
+            ("scoring_func", "sigmoid"),
+            ("topk_method", "noaux_tc"),
+            ("partial_rotary_factor", 1.0),
+        ):
+            if getattr(config, key) != only:
+                raise ModelError(
+                    f"glm4_moe_lite with {key} {getattr(config, key)!r} is not supported"
+                )
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))
+        self.config: Config = config
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Also: no layers for guessing ahead, stacked experts, and the map from latents to keys and
+        values cut in two."""
+        kept = {name: array for name, array in weights.items() if not self._guesses(name)}
+        return super().sanitize(self._split(stack_experts(kept)))
+
+    def _guesses(self, name: str) -> bool:
+        """Layers behind the last predict the token after the next (num_nextn_predict_layers)."""
+        number = name.removeprefix("model.layers.").partition(".")[0]
+        return number.isdecimal() and int(number) >= self.config.num_hidden_layers
+
+    def _split(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        config, split = self.config, dict[str, mx.array]()
+        for layer in range(config.num_hidden_layers):
+            path = f"model.layers.{layer}.self_attn"
+            if f"{path}.kv_b_proj.weight" in weights:
+                halves = split_projection(
+                    f"{path}.kv_b_proj",
+                    weights,
+                    heads=config.num_attention_heads,
+                    keys=config.qk_nope_head_dim,
+                    latent=config.kv_lora_rank,
+                )
+                split |= {f"{path}.{name}": array for name, array in halves.items()}
+        rest = {name: a for name, a in weights.items() if ".kv_b_proj." not in name}
+        return rest | split

@@ -1,0 +1,136 @@
+"""gpt-oss (OpenAI 2025): a mixture of experts with attention sinks.
+
+Layers see a short window and everything, in turns; each head has a sink, the logit of a key that
+is not there (Xiao et al. 2023). The experts' gate is clamped from above, their linear part on both
+sides and lifted by one. Nearly everything has a bias.
+
+Source of the layouts: the released checkpoints and their model card.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import decoder
+from models.base import ModelError
+from models.experts import Experts, Gating, top_experts
+from models.kv import AttentionCache
+from models.layers import merge_heads, split_heads
+from models.prenorm import PreNormBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decoder.Config):
+    """The keys of config.json that this architecture reads."""
+
+    num_local_experts: int
+    num_experts_per_tok: int
+    head_dim: int | None = 64
+    sliding_window: int | None = 128
+    attention_bias: bool = True
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150_000.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    def usual_layer_type(self, layer: int) -> str:
+        return decoder.FULL if layer % 2 else decoder.SLIDING
+
+    def gating(self) -> Gating:
+        alpha, limit = self.swiglu_alpha, self.swiglu_limit
+
+        def clamped(gate: mx.array, up: mx.array) -> mx.array:
+            gate = mx.minimum(gate, limit)
+            return (mx.clip(up, -limit, limit) + 1) * gate * mx.sigmoid(alpha * gate)
+
+        return clamped
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size, bias = config.hidden_size, config.head_size, config.attention_bias
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=bias)
+        self.sinks = mx.zeros((self.heads,))
+        self.rope = config.rope()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
+        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+        return self.o_proj(merge_heads(seen))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, experts = config.hidden_size, config.num_local_experts
+        self.chosen = config.num_experts_per_tok
+        if not 0 < self.chosen <= experts:
+            raise ModelError(f"a token cannot choose {self.chosen} of {experts} experts")
+        self.router = nn.Linear(hidden, experts, bias=True)
+        self.experts = Experts(
+            hidden, config.intermediate_size, experts, bias=True, gating=config.gating()
+        )
+
+    def __call__(self, x: mx.array) -> mx.array:
+        scores = self.router(x)
+        chosen = top_experts(scores, self.chosen)
+        best = mx.take_along_axis(scores, chosen, axis=-1)
+        return self.experts(x, chosen, mx.softmax(best, axis=-1, precise=True))
+
+
+class Block(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, Attention(config), MLP(config), window=config.window(layer))
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        if config.hidden_act != "silu":
+            raise ModelError(f"gpt_oss with hidden_act {config.hidden_act!r} is not supported")
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Also parts the makers' fused experts."""
+        found: dict[str, mx.array] = {}
+        for name, array in weights.items():
+            found.update(_parted(name, array))
+        return super().sanitize(found)
+
+
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
+
+
+def _parted(name: str, array: mx.array) -> Mapping[str, mx.array]:
+    """One of the makers' tensors -> ours. Rows of gate and up alternate:
+
+    X_blocks  [E, rows, groups, 16] bytes of two 4-bit numbers   X.weight [E, rows, groups * 4]
+    X_scales  [E, rows, groups] bytes                            X.scales, the same
+    X_bias    [E, rows]                                          X.bias,   the same
+    X         [E, in, rows], where it was dequantised            X.weight [E, rows, in]
+    """
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return {name: array}
+    path, projection, kind = match.groups()
+    if kind == "blocks":
+        array, kind = array.view(mx.uint32).flatten(-2), "weight"
+    elif kind is None:
+        array, kind = array.swapaxes(-1, -2), "weight"
+    if projection == "down_proj":
+        return {f"{path}.down_proj.{kind}": mx.contiguous(array)}
+    return {
+        f"{path}.gate_proj.{kind}": mx.contiguous(array[:, ::2]),
+        f"{path}.up_proj.{kind}": mx.contiguous(array[:, 1::2]),
+    }

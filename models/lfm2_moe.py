@@ -1,0 +1,70 @@
+"""LFM2 with experts (Liquid AI 2025): an LFM2 of which all but the first layers are mixtures."""
+
+import re
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import lfm2
+from models.base import ModelError
+from models.experts import Experts, stack_experts, top_experts
+from models.layers import GatedMLP
+
+# the makers' names of an MLP's parts -> those that converters for MLX give them
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(lfm2.Config):
+    """num_dense_layers: so many layers at the beginning have no experts."""
+
+    num_dense_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+
+
+class SparseMLP(nn.Module):
+    """Each expert is scored by itself; the bias has a say in who is chosen, not in the shares."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        experts, self.chosen = config.num_experts, config.num_experts_per_tok
+        if not 0 < self.chosen <= experts:
+            raise ModelError(f"a token cannot choose {self.chosen} of {experts} experts")
+        self.normalised, self.factor = config.norm_topk_prob, config.routed_scaling_factor
+        self.biased = config.use_expert_bias
+        self.gate = nn.Linear(config.hidden_size, experts, bias=False)
+        self.switch_mlp = Experts(config.hidden_size, config.moe_intermediate_size, experts)
+        if self.biased:
+            self.expert_bias = mx.zeros((experts,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        scores = mx.sigmoid(self.gate(x))
+        ranked = scores.astype(mx.float32) + self.expert_bias if self.biased else scores
+        chosen = top_experts(ranked, self.chosen)
+        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        if self.normalised:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-6)
+        return self.switch_mlp(x, chosen, shares * self.factor)
+
+
+class Model(lfm2.CausalLM):
+    def __init__(self, config: Config) -> None:
+        def mlp(layer: int) -> GatedMLP | SparseMLP:
+            if layer < config.num_dense_layers:
+                return GatedMLP(config.hidden_size, config.intermediate_size)
+            return SparseMLP(config)
+
+        super().__init__(config, mlp)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        weights = {
+            re.sub(r"\.(w[123])(?=\.)", lambda part: "." + _PARTS[part[1]], name): array
+            for name, array in weights.items()
+        }
+        return super().sanitize(stack_experts(weights))

@@ -1,0 +1,67 @@
+"""Ministral 3 (Mistral AI 2025): a Mistral that asks the louder the further along it is.
+
+With thousands of keys to choose from, a softmax spreads thin. So queries grow with their position
+by steps, one each time the context that the model was first trained with is full, as those of
+Llama 4 do (Meta 2025; Nakanishi 2025).
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from models import decoder, llama, mistral
+from models.base import ModelError
+from models.kv import AttentionCache
+from models.layers import GatedMLP, merge_heads, split_heads
+from models.prenorm import PreNormBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(mistral.Config):
+    """The keys of config.json that this architecture reads."""
+
+    rms_norm_eps: float = 1e-5
+    head_dim: int | None = 128
+
+    def steps(self) -> tuple[float, int]:
+        """(how much a step weighs, positions in a step), from `rope_parameters`."""
+        _, found = self.rope_settings()
+        said = found or {}
+        try:
+            beta, length = said["llama_4_scaling_beta"], said["original_max_position_embeddings"]
+        except KeyError as missing:
+            raise ModelError(f"config.json's rope_parameters lacks {missing}") from None
+        if not isinstance(beta, int | float) or not isinstance(length, int) or length < 1:
+            raise ModelError(f"queries cannot grow by {beta!r} every {length!r} positions")
+        return beta, length
+
+
+class Attention(llama.Attention):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.beta, self.length = config.steps()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
+        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        # before they are appended: it moves the offset on
+        queries = queries * self._weights(x.shape[1], kv.offset).astype(queries.dtype)
+        return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
+
+    def _weights(self, count: int, offset: int | mx.array) -> mx.array:
+        """[B or 1, 1, L, 1]: 1 + beta * log(1 + steps taken) at the positions from `offset` on."""
+        positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
+        return (1 + self.beta * mx.log1p(positions // self.length))[:, None, :, None]
+
+
+class Block(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation=config.activation())
+        super().__init__(config, Attention(config, layer), mlp, window=config.window(layer))
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))

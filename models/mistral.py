@@ -1,0 +1,23 @@
+"""Mistral (Jiang et al. 2023): a Llama whose queries may see only so far back.
+
+The first release has a window in all layers, later ones in none, and Ministral in those that
+`layer_types` names.
+"""
+
+from dataclasses import dataclass
+
+from models import decoder, llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(llama.Config):
+    """The keys of config.json that this architecture reads."""
+
+    # a multimodal checkpoint leaves out what transformers assumes
+    num_attention_heads: int = 32
+
+    def usual_layer_type(self, layer: int) -> str:
+        return decoder.FULL if self.sliding_window is None else decoder.SLIDING
+
+
+Model = llama.Model

@@ -1,0 +1,68 @@
+"""OLMo 2 (OLMo Team 2024): a Llama with norms behind attention and MLP, and none in front of them.
+
+What is added to the residual stream is normalised, the stream itself only before the head:
+equations 1 and 2 of the paper. Queries and keys are normalised before they are rotated, all heads
+of a position as one vector.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import decoder, llama
+from models.kv import AttentionCache, KVCache, LayerCache
+from models.layers import GatedMLP, merge_heads, split_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(llama.Config):
+    """The keys of config.json that this architecture reads."""
+
+    rms_norm_eps: float = 1e-5
+
+
+class Attention(llama.Attention):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, layer)
+        self.q_norm = nn.RMSNorm(self.heads * config.head_size, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.kv_heads * config.head_size, config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = split_heads(self.q_norm(self.q_proj(x)), self.heads)
+        keys = split_heads(self.k_norm(self.k_proj(x)), self.kv_heads)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
+
+
+class Block(nn.Module):
+    """h = x + norm(attention(x)); h + norm(mlp(h))."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            activation=config.activation(),
+        )
+        self.post_attention_layernorm = config.norm()
+        self.post_feedforward_layernorm = config.norm()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        x = x + self.post_attention_layernorm(self.self_attn(x, kv))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+    def make_kv(self) -> LayerCache:
+        return KVCache()
+
+    def turn(self, keys: mx.array, by: int) -> mx.array:
+        return self.self_attn.rope.turn(keys, by)
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))

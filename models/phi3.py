@@ -1,0 +1,76 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): a Llama with its projections fused.
+
+Queries, keys and values come out of one matrix, gate and up of another. Long contexts are reached
+by longrope, and Phi-4-mini rotates only part of each head.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import decoder
+from models.kv import AttentionCache
+from models.layers import Activation, merge_heads, split_heads
+from models.prenorm import PreNormBlock
+from models.rope import Scaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decoder.Config):
+    """The keys of config.json that this architecture reads."""
+
+    rms_norm_eps: float = 1e-5
+    original_max_position_embeddings: int = 4096
+
+    def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
+        """The original length stands beside the object that the other architectures have it in."""
+        theta, scaling = decoder.Config.rope_settings(self, layer_type)
+        original = self.original_max_position_embeddings
+        return theta, scaling and {**scaling, "original_max_position_embeddings": original}
+
+    def usual_layer_type(self, layer: int) -> str:
+        return decoder.FULL if self.sliding_window is None else decoder.SLIDING
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size = config.hidden_size, config.head_size
+        self.scale = size**-0.5
+        self.ends = [self.heads * size, (self.heads + self.kv_heads) * size]
+        self.qkv_proj = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * size, bias=False)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
+        self.rope = config.rope()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries, keys, values = mx.split(self.qkv_proj(x), self.ends, axis=-1)
+        queries = self.rope(split_heads(queries, self.heads), kv.offset)
+        keys = self.rope(split_heads(keys, self.kv_heads), kv.offset)
+        values = split_heads(values, self.kv_heads)
+        return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, inner: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class Block(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        mlp = MLP(config.hidden_size, config.intermediate_size, config.activation())
+        super().__init__(config, Attention(config), mlp, window=config.window(layer))
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))

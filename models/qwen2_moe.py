@@ -1,0 +1,56 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): a Qwen2 with experts, one of which all share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from models import decoder, qwen2
+from models.base import ModelError
+from models.experts import SparseMLP, stack_experts
+from models.layers import GatedMLP
+from models.prenorm import PreNormBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(qwen2.Config):
+    """decoder_sparse_step: every so manieth layer has experts, but for mlp_only_layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] = ()
+
+    def mlp(self, layer: int) -> Callable[[mx.array], mx.array]:
+        sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        if not sparse or layer in self.mlp_only_layers:
+            return GatedMLP(self.hidden_size, self.intermediate_size)
+        return SparseMLP(
+            self.hidden_size,
+            self.moe_intermediate_size,
+            self.num_experts,
+            chosen=self.num_experts_per_tok,
+            normalised=self.norm_topk_prob,
+            shared=self.shared_expert_intermediate_size,
+        )
+
+
+class Block(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        attention, mlp = qwen2.Attention(config), config.mlp(layer)
+        super().__init__(config, attention, mlp, window=config.window(layer))
+
+
+class Model(decoder.CausalLM):
+    def __init__(self, config: Config) -> None:
+        if config.hidden_act != "silu":
+            raise ModelError(f"qwen2_moe with hidden_act {config.hidden_act!r} is not supported")
+        blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Also stacks experts that were stored one by one."""
+        return super().sanitize(stack_experts(weights))

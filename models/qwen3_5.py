@@ -1,0 +1,44 @@
+"""Qwen3.5 (Qwen team 2026): a Qwen3-Next whose delta nets have a matrix for each projection.
+
+Dense, or with experts in all layers (qwen3_5_moe). Published ones see pictures too; positions of a
+text are what they always were, whatever `mrope_section` says of those of a picture.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import base, qwen3_next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(qwen3_next.Config):
+    norm_topk_prob: bool = True
+    attn_output_gate: bool = True
+    output_gate_type: str = "swish"
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.num_experts > 0
+
+
+class DeltaNet(qwen3_next.DeltaNet):
+    def __init__(self, config: qwen3_next.Config) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.in_proj_qkv = nn.Linear(hidden, 2 * self.key_width + self.value_width, bias=False)
+        self.in_proj_z = nn.Linear(hidden, self.value_width, bias=False)
+        self.in_proj_b = nn.Linear(hidden, self.value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, self.value_heads, bias=False)
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+
+
+class Model(qwen3_next.Model):
+    def __init__(self, config: Config) -> None:
+        if not config.attn_output_gate or config.output_gate_type != "swish":
+            raise base.ModelError(
+                "qwen3_5 is supported with attn_output_gate true and output_gate_type 'swish' only"
+            )
+        super().__init__(config, DeltaNet)

@@ -1,0 +1,254 @@
+"""Qwen3-Next (Qwen team 2025): most layers remember in a gated delta net (Yang et al. 2024), every
+fourth attends to everything; mixtures of experts behind both.
+
+Norms are stored around zero by the makers, who add one when they use them; converters for MLX store
+what is used.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models import base, decoder
+from models.conv import CausalConv, channels_last, is_channels_first
+from models.delta import gated_delta
+from models.experts import SparseMLP, stack_experts
+from models.kv import AttentionCache, LayerCache
+from models.layers import GatedMLP, merge_heads, split_heads
+from models.prenorm import PreNormBlock
+from models.recurrent import RecurrentCache
+
+# what `layer_types` calls a layer with a gated delta net
+LINEAR = "linear_attention"
+
+# the norms that the makers store around zero; that of the delta net is not one of them
+_ZERO_CENTRED = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+    "model.norm.weight",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(decoder.Config):
+    """The keys of config.json that this architecture reads. intermediate_size is that of the
+    layers without experts."""
+
+    intermediate_size: int = 0
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    full_attention_interval: int = 4
+    partial_rotary_factor: float = 0.25
+    attention_bias: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] = ()
+
+    def usual_layer_type(self, layer: int) -> str:
+        return LINEAR if (layer + 1) % self.full_attention_interval else decoder.FULL
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        if self.num_experts == 0 or layer in self.mlp_only_layers:
+            return False
+        return (layer + 1) % self.decoder_sparse_step == 0
+
+    def mlp(self, layer: int) -> GatedMLP | SparseMLP:
+        if self.hidden_act != "silu":
+            raise base.ModelError(f"hidden_act {self.hidden_act!r} is not supported (known: silu)")
+        if self.is_sparse(layer):
+            return SparseMLP(
+                self.hidden_size,
+                self.moe_intermediate_size,
+                self.num_experts,
+                chosen=self.num_experts_per_tok,
+                normalised=self.norm_topk_prob,
+                shared=self.shared_expert_intermediate_size,
+            )
+        if self.intermediate_size < 1:
+            raise base.ModelError("config.json lacks intermediate_size")
+        return GatedMLP(self.hidden_size, self.intermediate_size)
+
+
+class Attention(nn.Module):
+    """Each head's query comes with a gate for what the head will say."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size, bias = config.hidden_size, config.head_size, config.attention_bias
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * 2 * size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.rope = config.rope()
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries, gates = mx.split(split_heads(self.q_proj(x), self.heads), 2, axis=-1)
+        queries = self.rope(self.q_norm(queries), kv.offset)
+        keys = self.rope(self.k_norm(split_heads(self.k_proj(x), self.kv_heads)), kv.offset)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        said = kv.attend(queries, keys, values, scale=self.scale)
+        return self.o_proj(merge_heads(said * mx.sigmoid(gates)))
+
+
+class GatedNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = mx.ones((size,))
+
+    def __call__(self, x: mx.array, gates: mx.array) -> mx.array:
+        """x in float32, gates in the type of the activations, which the result has."""
+        x = mx.fast.rms_norm(x, self.weight, self.eps) * nn.silu(gates.astype(mx.float32))
+        return x.astype(gates.dtype)
+
+
+class DeltaNet(nn.Module):
+    """Keys, values and queries through a short convolution, then the gated delta rule. How they are
+    projected is the subclass's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.key_heads, self.value_heads = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+        )
+        self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        if self.value_heads % self.key_heads:
+            raise base.ModelError(
+                f"config.json's linear_num_value_heads ({self.value_heads}) is not a multiple of "
+                f"linear_num_key_heads ({self.key_heads})"
+            )
+        self.key_width = self.key_heads * self.key_size
+        self.value_width = self.value_heads * self.value_size
+        self.conv1d = CausalConv(
+            2 * self.key_width + self.value_width, config.linear_conv_kernel_dim
+        )
+        self.A_log = mx.zeros((self.value_heads,))
+        self.dt_bias = mx.ones((self.value_heads,))
+        self.norm = GatedNorm(self.value_size, config.rms_norm_eps)
+        self.out_proj = nn.Linear(self.value_width, config.hidden_size, bias=False)
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """[B, L, D] -> queries, keys and values side by side [B, L, 2 keys + values]; gates of what
+        is said [B, L, values]; logits of the steps and of the fading, each [B, L, Hv]."""
+        raise NotImplementedError
+
+    def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
+        """The cache's slots: the convolution's tail, the state of the delta rule."""
+        batch, length, _ = x.shape
+        mixed, gates, steps, fading = self.project(x)
+        mixed, kv[0] = self.conv1d(mixed, kv[0])
+        queries, keys, values = mx.split(
+            nn.silu(mixed).astype(mx.float32), [self.key_width, 2 * self.key_width], axis=-1
+        )
+        state = kv[1]
+        if state is None:
+            state = mx.zeros((batch, self.value_heads, self.value_size, self.key_size))
+        said, kv[1] = gated_delta(
+            _sized(queries.reshape(batch, length, self.key_heads, -1), self.key_size**-0.5),
+            _sized(keys.reshape(batch, length, self.key_heads, -1), 1.0),
+            values.reshape(batch, length, self.value_heads, -1),
+            -mx.exp(self.A_log.astype(mx.float32))
+            * nn.softplus(fading.astype(mx.float32) + self.dt_bias),
+            mx.sigmoid(steps.astype(mx.float32)),
+            state,
+        )
+        kv.advance(length)
+        said = self.norm(said, gates.reshape(said.shape))
+        return self.out_proj(said.reshape(batch, length, -1))
+
+
+class FusedDeltaNet(DeltaNet):
+    """One matrix for queries, keys, values and gates, one for steps and fading; in each, key head
+    after key head with all that belongs to it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        width = 2 * self.key_width + 2 * self.value_width
+        self.in_proj_qkvz = nn.Linear(config.hidden_size, width, bias=False)
+        self.in_proj_ba = nn.Linear(config.hidden_size, 2 * self.value_heads, bias=False)
+
+    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        batch, length, _ = x.shape
+
+        def parted(y: mx.array, ends: Sequence[int]) -> list[mx.array]:
+            parts = mx.split(y.reshape(batch, length, self.key_heads, -1), ends, axis=-1)
+            return [part.reshape(batch, length, -1) for part in parts]
+
+        key, value = self.key_size, self.value_width // self.key_heads
+        *mixed, gates = parted(self.in_proj_qkvz(x), [key, 2 * key, 2 * key + value])
+        steps, fading = parted(self.in_proj_ba(x), [self.value_heads // self.key_heads])
+        return mx.concatenate(mixed, axis=-1), gates, steps, fading
+
+
+class FullBlock(PreNormBlock):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__(config, Attention(config), config.mlp(layer))
+
+
+class LinearBlock(nn.Module):
+    def __init__(self, config: Config, layer: int, net: DeltaNet) -> None:
+        super().__init__()
+        self.linear_attn = net
+        self.mlp = config.mlp(layer)
+        self.input_layernorm = config.norm()
+        self.post_attention_layernorm = config.norm()
+
+    def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
+        x = x + self.linear_attn(self.input_layernorm(x), kv)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def make_kv(self) -> LayerCache:
+        return RecurrentCache(2)
+
+    def turn(self, keys: mx.array, by: int) -> mx.array:
+        raise AssertionError("a recurrent state has no keys")
+
+
+class Model(decoder.CausalLM):
+    def __init__(
+        self, config: Config, delta_net: Callable[[Config], DeltaNet] = FusedDeltaNet
+    ) -> None:
+        def block(layer: int) -> decoder.Block:
+            kind = config.layer_type(layer)
+            if kind == decoder.FULL:
+                return FullBlock(config, layer)
+            if kind == LINEAR:
+                return LinearBlock(config, layer, delta_net(config))
+            raise base.ModelError(f"a layer of type {kind!r} is not supported")
+
+        blocks = [block(layer) for layer in range(config.num_hidden_layers)]
+        super().__init__(config, decoder.Trunk(config, blocks))
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Leaves out the heads that predict further tokens (`mtp`). A checkpoint is taken as its
+        makers wrote it where its convolutions are laid out their way: then norms lack their one."""
+        weights = {name: a for name, a in weights.items() if "mtp" not in name.split(".")}
+        if is_channels_first(weights, ".conv1d.weight"):
+            weights = {
+                name: array + 1 if name.endswith(_ZERO_CENTRED) else array
+                for name, array in channels_last(weights, ".conv1d.weight").items()
+            }
+        return super().sanitize(stack_experts(weights))
+
+
+def _sized(x: mx.array, length: float) -> mx.array:
+    """Each [D] to that length."""
+    size = x.shape[-1]
+    return mx.fast.rms_norm(x, None, 1e-6 / size) * (length * size**-0.5)

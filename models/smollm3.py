@@ -1,0 +1,40 @@
+"""SmolLM3 (Hugging Face 2025): a Llama in which every fourth layer knows nothing of positions.
+
+Layers without a rotation still see what comes before what, by the causal mask (Kazemnejad et al.
+2023; Yang et al. 2025).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models import decoder, llama
+from models.base import ModelError
+from models.rope import NoRope, Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(llama.Config):
+    """no_rope_layers: for each layer whether it rotates, in spite of the name: 0 for those that do
+    not."""
+
+    rope_theta: float = 2_000_000.0
+    no_rope_layers: Sequence[int] | None = None
+    no_rope_layer_interval: int = 4
+    use_sliding_window: bool = False
+
+    def rotates(self, layer: int) -> bool:
+        if self.no_rope_layers is None:
+            return (layer + 1) % self.no_rope_layer_interval != 0
+        if len(self.no_rope_layers) != self.num_hidden_layers:
+            raise ModelError("config.json's no_rope_layers is not as long as there are layers")
+        return bool(self.no_rope_layers[layer])
+
+    def layer_rope(self, layer: int) -> Rope | NoRope:
+        return self.rope() if self.rotates(layer) else NoRope()
+
+    def usual_layer_type(self, layer: int) -> str:
+        slides = self.use_sliding_window and self.sliding_window is not None
+        return decoder.SLIDING if slides and not self.rotates(layer) else decoder.FULL
+
+
+Model = llama.Model

@@ -1,0 +1,170 @@
+"""Mixtures of experts beside the plain sum that they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from models.base import ModelError
+from models.experts import MANY, Experts, SparseMLP, stack_experts
+from tests.models import parity
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 8, 3
+
+
+def filled(layer: nn.Module, seed: int = 0) -> Any:
+    mx.random.seed(seed)
+    shapes = tree_map(lambda a: mx.random.normal(a.shape) * 0.2, layer.parameters())
+    layer.update(shapes)
+    return layer
+
+
+def routed(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array, mx.array]:
+    """x [1, L, D], chosen and shares [1, L, k]."""
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(tokens)])
+    x, shares = rng.standard_normal((1, tokens, HIDDEN)), rng.random((1, tokens, CHOSEN))
+    return (
+        mx.array(x.astype(np.float32)),
+        mx.array(chosen[None].astype(np.uint32)),
+        mx.array(shares.astype(np.float32)),
+    )
+
+
+def summed(
+    experts: Any,
+    weight: Callable[[Any], mx.array],
+    x: mx.array,
+    chosen: mx.array,
+    shares: mx.array,
+) -> np.ndarray:
+    """Token by token and expert by expert, in float64."""
+
+    def linear(layer: Any, expert: int, row: np.ndarray) -> np.ndarray:
+        product = np.array(weight(layer), dtype=np.float64)[expert] @ row
+        return product + np.array(layer.bias, dtype=np.float64)[expert]
+
+    out = np.zeros(x.shape)
+    for token, row in enumerate(np.array(x[0], dtype=np.float64)):
+        for expert, share in zip(
+            np.array(chosen[0, token]), np.array(shares[0, token]), strict=True
+        ):
+            gate = linear(experts.gate_proj, expert, row)
+            inner = gate / (1 + np.exp(-gate)) * linear(experts.up_proj, expert, row)
+            out[0, token] += share * linear(experts.down_proj, expert, inner)
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 5, MANY // CHOSEN, MANY // CHOSEN + 1, MANY])
+def test_what_experts_say_is_summed_by_shares(tokens: int) -> None:
+    """Few rows are taken as they come, many sorted by expert."""
+    experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
+    x, chosen, shares = routed(tokens)
+    wanted = summed(experts, lambda layer: layer.weight, x, chosen, shares)
+    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [5, MANY])
+@pytest.mark.parametrize("kind", parity.KINDS)
+def test_quantised_experts_are_those_that_their_weights_stand_for(kind: str, tokens: int) -> None:
+    experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
+    nn.quantize(experts, **parity.KINDS[kind])
+
+    def weight(layer: Any) -> mx.array:
+        parts = (layer.weight, layer.scales, layer.get("biases"))
+        return mx.dequantize(*parts, **parity.KINDS[kind], dtype=mx.float32)
+
+    names = {name for name, _ in tree_flatten(experts.gate_proj.parameters())}
+    affine = {"biases"} if kind.startswith("affine") else set()
+    assert names == {"weight", "scales", "bias"} | affine
+    x, chosen, shares = routed(tokens)
+    wanted = summed(experts, weight, x, chosen, shares)
+    np.testing.assert_allclose(np.array(experts(x, chosen, shares)), wanted, atol=1e-4)
+
+
+def test_half_precision_goes_in_and_comes_out() -> None:
+    experts = filled(Experts(HIDDEN, INNER, EXPERTS))
+    experts.set_dtype(mx.bfloat16)
+    x, chosen, shares = routed(MANY)
+    assert experts(x.astype(mx.bfloat16), chosen, shares).dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_sparse_mlp_is_the_sum_of_its_best_and_of_the_one_that_all_share(
+    normalised: bool,
+) -> None:
+    mlp = filled(
+        SparseMLP(HIDDEN, INNER, EXPERTS, chosen=CHOSEN, normalised=normalised, shared=INNER)
+    )
+    x, _, _ = routed(4)
+    scores = np.array(mx.softmax(mlp.gate(x), axis=-1))
+    best = np.argsort(scores, axis=-1)[..., -CHOSEN:]
+    shares = np.take_along_axis(scores, best, axis=-1)
+    if normalised:
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+    routed_part = mlp.switch_mlp(x, mx.array(best.astype(np.uint32)), mx.array(shares))
+    shared_part = mx.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)
+    np.testing.assert_allclose(
+        np.array(mlp(x)), np.array(routed_part + shared_part), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("chosen", [0, EXPERTS + 1])
+def test_a_token_cannot_choose_what_there_is_not(chosen: int) -> None:
+    with pytest.raises(ModelError, match=f"cannot choose {chosen} of {EXPERTS} experts"):
+        SparseMLP(HIDDEN, INNER, EXPERTS, chosen=chosen, normalised=True)
+
+
+def test_experts_stored_one_by_one_are_stacked_in_their_order() -> None:
+    weights = {
+        f"model.layers.0.mlp.experts.{n}.{projection}.{kind}": mx.full((2, 3), n)
+        for n in (10, *range(10))
+        for projection in ("gate_proj", "up_proj", "down_proj")
+        for kind in ("weight", "scales")
+    }
+    rest = {"model.layers.0.mlp.gate.weight": mx.ones((11, 3)), "model.norm.weight": mx.ones((3,))}
+    stacked = stack_experts(weights | rest)
+    assert stacked.keys() == rest.keys() | {
+        f"model.layers.0.mlp.switch_mlp.{projection}.{kind}"
+        for projection in ("gate_proj", "up_proj", "down_proj")
+        for kind in ("weight", "scales")
+    }
+    up = stacked["model.layers.0.mlp.switch_mlp.up_proj.weight"]
+    assert up.shape == (11, 2, 3)
+    assert up[:, 0, 0].tolist() == list(range(11))
+
+
+def test_fused_experts_are_cut_in_halves_the_gate_first() -> None:
+    fused, down = mx.arange(2 * 8 * 3).reshape(2, 8, 3), mx.ones((2, 3, 4))
+    path = "model.layers.3.mlp"
+    halves = stack_experts(
+        {f"{path}.experts.gate_up_proj": fused, f"{path}.experts.down_proj": down}
+    )
+    assert halves.keys() == {
+        f"{path}.switch_mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    assert mx.array_equal(halves[f"{path}.switch_mlp.gate_proj.weight"], fused[:, :4])
+    assert mx.array_equal(halves[f"{path}.switch_mlp.up_proj.weight"], fused[:, 4:])
+
+
+def test_other_names_of_projections_can_be_given() -> None:
+    weights = {f"a.experts.{n}.w2.weight": mx.ones((2, 3)) for n in range(2)}
+    assert stack_experts(weights, projections={"w2": "down_proj"}, into="many").keys() == {
+        "a.many.down_proj.weight"
+    }
+
+
+def test_a_missing_expert_is_named() -> None:
+    weights = {f"a.experts.{n}.up_proj.weight": mx.ones((2, 3)) for n in (0, 2, 3)}
+    with pytest.raises(ModelError, match=r"lacks expert 1 of a\.switch_mlp\.up_proj\.weight"):
+        stack_experts(weights)
+
+
+def test_experts_of_unlike_shapes_are_refused() -> None:
+    weights = {f"a.experts.{n}.up_proj.weight": mx.ones((2, 3 + n)) for n in range(2)}
+    with pytest.raises(ModelError, match=r"several shapes in a\.switch_mlp\.up_proj\.weight"):
+        stack_experts(weights)

@@ -1,0 +1,177 @@
+"""Gemma 3: what its many configs mean, and which of a checkpoint's tensors are its text part."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import models
+from models import gemma3
+from models.base import ModelError
+from models.kv import KVCache
+from models.window import RotatingKVCache
+from tests.models import parity
+from tests.models.architectures import Case
+
+TINY: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 101,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 24,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 7,
+    "sliding_window_pattern": 3,
+}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+WHOLE: dict[str, Any] = {
+    "model_type": "gemma3",
+    "vocab_size": 101,
+    "text_config": {**TINY, "rope_scaling": LINEAR},
+    "vision_config": {"hidden_size": 8, "model_type": "siglip_vision_model"},
+}
+
+CASES = [
+    Case(name="plain", config=TINY, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")),
+    Case(name="stretched", config={**TINY, "rope_scaling": LINEAR}),
+    Case(
+        name="scaled-by-a-bfloat16",
+        config={**TINY, "hidden_size": 96},
+        transformers=False,
+        why="It scales embeddings by sqrt(96) in float32, mlx-lm by the nearest bfloat16.",
+    ),
+    Case(name="multimodal", config=WHOLE),
+]
+
+# all that google/gemma-3-4b-it says of its text part
+PUBLISHED: dict[str, Any] = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def drawn(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Random tensors under the names of the text part alone."""
+    names = dict(config, tie_word_embeddings=True)
+    flat: Any = tree_flatten(gemma3.Model(gemma3.Config.from_dict(names)).parameters())
+    rng = np.random.default_rng(seed)
+    return {
+        name: mx.array((rng.standard_normal(array.shape) * array.shape[-1] ** -0.5).astype("f4"))
+        for name, array in flat
+    }
+
+
+def logits(config: dict[str, Any], weights: dict[str, mx.array]) -> np.ndarray:
+    prompt = np.random.default_rng(1).integers(0, 101, 23).tolist()
+    return parity.our_prefilled(models.build(config, dict(weights)), prompt, [23])
+
+
+def test_a_published_config_leaves_most_to_defaults() -> None:
+    config = gemma3.Config.from_dict(PUBLISHED["text_config"])
+    assert (config.num_attention_heads, config.kv_heads, config.head_size) == (8, 4, 256)
+    assert (config.query_pre_attn_scalar, config.rms_norm_eps) == (256, 1e-6)
+    assert (config.final_logit_softcapping, config.attn_logit_softcapping) == (None, None)
+    assert models.facts(PUBLISHED) == models.Facts(context_length=131072, vocab_size=262208)
+    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    assert windows == [None if layer % 6 == 5 else 1024 for layer in range(34)]
+
+
+def test_one_layer_in_a_few_keeps_everything() -> None:
+    kinds = [type(layer) for layer in models.build(TINY, drawn(TINY)).make_kv()]
+    assert kinds == [RotatingKVCache, RotatingKVCache, KVCache, RotatingKVCache]
+
+
+def test_layer_types_say_more_than_the_pattern() -> None:
+    types = ["full_attention", *["sliding_attention"] * 3]
+    kinds = [type(kv) for kv in models.build({**TINY, "layer_types": types}, drawn(TINY)).make_kv()]
+    assert kinds == [KVCache, *[RotatingKVCache] * 3]
+
+
+@pytest.mark.parametrize("thetas", [{}, {"rope_theta": 5e5, "rope_local_base_freq": 5e3}])
+def test_both_spellings_of_the_rotation_mean_the_same(thetas: dict[str, float]) -> None:
+    older = {**TINY, **thetas, "rope_scaling": LINEAR}
+    names = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    newer = {key: value for key, value in older.items() if key not in names}
+    newer["rope_parameters"] = {
+        "full_attention": {**LINEAR, "rope_theta": older["rope_theta"]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": older["rope_local_base_freq"]},
+    }
+    weights = drawn(TINY)
+    np.testing.assert_array_equal(logits(newer, weights), logits(older, weights))
+
+
+def test_a_base_that_rope_parameters_leave_out_is_the_usual_one() -> None:
+    newer = {key: value for key, value in TINY.items() if not key.startswith("rope_")}
+    bare = {"rope_type": "default"}
+    newer["rope_parameters"] = {"full_attention": bare, "sliding_attention": bare}
+    weights = drawn(TINY)
+    np.testing.assert_array_equal(logits(newer, weights), logits(TINY, weights))
+
+
+def test_only_layers_that_see_everything_are_stretched() -> None:
+    weights = drawn(TINY)
+    local = {**TINY, "layer_types": ["sliding_attention"] * 4}
+    stretched = {**local, "rope_scaling": LINEAR}
+    np.testing.assert_array_equal(logits(stretched, weights), logits(local, weights))
+    assert not np.allclose(logits({**TINY, "rope_scaling": LINEAR}, weights), logits(TINY, weights))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_part_of_a_multimodal_checkpoint_is_found(prefix: str) -> None:
+    """As Google published it, and as newer versions of transformers save it."""
+    weights = drawn(WHOLE["text_config"])
+    whole = {
+        (prefix + name if prefix == "language_model." else name.replace("model.", prefix, 1)): array
+        for name, array in weights.items()
+    }
+    for other in ("vision_tower.vision_model.x", "multi_modal_projector.mm_input_projection"):
+        whole[f"{other}.weight"] = mx.zeros((2, 2))
+        whole[f"model.{other}.bias"] = mx.zeros((2,))
+    np.testing.assert_array_equal(
+        logits(WHOLE, whole), logits({**TINY, "rope_scaling": LINEAR}, weights)
+    )
+
+
+def test_without_a_head_the_embeddings_are_it() -> None:
+    weights = drawn(TINY)
+    whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    np.testing.assert_array_equal(logits(TINY, whole), logits(TINY, weights))
+
+
+def test_caps_are_used_when_the_config_says_so() -> None:
+    weights = drawn(TINY)
+    plain = logits(TINY, weights)
+    capped = logits({**TINY, "final_logit_softcapping": 0.5}, weights)
+    np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), atol=1e-5)
+    assert not np.allclose(logits({**TINY, "attn_logit_softcapping": 0.1}, weights), plain)
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        ({"use_bidirectional_attention": True}, "attends to what follows"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters lacks sliding_attention"),
+    ],
+)
+def test_what_cannot_be_is_refused(said: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        models.build({**TINY, **said}, {})

@@ -1,0 +1,266 @@
+"""GLM-4 MoE Lite: both ways to attend, the router, and the layouts in which it is published."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+import models
+from models import glm4_moe_lite
+from models.base import ModelError
+from models.latent import LatentCache
+from tests.models import parity
+from tests.models.architectures import Case
+from tests.models.test_llama import TINY
+from tests.models.test_qwen3_moe import fused, one_by_one, read
+
+PLAIN, ROTARY, VALUES, LATENT = 32, 16, 32, 64
+
+# 23 queries at once expand what was before; single ones, and few behind many, are absorbed
+CONFIG = {
+    **TINY,
+    "model_type": "glm4_moe_lite",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": PLAIN,
+    "qk_rope_head_dim": ROTARY,
+    "v_head_dim": VALUES,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+}
+
+CASES = [
+    Case(
+        name="plain", config=CONFIG, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
+    ),
+    Case(
+        name="groups",
+        config={
+            **CONFIG,
+            "num_hidden_layers": 4,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "n_routed_experts": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    Case(
+        name="long",
+        config={
+            **CONFIG,
+            "n_shared_experts": None,
+            "moe_layer_freq": 2,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+        quantised=("affine-6",),
+    ),
+]
+
+IDS = [5, 50, 17, 17, 99, 3, 80, 42, 7]
+
+
+def joined(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The two maps from latents put together as the makers have them."""
+    found: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        if "embed_q.weight" in name:
+            values = weights[name.replace("embed_q", "unembed_out")]
+            both = mx.concatenate([array.swapaxes(1, 2), values], axis=1).flatten(0, 1)
+            found[name.replace("embed_q", "kv_b_proj")] = both
+        elif "unembed_out" not in name:
+            found[name] = array
+    return found
+
+
+@pytest.mark.parametrize("layout", [one_by_one, fused])
+def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path)
+    weights = joined(layout(read(tmp_path)))
+    # the layer that guesses ahead, in the makers' checkpoints alone
+    weights["model.layers.3.eh_proj.weight"] = mx.zeros((64, 128))
+    weights["model.layers.3.mlp.experts.0.up_proj.weight"] = mx.zeros((32, 64))
+    theirs = models.build(CONFIG, weights)
+    np.testing.assert_array_equal(
+        parity.our_prefilled(theirs, IDS, [9]),
+        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_early_conversion_is_read_as_the_reference_reads_it(bits: int, tmp_path: Path) -> None:
+    """The first ones quantised the makers' map from latents before anybody cut it in two. The
+    reference quantises both halves again; we cut the values' rows from the map as they are, and
+    so the reference is given these."""
+    parity.saved(CASES[0], tmp_path, kind=f"affine-{bits}")
+    weights = read(tmp_path)
+    for name in [name for name in weights if "embed_q" in name or "unembed_out" in name]:
+        del weights[name]
+    rng = np.random.default_rng(5)
+    rows: list[dict[str, mx.array]] = [{}, {}, {}]
+    for layer in range(3):
+        path = f"model.layers.{layer}.self_attn.kv_b_proj"
+        plain = rng.standard_normal((4 * (PLAIN + VALUES), LATENT)).astype(np.float32) / 8
+        parts = mx.quantize(mx.array(plain), group_size=32, bits=bits)
+        for kind, array in zip(("weight", "scales", "biases"), parts, strict=True):
+            weights[f"{path}.{kind}"] = array
+            rows[layer][kind] = array.reshape(4, PLAIN + VALUES, -1)[:, PLAIN:]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    reference: Any = load_model(tmp_path)[0]
+    for layer, own in zip(reference.model.layers, rows, strict=True):
+        layer.self_attn.unembed_out.update(own)
+    np.testing.assert_allclose(
+        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        parity.prefilled(reference, IDS),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("kind", [None, "affine-4", "mxfp4"])
+@pytest.mark.parametrize(("before", "length"), [(0, 12), (9, 2), (9, 12), (40, 5)])
+def test_both_ways_to_attend_agree(
+    before: int, length: int, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parity.saved(CASES[0], tmp_path, kind=kind)
+    model = parity.opened(tmp_path)
+    prompt = parity.ids(CASES[0], before + length)
+    chunks = [before, length] if before else [length]
+    logits = []
+    for expands in (True, False):
+        monkeypatch.setattr(
+            glm4_moe_lite.Attention, "_expands", lambda *_, expands=expands: expands
+        )
+        logits.append(parity.our_prefilled(model, prompt, chunks))
+    np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+def test_it_expands_for_long_pieces_and_absorbs_few_queries_behind_many_positions() -> None:
+    """The published model's sizes: the ways cost the same at about 400 queries."""
+    sizes = {
+        "num_attention_heads": 20,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    }
+    attention = glm4_moe_lite.Attention(glm4_moe_lite.Config.from_dict({**CONFIG, **sizes}))
+    assert attention._expands(2, 0)
+    assert attention._expands(512, 100_000)
+    assert not attention._expands(256, 100_000)
+    assert not attention._expands(1, 0)
+    assert not attention._expands(1, mx.array([3, 9]))
+
+
+def test_only_the_latent_and_one_rotary_key_are_kept_of_a_position(tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path)
+    model = parity.opened(tmp_path)
+    kv = model.make_kv()
+    mx.eval(model(mx.array([IDS]), kv))
+    for layer in kv:
+        assert isinstance(layer, LatentCache)
+        assert layer.copy().nbytes == len(IDS) * (LATENT + ROTARY) * 4
+
+
+def test_positions_can_be_forgotten_in_the_middle(tmp_path: Path) -> None:
+    """Of one layer alone: it knows of each position its own id and where it stands, no more."""
+    parity.saved(Case(name="shallow", config={**CONFIG, "num_hidden_layers": 1}), tmp_path)
+    model = parity.opened(tmp_path)
+    kv, kept = model.make_kv(), IDS[:2] + IDS[5:]
+    mx.eval(model(mx.array([IDS]), kv))
+    assert model.shift(kv, 2, 5)
+    assert kv[0].offset == len(kept)
+    shifted = model.logits(model(mx.array([[1]]), kv))
+    fresh = model.logits(model(mx.array([[*kept, 1]]), model.make_kv()))
+    np.testing.assert_allclose(np.array(shifted[:, -1]), np.array(fresh[:, -1]), atol=1e-4)
+
+
+def test_the_router_takes_the_best_of_the_best_groups_and_leaves_the_bias_out_of_the_shares() -> (
+    None
+):
+    """Biases so low that every sum is negative; a group is ruled out all the same (mlx-lm 0.32
+    puts 0 in its place, and so prefers it then)."""
+    changes = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+    config = glm4_moe_lite.Config.from_dict({**CONFIG, **changes})
+    router, rng = glm4_moe_lite.Router(config), np.random.default_rng(0)
+    router.weight = mx.array(rng.standard_normal((16, 64)).astype(np.float32))
+    router.e_score_correction_bias = mx.array((rng.random(16) - 3).astype(np.float32))
+    x = rng.standard_normal((40, 64)).astype(np.float32)
+    chosen, shares = (np.array(a) for a in router(mx.array(x)))
+    scores = 1 / (1 + np.exp(-(x @ np.array(router.weight).T)))
+    wanted = scores + np.array(router.e_score_correction_bias)
+    for token in range(40):
+        groups = np.sort(wanted[token].reshape(4, 4), axis=1)[:, -2:].sum(axis=1)
+        allowed = np.repeat(np.isin(np.arange(4), np.argsort(groups)[-2:]), 4)
+        best = np.argsort(np.where(allowed, wanted[token], -np.inf))[-3:]
+        order = np.argsort(chosen[token])
+        assert chosen[token][order].tolist() == sorted(best)
+        own = scores[token][np.sort(best)]
+        np.testing.assert_allclose(shares[token][order], 1.8 * own / own.sum(), rtol=1e-4)
+
+
+def test_pairs_may_be_halves_against_each_other(tmp_path: Path) -> None:
+    """rope_interleave: false is the same model with its rotary rows in another order."""
+    parity.saved(CASES[0], tmp_path)
+    weights = read(tmp_path)
+    order = [*range(0, ROTARY, 2), *range(1, ROTARY, 2)]
+    of_keys = [*range(LATENT), *(LATENT + row for row in order)]
+    of_head = [*range(PLAIN), *(PLAIN + row for row in order)]
+    of_queries = [head * (PLAIN + ROTARY) + row for head in range(4) for row in of_head]
+    for name, array in weights.items():
+        if "kv_a_proj_with_mqa" in name:
+            weights[name] = array[mx.array(of_keys)]
+        elif "q_b_proj" in name:
+            weights[name] = array[mx.array(of_queries)]
+    other = models.build({**CONFIG, "rope_interleave": False}, weights)
+    np.testing.assert_allclose(
+        parity.our_prefilled(other, IDS, [9]),
+        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+        atol=1e-4,
+    )
+
+
+def test_layers_may_be_told_one_by_one() -> None:
+    types = ["dense", "sparse", "dense"]
+    model = glm4_moe_lite.Model(
+        glm4_moe_lite.Config.from_dict({**CONFIG, "mlp_layer_types": types})
+    )
+    found: list[Any] = model.model.layers
+    assert [isinstance(layer.mlp, glm4_moe_lite.MoE) for layer in found] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
+        ({"n_group": 3}, "8 experts cannot form 3 groups, 1 kept"),
+        ({"n_group": 0}, "8 experts cannot form 0 groups, 1 kept"),
+        ({"n_group": 4, "topk_group": 5}, "8 experts cannot form 4 groups, 5 kept"),
+        ({"n_group": 4, "topk_group": 1}, "cannot choose 3 of 2 experts"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is not as long as there are layers"),
+        ({"mlp_layer_types": ["dense", "odd", "dense"]}, "an MLP of type 'odd'"),
+    ],
+)
+def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        models.build({**CONFIG, **change}, {})

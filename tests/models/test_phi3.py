@@ -1,0 +1,93 @@
+"""The Phi-3 architecture: fused projections, longrope, heads that are rotated in part."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import models
+from models import phi3
+from models.base import ModelError
+from models.kv import KVCache
+from models.window import RotatingKVCache
+from tests.models.architectures import Case
+from tests.models.test_llama import IDS, TINY, drawn, logits
+
+PHI3 = {**TINY, "model_type": "phi3"}
+LONG = {
+    **PHI3,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
+    },
+}
+SHORT_OR_LONG = "It rotates by short_factor while a sequence is short; we and mlx-lm never do."
+# Phi-4-mini: three quarters of each head
+PARTIAL: dict[str, Any] = {
+    **LONG,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        key: value if key == "type" else value[:6] for key, value in LONG["rope_scaling"].items()
+    },
+}
+
+CASES = [
+    Case(name="plain", config={**PHI3, "sliding_window": 2047}, quantised=("affine-4", "mxfp4")),
+    Case(name="longrope", config=LONG, transformers=False, why=SHORT_OR_LONG),
+    Case(name="partial", config=PARTIAL, transformers=False, why=SHORT_OR_LONG),
+]
+
+
+def test_a_sequence_longer_than_the_first_context_is_rotated_as_transformers_rotates_it() -> None:
+    """Its prefill takes the long factors as soon as the last position is beyond the original
+    length; the magnitude grows with the ratio of the lengths."""
+    rope = phi3.Config.from_dict(LONG).rope()
+    inverse = 10000.0 ** (-np.arange(0, 16, 2) / 16) / np.array(LONG["rope_scaling"]["long_factor"])
+    np.testing.assert_allclose(np.array(rope.periods), 1 / inverse, rtol=1e-6)
+    assert rope.magnitude == pytest.approx(np.sqrt(1 + np.log(512 / 64) / np.log(64)))
+
+
+def test_the_window_is_that_of_all_layers() -> None:
+    """As in Phi-3-mini-4k; the longer ones name a window that nothing outgrows."""
+    short = phi3.Model(phi3.Config.from_dict({**PHI3, "sliding_window": 5}))
+    assert {type(layer) for layer in short.make_kv()} == {RotatingKVCache}
+    long = phi3.Model(phi3.Config.from_dict({**PHI3, "sliding_window": 262144}))
+    assert {type(layer) for layer in long.make_kv()} == {KVCache}
+
+
+@pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 5]])
+def test_fused_projections_are_the_single_ones_side_by_side(chunks: list[int]) -> None:
+    """A windowed Phi-3 is a windowed Mistral whose matrices lie one above the other."""
+    mistral = {**TINY, "model_type": "mistral", "sliding_window": 4, "vocab_size": 256}
+    single = drawn(mistral)
+    fused = dict(single)
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for into, parts in (
+            (f"{at}.self_attn.qkv_proj", [f"{at}.self_attn.{n}_proj" for n in "qkv"]),
+            (f"{at}.mlp.gate_up_proj", [f"{at}.mlp.{n}_proj" for n in ("gate", "up")]),
+        ):
+            fused[f"{into}.weight"] = mx.concatenate([fused.pop(f"{p}.weight") for p in parts])
+    np.testing.assert_allclose(
+        logits(models.build({**mistral, "model_type": "phi3"}, fused), IDS, chunks),
+        logits(models.build(mistral, single), IDS),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "complaint"),
+    [
+        ({"type": "longrope"}, "rope scaling 'longrope' lacks 'long_factor'"),
+        ({"type": "su", "long_factor": [1.0]}, "long_factor has 1 numbers, expected 8"),
+        # an early name for the same, of which no model was published
+        ({"type": "yarn", "long_factor": [1.0] * 8}, "rope scaling 'yarn' lacks 'factor'"),
+    ],
+)
+def test_a_longrope_that_cannot_be_made_is_refused(scaling: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        models.build({**PHI3, "rope_scaling": scaling}, {})

@@ -1,0 +1,59 @@
+"""The mixtures of experts among Qwen2, with an expert that all tokens share."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import models
+from models import qwen2_moe
+from models.base import ModelError
+from tests.models import parity
+from tests.models.architectures import Case
+from tests.models.test_llama import TINY
+from tests.models.test_qwen3_moe import IDS, fused, one_by_one, read
+
+CONFIG = {
+    **TINY,
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 96,
+    "norm_topk_prob": False,
+}
+
+CASES = [
+    Case(name="plain", config=CONFIG, quantised=("affine-4", "mxfp4")),
+    Case(
+        name="one-of-many",
+        config={**CONFIG, "num_experts": 16, "num_experts_per_tok": 1},
+        quantised=(),
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", [one_by_one, fused])
+def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path)
+    theirs = models.build(CONFIG, layout(read(tmp_path)))
+    np.testing.assert_array_equal(
+        parity.our_prefilled(theirs, IDS, [9]),
+        parity.our_prefilled(parity.opened(tmp_path), IDS, [9]),
+    )
+
+
+def test_layers_may_be_dense_shares_normalised_and_the_head_tied() -> None:
+    """What mlx-lm 0.32 does not read."""
+    config = {**CONFIG, "mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True}
+    model: Any = qwen2_moe.Model(qwen2_moe.Config.from_dict(config))
+    dense, sparse = model.model.layers
+    assert "switch_mlp" not in dense.mlp
+    assert sparse.mlp.normalised
+    assert "lm_head" not in model
+
+
+def test_another_activation_is_refused() -> None:
+    with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported"):
+        models.build({**CONFIG, "hidden_act": "gelu"}, {})

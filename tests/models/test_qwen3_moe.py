@@ -1,0 +1,116 @@
+"""The mixtures of experts among Qwen3, in all the layouts in which they are published."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import models
+from models.base import ModelError
+from tests.models import parity
+from tests.models.architectures import Case
+from tests.models.test_llama import TINY
+
+EXPERTS = 8
+
+CONFIG = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "rope_theta": 1000000.0,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+CASES = [
+    # 23 tokens have 69 rows, which are sorted, and the pieces of the prompt have fewer
+    Case(
+        name="plain", config=CONFIG, quantised=("affine-4", "affine-8", "mxfp4", "mxfp8", "nvfp4")
+    ),
+    Case(
+        name="some-dense",
+        config={
+            **CONFIG,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case(name="one-of-many", config={**CONFIG, "num_experts": 16, "num_experts_per_tok": 1}),
+]
+
+IDS = [5, 50, 17, 17, 99, 3, 80, 42, 7]
+
+
+def one_by_one(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """As the makers publish them."""
+    found: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        if ".switch_mlp." not in name:
+            found[name] = array
+            continue
+        before, after = name.split(".switch_mlp.")
+        for number in range(array.shape[0]):
+            found[f"{before}.experts.{number}.{after}"] = array[number]
+    return found
+
+
+def fused(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """As newer versions of transformers save them."""
+    found: dict[str, mx.array] = {}
+    for name, array in weights.items():
+        if ".switch_mlp." not in name:
+            found[name] = array
+        elif "gate_proj" in name:
+            up = weights[name.replace("gate_proj", "up_proj")]
+            path = name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")
+            found[path] = mx.concatenate([array, up], axis=1)
+        elif "down_proj" in name:
+            found[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = array
+    return found
+
+
+def read(folder: Path) -> dict[str, mx.array]:
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    return weights
+
+
+@pytest.mark.parametrize("layout", [one_by_one, fused])
+def test_the_makers_layouts_hold_the_same_model(layout: Any, tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path)
+    ours = parity.opened(tmp_path)
+    theirs = models.build(CONFIG, layout(read(tmp_path)))
+    np.testing.assert_array_equal(
+        parity.our_prefilled(theirs, IDS, [9]), parity.our_prefilled(ours, IDS, [9])
+    )
+
+
+def test_quantised_experts_are_stacked_with_their_scales(tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path, kind="affine-4")
+    ours = parity.opened(tmp_path)
+    config = {**CONFIG, "quantization": dict(parity.KINDS["affine-4"])}
+    theirs = models.build(config, one_by_one(read(tmp_path)))
+    np.testing.assert_array_equal(
+        parity.our_prefilled(theirs, IDS, [9]), parity.our_prefilled(ours, IDS, [9])
+    )
+
+
+def test_too_few_experts_are_refused(tmp_path: Path) -> None:
+    parity.saved(CASES[0], tmp_path)
+    weights = one_by_one(read(tmp_path))
+    fewer = {name: array for name, array in weights.items() if ".experts.7." not in name}
+    with pytest.raises(ModelError, match=r"misshapen .*switch_mlp"):
+        models.build(CONFIG, fewer)
+
+
+def test_another_activation_is_refused() -> None:
+    with pytest.raises(ModelError, match="hidden_act 'gelu' is not supported"):
+        models.build({**CONFIG, "hidden_act": "gelu"}, {})

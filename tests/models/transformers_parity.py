@@ -1,0 +1,219 @@
+"""`make parity`: ours beside mlx-lm and beside transformers, as a Markdown table.
+
+Of every case, transformers draws a random model and saves it (`save_pretrained`), as the makers of
+published models do; ours opens that folder. So names, layouts and the config.json of today's
+transformers are part of what is compared. Both evaluate in float32 on the CPU, transformers with
+its plainest attention ("eager"). mlx-lm's columns are those of tests/models/test_parity.py.
+
+Needs torch, and therefore an environment of its own (requirements/parity.in); pytest does not
+collect it.
+"""
+
+import importlib.metadata
+import json
+import math
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]  # in an environment of its own
+import transformers
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
+
+from tests.models import parity
+from tests.models.architectures import Case, cases
+
+COLUMNS = {
+    "mlx-lm": ("prefill", "pieces", "decode", "batch"),
+    "transformers": ("prefill", "decode"),
+}
+LENGTH = 23
+# a draw in which no position of any case is so badly conditioned that float32 does not do
+SEED = 1
+MOST = 10_000_000
+
+# what a tiny vocabulary has no room for
+_NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+# classes that answer in text
+_WRITERS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+# the part of a multimodal model that sees, by all the names that sizes have; never asked
+_BLIND = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "embed_dim": 8,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+def main() -> int:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(_head())
+    worst, failed = 0.0, list[str]()
+    for case in cases():
+        found, remark = compared(case)
+        print(_row(case, found, remark), flush=True)
+        largest = max(value for row in found.values() for value in row.values())
+        worst = max(worst, largest)
+        # not <: so that a difference which is no number fails
+        if not largest < parity.TOLERANCE:
+            failed.append(case.id)
+    print(f"\nLargest difference: {worst:.1e}; allowed: {parity.TOLERANCE:.0e}.")
+    if failed:
+        print(f"Beyond it: {', '.join(failed)}.", file=sys.stderr)
+    return len(failed) and 1
+
+
+def compared(case: Case) -> tuple[dict[str, dict[str, float]], str]:
+    """The largest differences by reference and way of evaluating; why one is missing."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "mlx-lm"
+        reference = parity.saved(case, folder)
+        found = {"mlx-lm": parity.differences(reference, parity.opened(folder), case)}
+        why_not = _why_not(case)
+        if why_not:
+            return found, why_not
+        folder = Path(place) / "transformers"
+        try:
+            theirs = saved(case, folder)
+            found["transformers"] = differences(theirs, folder, case)
+        except Exception as error:  # whatever one case brings about, the others are compared
+            traceback.print_exception(error)
+            found["transformers"] = dict.fromkeys(COLUMNS["transformers"], math.inf)
+            return found, f"failed: {' '.join(str(error).split())[:120]}"
+    return found, ""
+
+
+def saved(case: Case, folder: Path, seed: int = SEED) -> Any:
+    """A random model of transformers' class, saved by itself into `folder`; the model."""
+    config = _config(case)
+    make: Any = AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        make = AutoModelForImageTextToText
+    with torch.device("meta"):
+        size = make.from_config(config, attn_implementation="eager").num_parameters()
+    # some defaults are those of the largest published model
+    assert size < MOST, f"{size} parameters: the case leaves a size to a default"
+    torch.manual_seed(seed)
+    model = make.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    _draw(model, seed)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def differences(theirs: Any, folder: Path, case: Case) -> dict[str, float]:
+    prompt = parity.ids(case, LENGTH)
+    ours = parity.opened(folder)
+    return {
+        "prefill": parity.largest(
+            parity.our_prefilled(ours, prompt, [LENGTH]), _evaluated(theirs, prompt, [LENGTH])
+        ),
+        "decode": parity.largest(
+            parity.our_prefilled(ours, prompt, [1] * LENGTH),
+            _evaluated(theirs, prompt, [1] * LENGTH),
+        ),
+    }
+
+
+@torch.no_grad()
+def _evaluated(model: Any, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
+    """[L, V] of transformers, in pieces through its cache."""
+    past, start, rows = None, 0, list[torch.Tensor]()
+    for length in chunks:
+        ids = torch.tensor([prompt[start : start + length]])
+        out = model(input_ids=ids, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        rows.append(out.logits[0])
+        start += length
+    return torch.cat(rows).float().numpy()
+
+
+@torch.no_grad()
+def _draw(model: Any, seed: int) -> None:
+    """As tests/models/parity.py does it: so large that every part is felt in the logits."""
+    rng = np.random.default_rng(seed)
+    drawn = set[int]()
+    # buffers that are saved, such as a router's biases, are weights too
+    for parameter in model.state_dict().values():
+        if not parameter.is_floating_point() or parameter.data_ptr() in drawn:
+            continue  # a tied head is drawn once
+        drawn.add(parameter.data_ptr())
+        noise = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+        if parameter.ndim > 1:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.add_(0.1 * noise)
+
+
+def _config(case: Case) -> PretrainedConfig:
+    """The case's config as transformers reads it; what is flat there but not here goes into the
+    text part."""
+    asked = json.loads(json.dumps(case.config))
+    kind = asked.pop("model_type")
+    parts = transformers.CONFIG_MAPPING[kind].sub_configs
+    if "text_config" in parts and "text_config" not in asked:
+        asked = {"text_config": asked, "tie_word_embeddings": asked.get("tie_word_embeddings")}
+    if "vision_config" in parts:
+        asked["vision_config"] = {**asked.get("vision_config", {}), **_BLIND}
+    return AutoConfig.for_model(kind, **{**asked, **_NO_SPECIAL})
+
+
+def _why_not(case: Case) -> str:
+    if not case.transformers:
+        return case.why or "not compared with transformers; the case does not say why"
+    kind = case.config["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        return f"transformers has no {kind}"
+    config_class = transformers.CONFIG_MAPPING[kind]
+    if not any(config_class in mapping for mapping in _WRITERS):
+        return f"transformers has {kind} only as a part of other models"
+    return ""
+
+
+def _head() -> str:
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("mlx", "mlx-lm", "transformers", "torch")
+    )
+    names = [f"{library}: {way}" for library, ways in COLUMNS.items() for way in ways]
+    return "\n".join(
+        [
+            f"Largest difference of any logit, float32, CPU; {versions}.\n",
+            f"| case | {' | '.join(names)} | remark |",
+            f"|---|{'---|' * len(names)}---|",
+        ]
+    )
+
+
+def _row(case: Case, found: Mapping[str, Mapping[str, float]], remark: str) -> str:
+    cells = [
+        f"{found[library][way]:.1e}" if library in found else "–"
+        for library, ways in COLUMNS.items()
+        for way in ways
+    ]
+    return f"| {case.id} | {' | '.join(cells)} | {remark} |"
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.exit(main())
