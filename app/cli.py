@@ -10,10 +10,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import get_args
+from typing import Any, get_args
 
 from app.core.errors import AppError
-from app.core.settings import MEBIBYTE, CachePolicy, Settings
+from app.core.settings import MEBIBYTE, Bits, CachePolicy, Settings
 
 GIBIBYTE = 1 << 30
 
@@ -23,6 +23,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
+        return _run(parser, arguments)
+    except AppError as error:
+        print(f"mlxrunner: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # while something is downloaded; the server has its own way to end
+        print("mlxrunner: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    match arguments.command:
+        case "serve":
+            return _serve(parser, arguments)
+        case "pull":
+            from app.commands.pull import pull
+
+            return pull(arguments.model, arguments.revision)
+        case "list":
+            from app.commands.listing import show_all
+
+            return show_all(as_json=arguments.json)
+        case _:
+            from app.commands.show import show
+
+            settings = Settings(**_of_the_model(arguments))
+            return show(settings, as_json=arguments.json)
+
+
+def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
         settings = _settings(arguments)
     except AppError as error:
         parser.error(error.message)
@@ -31,26 +61,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # ours only: what libraries say at that level drowns it
     logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else logging.NOTSET)
+    # every request of a download, with addresses that are as good as keys
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
     from app.server import serve
 
-    try:
-        return serve(settings)
-    except AppError as error:
-        print(f"mlxrunner: {error.message}", file=sys.stderr)
-        return 1
+    return serve(settings)
+
+
+def _of_the_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Settings that say which model, and how much of it at once."""
+    return {
+        "model": arguments.model,
+        "quantize": arguments.quantize,
+        "parallel": arguments.parallel,
+        "context": arguments.context,
+        "memory": None if arguments.memory is None else int(arguments.memory * GIBIBYTE),
+    }
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     return Settings(
-        model=arguments.model,
+        **_of_the_model(arguments),
+        pull=arguments.pull,
         host=arguments.host,
         port=arguments.port,
         cors_origins=tuple(arguments.cors_origin),
-        parallel=arguments.parallel,
         max_queue=arguments.max_queue,
-        context=arguments.context,
         context_shift=arguments.context_shift,
-        memory=None if arguments.memory is None else int(arguments.memory * GIBIBYTE),
         cache=arguments.cache,
         multi_user=arguments.multi_user,
         exact=arguments.exact,
@@ -69,16 +106,66 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve one model over HTTP")
+    _add_model(serve)
     _add_place(serve, Settings())
     _add_engine(serve, Settings())
     _add_limits(serve, Settings())
+    pull = commands.add_parser("pull", help="download a model from the Hugging Face hub")
+    pull.add_argument("model", metavar="ORG/NAME", help="its name on the hub")
+    pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
+    listed = commands.add_parser("list", help="list the models that are here")
+    show = commands.add_parser("show", help="describe a model, and say whether it fits")
+    _add_model(show)
+    _add_size(show)
+    for command in (listed, show):
+        command.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, org/name on the Hugging Face hub, or a name of Ollama's (default: the "
+        "built-in model)",
+    )
+
+
+def _add_size(command: argparse.ArgumentParser) -> None:
+    """What decides how much memory a model takes."""
+    command.add_argument(
+        "--quantize",
+        type=int,
+        choices=get_args(Bits),
+        metavar="BITS",
+        help="bring unquantised weights to 4 or 8 bits while they are loaded",
+    )
+    command.add_argument(
+        "--parallel",
+        type=_whole(1),
+        metavar="N",
+        help="requests that run at once (default: what suits memory and device)",
+    )
+    command.add_argument(
+        "--context",
+        type=_whole(2),
+        metavar="TOKENS",
+        help="longest prompt and answer together (default: what the model was made for)",
+    )
+    command.add_argument(
+        "--memory",
+        type=_amount,
+        metavar="GIB",
+        help="weights, caches and working space together, in GiB, such as 6 or 6.5 "
+        "(default: what suits the device)",
+    )
+
+
 def _add_place(serve: argparse.ArgumentParser, default: Settings) -> None:
-    """What is served, where, to whom."""
+    """Where it is served, and to whom."""
     serve.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a model folder (default: the built-in model)"
+        "--pull", action="store_true", help="download a model that is not here without asking"
     )
     serve.add_argument("--host", default=default.host, help="address to listen on (%(default)s)")
     serve.add_argument("--port", type=_port, default=default.port, help="port (%(default)s)")
@@ -94,30 +181,12 @@ def _add_place(serve: argparse.ArgumentParser, default: Settings) -> None:
 
 def _add_engine(serve: argparse.ArgumentParser, default: Settings) -> None:
     """How the engine uses the device."""
-    serve.add_argument(
-        "--parallel",
-        type=_whole(1),
-        metavar="N",
-        help="requests that run at once (default: what suits memory and device)",
-    )
-    serve.add_argument(
-        "--context",
-        type=_whole(2),
-        metavar="TOKENS",
-        help="longest prompt and answer together (default: what the model was made for)",
-    )
+    _add_size(serve)
     serve.add_argument(
         "--context-shift",
         action="store_true",
         help="a full context goes on without its older half, and prompts that are too long lose "
         "their middle; needs --cache slots",
-    )
-    serve.add_argument(
-        "--memory",
-        type=_amount,
-        metavar="GIB",
-        help="weights, caches and working space together, in GiB, such as 6 or 6.5 "
-        "(default: what suits the device)",
     )
     serve.add_argument(
         "--cache",

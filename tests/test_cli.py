@@ -39,7 +39,8 @@ def test_without_options_the_settings_are_the_defaults(served: list[Settings]) -
 
 def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
     line = (
-        "serve folder --host ::1 --port 9 --cors-origin https://a --cors-origin https://b "
+        "serve folder --pull --quantize 4 --host ::1 --port 9 "
+        "--cors-origin https://a --cors-origin https://b "
         "--parallel 3 --max-queue 0 --context 2048 --context-shift --memory 6.5 --cache slots "
         "--multi-user --prefill-chunk 64 --watchdog 2.5 --max-body 2 --keep-alive 0.5 --debug"
     )
@@ -47,6 +48,8 @@ def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
     assert served == [
         Settings(
             model="folder",
+            pull=True,
+            quantize=4,
             host="::1",
             port=9,
             cors_origins=("https://a", "https://b"),
@@ -121,6 +124,12 @@ def test_options_that_exclude_each_other_are_refused_by_name(
         "serve --keep-alive inf",
         "serve --cache lots",
         "serve one two",
+        "serve --quantize 3",
+        "pull",
+        "pull one two",
+        "list one",
+        "show one two",
+        "show --context 0",
     ],
 )
 def test_a_bad_line_is_refused(
@@ -150,3 +159,30 @@ def test_an_error_while_serving_is_one_line_too(
     monkeypatch.setattr(server, "serve", serve)
     assert cli.main(["serve"]) == 1
     assert capsys.readouterr().err == "mlxrunner: planted\n"
+
+
+@pytest.mark.parametrize("name", ["org/nothing", "nothing:4b", "./nothing", "org/../nothing"])
+def test_a_name_that_nothing_has_is_one_line_for_every_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    for command in ("serve", "show"):
+        assert cli.main([command, name]) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("mlxrunner: ")
+
+
+def test_show_describes_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "--context", "64", "--parallel", "2", "--memory", "1"]) == 0
+    assert "with 2 sequences of 64 tokens" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Settings) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "serve", interrupted)
+    assert cli.main(["serve"]) == 130
+    assert capsys.readouterr().err.startswith("mlxrunner: interrupted")

@@ -18,6 +18,10 @@ class ModelFiles:
     shards: safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
     objects, empty when the file is not there (config always is). template: the text of a separate
     chat_template.jinja, which wins over the template inside tokenizer_config. created: Unix time.
+
+    system: what the model is told at first, where a conversation does not say. context: positions
+    that its makers want served, where nobody asks; None is as many as it was made for. tokens: the
+    tokenizer's highest id plus one; None where that is not known. stored: bytes of all tensors.
     """
 
     name: str
@@ -29,13 +33,28 @@ class ModelFiles:
     generation_config: Json
     template: str | None
     created: int
+    system: str | None = None
+    context: int | None = None
+    tokens: int | None = None
+    stored: int = 0
 
     @property
     def context_length(self) -> int:
         """Positions the model was made for."""
         return int(self.config["max_position_embeddings"])
 
+    def served_context(self, asked: int | None) -> int:
+        """Positions that one sequence may have. asked: Settings.context."""
+        return min(asked or self.context or self.context_length, self.context_length)
+
     @property
     def vocab_size(self) -> int:
-        """Ids that the model scores; a tokenizer may have fewer, never more."""
+        """Ids that the model has rows for, in its embeddings and in its scores."""
         return int(self.config["vocab_size"])
+
+    @property
+    def sampled_ids(self) -> int:
+        """Ids that may be sampled or biased, 0 to this minus one: those that the model scores and
+        the tokenizer has. Models round their rows up, and the rest was never trained; a tokenizer
+        may have been given tokens that the model has no rows for."""
+        return self.vocab_size if self.tokens is None else min(self.vocab_size, self.tokens)

@@ -14,12 +14,15 @@ MEBIBYTE = 1 << 20
 
 
 CachePolicy = Literal["single", "slots", "radix"]
+Bits = Literal[4, 8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """model: a folder; None serves the built-in model. host, port: where to listen.
-    cors_origins: further origins of browser pages that may call us (loopback always may).
+    """model: a folder, a hub id or an Ollama name; None serves the built-in model. pull: download
+    a model that is not here without asking. quantize: bits that unquantised weights are brought
+    to while they are loaded. host, port: where to listen. cors_origins: further origins of
+    browser pages that may call us (loopback always may).
 
     parallel: sequences that run at once; None suits memory and device. max_queue: requests that may
     wait for one of these places; one more is refused. context: positions of one sequence; None is
@@ -37,6 +40,8 @@ class Settings:
     debug: log what helps to find a fault, pieces of prompts included."""
 
     model: str | None = None
+    pull: bool = False
+    quantize: Bits | None = None
     host: str = "127.0.0.1"
     port: int = 8080
     cors_origins: tuple[str, ...] = ()

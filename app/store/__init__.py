@@ -1,32 +1,135 @@
-"""Where models lie: a name in, `ModelFiles` out. Never opens a tensor.
+"""Where models lie: a name in, `ModelFiles` out. Never opens a tensor, never asks the network.
 
 Knows: the order in which sources are asked. Must not know: what a model is made of.
+
+    builtin                 the model that ships with the project
+    a folder                in the layout of the Hugging Face hub; whatever looks like a path is one
+    org/name[@revision]     the Hugging Face cache
+    [[host/]ns/]name[:tag]  Ollama's store
+
+A name is looked up in this order, and the first that has it wins. What none has can perhaps be
+downloaded (app.store.hub); that is asked for elsewhere.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.store import hf
+from app.store.digests import Verified
+from app.store.names import BUILTIN, HubName, Name, NotHere, parse
+from app.store.ollama import manifest, model
 
-BUILTIN = "builtin"
+_Name = TypeVar("_Name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A model that is here, perhaps broken. source: in a word. read: raises AppError where it
+    cannot be served."""
+
+    name: str
+    source: str
+    path: Path
+    read: Callable[[], ModelFiles]
 
 
 def resolve(name: str | None) -> ModelFiles:
-    """name: a folder, or None for the model that ships with the project.
+    """What `find` finds, and every blob whose name is a digest has that digest."""
+    files = find(name)
+    Verified().check(manifest.digests_of(files.shards))
+    return files
 
-    Raises AppError(MODEL_FILES) with one line that says what is wrong with it.
+
+def find(name: str | None) -> ModelFiles:
+    """Reads JSON and the headers of tensors. None is the built-in model.
+
+    Raises NotHere where no source has it, and AppError(MODEL_FILES) with one line that says what
+    is wrong with what the first one has.
     """
     if name is None or name == BUILTIN:
-        return hf.read(_builtin(), name=BUILTIN)
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        raise AppError(
-            Kind.MODEL_FILES,
-            f"{name} is not a folder: give the path of a model folder, or nothing for the built-in "
-            "model",
-        )
+        return _read_builtin()
+    wanted = parse(name)
+    found = _in_folder(wanted) or _in_cache(wanted.hub) or _in_ollama(wanted)
+    if found is not None:
+        return found
+    if wanted.hub is None and wanted.folder is not None and wanted.folder.is_dir():
+        return hf.read(wanted.folder, name=name)  # which says what it lacks
+    raise _not_here(wanted)
+
+
+def installed() -> Iterator[Installed]:
+    """Every model that has a name of its own here."""
+    yield Installed(name=BUILTIN, source="built in", path=_builtin(), read=_read_builtin)
+    # takes a sixth of a second to import, which is only spent where it is needed
+    from app.store.hub import cached
+
+    for entry in cached.everything():
+        read = _reader(entry.name, cached.find)
+        yield Installed(name=str(entry.name), source="hub", path=entry.folder, read=read)
+    for name in manifest.everything():
+        read = _reader(name, model.find)
+        yield Installed(name=str(name), source="ollama", path=manifest.path_of(name), read=read)
+
+
+def _reader(name: _Name, find: Callable[[_Name], ModelFiles | None]) -> Callable[[], ModelFiles]:
+    def read() -> ModelFiles:
+        found = find(name)
+        if found is None:
+            raise NotHere(f"{name} was removed just now")
+        return found
+
+    return read
+
+
+def _in_folder(wanted: Name) -> ModelFiles | None:
+    """A path is taken at its word. What could be a name too must look like a model."""
+    folder = wanted.folder
+    if folder is None or not folder.is_dir():
+        return None
+    is_path = wanted.hub is None and wanted.ollama is None
+    if not is_path and not (folder / "config.json").is_file():
+        return None
     return hf.read(folder, name=folder.resolve().name)
+
+
+def _in_cache(name: HubName | None) -> ModelFiles | None:
+    if name is None:
+        return None
+    from app.store.hub import cached
+
+    return cached.find(name)
+
+
+def _in_ollama(wanted: Name) -> ModelFiles | None:
+    return None if wanted.ollama is None else model.find(wanted.ollama)
+
+
+def _not_here(wanted: Name) -> NotHere:
+    """What was looked for, where, and what to do."""
+    if wanted.hub is None and wanted.ollama is None:
+        return NotHere(f"{wanted.text} is not a folder: check the path")
+    is_folder = wanted.folder is not None and wanted.folder.is_dir()
+    looked = ["no model in the folder of that name" if is_folder else "no such folder"]
+    if wanted.hub is not None:
+        from app.store.hub import cached
+
+        looked.append(f"nothing in the Hugging Face cache ({cached.cache_folder()})")
+    if wanted.ollama is not None:
+        looked.append(f"nothing in Ollama's store ({manifest.root()})")
+    said = f"{wanted.text} is not here: {', '.join(looked)}"
+    if wanted.hub is None:
+        return NotHere(f"{said}; `mlxrunner list` shows what is, `ollama pull` may fetch it")
+    return NotHere(
+        f"{said}; type `mlxrunner pull {wanted.text}` to download it, or serve it with --pull",
+        hub=wanted.hub,
+    )
+
+
+def _read_builtin() -> ModelFiles:
+    return hf.read(_builtin(), name=BUILTIN)
 
 
 def _builtin() -> Path:

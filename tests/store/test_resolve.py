@@ -1,32 +1,46 @@
-"""From a name to files, or to one line that says what is wrong with the folder."""
+"""From a name to files: which source is asked first, and what is said when none has it."""
 
-import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from app import store
 from app.core.errors import AppError, Kind
+from app.store.hub import cached
+from app.store.hub.download import fetch
+from app.store.hub.offer import look
+from app.store.names import HubName, NotHere
 from tests import tiny
+from tests.store.ollama_store import OllamaStore, packed_folder
+from tests.store.stand_in import StandIn
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    """A model folder to be broken."""
     made = tmp_path / "model"
-    made.mkdir()
-    for file in tiny_model.iterdir():
-        (made / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(tiny_model, made)
     return made
 
 
-def complaint(name: str) -> str:
-    with pytest.raises(AppError) as caught:
+@pytest.fixture
+def everywhere(hub: StandIn, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """org/tiny as a folder, in the Hugging Face cache and in Ollama's store."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "org" / "tiny")
+    hub.add("org/tiny", folder)
+    fetch(look(HubName(repo="org/tiny")))
+    ollama = OllamaStore(tmp_path / "ollama")
+    ollama.write("org/tiny", ollama.model(packed_folder(tmp_path / "packed")))
+    return tmp_path
+
+
+def missed(name: str) -> NotHere:
+    with pytest.raises(NotHere) as caught:
         store.resolve(name)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is Kind.MODEL_NOT_FOUND
     assert "\n" not in caught.value.message
-    return caught.value.message
+    return caught.value
 
 
 def test_a_folder_is_named_after_itself(folder: Path) -> None:
@@ -34,10 +48,6 @@ def test_a_folder_is_named_after_itself(folder: Path) -> None:
     assert (files.name, files.path) == ("model", folder)
     assert (files.context_length, files.vocab_size) == (4096, tiny.VOCAB)
     assert files.shards == (folder / "model.safetensors",)
-    assert files.tokenizer_config["eos_token"] == "</s>"
-    assert files.generation_config == {}
-    assert files.template is None
-    assert files.created > 0
 
 
 def test_no_name_and_builtin_are_the_model_that_ships_with_the_project() -> None:
@@ -45,54 +55,71 @@ def test_no_name_and_builtin_are_the_model_that_ships_with_the_project() -> None
     assert store.resolve(None).name == "builtin"
 
 
-def test_a_separate_template_file_is_read(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ messages }} é", encoding="utf-8")
-    assert store.resolve(str(folder)).template == "{{ messages }} é"
+def test_the_sources_are_asked_in_their_order(everywhere: Path) -> None:
+    here = everywhere / "org" / "tiny"
+    assert store.resolve("org/tiny").path == Path("org/tiny")
+    (here / "config.json").unlink()  # no longer a model folder
+    assert store.resolve("org/tiny").path.parent.name == "snapshots"
+    shutil.rmtree(cached.cache_folder())
+    assert store.resolve("org/tiny").path.parts[-3:] == ("org", "tiny", "latest")
 
 
-def test_shards_are_those_of_the_index(folder: Path) -> None:
-    (folder / "b.safetensors").write_bytes(b"")
-    (folder / "a.safetensors").write_bytes(b"")
-    index: dict[str, Any] = {
-        "weight_map": {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [p.name for p in store.resolve(str(folder)).shards] == ["a.safetensors", "b.safetensors"]
+def test_what_lies_in_two_sources_is_listed_twice(everywhere: Path) -> None:
+    found = [(entry.name, entry.source, entry.read().path) for entry in store.installed()]
+    assert [(name, source) for name, source, _ in found] == [
+        ("builtin", "built in"),
+        ("org/tiny", "hub"),
+        ("org/tiny", "ollama"),
+    ]
+    assert len({path for *_, path in found}) == 3
 
 
-def test_a_shard_that_the_index_names_must_be_there_and_inside(folder: Path) -> None:
-    for name in ("gone.safetensors", "../model.safetensors"):
-        index = {"weight_map": {"x": name}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert f"lacks {name}" in complaint(str(folder))
-    (folder / "model.safetensors.index.json").write_text("{}")
-    assert "has no weight_map" in complaint(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("config.json", None, "has no config.json: it is not a model folder"),
-        ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "config.json is not a JSON object"),
-        ("config.json", "{}", "max_position_embeddings must be a positive integer"),
-        ("config.json", '{"max_position_embeddings": 8}', "vocab_size must be a positive integer"),
-        ("tokenizer.json", None, "has no tokenizer.json"),
-        ("model.safetensors", None, "has no .safetensors file"),
-        ("tokenizer_config.json", "nonsense", "tokenizer_config.json cannot be read"),
-        ("generation_config.json", "3", "generation_config.json is not a JSON object"),
-        ("chat_template.jinja", "\udcff", "chat_template.jinja cannot be read"),
-    ],
-)
-def test_what_is_missing_or_broken_is_named(
-    folder: Path, file: str, content: str | None, words: str
+def test_a_folder_that_holds_no_model_and_has_no_namesake_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if content is None:
-        (folder / file).unlink()
-    else:
-        (folder / file).write_bytes(content.encode("utf-8", "surrogateescape"))
-    assert words in complaint(str(folder))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(AppError) as caught:
+        store.resolve("notes")
+    assert caught.value.message == "notes has no config.json: it is not a model folder"
 
 
-def test_a_name_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    assert "is not a folder" in complaint(str(tmp_path / "nowhere"))
+def test_a_folder_that_holds_no_model_does_not_hide_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    error = missed("org/name")
+    assert "no model in the folder of that name" in error.message
+    assert error.hub is not None
+
+
+def test_a_path_that_is_no_folder_is_looked_for_nowhere_else(tmp_path: Path) -> None:
+    message = missed(str(tmp_path / "org" / "name")).message
+    assert message.endswith("is not a folder: check the path")
+
+
+def test_a_hub_id_that_is_nowhere_says_where_it_was_looked_for_and_what_to_do() -> None:
+    error = missed("org/name")
+    assert error.hub == HubName(repo="org/name")
+    for words in (
+        "no such folder",
+        f"nothing in the Hugging Face cache ({cached.cache_folder()})",
+        "nothing in Ollama's store",
+        "type `mlxrunner pull org/name` to download it",
+    ):
+        assert words in error.message
+
+
+def test_an_ollama_name_that_is_nowhere_is_not_looked_for_on_the_hub() -> None:
+    error = missed("qwen3:4b")
+    assert error.hub is None
+    assert "Hugging Face" not in error.message
+    assert "`ollama pull` may fetch it" in error.message
+
+
+def test_looking_asks_nothing_of_the_network(hub: StandIn) -> None:
+    missed("org/name")
+    missed("org/name@main")
+    list(store.installed())
+    assert hub.asked == []

@@ -1,0 +1,35 @@
+"""Numbers for people.
+
+Knows: units. Must not know: what is counted.
+"""
+
+_BYTES = ("B", "kB", "MB", "GB", "TB")
+_COUNTS = ("", "K", "M", "B", "T")
+
+
+def in_bytes(count: float) -> str:
+    """Decimal, as the hub, Ollama and the Finder count: 1.23 GB. Three digits at least."""
+    return _scaled(count, _BYTES, " ")
+
+
+def in_short(count: float) -> str:
+    """Parameters: 1.24B, 8.03B, 355M."""
+    return _scaled(count, _COUNTS, "")
+
+
+def in_time(seconds: float) -> str:
+    """12 s, 3 min, 2 h 05 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+
+
+def _scaled(count: float, units: tuple[str, ...], gap: str) -> str:
+    unit = 0
+    # 999.5 would be written as 1000
+    while count >= 999.5 and unit < len(units) - 1:
+        count /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f}{gap}{units[unit]}".rstrip()

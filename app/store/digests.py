@@ -1,0 +1,117 @@
+"""Files whose name or listing says what they must hash to.
+
+Knows: SHA-256, git's SHA-1 of a file, and which files were found whole before. Must not know: what
+the files hold. hashlib lets go of the interpreter, so threads hash at the disk's speed.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from app.core.amounts import in_bytes
+from app.core.errors import AppError, Kind
+
+log = logging.getLogger(__name__)
+
+_THREADS = 4
+
+# bytes that take a second or more
+_WORTH_A_WORD = 1 << 30
+_CHUNK = 1 << 20
+
+
+def sha256(path: Path) -> str:
+    """64 hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def git_sha1(path: Path) -> str:
+    """How git, and so the hub, names a small file: the SHA-1 of its kind, its size and itself.
+    Raises OSError."""
+    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class Verified:
+    """Remembers which files had the digest that they should have, so that a start need not read
+    every model twice. It guards against broken disks and copies: whoever can write to the store
+    could write here too.
+
+    A file is known by digest, size, time of change and inode: whatever replaces or alters it is
+    hashed again. Where nothing can be written, nothing is remembered."""
+
+    def __init__(self, memory: Path | None = None) -> None:
+        self._path = memory or cache_folder() / "verified.json"
+
+    def check(self, files: Mapping[Path, str]) -> None:
+        """files: the SHA-256 that each must have. Raises AppError(MODEL_FILES) for the first that
+        has another, and for one that cannot be read."""
+        known = self._read()
+        try:
+            marks = {path: _mark(path) for path in files}
+        except OSError as error:
+            raise AppError(Kind.MODEL_FILES, f"{error.filename} cannot be read: {error}") from error
+        fresh = [path for path in files if known.get(files[path]) != marks[path]]
+        if not fresh:
+            return
+        if (size := sum(marks[path][0] for path in fresh)) >= _WORTH_A_WORD:
+            log.info("checking the digests of %s, which is done once", in_bytes(size))
+        found = _hashed(fresh)
+        for path in fresh:
+            if found[path] != files[path]:
+                raise AppError(
+                    Kind.MODEL_FILES,
+                    f"{path} is damaged: its SHA-256 is {found[path]}, not {files[path]}; "
+                    "pull the model again",
+                )
+        self._write({**known, **{files[path]: marks[path] for path in fresh}})
+
+    def _read(self) -> dict[str, list[int]]:
+        try:
+            found = orjson.loads(self._path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return {}
+        return cast(dict[str, list[int]], found) if isinstance(found, dict) else {}
+
+    def _write(self, known: Mapping[str, Any]) -> None:
+        """At once or not at all: another process may be reading."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
+                file.write(orjson.dumps(known))
+            os.replace(file.name, self._path)
+
+
+def cache_folder() -> Path:
+    """Ours alone, and of no worth: it may be deleted at any time."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "mlxrunner"
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / usual / "mlxrunner"
+
+
+def _mark(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _hashed(paths: Iterable[Path]) -> dict[Path, str]:
+    paths = list(paths)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            return dict(zip(paths, pool.map(sha256, paths), strict=True))
+        except OSError as error:
+            raise AppError(Kind.MODEL_FILES, f"{error.filename} cannot be read: {error}") from error

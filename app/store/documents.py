@@ -1,0 +1,81 @@
+"""The small files of a model: JSON objects and text.
+
+Knows: what may lie at a path instead of the file that belongs there. Must not know: which files a
+model has, what they say.
+
+A folder of the Hugging Face cache is made of links into its blobs, so links are as good as files.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from app.core.errors import AppError, Kind
+
+# configs have some kilobytes, the largest chat templates a hundred
+_MOST = 16 << 20
+
+
+def is_there(path: Path) -> bool:
+    """Raises AppError(MODEL_FILES) for what is there and cannot be read: a link that leads nowhere
+    or in a circle, a folder, a pipe (which would be waited for)."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise unreadable(path, "it is a link to a file that is not there") from error
+        return False
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+        raise unreadable(path, _reason(error)) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise unreadable(path, "it is not a plain file")
+    return True
+
+
+def read_object(path: Path, *, most: int = _MOST) -> Mapping[str, Any] | None:
+    """The JSON object in a file, or None when there is no such file. most: bytes.
+
+    Raises AppError(MODEL_FILES), one line that names the file.
+    """
+    if not is_there(path):
+        return None
+    try:
+        found = orjson.loads(_read(path, most=most))
+    except orjson.JSONDecodeError as error:
+        raise unreadable(path, str(error)) from error
+    if not isinstance(found, dict):
+        raise AppError(Kind.MODEL_FILES, f"{path} is not a JSON object")
+    return cast(Mapping[str, Any], found)
+
+
+def read_text(path: Path, *, most: int = _MOST) -> str | None:
+    """The text in a file, or None when there is no such file. Raises as `read_object` does."""
+    if not is_there(path):
+        return None
+    try:
+        return _read(path, most=most).decode()
+    except UnicodeDecodeError as error:
+        raise unreadable(path, str(error)) from error
+
+
+def unreadable(path: Path, why: str) -> AppError:
+    return AppError(Kind.MODEL_FILES, f"{path} cannot be read: {why}")
+
+
+def _read(path: Path, *, most: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise unreadable(path, _reason(error)) from error
+    if len(content) > most:
+        raise unreadable(path, f"it has more than {most >> 20} MiB, which none of its kind has")
+    return content
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

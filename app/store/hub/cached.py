@@ -1,0 +1,151 @@
+"""The Hugging Face cache: what was downloaded before, by us or by other tools.
+
+Knows: the cache's layout, as far as huggingface_hub does not tell it. Must not know: the network;
+nothing here asks anything of it. Where the cache is, HF_HUB_CACHE and HF_HOME say.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from huggingface_hub import constants, get_cached_repo_tree, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, CacheNotFound
+from huggingface_hub.file_download import repo_folder_name
+
+from app.core.files import ModelFiles
+from app.store import hf
+from app.store.hub import snapshot
+from app.store.names import HubName, NotHere
+
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+# digits of a commit that are shown
+_SHORT = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cached:
+    """One revision of one repository in the cache."""
+
+    name: HubName
+    folder: Path
+
+
+def find(name: HubName) -> ModelFiles | None:
+    """None where the cache has nothing of it. Raises NotHere for a download that was interrupted,
+    and AppError(MODEL_FILES) for files that cannot be read."""
+    storage = storage_folder(name.repo)
+    revision = _whole_commit(storage, name.revision)
+    config = try_to_load_from_cache(
+        name.repo, "config.json", cache_dir=cache_folder(), revision=revision
+    )
+    if not isinstance(config, str):
+        if _was_begun(name.repo, revision):
+            raise _incomplete(name, "config.json")
+        return None
+    folder = Path(config).parent
+    missing = _missing(name.repo, folder)
+    if missing:
+        raise _incomplete(name, *missing)
+    return hf.read(folder, name=str(name))
+
+
+def everything() -> Iterator[Cached]:
+    """Every revision that looks like a language model, whole or not."""
+    try:
+        repos = scan_cache_dir(cache_folder()).repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model":
+            continue
+        for revision in sorted(repo.revisions, key=lambda revision: revision.commit_hash):
+            here = revision.snapshot_path
+            if not (here / "config.json").is_file():
+                continue
+            if not _has_weights(repo.repo_id, here):
+                if _halves(repo.repo_path):
+                    yield Cached(name=HubName(repo=repo.repo_id), folder=here)
+                continue
+            refs = sorted(revision.refs) or [revision.commit_hash[:_SHORT]]
+            for ref in refs:
+                name = HubName(repo=repo.repo_id, revision=None if ref == "main" else ref)
+                yield Cached(name=name, folder=here)
+
+
+def cache_folder() -> Path:
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def storage_folder(repo: str) -> Path:
+    """Where the cache keeps everything of one repository."""
+    return cache_folder() / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+def _whole_commit(storage: Path, revision: str | None) -> str | None:
+    """A commit may be given by its first digits, as `list` shows it."""
+    if revision is None or not _COMMIT.fullmatch(revision):
+        return revision
+    found = [path.name for path in (storage / "snapshots").glob(f"{revision}*")]
+    return found[0] if len(found) == 1 else revision
+
+
+def _was_begun(repo: str, revision: str | None) -> bool:
+    """Whether there is a trace of this revision. The main one gets its name when it is whole: what
+    begins it are halves of files, and revisions that nobody named."""
+    storage = storage_folder(repo)
+    if revision is None:
+        snapshots = (storage / "snapshots").glob("*")
+        return _halves(storage) or any(_missing(repo, folder) for folder in snapshots)
+    return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
+
+
+def _halves(storage: Path) -> bool:
+    return any((storage / "blobs").glob("*.incomplete"))
+
+
+def _missing(repo: str, folder: Path) -> list[str]:
+    """Files that the repository, its index or a link names and that are not there."""
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]
+    wanted = snapshot.needed([*(_listing(repo, folder) or ()), *links]) + _indexed(folder)
+    missing = sorted({name for name in wanted if not (folder / name).is_file()})
+    if not missing and not any(folder.glob("*.safetensors")):
+        return ["model.safetensors"]
+    return missing
+
+
+def _indexed(folder: Path) -> list[str]:
+    """The shards that the index names. What is wrong with an index, app.store.hf says."""
+    try:
+        index = orjson.loads((folder / snapshot.INDEX).read_bytes())
+        names = {name for name in index["weight_map"].values() if isinstance(name, str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(name for name in names if Path(name).name == name)
+
+
+def _has_weights(repo: str, folder: Path) -> bool:
+    listing = _listing(repo, folder)
+    names = [path.name for path in folder.iterdir()] if listing is None else listing
+    return any(map(snapshot.is_weights, snapshot.needed(names))) or snapshot.INDEX in names
+
+
+def _listing(repo: str, folder: Path) -> list[str] | None:
+    """What the repository held at that commit, where the cache knows it."""
+    try:
+        tree = get_cached_repo_tree(repo, revision=folder.name, cache_dir=cache_folder())
+    except CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in tree]
+
+
+def _incomplete(name: HubName, *missing: str) -> NotHere:
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    revision = "" if name.revision is None else f" --revision {name.revision}"
+    return NotHere(
+        f"the download of {name} is incomplete, it lacks {', '.join(missing[:2])}{more}: "
+        f"type `mlxrunner pull {name.repo}{revision}` to complete it",
+        hub=name,
+    )

@@ -1,0 +1,180 @@
+"""A model from the hub to the cache: the one module that moves more than a few kilobytes.
+
+Knows: huggingface_hub, and where its cache keeps blobs. Must not know: what a model is made of.
+
+huggingface_hub lays out the cache, and fetches the small files. Two things it does not do for the
+large ones, so they are fetched here, with its own request: it begins a file anew when a download
+was interrupted, and it compares sizes, never contents. A blob gets its name, which is its SHA-256,
+only when it has that digest; the revision gets its name when all of it is here. Until then a
+revision that was there before goes on being the one that is served.
+"""
+
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+# their stubs leave types open that we do not use
+from huggingface_hub import (
+    constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
+    hf_hub_url,
+)
+from huggingface_hub.file_download import http_get  # pyright: ignore[reportUnknownVariableType]
+from huggingface_hub.utils import (
+    WeakFileLock,
+    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
+    disable_progress_bars,
+)
+
+from app.core.amounts import in_bytes
+from app.core.errors import AppError, Kind
+from app.store import digests
+from app.store.hub.cached import cache_folder, storage_folder
+from app.store.hub.offer import Offer, RemoteFile, bytes_here
+from app.store.hub.problems import bad, told
+from app.store.meter import Bar, Meter
+from app.store.names import HubName
+
+# large files at once: enough to fill a line, few enough that an interruption leaves few halves
+_AT_ONCE = 4
+
+# bytes of disk that a download leaves alone
+_SPARE = 1 << 30
+
+
+def fetch(offer: Offer, out: TextIO | None = None) -> Path:
+    """Download what is missing, check all of it, and return the folder. out: where progress is
+    told. Raises AppError; what has come by then stays, and the next try asks for the rest."""
+    storage = storage_folder(offer.name.repo)
+    _check_room(offer)
+    large = [file for file in offer.files if file.sha256 is not None and _by_http(file)]
+    with told(offer.name):
+        total = sum(file.size for file in large)
+        here = sum(bytes_here(storage, offer.commit, file) for file in large)
+        meter = Meter(total, here, out)
+        try:
+            _fetch_all(offer, storage, large, meter)
+        finally:
+            meter.close()
+        with disable_progress_bars():
+            places = [_placed(offer, file) for file in offer.files]
+    for file, place in zip(offer.files, places, strict=True):
+        if file not in large:
+            _check_small(offer.name, place, file)
+    _name_revision(storage, offer)
+    return storage / "snapshots" / offer.commit
+
+
+def _fetch_all(offer: Offer, storage: Path, files: Iterable[RemoteFile], meter: Meter) -> None:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        running = [pool.submit(_fetch_blob, offer, storage, file, meter) for file in files]
+        try:
+            for job in as_completed(running):
+                job.result()
+        except BaseException:  # Ctrl-C too: the threads end at their next bytes
+            meter.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _fetch_blob(offer: Offer, storage: Path, file: RemoteFile, meter: Meter) -> None:
+    """One large file to its place among the blobs. A half that is there already is gone on with:
+    also one that an older huggingface_hub left, which named it so."""
+    assert file.sha256 is not None
+    blob = storage / "blobs" / file.sha256
+    partial = blob.with_name(f"{file.sha256}.incomplete")
+    lock = cache_folder() / ".locks" / storage.name / f"{file.sha256}.lock"
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if blob.is_file():
+            if digests.sha256(blob) == file.sha256:
+                return
+            meter.add(-file.size)
+            blob.unlink()
+        began = _download(offer, file, partial, meter)
+        whole = digests.sha256(partial) == file.sha256
+        if not whole and began:  # what was here before may have been the damaged part
+            meter.add(-file.size)
+            partial.unlink()
+            _download(offer, file, partial, meter)
+            whole = digests.sha256(partial) == file.sha256
+        if not whole:
+            partial.unlink()
+            raise bad(
+                offer.name,
+                f"{file.path} arrived damaged: its SHA-256 is not the hub's; try again",
+            )
+        partial.replace(blob)
+
+
+def _download(offer: Offer, file: RemoteFile, partial: Path, meter: Meter) -> int:
+    """Returns how many bytes were there before."""
+    if partial.is_file() and partial.stat().st_size > file.size:
+        partial.unlink()
+    with partial.open("ab") as out:
+        began = out.tell()
+        http_get(
+            hf_hub_url(offer.name.repo, file.path, revision=offer.commit),
+            out,
+            resume_size=began,
+            headers={**build_hf_headers(), "Accept-Encoding": "identity"},
+            expected_size=file.size,
+            tqdm_class=cast(Any, Bar(meter)),
+        )
+    return began
+
+
+def _placed(offer: Offer, file: RemoteFile) -> Path:
+    """In the snapshot: a small file, or a link to a blob that is there already."""
+    # not snapshot_download, which waits for the listing of the repository without an end
+    place = hf_hub_download(
+        offer.name.repo, file.path, revision=offer.commit, cache_dir=cache_folder()
+    )
+    return Path(place)
+
+
+def _by_http(file: RemoteFile) -> bool:
+    """Above this size the hub answers its own protocol only, which huggingface_hub speaks."""
+    return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
+
+
+def _check_room(offer: Offer) -> None:
+    if not offer.missing:
+        return
+    folder = cache_folder()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if offer.missing + _SPARE > free:
+        raise AppError(
+            Kind.MODEL_FILES,
+            f"{offer.name} needs {in_bytes(offer.missing)} more on the disk of {folder}, which has "
+            f"{in_bytes(free)} free: make room, or set HF_HOME to a folder on another disk",
+        )
+
+
+def _check_small(name: HubName, path: Path, file: RemoteFile) -> None:
+    found, wanted = (
+        (digests.git_sha1(path), file.git)
+        if file.sha256 is None
+        else (digests.sha256(path), file.sha256)
+    )
+    if found != wanted:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise bad(name, f"{file.path} arrived damaged: its digest is not the hub's; try again")
+
+
+def _name_revision(storage: Path, offer: Offer) -> None:
+    """From now on the revision is this commit. A reader sees the old one or the new one."""
+    revision = offer.name.revision or constants.DEFAULT_REVISION
+    if revision == offer.commit:
+        return
+    ref = storage / "refs" / revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    beside = storage / f"{offer.commit}.ref"
+    beside.write_text(offer.commit, encoding="ascii")
+    beside.replace(ref)

@@ -1,0 +1,99 @@
+"""What the hub has of a model, before anything of it is downloaded.
+
+Knows: huggingface_hub's listing of a repository. Must not know: how files get here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# its stub leaves types open that we do not use
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from app.store.documents import read_object
+from app.store.hub import snapshot
+from app.store.hub.cached import cache_folder, storage_folder
+from app.store.hub.problems import bad, told
+from app.store.names import HubName
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """sha256: of what Git LFS keeps, which is every large file; None for what git keeps. git: the
+    SHA-1 by which git names it (of an LFS file: its pointer)."""
+
+    path: str
+    size: int
+    sha256: str | None
+    git: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a download would fetch. commit: what the revision is now. config: its config.json.
+    missing: bytes that are not here yet."""
+
+    name: HubName
+    commit: str
+    files: tuple[RemoteFile, ...]
+    config: Mapping[str, Any]
+    missing: int
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def look(name: HubName) -> Offer:
+    """Ask the hub what there is, and fetch config.json. Raises AppError, one line each, for a
+    repository that is not there, not open to us or holds nothing to be loaded, and for a hub that
+    cannot be reached."""
+    with told(name):
+        info = HfApi().model_info(
+            name.repo,
+            revision=name.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+        listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+        commit = info.sha or ""
+        snapshot.check(str(name), listing)
+        files = tuple(_file(name, listing[path]) for path in snapshot.needed(listing))
+        if not _COMMIT.fullmatch(commit):
+            raise bad(name, f"has no commit that the hub could name, but {commit!r}")
+        path = hf_hub_download(name.repo, "config.json", revision=commit, cache_dir=cache_folder())
+    storage = storage_folder(name.repo)
+    return Offer(
+        name=name,
+        commit=commit,
+        files=files,
+        config=read_object(Path(path)) or {},
+        missing=sum(file.size - bytes_here(storage, commit, file) for file in files),
+    )
+
+
+def bytes_here(storage: Path, commit: str, file: RemoteFile) -> int:
+    """Bytes of it that need not be fetched."""
+    places = [storage / "snapshots" / commit / file.path]
+    if file.sha256 is not None:
+        places = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
+    sizes = [place.stat().st_size for place in places if place.is_file()]
+    return min(sizes[0], file.size) if sizes else 0
+
+
+def _file(name: HubName, sibling: Any) -> RemoteFile:
+    """What the hub says becomes part of paths here, so it is held against its form."""
+    sha256 = None if sibling.lfs is None else sibling.lfs.sha256
+    size = sibling.size if sibling.lfs is None else sibling.lfs.size
+    if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):
+        raise bad(name, f"is badly described by the hub: no size and digest of {sibling.rfilename}")
+    return RemoteFile(path=sibling.rfilename, size=size, sha256=sha256, git=sibling.blob_id or "")

@@ -1,0 +1,74 @@
+"""What may go wrong between us and the hub, as one line that says what to do.
+
+Knows: the errors of huggingface_hub. Must not know: what was asked.
+"""
+
+import contextlib
+import errno
+from collections.abc import Generator
+
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - every failure of the connection
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from app.core.errors import AppError, Kind
+from app.store.meter import Stopped
+from app.store.names import HubName
+
+
+@contextlib.contextmanager
+def told(name: HubName) -> Generator[None]:
+    """Raises AppError in the place of whatever huggingface_hub raises."""
+    try:
+        yield
+    except Stopped as error:  # one file failed, and another said so first
+        raise bad(name, "the download was stopped") from error
+    except (HTTPError, OSError) as error:
+        raise _sentence(name, error) from error
+
+
+def bad(name: HubName, why: str) -> AppError:
+    return AppError(Kind.MODEL_FILES, f"{name} {why}")
+
+
+def _sentence(name: HubName, error: BaseException) -> AppError:
+    where = constants.ENDPOINT
+    match error:
+        case GatedRepoError():
+            why = (
+                f"is gated: accept its conditions at {where}/{name.repo}, then set HF_TOKEN to an "
+                "access token of yours"
+            )
+        case RepositoryNotFoundError():
+            why = (
+                f"is not on {where}, or it is private: check the name, or set HF_TOKEN to an "
+                "access token that may read it"
+            )
+        case RevisionNotFoundError():
+            return AppError(Kind.MODEL_NOT_FOUND, f"{name.repo} has no revision {name.revision}")
+        case OfflineModeIsEnabled():
+            why = "would have to be downloaded, but HF_HUB_OFFLINE is set: unset it and try again"
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            why = f"is refused by {where}: set HF_TOKEN to an access token that may read it"
+        case HfHubHTTPError():
+            why = f"could not be read: {where} answered {error.response.status_code}; try later"
+        case LocalEntryNotFoundError() if error.__cause__ is not None:
+            return _sentence(name, error.__cause__)
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            why = "does not fit on the disk: make room, or set HF_HOME to a folder on another disk"
+        case OSError(filename=str(path), strerror=str(reason)):
+            why = f"cannot be written: {path}: {reason}"
+        case _:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            why = (
+                f"could not be downloaded from {where} ({said}): try again, and it goes on where "
+                "it stopped"
+            )
+    return bad(name, why)

@@ -1,0 +1,151 @@
+"""What a model may be called: a folder, a hub id, an Ollama name, `builtin`.
+
+Knows: the spelling of each. Must not know: whether anything of that name is there. What is read
+here is safe to be a part of a path: no part can lead out of the folder that it is looked up in.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.core.errors import AppError, Kind
+
+BUILTIN = "builtin"
+
+# Ollama's defaults
+HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
+
+_PATH_STARTS = ("/", "./", "../", "~")
+
+# of a hub id: huggingface_hub's own rule, which also forbids `--` and `..`
+_ORGANISATION = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REPOSITORY = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
+_REVISION = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
+
+# of an Ollama name; only the host may have a colon, before its port
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,253}(:\d{1,5})?")
+_PART = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A repository of the Hugging Face hub. revision: a branch, a tag or a commit; None is the
+    main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaName:
+    """A model of Ollama's store, in full: manifests/<host>/<namespace>/<model>/<tag>."""
+
+    host: str
+    namespace: str
+    model: str
+    tag: str
+
+    def __str__(self) -> str:
+        """As short as can be: what goes without saying is not said."""
+        parts = [self.model]
+        if self.namespace != NAMESPACE or self.host != HOST:
+            parts.insert(0, self.namespace)
+        if self.host != HOST:
+            parts.insert(0, self.host)
+        return "/".join(parts) + (f":{self.tag}" if self.tag != TAG else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """One name and what it may mean, None where it cannot mean that."""
+
+    text: str
+    folder: Path | None
+    hub: HubName | None
+    ollama: OllamaName | None
+
+
+def parse(text: str) -> Name:
+    """Raises AppError(MODEL_NOT_FOUND) for what is no name of anything."""
+    if "\0" in text or not text.strip():
+        raise _refused(text, "is not the name of a model")
+    if "://" in text:
+        raise _refused(text, "is an address: give the name alone, such as org/name")
+    folder = Path(text)
+    if text.startswith("~"):
+        folder = _expanded(folder)
+    if text in (".", "..") or text.startswith(_PATH_STARTS):
+        return Name(text=text, folder=folder, hub=None, ollama=None)
+    name = Name(text=text, folder=folder, hub=hub_name(text), ollama=ollama_name(text))
+    if name.hub is None and name.ollama is None and not folder.is_dir():
+        raise _refused(
+            text,
+            "is not a folder, nor spelled as a name: org/name or org/name@revision on the hub, "
+            "name:tag or namespace/name:tag in Ollama's store",
+        )
+    return name
+
+
+def hub_name(text: str) -> HubName | None:
+    """org/name or org/name@revision."""
+    repo, at, revision = text.partition("@")
+    organisation, slash, name = repo.partition("/")
+    if not slash or not _ORGANISATION.fullmatch(organisation) or not _REPOSITORY.fullmatch(name):
+        return None
+    if "--" in repo or ".." in repo or repo.endswith((".git", ".", "-")):
+        return None
+    if at and not is_revision(revision):
+        return None
+    return HubName(repo=repo, revision=revision or None)
+
+
+def is_revision(text: str) -> bool:
+    """Whether `text` may name a branch, a tag or a commit."""
+    safe = all(part and not part.startswith(".") for part in text.split("/"))
+    return bool(_REVISION.fullmatch(text)) and safe and ".." not in text
+
+
+def ollama_name(text: str) -> OllamaName | None:
+    """name, name:tag, namespace/name:tag or host/namespace/name:tag."""
+    path, colon, tag = text.rpartition(":")
+    if not colon or "/" in tag:
+        path, tag = text, TAG
+    match path.split("/"):
+        case [model]:
+            host, namespace = HOST, NAMESPACE
+        case [namespace, model]:
+            host = HOST
+        case [host, namespace, model]:
+            pass
+        case _:
+            return None
+    parts = (namespace, model, tag)
+    if not _HOST.fullmatch(host) or not all(map(_PART.fullmatch, parts)):
+        return None
+    if any(".." in part for part in (host, *parts)):
+        return None
+    return OllamaName(host=host, namespace=namespace, model=model, tag=tag)
+
+
+def _expanded(folder: Path) -> Path:
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise _refused(str(folder), f"is not a folder: {error}") from error
+
+
+def _refused(text: str, why: str) -> AppError:
+    return AppError(Kind.MODEL_NOT_FOUND, f"{text!r} {why}")
+
+
+class NotHere(AppError):
+    """A model that is not on this machine, or not the whole of it.
+
+    hub: from where it could be downloaded, where that is possible."""
+
+    def __init__(self, message: str, *, hub: HubName | None = None) -> None:
+        super().__init__(Kind.MODEL_NOT_FOUND, message)
+        self.hub = hub

@@ -1,0 +1,166 @@
+"""One model of Ollama's store -> ModelFiles.
+
+Knows: which role a layer plays, and Ollama's names of parameters. Must not know: where blobs are,
+tensors. Files that a folder would have are blobs here; beside them stand a system prompt, a
+template and parameters. The template is a program in Go's language, which is not run: models with
+tensor layers bring their tokenizer_config.json, and so their Jinja template, as well.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from app.core.errors import AppError, Kind
+from app.core.files import Json, ModelFiles
+from app.store import headers
+from app.store.documents import read_object, read_text
+from app.store.names import OllamaName
+from app.store.ollama import manifest
+from app.store.ollama.manifest import (
+    ADAPTER,
+    GGUF,
+    JSON,
+    MESSAGES,
+    PARAMS,
+    SYSTEM,
+    TEMPLATE,
+    TENSOR,
+    Manifest,
+)
+from app.store.vocabulary import count_ids
+
+log = logging.getLogger(__name__)
+
+# Ollama's parameter -> the key of generation_config.json that says the same
+_PARAMETERS: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repeat_last_n",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "num_predict": "max_new_tokens",
+    "seed": "seed",
+    "stop": "stop_strings",
+}
+
+# 0 and less is Ollama's word for none
+_POSITIVE = ("repeat_penalty", "num_predict")
+
+# tensors of a second model that drafts for the first
+_DRAFT = "draft."
+
+
+def find(name: OllamaName) -> ModelFiles | None:
+    """None where the store has no such name. Small blobs are held against their digests here,
+    tensors are not read: `manifest.digests_of` says what those must be.
+
+    Raises AppError(MODEL_FILES), one line, for what cannot be served and why.
+    """
+    found = manifest.read(manifest.path_of(name))
+    if found is None:
+        return None
+    _check_format(name, found)
+    files = {layer.name: layer for layer in found.of(JSON)}
+    for layer in (*files.values(), *found.of(SYSTEM), *found.of(PARAMS), *found.of(TEMPLATE)):
+        manifest.check(layer)
+    for needed in ("config.json", "tokenizer.json"):
+        if needed not in files:
+            raise _bad(f"{found.path} has no {needed} layer: `ollama pull` the model again")
+    objects = {
+        file: read_object(files[file].blob) or {} if file in files else {}
+        for file in ("config.json", "tokenizer_config.json", "generation_config.json")
+    }
+    # each blob once, however many of its tensors have a layer
+    blobs = dict.fromkeys(layer.blob for layer in found.of(TENSOR) if _is_ours(layer.name))
+    parameters = _parameters(found)
+    jinja = files.get("chat_template.jinja")
+    template = None if jinja is None else read_text(jinja.blob)
+    if found.of(TEMPLATE) and template is None and not _has_template(objects):
+        log.warning("%s: its chat template is written for Ollama alone and is not used", name)
+    return ModelFiles(
+        name=str(name),
+        path=found.path,
+        config=objects["config.json"],
+        shards=tuple(blobs),
+        tokenizer=files["tokenizer.json"].blob,
+        tokenizer_config=objects["tokenizer_config.json"],
+        generation_config=_recommended(objects["generation_config.json"], parameters),
+        template=template,
+        created=int(found.path.stat().st_mtime),
+        system=_system(found),
+        context=_context(found, parameters),
+        tokens=count_ids(files["tokenizer.json"].blob),
+        stored=sum(headers.read(blob).nbytes for blob in blobs),
+    )
+
+
+def _is_ours(tensor: str) -> bool:
+    return not tensor.startswith(_DRAFT)
+
+
+def _check_format(name: OllamaName, found: Manifest) -> None:
+    """Tensor layers, and nothing that would have to be added to them."""
+    if found.of(GGUF) or not found.of(TENSOR):
+        raise _bad(
+            f"{name} is a GGUF model, which llama.cpp runs and we do not: look for the same model "
+            "in safetensors, such as one of mlx-community: `mlxrunner pull mlx-community/...`"
+        )
+    if found.of(ADAPTER):
+        raise _bad(f"{name} has a LoRA adapter, which is not supported: serve the model itself")
+    if found.of(MESSAGES):
+        log.warning("%s: the conversation that it brings (MESSAGE) is not used", name)
+
+
+def _has_template(objects: Mapping[str, Json]) -> bool:
+    return bool(objects["tokenizer_config.json"].get("chat_template"))
+
+
+def _system(found: Manifest) -> str | None:
+    texts = [read_text(layer.blob) or "" for layer in found.of(SYSTEM)]
+    return "\n\n".join(filter(None, texts)) or None
+
+
+def _parameters(found: Manifest) -> Json:
+    """Later layers win, as in Ollama."""
+    merged: dict[str, Any] = {}
+    for layer in found.of(PARAMS):
+        merged.update(read_object(layer.blob) or {})
+    ignored = sorted(merged.keys() - _PARAMETERS.keys() - {"num_ctx"})
+    if ignored:
+        log.info("%s: parameters that mean nothing here: %s", found.path, ", ".join(ignored))
+    return merged
+
+
+def _recommended(config: Json, parameters: Json) -> Json:
+    """generation_config.json with the parameters on top. What they say is checked where both are
+    read, in app.core.defaults."""
+    changed = {
+        key: parameters[name]
+        for name, key in _PARAMETERS.items()
+        if name in parameters and not _says_nothing(name, parameters[name])
+    }
+    if "temperature" in changed:  # it draws, whatever the file says
+        config = {key: value for key, value in config.items() if key != "do_sample"}
+    return {**config, **changed}
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    if not isinstance(value, int | float):
+        return False
+    return (name in _POSITIVE and value <= 0) or (name == "seed" and value < 0)
+
+
+def _context(found: Manifest, parameters: Json) -> int | None:
+    value: Any = parameters.get("num_ctx")
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _bad(f"{found.path}: the parameter num_ctx is {value!r}, and must be 1 or more")
+    return value
+
+
+def _bad(message: str) -> AppError:
+    return AppError(Kind.MODEL_FILES, message)

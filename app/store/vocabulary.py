@@ -1,0 +1,45 @@
+"""How many ids a tokenizer.json has, without the library that reads it properly.
+
+Knows: where the file keeps its tokens. Must not know: what they spell, how text becomes ids.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from app.core.errors import AppError, Kind
+from app.store.documents import read_object
+
+# the largest vocabularies, of a quarter of a million tokens, take 35 MB
+_MOST = 512 << 20
+
+
+def count_ids(tokenizer: Path) -> int | None:
+    """The highest id plus one; None where the file does not tell, which whoever uses it will
+    complain of.
+
+    Raises AppError(MODEL_FILES) for a file that is not there, or is no JSON object.
+    """
+    found = read_object(tokenizer, most=_MOST)
+    if found is None:
+        raise AppError(Kind.MODEL_FILES, f"{tokenizer} is missing: a model needs its tokenizer")
+    return max(_ids(found), default=-1) + 1 or None
+
+
+def _ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        yield from filter(_is_id, cast(dict[str, Any], vocabulary).values())
+    if isinstance(vocabulary, list):  # Unigram: pieces with scores, in the order of their ids
+        yield len(cast("list[Any]", vocabulary)) - 1
+    for token in cast("list[Any]", added) if isinstance(added, list) else ():
+        match token:
+            case {"id": id} if _is_id(id):
+                yield id
+            case _:
+                continue
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

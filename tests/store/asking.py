@@ -1,0 +1,48 @@
+"""The one model on the stand-in, and what tests ask about it."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.store.hub import cached
+from app.store.hub.download import fetch
+from app.store.hub.offer import look
+from app.store.names import HubName
+from tests.store.stand_in import sha256
+
+NAME = HubName(repo="org/tiny")
+WEIGHTS = "model.safetensors"
+
+
+def pull(name: HubName = NAME) -> Path:
+    return fetch(look(name), io.StringIO())
+
+
+def find(name: HubName = NAME) -> ModelFiles:
+    files = cached.find(name)
+    assert files is not None
+    return files
+
+
+def complaint(ask: Callable[[], object]) -> str:
+    with pytest.raises(AppError) as caught:
+        ask()
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def blob(content: bytes) -> Path:
+    return cached.storage_folder(NAME.repo) / "blobs" / sha256(content)
+
+
+def refusal(name: str = "tiny", ask: Callable[[str], object] = store.find) -> str:
+    with pytest.raises(AppError) as caught:
+        ask(name)
+    assert caught.value.kind is Kind.MODEL_FILES
+    assert "\n" not in caught.value.message
+    return caught.value.message

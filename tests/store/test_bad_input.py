@@ -1,0 +1,309 @@
+"""Whatever a model folder does to us: one line that names the file, and nothing left behind.
+
+From the name to a loop that would generate, with everything real in between.
+"""
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.settings import Settings
+from app.engine.describe import complete
+from app.engine.load import load
+from app.engine.loop import Loop
+from app.generation import Generation
+from app.runners.local import LocalRunner
+from tests import tiny
+from tests.store.shards import told, write, write_tensors
+
+SETTINGS = Settings(parallel=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """A model folder to be broken."""
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Not a byte of memory, not an open file."""
+    gc.collect()
+    before = mx.get_active_memory(), len(os.listdir("/dev/fd"))
+    yield
+    gc.collect()
+    assert (mx.get_active_memory(), len(os.listdir("/dev/fd"))) == before
+
+
+def opened(folder: Path) -> Loop:
+    files = complete(store.resolve(str(folder)))
+    Generation(files, LocalRunner(SETTINGS), SETTINGS)
+    return load(files, SETTINGS, lambda percent, memory: None)
+
+
+def complaint(folder: Path) -> str:
+    start = time.perf_counter()
+    with pytest.raises(AppError) as caught:
+        opened(folder)
+    assert time.perf_counter() - start < 5
+    assert str(folder) in caught.value.message
+    check(caught.value)
+    return caught.value.message
+
+
+def check(error: AppError) -> None:
+    assert error.kind is Kind.MODEL_FILES
+    assert error.message.isprintable()
+    assert len(error.message) < 1000
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**tiny.CONFIG, **changes}))
+
+
+def index(folder: Path, **places: str) -> None:
+    text = json.dumps({"weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def truncated(folder: Path) -> None:
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def wrong_header_length(folder: Path) -> None:
+    shard = folder / "model.safetensors"
+    shard.write_bytes(struct.pack("<Q", 1 << 40) + shard.read_bytes()[8:])
+
+
+def absurd_shape(folder: Path) -> None:
+    shape = [1 << 30, 1 << 30, 1 << 30]
+    write(folder / "model.safetensors", {"model.norm.weight": told("F32", shape, 0, 4)}, 4)
+
+
+def huge_shape(folder: Path) -> None:
+    """Consistent, and a terabyte, none of which is on the disk."""
+    count = 1 << 38
+    header = {"model.norm.weight": told("F32", [1 << 19, 1 << 19], 0, 4 * count)}
+    write(folder / "model.safetensors", header, 4 * count)
+
+
+def wrong_dtype(folder: Path) -> None:
+    weights = tiny.weights()
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.int32)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def foreign_dtype(folder: Path) -> None:
+    write(folder / "model.safetensors", {"model.norm.weight": told("F64", [16], 0, 128)}, 128)
+
+
+def unknown_dtype(folder: Path) -> None:
+    write(folder / "model.safetensors", {"model.norm.weight": told("F7", [16], 0, 128)}, 128)
+
+
+def missing_shard(folder: Path) -> None:
+    index(folder, x="model-00001-of-00002.safetensors")
+
+
+def index_outside(folder: Path) -> None:
+    write_tensors(folder.parent / "secret.safetensors", "x")
+    index(folder, x="../secret.safetensors")
+
+
+def index_absolute(folder: Path) -> None:
+    write_tensors(folder.parent / "secret.safetensors", "x")
+    index(folder, x=str(folder.parent / "secret.safetensors"))
+
+
+def symlink_loop(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+
+
+def symlink_loop_of_the_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("b")
+    (folder / "b").symlink_to("config.json")
+
+
+def dangling_link(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("../blobs/gone")
+
+
+def a_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def fewer_tensors_than_layers(folder: Path) -> None:
+    configure(folder, num_hidden_layers=3)
+
+
+def a_layer_too_many(folder: Path) -> None:
+    configure(folder, num_hidden_layers=1)
+
+
+def a_billion_layers(folder: Path) -> None:
+    configure(folder, num_hidden_layers=10**9)
+
+
+def as_many_layers_as_are_let_through(folder: Path) -> None:
+    configure(folder, num_hidden_layers=1024)
+
+
+def other_widths(folder: Path) -> None:
+    configure(folder, hidden_size=1 << 20, intermediate_size=1 << 24)
+
+
+def another_vocabulary(folder: Path) -> None:
+    configure(folder, vocab_size=1 << 24)
+
+
+def heads_that_share_nothing(folder: Path) -> None:
+    configure(folder, num_key_value_heads=3)
+
+
+def broken_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% if %}")
+
+
+def broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Novel"}}')
+
+
+def broken_recommendation(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+
+
+def broken_end(folder: Path) -> None:
+    configure(folder, eos_token_id="</s>")
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+BAD: list[tuple[Callable[[Path], None], str]] = [
+    (truncated, "model.safetensors is not a whole safetensors file: it was cut off"),
+    (wrong_header_length, "model.safetensors is not a whole safetensors file: its header claims"),
+    (absurd_shape, "model.safetensors is not a whole safetensors file: the shape of"),
+    (huge_shape, "the checkpoint lacks tensors"),
+    (wrong_dtype, "model.norm.weight"),
+    (foreign_dtype, "model.safetensors: the tensor model.norm.weight is F64"),
+    (unknown_dtype, "'F7', which does not exist"),
+    (missing_shard, "lacks model-00001-of-00002.safetensors, which model.safetensors.index.json"),
+    (index_outside, "is not a safetensors file beside it"),
+    (index_absolute, "is not a safetensors file beside it"),
+    (symlink_loop, "model.safetensors is not a whole safetensors file: Too many levels"),
+    (symlink_loop_of_the_config, "config.json cannot be read: Too many levels"),
+    (dangling_link, "tokenizer.json cannot be read: it is a link to a file that is not there"),
+    (a_pipe, "model.safetensors is not a whole safetensors file: it is not a plain file"),
+    (fewer_tensors_than_layers, "lacks tensors: model.layers.2"),
+    (a_layer_too_many, "has unknown tensors: model.layers.1"),
+    (a_billion_layers, "num_hidden_layers is 1000000000"),
+    (as_many_layers_as_are_let_through, "lacks tensors: model.layers.10."),
+    (other_widths, "cannot be divided among 4 attention heads"),
+    (another_vocabulary, "has misshapen tensors: lm_head.weight"),
+    (heads_that_share_nothing, "num_key_value_heads is 3"),
+    (broken_template, "the chat template in chat_template.jinja of"),
+    (broken_tokenizer, "tokenizer.json is not a tokenizer"),
+    (broken_recommendation, "generation_config.json of"),
+    (broken_end, "eos_token_id in config.json"),
+    (only_a_pickle, "a pickle, which is a program and never opened"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD, ids=[spoil.__name__ for spoil, _ in BAD])
+def test_bad_input_is_one_line_that_names_the_file(
+    folder: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    spoil(folder)
+    gc.collect()
+    assert words in complaint(folder)
+
+
+class Planted:
+    """A pickle of it writes the marker when it is opened."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_no_code_of_a_folder_runs_and_no_pickle_is_opened(folder: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    code = f"import pathlib; pathlib.Path({str(marker)!r}).mkdir()\nclass Mine: pass\n"
+    for name in (
+        "modeling_mine",
+        "configuration_mine",
+        "tokenization_mine",
+        "llama",
+        "sitecustomize",
+    ):
+        (folder / f"{name}.py").write_text(code)
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "training_args.bin"):
+        (folder / name).write_bytes(pickle.dumps(Planted(marker)))
+    maps = {"AutoConfig": "configuration_mine.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    configure(folder, auto_map=maps, trust_remote_code=True)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    described |= {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    opened(folder)
+    assert not marker.exists()
+    configure(folder, auto_map=maps, model_type="mine")
+    assert "mine" in complaint(folder)
+    assert not marker.exists()
+    pickle.loads((folder / "model.pt").read_bytes())
+    assert marker.exists(), "the trap works"
+
+
+# every kind of value, and the numbers at which things break
+HOSTILE: list[Any] = [
+    True, False, 0, -1, 1, 3, 10**6, 2**31 - 1, 2**31, 2**40, 2**63, 10**400, 0.5, -0.5, 1e308,
+    "", "8", "llama", "../x", [], [1], ["a"], [[[]]], {}, {"a": 1}, {"rope_type": [1]},
+    {"rope_type": "linear"}, {"type": "linear", "factor": 0}, {"rope_type": "yarn", "factor": "x"},
+    {"rope_type": "llama3"}, {"rope_theta": -1.0}, {"rope_theta": "x"},
+    {"bits": 3, "group_size": 7},
+]  # fmt: skip
+
+KEYS = [
+    *tiny.CONFIG,
+    *("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "layer_types"),
+    *("quantization", "partial_rotary_factor", "sliding_window", "attention_bias", "text_config"),
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_config_that_lies_gives_a_loop_or_one_line(tiny_model: Path, key: str) -> None:
+    files = store.resolve(str(tiny_model))
+    for value in HOSTILE:
+        lying = replace(files, config={**files.config, key: value})
+        if (error := refusal(lying)) is not None:
+            check(error)
+
+
+def refusal(files: ModelFiles) -> AppError | None:
+    try:
+        load(complete(files), SETTINGS, lambda percent, memory: None)
+    except AppError as error:
+        return error
+    return None

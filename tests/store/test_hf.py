@@ -1,0 +1,275 @@
+"""A folder of the hub's layout becomes files, or one line that says what is wrong with it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tokenizers
+from tokenizers import models
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.store.vocabulary import count_ids
+from tests import tiny
+from tests.store.shards import told, write, write_tensors
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """A model folder to be broken."""
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def complaint(folder: Path) -> str:
+    with pytest.raises(AppError) as caught:
+        store.resolve(str(folder))
+    assert caught.value.kind is Kind.MODEL_FILES
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def index(folder: Path, **places: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in store.resolve(str(folder)).shards]
+
+
+def test_a_separate_template_file_is_read(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }} é", encoding="utf-8")
+    assert store.resolve(str(folder)).template == "{{ messages }} é"
+
+
+def test_bytes_and_ids_are_counted(folder: Path) -> None:
+    files = store.resolve(str(folder))
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    assert files.stored == sum(array.nbytes for array in weights.values())
+    assert files.tokens == tiny.VOCAB
+
+
+class TestShards:
+    def test_are_those_of_the_index(self, folder: Path) -> None:
+        write_tensors(folder / "b.safetensors", "x", "z")
+        write_tensors(folder / "a.safetensors", "y")
+        index(folder, x="b.safetensors", y="a.safetensors", z="b.safetensors")
+        assert names(folder) == ["a.safetensors", "b.safetensors"]
+        assert store.resolve(str(folder)).stored == 24
+
+    def test_without_an_index_are_those_that_are_named_so(self, folder: Path) -> None:
+        write_tensors(folder / "adapters.safetensors", "x")
+        shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+        assert names(folder) == ["model.safetensors"]
+        (folder / "model.safetensors").unlink()
+        (folder / "adapters.safetensors").unlink()
+        assert names(folder) == ["consolidated.safetensors"]
+
+    def test_that_hold_one_tensor_twice_are_told(self, folder: Path) -> None:
+        write_tensors(folder / "model-2.safetensors", "x")
+        write_tensors(folder / "model-3.safetensors", "x")
+        assert "model-3.safetensors holds x, and so does model-2.safetensors" in complaint(folder)
+
+    @pytest.mark.parametrize(
+        "name", ["gone.safetensors", "\0.safetensors", "x" * 300 + ".safetensors"]
+    )
+    def test_that_the_index_names_must_be_there(self, folder: Path, name: str) -> None:
+        index(folder, x=name)
+        assert "lacks gone" in complaint(folder) or "cannot be read" in complaint(folder)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "../model.safetensors",
+            "/model.safetensors",
+            "a/../model.safetensors",
+            "sub/model.safetensors",
+            "./model.safetensors",
+            "..",
+            "",
+            "pytorch_model.bin",
+            "a" * 10_000,
+        ],
+    )
+    def test_that_the_index_names_must_lie_beside_it(self, folder: Path, name: str) -> None:
+        index(folder, x=name)
+        assert "is not a safetensors file beside it" in complaint(folder)
+
+    def test_must_hold_what_the_index_promises(self, folder: Path) -> None:
+        write_tensors(folder / "a.safetensors", "x")
+        write_tensors(folder / "b.safetensors", "y")
+        index(folder, x="b.safetensors", y="b.safetensors", z="a.safetensors")
+        assert "that are not there: x in b.safetensors, z in a.safetensors" in complaint(folder)
+        index(folder, **{f"t{i}": "a.safetensors" for i in range(10)})
+        assert complaint(folder).endswith("t2 in a.safetensors and 7 more")
+
+    @pytest.mark.parametrize(
+        "text",
+        ["{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"x": 3}}', "[", "[]"],
+    )
+    def test_a_broken_index_is_named(self, folder: Path, text: str) -> None:
+        (folder / INDEX).write_text(text)
+        assert INDEX in complaint(folder)
+
+    def test_a_broken_shard_is_named(self, folder: Path) -> None:
+        write(folder / "model-2.safetensors", {"x": told("F32", [-1], 0, 4)}, 4)
+        assert "model-2.safetensors is not a whole safetensors file" in complaint(folder)
+
+
+class TestOtherFormats:
+    @pytest.mark.parametrize(
+        "name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model-1.bin"]
+    )
+    def test_pickles_are_not_opened(self, folder: Path, name: str) -> None:
+        (folder / "model.safetensors").unlink()
+        os.mkfifo(folder / name)  # whoever opens it waits for ever
+        assert "a pickle, which is a program and never opened: take" in complaint(folder)
+
+    def test_gguf_is_told_apart(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+        assert "a GGUF file, which is not read here: take" in complaint(folder)
+        (folder / "config.json").unlink()
+        assert "a GGUF file, which is not read here: take" in complaint(folder)
+
+    def test_beside_safetensors_they_do_not_matter(self, folder: Path) -> None:
+        (folder / "model.gguf").write_bytes(b"GGUF")
+        os.mkfifo(folder / "pytorch_model.bin")
+        assert names(folder) == ["model.safetensors"]
+
+
+JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json")
+
+
+class TestDocuments:
+    @pytest.mark.parametrize(
+        ("file", "content", "words"),
+        [
+            ("config.json", None, "has no config.json: it is not a model folder"),
+            ("tokenizer.json", None, "has no tokenizer.json, the only kind"),
+            ("model.safetensors", None, "has no .safetensors file"),
+            ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+            *((file, b"{", f"{file} cannot be read") for file in JSON_FILES),
+            *((file, b'{"a": "\xff"}', f"{file} cannot be read") for file in JSON_FILES),
+            *((file, b'{"a": NaN}', f"{file} cannot be read") for file in JSON_FILES),
+            *((file, b'{"a":' * 5000, f"{file} cannot be read") for file in JSON_FILES),
+            *((file, b"[]", f"{file} is not a JSON object") for file in JSON_FILES),
+            *((file, b"3", f"{file} is not a JSON object") for file in JSON_FILES),
+        ],
+    )
+    def test_what_is_missing_or_broken_is_named(
+        self, folder: Path, file: str, content: bytes | None, words: str
+    ) -> None:
+        if content is None:
+            (folder / file).unlink()
+        else:
+            (folder / file).write_bytes(content)
+        assert words in complaint(folder)
+
+    @pytest.mark.parametrize("file", ["config.json", "chat_template.jinja", INDEX])
+    def test_what_is_far_too_large_is_not_read(self, folder: Path, file: str) -> None:
+        with (folder / file).open("wb") as sparse:
+            sparse.truncate(10 << 30)
+        assert f"{file} cannot be read: it has more than" in complaint(folder)
+
+    @pytest.mark.parametrize("file", [*JSON_FILES, "chat_template.jinja", INDEX])
+    def test_what_is_no_file_is_named_and_not_waited_for(self, folder: Path, file: str) -> None:
+        path = folder / file
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        assert f"{file} cannot be read: it is not a plain file" in complaint(folder)
+        path.unlink()
+        path.mkdir()
+        assert f"{file} cannot be read: it is not a plain file" in complaint(folder)
+
+    def test_code_of_the_model_is_told_and_not_run(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        config = {**tiny.CONFIG, "auto_map": {"AutoModel": "modeling.Mine"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        store.resolve(str(folder))
+        assert "model: the model's own code (auto_map) is not run" in caplog.text
+
+
+class TestLinks:
+    def test_are_what_the_hubs_cache_is_made_of(self, folder: Path, tmp_path: Path) -> None:
+        blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+        blobs.mkdir()
+        snapshot.mkdir(parents=True)
+        for place, file in enumerate(sorted(folder.iterdir())):
+            shutil.move(file, blobs / str(place))
+            (snapshot / file.name).symlink_to(f"../../blobs/{place}")
+        assert names(snapshot) == ["model.safetensors"]
+
+    @pytest.mark.parametrize("file", [*JSON_FILES, "chat_template.jinja", INDEX])
+    def test_that_go_in_circles_or_nowhere_are_named(self, folder: Path, file: str) -> None:
+        path = folder / file
+        path.unlink(missing_ok=True)
+        path.symlink_to(path)
+        assert f"{file} cannot be read" in complaint(folder)
+        path.unlink()
+        path.symlink_to("nowhere")
+        assert f"{file} cannot be read: it is a link to a file that is not there" in complaint(
+            folder
+        )
+
+    def test_of_weights_are_followed_no_further(self, folder: Path) -> None:
+        shard = folder / "model.safetensors"
+        shard.unlink()
+        shard.symlink_to(shard)
+        assert "model.safetensors is not a whole safetensors file" in complaint(folder)
+        shard.unlink()
+        shard.symlink_to("nowhere")
+        assert "model.safetensors is not a whole safetensors file" in complaint(folder)
+
+
+class TestVocabulary:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "tokenizers/gpt2",
+            "tokenizers/qwen3",
+            "tokenizers/phi-3",
+            "tokenizers/mistral-v3",
+            "tokenizers/falcon",
+            "tokenizers/gpt-neox-20b",
+            "models/stories260K",
+        ],
+    )
+    def test_of_a_real_tokenizer_is_as_the_library_counts_it(self, shared: Path, name: str) -> None:
+        path = shared / name / "tokenizer.json"
+        vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
+        assert count_ids(path) == max(vocabulary.values()) + 1
+
+    def test_of_pieces_with_scores_and_added_tokens(self, tmp_path: Path) -> None:
+        path = tmp_path / "tokenizer.json"
+        made = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+        made.save(str(path))
+        assert count_ids(path) == 2
+        made.add_special_tokens(["<s>"])
+        made.save(str(path))
+        assert count_ids(path) == 3
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "{}",
+            '{"model": 3}',
+            '{"model": {"vocab": 3}}',
+            '{"model": {"vocab": {"a": "x", "b": true, "c": -1, "d": 1.5, "e": null}}}',
+            '{"added_tokens": 3}',
+            '{"added_tokens": [3, {}, {"id": "x"}, {"id": -1}]}',
+        ],
+    )
+    def test_that_cannot_be_counted_is_unknown(self, tmp_path: Path, text: str) -> None:
+        """And a matter for whoever makes a tokenizer of it."""
+        path = tmp_path / "tokenizer.json"
+        path.write_text(text)
+        assert count_ids(path) is None

@@ -1,0 +1,154 @@
+"""Models of Ollama's store, written here as Ollama writes them."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.defaults import defaults
+from app.core.files import ModelFiles
+from app.engine.describe import complete
+from app.engine.weights import open_model
+from tests.store.asking import refusal
+from tests.store.ollama_store import CONFIG, GO_TEMPLATE, OllamaStore
+
+PARAMETERS = {
+    "temperature": 0.5,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.05,
+    "repeat_penalty": 1.1,
+    "repeat_last_n": 64,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "num_predict": 100,
+    "seed": 7,
+    "stop": ["<|im_end|>", "</s>"],
+    "num_ctx": 2048,
+}
+
+
+def logits(files: ModelFiles) -> mx.array:
+    model = open_model(complete(files), None)
+    return model.logits(model(mx.array([[72, 105, 33]]), model.make_kv()))
+
+
+def test_a_model_of_the_store_answers_like_the_same_one_in_a_folder(
+    ollama: OllamaStore, packed: Path, layers: list[dict[str, Any]]
+) -> None:
+    ollama.write("tiny", layers)
+    files, same = store.resolve("tiny"), store.resolve(str(packed))
+    assert files.name == "tiny"
+    assert files.tokens == same.tokens
+    assert files.stored == same.stored
+    assert files.config["hidden_size"] == CONFIG["hidden_size"]
+    assert mx.array_equal(logits(files), logits(same))
+
+
+def test_a_blob_of_two_layers_and_two_names_is_one_file(
+    ollama: OllamaStore, packed: Path, layers: list[dict[str, Any]]
+) -> None:
+    """Ollama names a layer for each tensor, also where one blob holds several."""
+    [weight] = [layer for layer in layers if layer.get("name") == "lm_head.weight"]
+    ollama.write("one", [*layers, {**weight, "name": "lm_head.weight.scale"}])
+    ollama.write("two", layers)
+    one, two = store.find("one"), store.find("two")
+    assert one.shards == two.shards
+    assert len(one.shards) == len(set(one.shards)) == len(layers) - 3
+    assert mx.array_equal(logits(one), logits(store.find(str(packed))))
+
+
+def test_parameters_become_defaults(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+    base = ollama.json("json", {"do_sample": False, "top_k": 3}, "generation_config.json")
+    ollama.write("tiny", [*layers, base, ollama.json("params", PARAMETERS)])
+    files = store.find("tiny")
+    found = defaults(files)
+    assert found.sampling == {
+        "temperature": 0.5,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "repeat_last_n": 64,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "seed": 7,
+    }
+    assert found.max_tokens == 100
+    assert found.stops == ("<|im_end|>", "</s>")
+    assert files.context == 2048
+
+
+def test_parameters_that_say_nothing_change_nothing(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
+    quiet = {"seed": -1, "num_predict": -1, "repeat_penalty": 0, "num_gpu": 99, "stop": "x"}
+    ollama.write("tiny", [*layers, ollama.json("params", quiet)])
+    found = defaults(store.find("tiny"))
+    assert (found.sampling, found.max_tokens, found.stops) == ({}, None, ("x",))
+
+
+@pytest.mark.parametrize("value", [0, "8192", True, 1.5])
+def test_an_absurd_context_is_refused(
+    ollama: OllamaStore, layers: list[dict[str, Any]], value: Any
+) -> None:
+    ollama.write("tiny", [*layers, ollama.json("params", {"num_ctx": value})])
+    assert "num_ctx" in refusal()
+
+
+def test_the_system_prompt_is_the_models(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+    ollama.write("tiny", [*layers, ollama.layer("system", b"You are terse.")])
+    assert store.find("tiny").system == "You are terse."
+
+
+def test_a_go_template_alone_is_left_and_said(
+    ollama: OllamaStore, layers: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    template = ollama.layer("template", GO_TEMPLATE.encode())
+    ollama.write("jinja", [*layers, template])
+    with caplog.at_level(logging.WARNING):
+        assert store.find("jinja").tokenizer_config["chat_template"]
+    assert caplog.messages == []
+    plain = [layer for layer in layers if layer.get("name") != "tokenizer_config.json"]
+    ollama.write("go", [*plain, template])
+    with caplog.at_level(logging.WARNING):
+        assert store.find("go").template is None
+    assert caplog.messages == ["go: its chat template is written for Ollama alone and is not used"]
+
+
+def test_a_jinja_template_of_its_own_is_read(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
+    ollama.write("tiny", [*layers, ollama.layer("json", b"{{ x }}", "chat_template.jinja")])
+    assert store.find("tiny").template == "{{ x }}"
+
+
+def test_tensors_of_a_drafting_model_are_left(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
+    draft = ollama.tensors({"draft.w": mx.zeros((2, 2))}, "draft.w")
+    ollama.write("tiny", [*layers, draft])
+    assert ollama.path_of(draft) not in store.find("tiny").shards
+
+
+def test_gguf_is_refused_with_a_way_out(ollama: OllamaStore) -> None:
+    ollama.write("llama3.2", [ollama.layer("model", b"GGUF...")])
+    message = refusal("llama3.2")
+    assert "is a GGUF model" in message
+    assert "`mlxrunner pull mlx-community/" in message
+
+
+def test_an_adapter_is_refused(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
+    ollama.write("tiny", [*layers, ollama.layer("adapter", b"LoRA")])
+    assert "has a LoRA adapter" in refusal()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_layer_without_which_nothing_works_is_missed(
+    ollama: OllamaStore, layers: list[dict[str, Any]], file: str
+) -> None:
+    ollama.write("tiny", [layer for layer in layers if layer.get("name") != file])
+    assert f"has no {file} layer" in refusal()
