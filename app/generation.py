@@ -8,22 +8,23 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import assert_never
 
+from app.core.defaults import defaults
 from app.core.errors import AppError, Kind
 from app.core.events import Event, Finish, FinishReason, Progress, Timings, Usage
-from app.core.files import Json, ModelFiles
+from app.core.files import ModelFiles
 from app.core.jobs import Ended, Job, Prefilled, Started, Token
 from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
-from app.core.requests import Conversation, GenerateRequest, Sampling, SamplingValue
+from app.core.requests import Conversation, GenerateRequest, Message, Sampling
 from app.core.room import Room
 from app.core.settings import Settings
 from app.core.shift import kept, truncated
 from app.text.answer import Answer
 from app.text.chat import ChatTemplate
-from app.text.tokenizer import Tokenizer, stop_ids
+from app.text.tokenizer import Tokenizer, stops
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ KEEP = 4
 # An answer that may outgrow its context needs another end: so many contexts, as in Ollama.
 SHIFTED_CONTEXTS = 10
 
+_SYSTEM = ("system", "developer")
+
 # tokens of text that a log line shows on each side of a place
 _AROUND = 8
 
@@ -42,14 +45,14 @@ class Generation:
     """Implements `Generate` for one model."""
 
     def __init__(self, files: ModelFiles, runner: Runner, settings: Settings) -> None:
-        """Raises AppError(MODEL_FILES) when tokenizer or template are broken."""
+        """Raises AppError(MODEL_FILES) when tokenizer, template or recommendations are broken."""
         self._settings = settings
         self._files = files
         self._runner = runner
         self._tokenizer = Tokenizer.load(files)
         self._template = ChatTemplate(files)
-        self._stop_ids = stop_ids(files, self._tokenizer)
-        self._defaults = sampling_defaults(files.generation_config)
+        self._defaults = defaults(files)
+        self._stops = stops(files, self._tokenizer, self._defaults.stops)
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
@@ -82,28 +85,30 @@ class Generation:
     def _room(self) -> Room:
         return Room(
             model=self._files.context_length,
-            asked=self._settings.context,
+            asked=self._files.served_context(self._settings.context),
             capacity=self._runner.status().capacity,
         )
 
     def _prepare(self, request: GenerateRequest, room: Room) -> tuple[Job, Answer]:
         job = self._job(request, room)
-        return job, Answer(self._tokenizer, prompt=job.ids, stops=request.stop)
+        # the request's come on top: what ends the model's turns does so whoever asks
+        stops = (*self._stops.texts, *request.stop)
+        return job, Answer(self._tokenizer, prompt=job.ids, stops=stops)
 
     def _job(self, request: GenerateRequest, room: Room) -> Job:
         ids = self._ids(request, room)
         keep = self._keep(request, ids)
         if self._settings.context_shift:
             ids = truncated(ids, context=room.context, keep=keep)
-        sampling = Sampling.layered(self._defaults, request.sampling)
+        sampling = Sampling.layered(self._defaults.sampling, request.sampling)
         for token, _ in sampling.logit_bias:
-            self._check_id(token, "logit_bias")
+            self._check_id(token, "logit_bias", self._files.sampled_ids)
         return Job(
             id=uuid.uuid4().hex,
             ids=tuple(ids),
             sampling=sampling,
             max_tokens=self._max_tokens(request, room.context, len(ids)),
-            stop_ids=self._stop_ids,
+            stop_ids=self._stops.ids,
             top_logprobs=request.top_logprobs,
             reuse=request.reuse,
             grammar=request.grammar,
@@ -117,10 +122,11 @@ class Generation:
         return keep + begun if keep >= 0 else keep
 
     def _max_tokens(self, request: GenerateRequest, context: int, prompt: int) -> int:
+        asked = request.max_tokens or self._defaults.max_tokens
         if self._settings.context_shift:
-            return request.max_tokens or SHIFTED_CONTEXTS * context
+            return asked or SHIFTED_CONTEXTS * context
         left = context - prompt
-        return left if request.max_tokens is None else min(request.max_tokens, left)
+        return left if asked is None else min(asked, left)
 
     def _ids(self, request: GenerateRequest, room: Room) -> Sequence[int]:
         """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
@@ -128,13 +134,13 @@ class Generation:
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         match request.prompt:
             case Conversation(messages=messages):
-                text = self._template.render(messages)
+                text = self._template.render(self._with_system(messages))
                 return self._encode(text, param, room, add_special=not self._template.complete)
             case str(text):
                 return self._encode(text, param, room, add_special=True)
             case ids:
                 for token in ids:
-                    self._check_id(token, param)
+                    self._check_id(token, param, self._files.vocab_size)
                 return self._fitting(ids, param, room)
 
     def _encode(self, text: str, param: str, room: Room, *, add_special: bool) -> Sequence[int]:
@@ -142,6 +148,7 @@ class Generation:
         if not self._settings.context_shift:  # else the end counts, however long the text is
             text = self._tokenizer.enough_of(whole, room.context)
         ids = self._tokenizer.encode(text, add_special=add_special)
+        self._check_rows(ids, param)
         return self._fitting(ids, param, room, more=len(text) < len(whole))
 
     def _fitting(
@@ -157,12 +164,29 @@ class Generation:
             raise AppError(Kind.CONTEXT_LENGTH, f"{has}, {room.refusal(len(ids))}", param=param)
         return ids
 
-    def _check_id(self, token: int, param: str) -> None:
-        if not 0 <= token < self._files.vocab_size:
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the model is told at first, unless the conversation tells it."""
+        system = self._files.system
+        if system is None or any(message.role in _SYSTEM for message in messages):
+            return messages
+        return (Message(role="system", content=system), *messages)
+
+    def _check_rows(self, ids: Sequence[int], param: str) -> None:
+        """A tokenizer may have been given tokens that this model has nothing for."""
+        token = max(ids, default=0)
+        if token >= self._files.vocab_size:
             raise AppError(
                 Kind.INVALID,
-                f"{token} is not a token id of this model, whose ids are 0 to "
-                f"{self._files.vocab_size - 1}",
+                f"the prompt holds {self._tokenizer.token_text(token)!r}, a token that this "
+                "model's tokenizer knows and the model does not: write it otherwise",
+                param=param,
+            )
+
+    def _check_id(self, token: int, param: str, count: int) -> None:
+        if not 0 <= token < count:
+            raise AppError(
+                Kind.INVALID,
+                f"{token} is not a token id of this model, whose ids are 0 to {count - 1}",
                 param=param,
             )
 
@@ -188,33 +212,6 @@ class Generation:
 
     def _shown(self, ids: Sequence[int]) -> str:
         return "".join(map(self._tokenizer.token_text, ids))
-
-
-def sampling_defaults(generation_config: Json) -> Mapping[str, SamplingValue]:
-    """What the model's makers recommend: generation_config.json, the fields we have.
-
-    They stand between our defaults and the request. `do_sample: false` means greedy; values out
-    of range are not taken.
-    """
-    if generation_config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return dict(_recommended(generation_config))
-
-
-def _recommended(config: Json) -> Iterator[tuple[str, SamplingValue]]:
-    bounds = {
-        "temperature": (0, 100),
-        "top_p": (0, 1),
-        "min_p": (0, 1),
-        "repetition_penalty": (0.01, 10),
-    }
-    for name, (low, high) in bounds.items():
-        value = config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            yield name, float(value)
-    top_k = config.get("top_k")
-    if isinstance(top_k, int) and not isinstance(top_k, bool) and top_k >= 0:
-        yield "top_k", top_k
 
 
 async def _events(

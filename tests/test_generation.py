@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from app.core.jobs import (
 from app.core.ports import RunnerStatus
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Sampling
 from app.core.settings import Settings
-from app.generation import KEEP, Generation, sampling_defaults
+from app.generation import KEEP, Generation
 from tests import tiny
 
 
@@ -326,20 +327,97 @@ def test_the_models_defaults_stand_between_ours_and_the_request(
     assert runner.jobs[0].sampling == Sampling(temperature=0.6, top_k=20, top_p=1.0)
 
 
+def test_a_broken_recommendation_is_told_before_anything_is_served(files: ModelFiles) -> None:
+    broken = replace(files, generation_config={"temperature": "hot"})
+    with pytest.raises(AppError, match=r"generation_config\.json of .*: temperature is 'hot'"):
+        Generation(broken, FakeRunner("x"), PLAIN)
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(None, 9), (20, 20), (3, 3)])
+def test_the_models_own_length_of_an_answer_is_for_whoever_names_none(
+    files: ModelFiles, asked: int | None, granted: int
+) -> None:
+    brief, runner = replace(files, generation_config={"max_new_tokens": 9}), FakeRunner("x")
+    events(brief, runner, max_tokens=asked)
+    events(brief, runner, SHIFTING, max_tokens=asked)
+    assert [job.max_tokens for job in runner.jobs] == [granted, granted]
+
+
+def test_the_models_stop_strings_end_an_answer_beside_the_requests(files: ModelFiles) -> None:
+    ending = replace(files, generation_config={"stop_strings": ["two", "</s>", "<s>"]})
+    runner = FakeRunner("one two three")
+    assert text_of(events(ending, runner)) == "one "
+    assert text_of(events(ending, runner, stop=("e",))) == "on"
+    assert text_of(events(ending, runner, stop=("three",))) == "one "
+    # a special token is no text that could be found
+    assert runner.jobs[0].stop_ids == {tiny.BOS, tiny.END}
+
+
+def said(*roles: str) -> Conversation:
+    return Conversation(messages=tuple(Message(role=role, content="hi") for role in roles))
+
+
 @pytest.mark.parametrize(
-    ("config", "defaults"),
+    ("roles", "prompt"),
     [
-        ({}, {}),
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-        ({"do_sample": True, "temperature": 0.7, "min_p": 0.1}, {"temperature": 0.7, "min_p": 0.1}),
-        ({"temperature": "hot", "top_k": -1, "top_p": 2, "repetition_penalty": True}, {}),
-        ({"repetition_penalty": 1.1, "top_k": 5}, {"repetition_penalty": 1.1, "top_k": 5}),
+        (("user",), b"system: Be kind.\nuser: hi\n"),
+        (("system", "user"), b"system: hi\nuser: hi\n"),
+        (("user", "system"), b"user: hi\nsystem: hi\n"),
+        (("developer", "user"), b"system: hi\nuser: hi\n"),
     ],
 )
-def test_recommended_sampling_is_read_from_generation_config(
-    config: dict[str, Any], defaults: dict[str, Any]
+def test_the_models_system_prompt_is_for_conversations_without_one(
+    files: ModelFiles, roles: tuple[str, ...], prompt: bytes
 ) -> None:
-    assert sampling_defaults(config) == defaults
+    told, runner = replace(files, system="Be kind."), FakeRunner("x")
+    events(told, runner, prompt=said(*roles))
+    assert bytes(runner.jobs[0].ids) == prompt + b"assistant: "
+    events(told, runner, prompt="hi")
+    assert bytes(runner.jobs[1].ids) == b"hi"
+
+
+def test_the_context_that_the_makers_want_is_promised_until_the_model_is_loaded(
+    files: ModelFiles,
+) -> None:
+    short = replace(files, context=64)
+    assert Generation(short, FakeRunner("x"), PLAIN).models()[0].context_length == 64
+    longer = Generation(short, FakeRunner("x"), Settings(context=128))
+    assert longer.models()[0].context_length == 128
+    message = refusal(short, prompt="x" * 64).message
+    assert "the server's context is 64 tokens" in message
+    assert "--context" in message
+
+
+class TestIdsThatOnlyOneSideHas:
+    """A model's rows are rounded up; a tokenizer may have been given more tokens."""
+
+    def test_ids_that_are_no_token_are_never_favoured(self, files: ModelFiles) -> None:
+        padded = replace(files, config={**files.config, "vocab_size": 320})
+        bias = {"logit_bias": ((tiny.VOCAB, 1.0),)}
+        error = refusal(padded, sampling=bias)
+        assert (error.kind, error.param) == (Kind.INVALID, "logit_bias")
+        assert f"whose ids are 0 to {tiny.VOCAB - 1}" in error.message
+
+    def test_they_may_be_read(self, files: ModelFiles) -> None:
+        """They have rows, and it is the client that sent them."""
+        padded = replace(files, config={**files.config, "vocab_size": 320})
+        runner = FakeRunner("x")
+        events(padded, runner, prompt=(1, 319))
+        assert runner.jobs[0].ids == (1, 319)
+        assert refusal(padded, prompt=(1, 320)).kind is Kind.INVALID
+
+    def test_tokens_that_the_model_has_no_rows_for_are_refused(self, files: ModelFiles) -> None:
+        small = replace(files, config={**files.config, "vocab_size": tiny.END})
+        events(small, FakeRunner("x"), prompt="hello<s>")
+        error = refusal(small, prompt="hello</s>")
+        assert (error.kind, error.param) == (Kind.INVALID, "prompt")
+        assert "the prompt holds '</s>', a token that this model's tokenizer knows" in error.message
+        assert refusal(small, prompt=(tiny.END,)).kind is Kind.INVALID
+
+    def test_an_end_that_is_no_token_is_left_out(self, files: ModelFiles) -> None:
+        runner = FakeRunner("x")
+        events(replace(files, config={**files.config, "eos_token_id": [tiny.END, 999]}), runner)
+        assert runner.jobs[0].stop_ids == {tiny.END}
 
 
 def run(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:

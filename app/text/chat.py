@@ -35,9 +35,11 @@ class ChatTemplate:
         AppError(MODEL_FILES) when a template is broken.
         """
         sources = _sources(files)
+        file = "tokenizer_config.json" if files.template is None else "chat_template.jinja"
+        place = f"{file} of {files.path}"
         self.complete = bool(sources)
         self._templates = {
-            name: Template(source, model=files.name)
+            name: Template(source, place=place)
             for name, source in (sources or {"default": PLAIN}).items()
         }
         self._special = _special_tokens(files.tokenizer_config)

@@ -13,6 +13,7 @@ a reader is better served by what was good; so we, like SentencePiece, replace o
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import tokenizers
@@ -120,7 +121,11 @@ class Tokenizer:
 
     def shows(self, id: int) -> bool:
         """Whether the id is part of what a reader should see."""
-        return id not in self.special and self._token(id) is not None
+        return id not in self.special and self.has(id)
+
+    def has(self, id: int) -> bool:
+        """Whether the id is a token."""
+        return self._token(id) is not None
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
@@ -154,18 +159,37 @@ class Tokenizer:
         return self._inner.id_to_token(id) if 0 <= id < 1 << 32 else None
 
 
-def stop_ids(files: ModelFiles, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end a text: eos_token_id of generation_config.json, else of config.json, else the
-    eos_token of tokenizer_config.json; empty when none names any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stops:
+    """What ends an answer of one model. ids: tokens that do. texts: those that are no token."""
+
+    ids: frozenset[int]
+    texts: tuple[str, ...]
+
+
+def stops(files: ModelFiles, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Stops:
+    """The union of eos_token_id in generation_config.json (else in config.json), the eos_token of
+    tokenizer_config.json, and `texts`. A text that is a special token ends an answer as its id,
+    since nobody ever sees it as text.
+
+    mlx-lm (utils.py, TokenizerWrapper) and vLLM take the same union. Any of the three alone is
+    wrong for some model: conversions lose generation_config.json, and then config.json names only
+    the end of a document (Llama 3's <|end_of_text|>, Phi 3's <|endoftext|>) where tokenizer_config
+    has the end of a turn; for Gemma it is the other way round. An id that is no token is never
+    sampled, ends nothing, and is left out.
 
     Raises AppError(MODEL_FILES) for an eos_token_id which is neither an id nor a list of ids.
     """
-    ids = next(_configured_ids(files, "eos_token_id"), None)
-    if ids is not None:
-        return ids
+    ids = set(next(_configured_ids(files, "eos_token_id"), frozenset[int]()))
     eos = special_text(files.tokenizer_config.get("eos_token"))
-    id = tokenizer.token_id(eos) if eos is not None else None
-    return frozenset() if id is None else frozenset({id})
+    named = {text: tokenizer.token_id(text) for text in texts}
+    hidden = {text: id for text, id in named.items() if id in tokenizer.special}
+    last = None if eos is None else tokenizer.token_id(eos)
+    ids.update(id for id in (*hidden.values(), last) if id is not None)
+    return Stops(
+        ids=frozenset(filter(tokenizer.has, ids)),
+        texts=tuple(text for text in texts if text not in hidden),
+    )
 
 
 def special_text(value: Any) -> str | None:

@@ -3,6 +3,8 @@
 from datetime import datetime
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from app.core.errors import AppError, Kind
 from app.core.requests import CalledTool, Message
@@ -140,3 +142,65 @@ def test_a_refusal_is_the_clients_and_in_the_templates_words(files):
         shown(files, "{{ raise_exception('roles must alternate') }}")
     assert caught.value.message == "roles must alternate"
     assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "messages")
+
+
+class TestBeginningOfText:
+    """A conversation's text begins as its template says, and with no token that begins a text
+    twice."""
+
+    TURNS = (
+        Message(role="user", content="Hello"),
+        Message(role="assistant", content="Hi."),
+        Message(role="user", content="Bye"),
+    )
+
+    def ids(self, model, messages=TURNS) -> tuple[Tokenizer, list[int]]:
+        chat, tokenizer = ChatTemplate(model), Tokenizer.load(model)
+        return tokenizer, list(
+            tokenizer.encode(chat.render(messages), add_special=not chat.complete)
+        )
+
+    @pytest.mark.parametrize(
+        ("folder", "begins"),
+        [("mistral-v3", True), ("phi-3", True), ("qwen3", False), ("gpt2", False)],
+    )
+    def test_of_real_models_with_their_own_templates(self, real_files, folder, begins):
+        model = real_files(f"tokenizers/{folder}")
+        tokenizer, ids = self.ids(model)
+        begin = tokenizer.bos
+        assert ((ids[0] == begin), sum(id == begin for id in ids)) == (begins, begins)
+
+    @pytest.mark.parametrize(
+        ("template", "bos"),
+        [
+            ("google-gemma-2-2b-it", "<bos>"),
+            ("ortx-gemma-3", "<bos>"),
+            ("meta-llama-Llama-3.1-8B-Instruct", "<|begin_of_text|>"),
+            ("meta-llama-Llama-3.3-70B-Instruct", "<|begin_of_text|>"),
+            ("mistralai-Mistral-Nemo-Instruct-2407", "<s>"),
+        ],
+    )
+    @pytest.mark.parametrize("add_bos", [None, True, False])
+    def test_of_templates_that_write_it(self, shared, files, made, template, bos, add_bos):
+        """Whatever the tokenizer does to plain texts: Gemma's and Llama's begin them, too."""
+        inner = tokenizers.Tokenizer.from_str(made["byte_level"].to_str())
+        begin = inner.get_vocab_size()
+        inner.add_special_tokens([bos])
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, begin)]
+        )
+        source = (shared / f"chat_templates/templates/{template}.jinja").read_text()
+        config = {"bos_token": bos, "eos_token": "<end>", "add_bos_token": add_bos}
+        model = files(inner, template=source, tokenizer_config=config)
+        tokenizer, ids = self.ids(model)
+        assert (ids[0], ids.count(begin)) == (begin, 1)
+        assert (tokenizer.encode("Hello", add_special=True)[0] == begin) is (add_bos is not False)
+
+    def test_what_a_user_writes_is_not_the_beginning(self, files, made):
+        source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        config = {"bos_token": "<s>", "add_bos_token": True}
+        model = files(made["sentence_piece"], template=source, tokenizer_config=config)
+        said = (Message(role="user", content="<s>the"),)
+        assert self.ids(model, said)[1][:2] == [1, 1], "both are there, as both were written"
+        plain = files(made["sentence_piece"], tokenizer_config=config)
+        assert self.ids(plain, said)[1].count(1) == 1

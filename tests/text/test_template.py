@@ -1,6 +1,7 @@
 """Jinja as templates expect it; against real templates, and against bad ones."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
@@ -30,11 +31,11 @@ NEIGHBOURS = """
 
 def compiled(folder: Path) -> Callable[[str], Template]:
     """The templates in a folder, by name, each compiled once."""
-    return cache(lambda name: Template((folder / name).read_text(), model=name))
+    return cache(lambda name: Template((folder / name).read_text(), place=name))
 
 
 def render(source: str, seconds: float = 5.0, **context) -> str:
-    return Template(source, model="test-model", seconds=seconds).render(context, now=lambda: NOON)
+    return Template(source, place="a file", seconds=seconds).render(context, now=lambda: NOON)
 
 
 def refusal(source: str, seconds: float = 5.0, **context) -> str:
@@ -129,10 +130,8 @@ class TestBadTemplates:
         ],
     )
     def test_are_refused_when_they_are_loaded(self, source, line):
-        with pytest.raises(
-            AppError, match=f"chat template of test-model is broken{line}:"
-        ) as caught:
-            Template(source, model="test-model")
+        with pytest.raises(AppError, match=f"chat template in a file is broken{line}:") as caught:
+            Template(source, place="a file")
         assert caught.value.kind is Kind.MODEL_FILES
 
     def test_speak_for_themselves(self):
@@ -178,3 +177,133 @@ class TestBadTemplates:
     )
     def test_do_not_run_for_ever(self, source):
         assert "longer than 0.05 seconds" in refusal(source, 0.05, m=list(range(5000)))
+
+    def test_of_absurd_length_are_not_compiled(self):
+        with pytest.raises(AppError, match="in a file has more than 262144 characters"):
+            Template("{{ a }}" * 100_000, place="a file")
+
+    @pytest.mark.parametrize("source", ["(" * 9999, "[" * 9999, "not " * 9999, "1" + "+1" * 9999])
+    def test_that_are_nested_too_deeply_are_broken(self, source):
+        with pytest.raises(AppError, match="chat template in a file is broken"):
+            Template("{{ " + source + " }}", place="a file")
+
+    def test_what_they_say_when_they_fail_is_one_line_of_bounded_length(self):
+        assert refusal("{{ raise_exception('a\nb' * 99999) }}").startswith("a ba ba b")
+        assert len(refusal("{{ raise_exception('ab' * 99999) }}")) < 600
+        assert len(refusal("{{ {}['ab' * 99999].x }}")) < 600
+
+
+X = "{% set x = 'x' * 1000000 %}"
+DOUBLED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
+
+BOMBS = [
+    "{{ 'x' * 10**10 }}",
+    "{{ 10**10 * 'x' }}",
+    "{{ [1] * 10**10 }}",
+    "{% set n = 99 %}{{ n ** n ** n }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%.1000000000f' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%1000000000d' | format(1) }}",
+    "{{ '%(a)s' * 100000 % {'a': 'x' * 100000} }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 1000000000) }}",
+    "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "{{ 'a'.center(10**10) }}",
+    "{{ 'a'.zfill(10**10) }}",
+    "{{ '\t'.expandtabs(10**9) }}",
+    "{{ (1).to_bytes(10**10, 'big') }}",
+    "{{ 'a' | center(10000000000) }}",
+    "{{ 'a' | indent(10000000000, first=true) }}",
+    "{{ {'a': [1]} | tojson(indent=10**10) }}",
+    "{{ [1] | batch(10**9, 'x') | list }}",
+    "{{ [1] | slice(10**9) | list }}",
+    "{{ 1.5 | round(10**9, 'ceil') }}",
+    X + "{{ [x] * 100000 }}",
+    X + "{{ ([x] * 100000) | join }}",
+    X + "{{ ','.join([x] * 100000) }}",
+    X + "{{ x.join(['a'] * 100000) }}",
+    X + "{{ ([1] * 100000) | join(x) }}",
+    X + "{{ ('a' * 100000).replace('a', x) }}",
+    X + "{{ ('a' * 100000) | replace('a', x) }}",
+    X + "{{ ('a' * 100000).translate({97: x}) }}",
+    X + "{% for i in range(99999) %}{{ x }}{% endfor %}",
+    X + "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
+    "{% set ns.l = ns.l + [x ~ i] %}{% endfor %}",
+    X + "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
+    "{% set ns.l = ns.l + [x[1:]] %}{% endfor %}",
+    "{% for i in range(99999) %}" + "y" * 9999 + "{% endfor %}",
+    "{% set y %}{% for i in range(99999) %}" + "y" * 9999 + "{% endfor %}{% endset %}",
+    "{% macro m() %}{% for i in range(99999) %}"
+    + "y" * 9999
+    + "{% endfor %}{% endmacro %}{{ m() }}",
+    DOUBLED.replace("STEP", "ns.x + ns.x"),
+    DOUBLED.replace("[1]", "'x'").replace("STEP", "ns.x + ns.x"),
+    DOUBLED.replace("[1]", "'x'").replace("STEP", "ns.x ~ ns.x"),
+    *(
+        DOUBLED.replace("STEP", "[ns.x, ns.x]") + shown
+        for shown in (
+            "{{ ns.x }}",
+            "{{ ns.x | tojson }}",
+            "{{ ns.x | string }}",
+            "{{ 'a' ~ ns.x }}",
+            "{{ '%s' % ns.x }}",
+            "{{ '{}'.format(ns.x) }}",
+            "{{ [ns.x] | join }}",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_much_is_not_made_of_little(source):
+    """Also not while it is compiled, when Jinja computes constants."""
+    tracemalloc.start()
+    try:
+        refusal(source, 0.5)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 30
+
+
+def test_filters_that_write_web_pages_are_not_here():
+    for name in ("urlize", "wordwrap", "xmlattr", "pprint"):
+        with pytest.raises(AppError, match=f"No filter named '{name}'"):
+            Template("{{ 'x' | " + name + " }}", place="a file")
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ '%5.2f|%-3s|%%|%(a)s' % {'a': 1} if false else '%5.2f|%-3s|%%' % (1.5, 'x') }}",
+         " 1.50|x  |%"),
+        ("{{ '%s-%s' | format(1, 'b') }}", "1-b"),
+        ("{{ '{:>5}|{a[0]}|{}'.format('x', 2, a=[3]) }}", "    x|3|2"),
+        ("{{ '{a}'.format_map({'a': 1}) }}", "1"),
+        ("{{ [1, 2] | join(', ') }}", "1, 2"),
+        ("{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }}", "1+2"),
+        ("{{ ', '.join(['a', 'b']) }}{{ 'xyz' | join('-') }}", "a, bx-y-z"),
+        ("{{ 1 ~ none ~ [2] ~ nothing }}", "1None[2]"),
+        ("{{ 'abcdef'[1:4] }}{{ [1, 2, 3][::-1] }}", "bcd[3, 2, 1]"),
+        ("{{ 'abc'[-1] }}{{ 'abcdef'[:-1:2] }}", "cace"),
+        ("{{ 'ab' * 3 }}{{ [1] * 2 }}", "ababab[1, 1]"),
+        ("{{ 2 ** 10 }}{{ 7 % 4 }}{{ 2 ** -1 }}", "102430.5"),
+        ("{{ 'a' + 'b' }}{{ [1] + [2] }}{{ 1 + 2.5 }}", "ab[1, 2]3.5"),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+        ("{{ 'aXbX' | replace('X', '--', 1) }}{{ 'aa'.replace('a', 'b', 1) }}", "a--bXba"),
+        ("{{ [1, 2, 3] | batch(2, 0) | list }}{{ 2.567 | round(1) }}", "[[1, 2], [3, 0]]2.6"),
+        ("{{ [[1], [2]] | sum(start=[]) }}{{ [1, 2] | sum }}", "[1, 2]3"),
+    ],
+)  # fmt: skip
+def test_what_is_counted_works_as_ever(source, shown):
+    assert render(source) == shown
+
+
+def test_a_conversation_of_megabytes_is_rendered():
+    messages = [{"role": "user", "content": "word " * 20_000} for _ in range(100)]
+    source = (
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = m.role + ': ' + m.content | trim + '\n' %}{{ ns.text }}{% endfor %}"
+    )
+    assert len(render(source, messages=messages)) > 9_000_000

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, processors
 
 from app.core.errors import AppError, Kind
-from app.text.tokenizer import Tokenizer, stop_ids
+from app.text.tokenizer import Stops, Tokenizer, stops
 from tests import tiny
 
 SEEDS = st.lists(st.floats(0, 1, exclude_max=True), max_size=40)
@@ -221,22 +221,23 @@ class TestLoading:
         assert Tokenizer.load(real_files("tokenizers/qwen3")).vocab_size == 151_669
 
 
-class TestStopIds:
-    def test_come_from_the_first_file_that_names_any(self, files, made):
+class TestStops:
+    def test_are_the_ids_of_a_model_config_and_the_tokenizers_own_end(self, files, made):
         inner = made["sentence_piece"]
         named = {"tokenizer_config": {"eos_token": "</s>"}}
         for fields, expected in [
             (named, {2}),
             ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, {2}),
-            ({**named, "config": {"eos_token_id": 7}}, {7}),
-            ({**named, "config": {"eos_token_id": [7, 8]}}, {7, 8}),
+            ({**named, "config": {"eos_token_id": 7}}, {2, 7}),
+            ({**named, "config": {"eos_token_id": [7, 8]}}, {2, 7, 8}),
+            ({"config": {"eos_token_id": 7}, "generation_config": {"eos_token_id": 9}}, {9}),
             (
                 {
                     **named,
                     "config": {"eos_token_id": 7},
                     "generation_config": {"eos_token_id": [9, 10]},
                 },
-                {9, 10},
+                {2, 9, 10},
             ),
             (
                 {
@@ -248,16 +249,62 @@ class TestStopIds:
             ),
             ({**named, "config": {"eos_token_id": []}}, {2}),
             ({"tokenizer_config": {"eos_token": "nowhere"}}, set()),
+            ({"config": {"eos_token_id": [7, 10**6, 1 << 40]}}, {7}),
             ({}, set()),
         ]:
             model = files(inner, **fields)
-            assert stop_ids(model, Tokenizer.load(model)) == expected
+            assert stops(model, Tokenizer.load(model)) == Stops(ids=frozenset(expected), texts=())
+
+    @pytest.mark.parametrize(
+        ("family", "tokens", "config", "generation", "eos", "ends"),
+        [
+            # as released, and as conversions have it that lost generation_config.json
+            ("gemma3", ["<eos>", "<end_of_turn>"], [0, 1], [0, 1], "<eos>", {0, 1}),
+            ("gemma3", ["<eos>", "<end_of_turn>"], [0, 1], None, "<eos>", {0, 1}),
+            ("llama3", ["<|end_of_text|>", "<|eot_id|>"], 0, [0, 1], "<|eot_id|>", {0, 1}),
+            ("llama3", ["<|end_of_text|>", "<|eot_id|>"], 0, None, "<|eot_id|>", {0, 1}),
+            ("qwen", ["<|endoftext|>", "<|im_end|>"], 1, [1, 0], "<|im_end|>", {0, 1}),
+            ("qwen", ["<|endoftext|>", "<|im_end|>"], 0, None, "<|im_end|>", {0, 1}),
+            # its <|end|> ends a message, not the answer
+            (
+                "gpt_oss",
+                ["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"],
+                1,
+                [1, 0, 3],
+                "<|return|>",
+                {0, 1, 3},
+            ),
+        ],
+    )
+    def test_end_what_families_mean_by_an_end(
+        self, files, family, tokens, config, generation, eos, ends
+    ):
+        inner = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        inner.add_special_tokens(tokens)
+        ids = [id_of(Tokenizer(inner), token) for token in tokens]
+
+        def named(places):
+            return [ids[place] for place in places] if isinstance(places, list) else ids[places]
+
+        model = files(
+            inner,
+            config={"model_type": family, "eos_token_id": named(config)},
+            generation_config={} if generation is None else {"eos_token_id": named(generation)},
+            tokenizer_config={"eos_token": eos},
+        )
+        assert stops(model, Tokenizer.load(model)).ids == {ids[place] for place in ends}
+
+    def test_of_texts_special_tokens_are_known_by_id(self, files, made):
+        model = files(made["byte_level"])
+        found = stops(model, Tokenizer.load(model), ("<|end|>", "日本", "User:", "h"))
+        end = id_of(Tokenizer.load(model), "<|end|>")
+        assert found == Stops(ids=frozenset({end}), texts=("日本", "User:", "h"))
 
     @pytest.mark.parametrize("value", ["</s>", 1.5, True, [2, "x"], {"a": 1}, -7])
     def test_must_be_ids(self, files, made, value):
         model = files(made["sentence_piece"], config={"eos_token_id": value})
         with pytest.raises(AppError, match=r"eos_token_id in config\.json") as caught:
-            stop_ids(model, Tokenizer.load(model))
+            stops(model, Tokenizer.load(model))
         assert caught.value.kind is Kind.MODEL_FILES
 
     def test_a_bad_begin_id_is_told_as_such(self, files, made):
@@ -266,7 +313,7 @@ class TestStopIds:
 
     def test_of_a_real_model(self, real_files):
         model = real_files("models/stories260K")
-        assert stop_ids(model, Tokenizer.load(model)) == {1, 2}
+        assert stops(model, Tokenizer.load(model)).ids == {1, 2}
 
 
 @pytest.mark.parametrize(("length", "kept"), [(10, 10), (80, 80), (1000, 80), (10**6, 80)])
