@@ -1,59 +1,65 @@
 """Model files -> a loop that is ready to generate.
 
-Knows: safetensors, `models.build`, the device's memory settings. Must not know: where models come
-from, requests. Runs on the engine thread, like everything that touches a tensor.
+Knows: in which order things are done, the device's memory settings, which policy suits. Must not
+know: where models come from, requests. Runs on the engine thread, like everything that touches a
+tensor.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import gc
+import traceback
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from safetensors import SafetensorError, safe_open
 
-import models
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.ports import PrefixCache
 from app.core.settings import Settings
+from app.engine.fit import MOST_PARALLEL, foretold, prefill_chunk, refuse
 from app.engine.loop import Loop
-from app.engine.memory import Memory, device_budget, measured
+from app.engine.memory import Memory, measured, query_heads
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from app.engine.scheduler import Limits
-from models.base import Model, ModelError
+from app.engine.weights import Report, open_model, read
+from models.base import Model
 from models.kv import LayerCache
 from models.layout import suit_device
 
-# bytes evaluated between two reports of progress
-_GROUP = 64 << 20
-
-# sequences at once when nobody says how many, and the length that each is then given room for
-MOST_PARALLEL, _USUAL_LENGTH = 8, 4096
-
-# for the working space of a model whose config does not tell
-_MANY_HEADS = 64
-
-# called with 0..100 and the bytes in memory
-Report = Callable[[int, int], None]
+# the length that each of several sequences is given room for when nobody says how many there are
+_USUAL_LENGTH = 4096
 
 
 def load(files: ModelFiles, settings: Settings, report: Report) -> Loop:
-    """Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence."""
-    model = load_model(files, report)
-    chunk = settings.prefill_chunk or _suitable_chunk()
-    context = min(settings.context or files.context_length, files.context_length)
+    """Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence. Whatever
+    is raised, no tensor is left behind, in the frames of the traceback neither."""
+    kept = mx.set_cache_limit(0)  # what a weight was made of is given back at once
+    try:
+        return _loaded(files, settings, report)
+    except Exception as error:
+        _let_go(error)
+        mx.set_cache_limit(kept)
+        raise
+
+
+def _loaded(files: ModelFiles, settings: Settings, report: Report) -> Loop:
+    model = open_model(files, settings.quantize)
+    fit = foretold(model, files, settings)
+    refuse(fit, files)
+    read(model, files.path, report)
+    assert isinstance(model, nn.Module)
+    suit_device(model)
+    chunk, context = prefill_chunk(settings), fit.context
     memory = measured(
         model,
-        budget=settings.memory or device_budget(),
-        weights=_bytes(model),
+        budget=fit.budget,
+        weights=fit.weights,
         chunk=chunk,
         rows=settings.parallel or MOST_PARALLEL,
-        heads=int(files.config.get("num_attention_heads", _MANY_HEADS)),
-        context=context,
+        heads=query_heads(files.config),
+        context=fit.context_that_fits,
     )
     if not memory.positions(context):
         raise AppError(Kind.MODEL_FILES, _too_large(files, memory))
@@ -66,13 +72,22 @@ def load(files: ModelFiles, settings: Settings, report: Report) -> Loop:
     return Loop(
         model,
         _prefix_cache(model, settings, limits, context),
-        vocab=files.vocab_size,
+        vocab=files.sampled_ids,
         limits=limits,
         memory=memory,
         context=context,
         exact=settings.exact,
         shift=model.shift if settings.context_shift else None,
     )
+
+
+def _let_go(error: BaseException | None) -> None:
+    """An error is kept until it was told, and its traceback holds every frame's variables."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    mx.clear_cache()
 
 
 def _suitable_parallel(settings: Settings, memory: Memory, context: int) -> int:
@@ -109,17 +124,6 @@ def _evaluate_caches(layers: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in layers])
 
 
-def _suitable_chunk() -> int:
-    """Prompt tokens per step: as few as keep the device busy (DECISIONS.md, 2026-11-21)."""
-    return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
-
-
-def _bytes(model: Model) -> int:
-    assert isinstance(model, nn.Module)
-    flat: Any = tree_flatten(model.parameters())
-    return sum(array.nbytes for _, array in flat)
-
-
 def _too_large(files: ModelFiles, memory: Memory) -> str:
     gib = 1 << 30
     return (
@@ -138,56 +142,3 @@ def _bound_allocator(memory: Memory) -> None:
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])
         mx.set_wired_limit(min(memory.budget, recommended))
-
-
-def load_model(files: ModelFiles, report: Report) -> Model:
-    """The model with all its weights in memory."""
-    weights: dict[str, mx.array] = {}
-    for shard in files.shards:
-        _check_shard(shard)
-        weights.update(_open(shard))
-    try:
-        model = models.build(files.config, weights)
-    except ModelError as error:
-        raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
-    # the dictionary must not keep what sanitize dropped, nor what quantisation replaced
-    weights.clear()
-    assert isinstance(model, nn.Module)
-    _evaluate(model, report)
-    suit_device(model)
-    return model
-
-
-def _check_shard(shard: Path) -> None:
-    """MLX reads tensors when they are first used, too late for a clear word about a bad file."""
-    try:
-        with safe_open(shard, framework="mlx"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise AppError(
-            Kind.MODEL_FILES, f"{shard} is not a whole safetensors file: {error}"
-        ) from error
-
-
-def _open(shard: Path) -> dict[str, mx.array]:
-    arrays = mx.load(str(shard))
-    assert isinstance(arrays, dict)
-    return arrays
-
-
-def _evaluate(model: nn.Module, report: Report) -> None:
-    """Read the weights, a group at a time, so that progress can be told."""
-    flat: Any = tree_flatten(model.parameters())
-    arrays: list[mx.array] = [array for _, array in flat]
-    total = sum(array.nbytes for array in arrays) or 1
-    done, group, size = 0, list[mx.array](), 0
-    report(0, mx.get_active_memory())
-    for array in arrays:
-        group.append(array)
-        size += array.nbytes
-        if size >= _GROUP:
-            mx.eval(group)
-            done += size
-            group, size = [], 0
-            report(100 * done // total, mx.get_active_memory())
-    mx.eval(group)

@@ -1,39 +1,34 @@
-"""Bytes: what the device has, what the engine may use, what a sequence takes.
+"""Bytes: what a sequence takes, what a step takes, what fits.
 
-Knows: the device, layer caches, arithmetic. Must not know: requests, what runs. Bytes of weights
-and caches are counted, not asked of the allocator: the books must be right before the memory is
-taken.
+Knows: layer caches, models as functions, arithmetic. Must not know: requests, what runs, the
+machine. Bytes of weights and caches are counted, not asked of the allocator: the books must be
+right before the memory is taken.
 """
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from typing import Any
 
 import mlx.core as mx
 
 from models.base import Model
 from models.kv import STEP, LayerCache
 
-# of a device whose memory is its own; of a machine that has other things to do
-_DEVICE_SHARE, _MACHINE_SHARE = 0.9, 0.7
-
-# where Linux tells the limit of a container: cgroup v2, v1
-_CGROUPS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+# how configs name the number of a layer's queries, and what is taken where none of them is there
+_HEADS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
+_MANY_HEADS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """budget: bytes for everything. weights: of the model. working: kept free for what a step
-    needs while it runs. footprint: positions -> bytes of one sequence's layer caches."""
+    needs while it runs, with sequences of up to `longest` positions. footprint: positions -> bytes
+    of one sequence's layer caches."""
 
     budget: int
     weights: int
     working: int
+    longest: int
     footprint: Callable[[int], int]
 
     @property
@@ -43,79 +38,115 @@ class Memory:
 
     def positions(self, most: int) -> int:
         """The longest sequence that fits alone, at most `most` positions."""
-        if self.footprint(most) <= self.kv_budget:
-            return most
-        fits, too_many = 0, -(-most // STEP)
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.footprint(middle * STEP) <= self.kv_budget:
-                fits = middle
-            else:
-                too_many = middle
-        return fits * STEP
+        return longest_that(
+            lambda length: self.footprint(length) <= self.kv_budget, min(most, self.longest)
+        )
+
+
+def longest_that(fits: Callable[[int], bool], most: int) -> int:
+    """`most` positions, or as many whole steps as fit. fits: true up to some length."""
+    if fits(most):
+        return most
+    low, high = 0, -(-most // STEP)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
 
 
 class Footprint:
-    """Bytes of one sequence's layer caches, measured on a sequence of one token."""
+    """Bytes of one sequence's layer caches, by those of a sequence of one token."""
 
     def __init__(self, layers: Sequence[LayerCache], chunk: int) -> None:
-        """layers: something has been evaluated into them. chunk: positions evaluated at a time."""
-        # without their free room: these are kept
-        self._layers = [layer.copy() for layer in layers]
-        mx.eval([array for layer in self._layers for array in layer.state()])
+        """layers: one token went into them; it need not be evaluated. chunk: positions evaluated
+        at a time."""
+        self._layers = layers
         self._chunk = chunk
 
     def __call__(self, positions: int) -> int:
         return sum(layer.nbytes_at(positions, self._chunk) for layer in self._layers)
 
 
-def device_budget() -> int:
-    """Bytes that the engine may use when nobody says how many."""
-    device = mx.device_info()
-    if mx.metal.is_available():
-        return int(_DEVICE_SHARE * cast(int, device["max_recommended_working_set_size"]))
-    if mx.default_device().type == mx.DeviceType.gpu:
-        total = device.get("total_memory", device.get("memory_size", 0))
-        return int(_DEVICE_SHARE * cast(int, total)) or _machine_budget()
-    return _machine_budget()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """What a step needs while it runs.
 
+    token: bytes that one token of a prompt takes. chunk: prompt tokens in a step. rows: sequences
+    that decode together. vocab: logits of one of them. heads: queries of a layer that attends.
+    layers: caches, each as its layer needs it.
+    """
 
-def _machine_budget() -> int:
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(_MACHINE_SHARE * min([physical, *_container_limits()]))
+    token: int
+    chunk: int
+    rows: int
+    vocab: int
+    heads: int
+    layers: Sequence[LayerCache]
 
+    def __call__(self, context: int) -> int:
+        """Bytes, where sequences have up to `context` positions: those of a prompt chunk and of the
+        logits. On a CPU also those of the chunk's attention scores over all that a query sees,
+        which other devices never hold in full."""
+        # float32 logits, and as much again three times over while they are sampled
+        needed = self.chunk * self.token + 16 * self.rows * self.vocab
+        if mx.default_device().type == mx.DeviceType.cpu:
+            seen = max((self._seen(layer, context) for layer in self.layers), default=0)
+            needed += 2 * 4 * self.heads * self.chunk * seen
+        return needed
 
-def _container_limits() -> list[int]:
-    found = list[int]()
-    for path in _CGROUPS:
-        try:
-            said = path.read_text().strip()
-        except OSError:
-            continue
-        if said.isdecimal():  # else "max"
-            found.append(int(said))
-    return found
+    def _seen(self, layer: LayerCache, context: int) -> int:
+        """Positions of which one query of the layer has a score. Its cache tells: one that still
+        grows keeps every position, a windowed one stops at its window, a state never grows."""
+        bytes_then = layer.nbytes_at(context, self.chunk)
+        if layer.nbytes_at(2 * context, self.chunk) > bytes_then:
+            return context
+        return min(context, STEP * bytes_then // max(1, layer.nbytes_at(1, self.chunk)))
 
 
 def measured(
     model: Model, *, budget: int, weights: int, chunk: int, rows: int, heads: int, context: int
 ) -> Memory:
-    """Evaluate one token and draw conclusions.
+    """Evaluate one token and draw conclusions; the arguments are those of `Working` and `Memory`.
 
-    The working space is that of a prompt chunk, taken as `chunk` times that of one token, and of
-    the logits of `rows` rows; on a CPU also that of the chunk's attention scores over the whole
-    context, which other devices never hold in full.
+    A token of a prompt is taken to need as much as this one; its logits are not asked for, since
+    those of a prompt are only wanted at its end.
     """
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     hidden = model(mx.array([[0]]), kv)
-    logits = model.logits(hidden[:, -1])
-    mx.eval(logits, [layer.state() for layer in kv])
+    mx.eval(hidden, [layer.state() for layer in kv])
     held = sum(layer.nbytes for layer in kv)
     token = max(0, mx.get_peak_memory() - before - held)
-    # float32 logits, and as much again three times over while they are sampled
-    working = chunk * token + 16 * rows * logits.size
-    if mx.default_device().type == mx.DeviceType.cpu:
-        working += 2 * 4 * heads * chunk * context
-    return Memory(budget=budget, weights=weights, working=working, footprint=Footprint(kv, chunk))
+    # without their free room: these are kept
+    layers = [layer.copy() for layer in kv]
+    mx.eval([layer.state() for layer in layers])
+    working = Working(
+        token=token,
+        chunk=chunk,
+        rows=rows,
+        vocab=model.logits(hidden[:, -1]).size,
+        heads=heads,
+        layers=layers,
+    )
+    return Memory(
+        budget=budget,
+        weights=weights,
+        working=working(context),
+        longest=context,
+        footprint=Footprint(layers, chunk),
+    )
+
+
+def query_heads(config: Mapping[str, Any]) -> int:
+    """Queries of a layer that attends, by whatever name the config calls them. A list has them for
+    each layer."""
+    for name in _HEADS:
+        match config.get(name):
+            case int(heads):
+                return heads
+            case [int(), *_] as heads:
+                return max(heads)
+            case _:
+                pass
+    return _MANY_HEADS

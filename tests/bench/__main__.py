@@ -19,7 +19,18 @@ import mlx.core as mx
 
 from models.builtin.score import HELD_BACK, questions, score
 from models.builtin.score import report as scores
-from tests.bench import grid, layouts, random_model, replay, soak, switch, versus, weights
+from tests.bench import (
+    grid,
+    hits,
+    layouts,
+    loading,
+    random_model,
+    replay,
+    soak,
+    switch,
+    versus,
+    weights,
+)
 from tests.bench.builtin import chat
 from tests.bench.serving import MEASUREMENTS
 from tests.conftest import SHARED
@@ -33,7 +44,7 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "versus": versus.report,
     "weights": weights.report,
 }
-CHOICES = [*MEASUREMENTS, *ON_FOLDER, "builtin", "start", "traces", "soak"]
+CHOICES = [*MEASUREMENTS, *ON_FOLDER, "builtin", "start", "traces", "hits", "loading", "soak"]
 
 
 def main() -> None:
@@ -56,6 +67,10 @@ def main() -> None:
             print(scores(score(chat(server.url), questions(HELD_BACK))), flush=True)
     if "traces" in wanted:
         print(_traces(), flush=True)
+    if "hits" in wanted:
+        print(hits.report(), flush=True)
+    if "loading" in wanted:
+        print(loading.report(), flush=True)
     if "soak" in wanted:
         print(soak.report(arguments.minutes), flush=True)
     with tempfile.TemporaryDirectory() as place:

@@ -85,6 +85,7 @@ def make_loop(
     budget: int = 1 << 34,
     context: int = CONTEXT,
     shift: bool = False,
+    vocab: int = tiny.VOCAB,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
     memory = measured(
@@ -94,7 +95,7 @@ def make_loop(
     return Loop(
         model,
         make_prefix(model, policy, running=running, grid=grid, context=context),
-        vocab=tiny.VOCAB,
+        vocab=vocab,
         limits=Limits(running=running, prefill=chunk, whole=exact),
         memory=replace(memory, budget=budget, working=0),
         context=context,

@@ -1,6 +1,7 @@
 """From files to a loop, with progress, or to one clear line."""
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from app import store
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
-from app.engine import load as loading
+from app.engine import weights
+from app.engine.fit import fit
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.engine.prefix.radix import RadixPrefixCache
@@ -18,6 +20,8 @@ from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from tests import tiny
 from tests.engine.driving import job, run_one
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def ignore(percent: int, memory: int) -> None:
@@ -33,7 +37,7 @@ def test_a_loaded_folder_generates(tiny_model: Path) -> None:
 def test_progress_moves_from_nothing_upwards(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_GROUP", 4096)
+    monkeypatch.setattr(weights, "_REPORT", 4096)
     seen: list[int] = []
     load(store.resolve(str(tiny_model)), Settings(), lambda percent, _: seen.append(percent))
     assert seen[0] == 0
@@ -43,12 +47,12 @@ def test_progress_moves_from_nothing_upwards(
 
 def test_shards_are_read_together(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "sharded")
-    weights = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(weights, dict)
-    names = sorted(weights)
+    whole_file = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(whole_file, dict)
+    names = sorted(whole_file)
     (folder / "model.safetensors").unlink()
     for i in range(3):
-        part = {name: weights[name] for name in names[i::3]}
+        part = {name: whole_file[name] for name in names[i::3]}
         mx.save_safetensors(str(folder / f"model-{i}.safetensors"), part)
     whole = tiny.write(tmp_path / "whole")
     answers = [
@@ -134,9 +138,107 @@ def test_fewer_run_at_once_where_memory_has_room_for_fewer(tiny_model: Path) -> 
     assert load(files, Settings(memory=short), ignore).capacity.parallel == 3
 
 
-def test_a_model_that_leaves_no_room_for_a_sequence_is_refused(tiny_model: Path) -> None:
+def test_a_model_that_leaves_no_room_for_a_sequence_is_refused_before_it_is_read(
+    tiny_model: Path,
+) -> None:
+    def never(percent: int, memory: int) -> None:
+        raise AssertionError("something was read")
+
     with pytest.raises(AppError, match=r"does not fit: its weights take .* raise --memory"):
-        load(store.resolve(str(tiny_model)), Settings(memory=1000), ignore)
+        load(store.resolve(str(tiny_model)), Settings(memory=1000), never)
+
+
+def test_a_context_that_was_asked_for_is_kept_or_refused(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    ledger = load(files, Settings(context=512, parallel=1), ignore).stats().ledger
+    kv = fit(files, Settings(context=512)).kv_per_context
+    memory = ledger.weights + 2 * ledger.working + kv
+    assert load(files, Settings(memory=memory, context=512), ignore).capacity.context == 512
+    unasked = load(files, Settings(memory=memory), ignore).capacity
+    assert 0 < unasked.context < files.context_length
+    assert unasked.limited_by_memory
+    with pytest.raises(AppError, match=r"of 4096 tokens .* the largest --context that fits is \d+"):
+        load(files, Settings(memory=memory, context=4096), ignore)
+
+
+def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_not(
+    tiny_model: Path,
+) -> None:
+    """A CPU holds the attention scores of a prompt chunk over the whole context. Of a context that
+    has no room anyway, they took the room of one that has."""
+    files = store.resolve(str(tiny_model))
+    whole = load(files, Settings(parallel=1), ignore).stats().ledger
+    tight = load(files, Settings(parallel=1, memory=whole.working), ignore)
+    assert tight.capacity.context >= 512
+    assert tight.stats().ledger.working < whole.working
+
+
+def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model", **SIZES)
+    files = store.resolve(str(folder))
+    ledgers = [
+        load(files, Settings(quantize=bits), ignore).stats().ledger.weights for bits in (None, 8, 4)
+    ]
+    assert ledgers[1] < 0.3 * ledgers[0]
+    assert ledgers[2] < 0.6 * ledgers[1]
+    loop = load(files, Settings(quantize=8), ignore)
+    assert len(run_one(loop, job("a", b"hello")).ids) > 0
+
+
+def test_weights_that_are_quantised_already_are_left_alone(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model", **SIZES)
+    packed: dict[str, mx.array] = {}
+    for name, array in tiny.weights({**tiny.CONFIG, **SIZES}).items():
+        if array.ndim == 1:
+            packed[name] = array
+            continue
+        parts = mx.quantize(array, 64, 8)
+        path = name.removesuffix(".weight")
+        for part, packed_array in zip(("weight", "scales", "biases"), parts, strict=True):
+            packed[f"{path}.{part}"] = packed_array
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    files = store.resolve(str(folder))
+    load(files, Settings(), ignore)
+    with pytest.raises(AppError, match=r"model: its weights are quantised already"):
+        load(files, Settings(quantize=4), ignore)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a disk"), AppError(Kind.MODEL_FILES, "a file")])
+def test_a_load_that_fails_leaves_nothing_behind(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whoever reports the error keeps it for a while, and with it every frame that it came by."""
+    monkeypatch.setattr(weights, "_REPORT", 4096)
+    files = store.resolve(str(tiny_model))
+    held: list[int] = []
+
+    def fail(percent: int, memory: int) -> None:
+        held.append(memory)
+        if percent > 50:
+            raise error
+
+    gc.collect()
+    before, limit = mx.get_active_memory(), mx.set_cache_limit(12345678)
+    try:
+        with pytest.raises(type(error)) as caught:
+            load(files, Settings(), fail)
+        assert held[-1] - before > 30_000, "there was something to leave behind"
+        assert mx.get_active_memory() == before
+        assert caught.value.__traceback__ is not None
+        assert mx.set_cache_limit(limit) == 12345678
+    finally:
+        mx.set_cache_limit(limit)
+
+
+def test_a_refused_checkpoint_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    files = store.resolve(str(tiny.write(tmp_path / "model")))
+    config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
+    gc.collect()
+    before = mx.get_active_memory()
+    with pytest.raises(AppError) as caught:
+        load(dataclasses.replace(files, config=config), Settings(), ignore)
+    assert mx.get_active_memory() == before
+    assert caught.value.__cause__ is not None
 
 
 def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: Path) -> None:

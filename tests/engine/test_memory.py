@@ -1,13 +1,12 @@
-"""What a sequence takes is foretold from one token, and the budget comes from the device."""
+"""What a sequence and a step take is foretold from one token."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from app.engine import memory
-from app.engine.memory import Memory, device_budget, measured
+from app.engine.memory import Memory, Working, longest_that, measured, query_heads
 from models.base import Model
 from models.kv import STEP
 from tests.engine import hybrid
@@ -35,15 +34,23 @@ def test_a_sequence_takes_no_more_than_was_foretold(kind: str, length: int) -> N
         assert sum(layer.nbytes for layer in kv) <= foretold
 
 
+def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) -> Memory:
+    return Memory(budget=budget, weights=0, working=0, longest=longest, footprint=footprint)
+
+
 def test_the_longest_sequence_that_fits_is_found() -> None:
-    model = tiny_model()
-    footprint = measure(model).footprint
+    footprint = measure(tiny_model()).footprint
     for steps in (1, 2, 3):
-        tight = Memory(budget=footprint(steps * STEP), weights=0, working=0, footprint=footprint)
+        tight = room(footprint, footprint(steps * STEP))
         assert tight.positions(10_000) == steps * STEP
         assert tight.positions(100) == 100
-    nothing = Memory(budget=footprint(1) - 1, weights=0, working=0, footprint=footprint)
-    assert nothing.positions(100) == 0
+    assert room(footprint, footprint(1) - 1).positions(100) == 0
+
+
+def test_no_sequence_outgrows_the_working_space() -> None:
+    footprint = measure(tiny_model()).footprint
+    assert room(footprint, 1 << 40, longest=700).positions(10_000) == 700
+    assert room(footprint, 1 << 40, longest=700).positions(100) == 100
 
 
 def test_weights_and_working_space_come_first() -> None:
@@ -53,21 +60,43 @@ def test_weights_and_working_space_come_first() -> None:
     assert measure(tiny_model(), budget=500).kv_budget == 0
 
 
-@pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_CGROUPS", (limit, tmp_path / "absent"))
-    return limit
+@pytest.mark.parametrize(
+    ("kinds", "seen"),
+    [("k", 4096), ("kwr", 4096), ("w", STEP + CHUNK), ("r", STEP), ("wr", STEP + CHUNK)],
+)
+def test_scores_are_held_for_what_a_query_sees(kinds: str, seen: int) -> None:
+    """A window with the chunk behind it, rounded up to a step; a state as if it were one step."""
+    model = hybrid.Model(kinds=kinds)
+    layers = model.make_kv()
+    mx.eval(model(mx.array([[0]]), layers))
+    working = Working(token=0, chunk=CHUNK, rows=0, vocab=0, heads=3, layers=layers)
+    assert working(4096) == 2 * 4 * 3 * CHUNK * seen
+    assert working(100) == 2 * 4 * 3 * CHUNK * 100
 
 
-def test_a_container_is_held_to_its_limit(cgroup: Path) -> None:
-    cgroup.write_text("max\n")
-    machine = device_budget()
-    cgroup.write_text("1000000000\n")
-    assert device_budget() == 700_000_000 < machine
-
-
-def test_a_gpu_is_held_to_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 10**9})
-    assert device_budget() == 900_000_000
+    working = Working(token=10, chunk=CHUNK, rows=2, vocab=7, heads=3, layers=[])
+    assert working(4096) == 10 * CHUNK + 16 * 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_attention_heads": 12, "n_head": 3}, 12),
+        ({"n_heads": 6}, 6),
+        ({"n_head": 5}, 5),
+        ({"num_query_heads": [12, 20, 16]}, 20),
+        ({"num_attention_heads": None, "num_heads": 4}, 4),
+        ({}, 64),
+    ],
+)
+def test_queries_are_counted_by_whatever_name_they_have(config: dict[str, Any], heads: int) -> None:
+    assert query_heads(config) == heads
+
+
+@pytest.mark.parametrize("most", [1, 255, 256, 257, 1000, 12345])
+def test_the_longest_is_found_to_the_step(most: int) -> None:
+    for limit in (0, 1, 255, 256, 700, 12345, 99999):
+        found = longest_that(lambda length, limit=limit: length <= limit, most)
+        assert found == (most if most <= limit else limit // STEP * STEP)

@@ -147,8 +147,16 @@ class SlotPrefixCache(Generic[Layer]):
             if length > 0 and can_cut(slot.kv, length):
                 cut(slot.kv, length)
                 slot.ids, slot.in_use = tuple(ids[:length]), False
+                self._detach(slot)
                 return
         slot.empty()
+
+    def _detach(self, slot: _Slot[Layer]) -> None:
+        """A state may be a view of those of a whole batch, which it would keep alive; a copy is
+        not."""
+        if not all(layer.divisible for layer in slot.kv):
+            slot.kv = [layer if layer.divisible else layer.copy() for layer in slot.kv]
+            self._settle(slot.kv)
 
     def _choose(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
         """The slot to use, and the one which shares most with the prompt. The first wins ties."""

@@ -1,0 +1,148 @@
+"""Model files -> a model, first without its weights, then with them.
+
+Knows: safetensors, `models.build`. Must not know: where models come from, what a model is for.
+MLX reads a tensor when it is first evaluated: until `read` nothing but headers was looked at, so a
+model of any size can be built to be asked what it needs. What cannot be read is found before.
+"""
+
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from safetensors import SafetensorError, safe_open
+
+import models
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.settings import Bits
+from models.base import Model, ModelError
+from models.blobs import mlx_names
+from models.checkpoint import text_weights
+
+# types that MLX reads; which of them a model can use is for the model to say
+_READABLE = frozenset(
+    {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
+    | {"F8_E4M3", "F8_E8M0", "F16", "BF16", "F32", "C64"}
+)
+
+# bytes read between two reports of progress
+_REPORT = 64 << 20
+
+# files that the process may need beside the shards
+_SPARE_FILES = 256
+
+# called with 0..100 and the bytes in memory
+Report = Callable[[int, int], None]
+
+
+def open_model(files: ModelFiles, bits: Bits | None) -> Model:
+    """The model, none of whose weights is in memory yet. bits: what plain weights are brought to
+    when they are read.
+
+    Raises AppError(MODEL_FILES): one sentence that names the file, where one is to blame.
+    """
+    weights, places = _opened(files.shards)
+    try:
+        return models.build(files.config, weights, bits=bits)
+    except ModelError as error:
+        place = _to_blame(error, weights, places) or files.path
+        raise AppError(Kind.MODEL_FILES, f"{place}: {error}") from error
+
+
+def read(model: Model, path: Path, report: Report) -> None:
+    """Bring the weights into memory, one at a time: what a weight is made of (the plain weight of a
+    quantised one, the experts of a stack) is held twice for no longer than that takes. path: what
+    is named where that fails, in an AppError(MODEL_FILES)."""
+    arrays = parameters(model)
+    total = sum(array.nbytes for array in arrays) or 1
+    done, told = 0, 0
+    report(0, mx.get_active_memory())
+    for array in arrays:
+        try:
+            mx.eval(array)
+        except RuntimeError as error:  # a file that was cut off meanwhile, a disk that fails
+            raise AppError(
+                Kind.MODEL_FILES, f"{path}: its weights could not be read: {error}"
+            ) from error
+        done += array.nbytes
+        if done - told >= _REPORT:
+            told = done
+            report(100 * done // total, mx.get_active_memory())
+
+
+def parameters(model: Model) -> list[mx.array]:
+    assert isinstance(model, nn.Module)
+    flat: Any = tree_flatten(model.parameters())
+    return [array for _, array in flat]
+
+
+def _opened(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
+    """All tensors by name, and the file that each lies in."""
+    weights: dict[str, mx.array] = {}
+    places: dict[str, Path] = {}
+    shards = list(dict.fromkeys(shards))
+    _allow_open_files(len(shards))
+    for shard in shards:
+        for name, array in _open(shard).items():
+            if name in places:
+                raise AppError(
+                    Kind.MODEL_FILES,
+                    f"{shard} holds the tensor {name}, and so does {places[name]}: only one of "
+                    "these files can belong to the model",
+                )
+            weights[name], places[name] = array, shard
+    return weights, places
+
+
+def _open(shard: Path) -> dict[str, mx.array]:
+    """MLX finds a bad file when it is too late for a clear word, or not at all."""
+    try:
+        with safe_open(shard, framework="mlx") as file:
+            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise AppError(
+            Kind.MODEL_FILES, f"{shard} is not a whole safetensors file: {error}"
+        ) from error
+    for name, dtype in types.items():
+        if dtype not in _READABLE:
+            raise AppError(
+                Kind.MODEL_FILES, f"{shard}: the tensor {name} is {dtype}, which MLX does not have"
+            )
+    # a blob's name does not say what it is
+    arrays = mx.load(str(shard), format="safetensors")
+    assert isinstance(arrays, dict)
+    return arrays
+
+
+def _allow_open_files(count: int) -> None:
+    """A file stays open until its last tensor was read. A store that keeps each tensor in a file of
+    its own has more of them than a process may open by default (256 on macOS)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise AppError(
+            Kind.MODEL_FILES,
+            f"the model lies in {count} files, and this process may open {hard} (see ulimit -Hn)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _to_blame(
+    error: ModelError, weights: Mapping[str, mx.array], places: Mapping[str, Path]
+) -> Path | None:
+    """The one file that holds the tensors that the error is about."""
+    if not isinstance(error, models.TensorError):
+        return None
+    by_array = {id(array): places[name] for name, array in weights.items()}
+    found = {
+        by_array.get(id(array))
+        for name, array in text_weights(mlx_names(weights)).items()
+        if name in error.tensors
+    }
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,67 @@
+"""What is known of a model before it is loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.engine.describe import complete
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return store.resolve(str(tiny_model))
+
+
+def configured(files: ModelFiles, **config: Any) -> ModelFiles:
+    return complete(replace(files, config=config))
+
+
+def test_a_config_that_says_all_is_left_as_it_is(files: ModelFiles) -> None:
+    assert complete(files) == files
+
+
+def test_what_a_config_leaves_to_its_architecture_is_filled_in(files: ModelFiles) -> None:
+    config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
+    more = {"intermediate_size": 128, "num_attention_heads": 4}
+    found = configured(files, **config, **more)
+    assert (found.context_length, found.vocab_size) == (131_072, 262_208)
+    assert found.sampled_ids == tiny.VOCAB
+
+
+def test_of_a_multimodal_model_the_text_part_counts(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = configured(
+        files, model_type="whole", eos_token_id=1, vision_config={}, text_config=dict(tiny.CONFIG)
+    )
+    assert found.context_length == 4096
+    assert "its text part is loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": None}, "config.json has no model_type"),
+        ({"model_type": 3}, "config.json has no model_type"),
+        ({"max_position_embeddings": None}, "config.json lacks max_position_embeddings"),
+        ({"vocab_size": None}, "config.json lacks vocab_size"),
+        ({"vocab_size": 0}, "config.json: vocab_size is 0, and must be from 1"),
+        ({"vocab_size": "258"}, "config.json: vocab_size is '258', and must be a whole number"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1, and must be from 1"),
+    ],
+)
+def test_a_config_that_cannot_be_is_named(
+    files: ModelFiles, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(AppError) as caught:
+        configured(files, **{**tiny.CONFIG, **change})
+    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.message.startswith(f"{files.path}: ")
+    assert words in caught.value.message

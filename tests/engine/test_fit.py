@@ -1,0 +1,217 @@
+"""What a model takes is known before any of it is read."""
+
+import gc
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.settings import Settings
+from app.engine import fit as fitting
+from app.engine.describe import complete
+from app.engine.fit import fit, foretold, refuse
+from app.engine.memory import Footprint, measured, query_heads
+from app.engine.weights import open_model
+from models import llama
+from models.kv import STEP
+from tests import tiny
+from tests.models import parity
+from tests.models.architectures import Case, cases
+
+GIB = 1 << 30
+NAMES = {mx.uint32: "U32", mx.bfloat16: "BF16", mx.float32: "F32"}
+
+
+def files_of(folder: Path) -> ModelFiles:
+    return complete(store.resolve(str(folder)))
+
+
+@pytest.fixture
+def files(tiny_model: Path) -> ModelFiles:
+    return files_of(tiny_model)
+
+
+def tight(files: ModelFiles, spare: int, **asked: Any) -> Settings:
+    """Settings whose budget has `spare` bytes for layer caches of a context of 1024."""
+    plain = fit(files, Settings(context=1024, **asked))
+    return Settings(memory=plain.weights + plain.working + spare, **asked)
+
+
+def sequence(files: ModelFiles, length: int) -> int:
+    return fit(files, Settings(context=length)).kv_per_context
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_every_architecture_tells_its_layer_caches_unevaluated(case: Case, tmp_path: Path) -> None:
+    """The same numbers as those of a model that has run, and nothing in memory for them."""
+    parity.saved(case, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    files = files_of(tmp_path)
+    gc.collect()
+    before = mx.get_active_memory()
+    found = fit(files, Settings(prefill_chunk=16))
+    gc.collect()
+    assert mx.get_active_memory() - before < 65536, "something was evaluated"
+    model = open_model(files, None)
+    memory = measured(
+        model,
+        budget=0,
+        weights=0,
+        chunk=16,
+        rows=8,
+        heads=query_heads(files.config),
+        context=found.context,
+    )
+    assert found.kv_per_context == memory.footprint(found.context)
+    stored = sum(array.nbytes for _, array in _flat(model))
+    assert found.weights == stored
+
+
+def _flat(model: Any) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(model.parameters())
+    return flat
+
+
+def test_reduced_weights_are_counted_as_what_they_will_be(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "m", hidden_size=64, intermediate_size=128)
+    whole, four = (fit(files_of(folder), Settings(quantize=bits)) for bits in (None, 4))
+    # 4 bits, a scale and a bias in 32 bits for each 64: 5 bits of 32
+    assert four.weights == pytest.approx(whole.weights * 5 / 32, rel=0.05)
+
+
+def test_the_working_space_is_foretold_within_reason(tmp_path: Path) -> None:
+    """Neither so little that the engine finds no room after all, nor so much that what fits is
+    refused. The logits and scores, which are known, are left out."""
+    folder = tiny.write(tmp_path / "m", hidden_size=256, intermediate_size=768)
+    files, settings = files_of(folder), Settings(context=STEP, parallel=1, prefill_chunk=512)
+    model: Any = open_model(files, None)
+    mx.eval(model.parameters())
+    found = foretold(model, files, settings)
+    memory = measured(
+        model, budget=0, weights=0, chunk=512, rows=1, heads=query_heads(files.config), context=STEP
+    )
+    scores = 8 * 4 * 512 * STEP
+    assert 0.5 < (memory.working - scores) / (found.working - scores) < 2
+
+
+def test_the_longest_context_that_fits_is_told(files: ModelFiles) -> None:
+    for steps in (1, 2, 3):
+        found = fit(files, tight(files, sequence(files, steps * STEP)))
+        assert found.context_that_fits >= steps * STEP
+        assert found.context_that_fits < files.context_length
+        assert found.fits, "no context was asked for: a shorter one will do"
+        used = Settings(memory=found.budget, context=found.context_that_fits)
+        assert fit(files, used).fits
+        more = Settings(memory=found.budget, context=found.context_that_fits + STEP)
+        assert not fit(files, more).fits
+
+
+def test_each_of_the_sequences_that_were_asked_for_has_the_context(files: ModelFiles) -> None:
+    room = 4 * sequence(files, 1024)
+    for parallel, fits in ((4, True), (5, False)):
+        asked = tight(files, room, parallel=parallel)
+        found = fit(files, Settings(memory=asked.memory, parallel=parallel, context=1024))
+        assert (found.sequences, found.fits) == (parallel, fits)
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: ModelFiles) -> None:
+    budget = tight(files, 2 * sequence(files, 1024)).memory
+    found = fit(files, Settings(memory=budget, parallel=4, context=1024))
+    with pytest.raises(AppError) as caught:
+        refuse(found, files)
+    message = caught.value.message
+    assert caught.value.kind is Kind.MODEL_FILES
+    assert f"4 sequences of 1024 tokens {4 * found.kv_per_context / GIB:.2f} GiB" in message
+    assert f"{found.needed / GIB:.2f} GiB together" in message
+    assert f"the budget is {found.budget / GIB:.2f} GiB" in message
+    assert f"the largest --context that fits is {found.context_that_fits}" in message
+    assert found.needed > found.budget
+    assert "ask for less --parallel than 4" in message
+
+
+def test_a_model_beside_which_nothing_fits_is_refused_whatever_was_asked(
+    files: ModelFiles,
+) -> None:
+    found = fit(files, Settings(memory=1000))
+    assert (found.context_that_fits, found.fits) == (0, False)
+    with pytest.raises(AppError, match=r"no context fits, however short: raise --memory"):
+        refuse(found, files)
+
+
+def test_the_budget_is_the_devices_unless_somebody_says_otherwise(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "device_budget", lambda: 12345)
+    assert fit(files, Settings()).budget == 12345
+    assert fit(files, Settings(memory=10**9)).budget == 10**9
+
+
+def test_a_folder_of_40_gb_is_judged_within_a_second(tmp_path: Path) -> None:
+    """Llama 3.3 70B in 4 bits: the headers are real, and behind them is nothing."""
+    config = {
+        **tiny.CONFIG,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    }
+    folder = hollow(tmp_path / "huge", config)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert size > 38e9
+    settings = Settings(memory=64 * GIB, context=8192, parallel=1)
+    begun = time.process_time()
+    found = fit(files_of(folder), settings)
+    assert time.process_time() - begun < 1
+    assert found.weights == pytest.approx(size, rel=1e-4)
+    # keys and values in bfloat16
+    assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 2
+    assert found.fits
+    # the same with a machine of 40 GiB
+    assert not fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
+
+
+def hollow(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder of 4-bit weights, whose files are as long as they say and hold nothing."""
+    tiny.write(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = llama.Model(llama.Config.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    tensors = _flat(model)
+    for shard in range(8):
+        header: dict[str, Any] = {}
+        end = 0
+        for name, array in tensors[shard::8]:
+            start, end = end, end + array.nbytes
+            header[name] = {
+                "dtype": NAMES[array.dtype],
+                "shape": list(array.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header).encode()
+        with (folder / f"model-{shard}.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    return folder
+
+
+def test_a_footprint_needs_no_values(files: ModelFiles) -> None:
+    model = open_model(files, None)
+    kv = model.make_kv()
+    model(mx.array([[0]]), kv)
+    # two layers of keys and values, two heads of four float32, in steps of 256 positions
+    assert Footprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512

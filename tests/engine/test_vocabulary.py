@@ -1,0 +1,73 @@
+"""Ids that only the model has are never sampled, whatever it scores them; ids that only the
+tokenizer has do no harm."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.files import ModelFiles
+from app.core.requests import JsonSchema
+from app.core.settings import Settings
+from app.engine.grammar import Grammars
+from app.engine.load import load
+from tests import tiny
+from tests.engine.driving import job, run_one
+
+ROWS = 320
+ANYTHING = JsonSchema(text="{}")
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """A head with more rows than there are tokens, and these score highest by far, whatever the
+    hidden state: each is followed by its opposite."""
+    folder = tiny.write(tmp_path_factory.mktemp("padded") / "model", vocab_size=ROWS)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    head = weights["lm_head.weight"]
+    loud = 1000 * mx.ones((ROWS - tiny.VOCAB, head.shape[1]))
+    signs = mx.where(mx.arange(ROWS - tiny.VOCAB) % 2 == 0, 1.0, -1.0)
+    weights["lm_head.weight"] = mx.concatenate([head[: tiny.VOCAB], loud * signs[:, None]])
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return store.resolve(str(folder))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "top_k": 5},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 4, "min_p": 0.1, "repetition_penalty": 1.2},
+    ],
+)
+def test_rows_that_pad_the_head_are_never_drawn(padded: ModelFiles, knobs: dict[str, Any]) -> None:
+    assert (padded.vocab_size, padded.sampled_ids) == (ROWS, tiny.VOCAB)
+    loop = load(padded, Settings(), lambda percent, memory: None)
+    endless = job("a", b"hello", max_tokens=64, stop_ids=frozenset[int](), top_logprobs=20, **knobs)
+    found = run_one(loop, endless)
+    assert len(found.ids) == 64
+    assert max(found.ids) < tiny.VOCAB
+    # nor are they rivals of those that are
+    assert all(id < tiny.VOCAB for token in found.tokens for id, _ in token.top)
+
+
+def test_they_would_be_if_nobody_knew_the_tokenizer(padded: ModelFiles) -> None:
+    """The planted rows do score highest: else the test above would prove nothing."""
+    unknown = replace(padded, tokens=None)
+    loop = load(unknown, Settings(), lambda percent, memory: None)
+    found = run_one(loop, job("a", b"hello"))
+    assert min(found.ids) >= tiny.VOCAB
+
+
+def test_a_grammar_works_where_either_side_has_more(padded: ModelFiles, tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    fewer = replace(files, config={**files.config, "vocab_size": tiny.END})
+    for each in (padded, fewer):
+        grammars = Grammars(each.tokenizer, vocab=each.tokens or each.vocab_size)
+        matcher = grammars.compile(ANYTHING, frozenset({tiny.END}))
+        assert 8 * len(matcher.allowed) >= each.sampled_ids
