@@ -9,7 +9,7 @@
 # locks say. CUDA=1 takes another lock, and so another stamp.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test check fix bench builtin transcripts lock size clean
+.PHONY: help venv serve test check fix bench parity builtin transcripts lock size clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -63,6 +63,9 @@ fix: venv $(DEV)  ## format, and repair what ruff can
 bench: venv $(DEV)  ## measure; ARGS=--help tells what
 	@$(BIN)/python -m tests.bench $(ARGS)
 
+parity: .venv-parity/.installed  ## hold every architecture against mlx-lm and transformers
+	@.venv-parity/bin/python -m tests.models.transformers_parity $(ARGS)
+
 transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a diff
 	@$(BIN)/python -m pytest --quiet tests/api --transcripts
 
@@ -72,17 +75,19 @@ builtin: .venv-builtin/.installed  ## train the built-in model again
 LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
          --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS)
 
+# The last of them, on Linux, only where uv sees PyTorch's wheels for the CPU: requirements/parity.in.
 lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade for newer versions
 	$(LOCKED) pyproject.toml --extra cpu --group build -o requirements/serve.txt
 	$(LOCKED) pyproject.toml --extra cuda --group build -c requirements/serve.txt -o requirements/cuda.txt
 	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
 	$(LOCKED) models/builtin/requirements.in -c requirements/serve.txt -o models/builtin/requirements.txt
+	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
 size:  ## lines of each file, longest last
 	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | sort -n
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-builtin build dist *.egg-info .coverage* htmlcov \
+	rm -rf .venv .venv-builtin .venv-parity build dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,4 +108,11 @@ $(SELF): pyproject.toml $(SERVE)
 .venv-builtin/.installed: models/builtin/requirements.txt
 	$(call new_venv,.venv-builtin)
 	.venv-builtin/bin/python $(INSTALL) $(HASHED) -r $<
+	@touch $@
+
+.venv-parity/.installed: requirements/parity.txt requirements/serve.txt requirements/dev.txt
+	$(call new_venv,.venv-parity)
+	.venv-parity/bin/python $(INSTALL) $(HASHED) -r requirements/serve.txt -r requirements/dev.txt
+	@.venv-parity/bin/python $(INSTALL) $(HASHED) -r $< || { echo "make parity needs torch for the CPU:" \
+	    "requirements/parity.in tells where it may come from" >&2; exit 1; }
 	@touch $@

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator
 import uvicorn
 from starlette.applications import Starlette
 
-from app import store
 from app.api.app import build_app
+from app.commands.obtain import obtain
 from app.core.errors import AppError
 from app.core.settings import Settings
 from app.engine.describe import complete
@@ -33,7 +33,7 @@ _GRACE = 5
 
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
-    files = complete(store.resolve(settings.model))
+    files = complete(obtain(settings))
     runner = LocalRunner(settings)
     generation = Generation(files, runner, settings)
     sys.setswitchinterval(_SWITCH_INTERVAL)

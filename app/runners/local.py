@@ -118,7 +118,7 @@ class LocalRunner:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._receive, message)
 
-        self._grammars = Grammars(files.tokenizer, vocab=files.vocab_size)
+        self._grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
         self._thread = EngineThread(
             lambda report: load(files, self._settings, report), post, checks=self._settings.debug
         )

@@ -159,12 +159,13 @@ def test_a_model_that_cannot_be_loaded_is_the_starters_error(
 ) -> None:
     for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
+    files = store.resolve(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
 
     async def run() -> None:
         running = runner()
         with pytest.raises(AppError, match="not a whole safetensors file"):
-            await running.start(store.resolve(str(tmp_path)))
+            await running.start(files)
         assert running.status().state == "failed"
         with pytest.raises(AppError, match="the engine is not running") as caught:
             async with running.submit(job("a", b"x")):

@@ -1,0 +1,168 @@
+"""The command that downloads, in this process and in one of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.commands.pull import pull
+from app.core.errors import AppError
+from app.store.hub import cached
+from app.store.names import HubName
+from tests import tiny
+from tests.serving import PATIENCE, ROOT, serving
+from tests.store.stand_in import StandIn
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def commit(hub: StandIn, tiny_model: Path) -> str:
+    return hub.add("org/tiny", tiny_model)
+
+
+def test_pull_says_commit_and_size_and_where(
+    hub: StandIn, commit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pull("org/tiny", None) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(
+        f"org/tiny at commit {commit[:12]}: 4 files, 59.5 kB, 59.2 kB to download"
+    )
+    assert out.startswith("org/tiny is whole: 51.8 kB of weights in ")
+    assert out.rstrip().endswith(commit)
+
+
+def test_pull_again_checks_and_downloads_nothing(
+    hub: StandIn, commit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pull("org/tiny", None)
+    capsys.readouterr()
+    pull("org/tiny", None)
+    assert ", all here, to be checked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["org/tiny@{}", "org/tiny"])
+def test_a_revision_may_stand_in_the_name_or_beside_it(
+    hub: StandIn, commit: str, tmp_path: Path, name: str
+) -> None:
+    hub.add("org/tiny", tiny.write(tmp_path / "newer", seed=1))
+    pull(name.format(commit), None if "@" in name else commit)
+    files = cached.find(HubName(repo="org/tiny", revision=commit))
+    assert files is not None
+    assert files.path.name == commit
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "words"),
+    [
+        ("tiny", None, "is not the name of a model on the hub"),
+        ("qwen3:4b", None, "`ollama pull`"),
+        ("../tiny", None, "is not the name of a model on the hub"),
+        ("org/tiny@a", "b", "name two revisions"),
+        ("org/tiny", "../b", "is not the name of a branch"),
+    ],
+)
+def test_what_cannot_be_pulled_is_refused_before_anything_is_asked(
+    hub: StandIn, name: str, revision: str | None, words: str
+) -> None:
+    with pytest.raises(AppError) as caught:
+        pull(name, revision)
+    assert words in caught.value.message
+    assert hub.asked == []
+
+
+def test_an_architecture_that_cannot_be_served_is_not_downloaded(
+    hub: StandIn, tmp_path: Path
+) -> None:
+    folder = tiny.write(tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    hub.add("org/odd", folder)
+    with pytest.raises(AppError) as caught:
+        pull("org/odd", None)
+    assert "no_such_model" in caught.value.message
+    assert "nothing was downloaded" in caught.value.message
+    assert hub.downloads(WEIGHTS) == []
+
+
+@pytest.fixture
+def environment(hub: StandIn, tmp_path: Path) -> dict[str, str]:
+    """As a person sets it: nothing of huggingface_hub is patched in a process of its own."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return {**ours, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+
+
+def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def test_the_command_pulls_and_serves_when_the_hub_is_gone(
+    hub: StandIn,
+    commit: str,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pulled = run(environment, "pull", "org/tiny")
+    assert pulled.returncode == 0, pulled.stderr
+    assert (tmp_path / "home" / "hub" / "models--org--tiny" / "refs" / "main").read_text() == commit
+    hub.close()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with serving("org/tiny") as server:
+        url = server.url
+        answer = httpx.post(
+            f"{url}/v1/completions",
+            json={"model": "org/tiny", "prompt": "Hi", "max_tokens": 3},
+            timeout=PATIENCE,
+        )
+        assert answer.status_code == 200, answer.text
+        assert httpx.get(f"{url}/v1/models/org/tiny").json()["id"] == "org/tiny"
+
+
+def test_offline_is_one_line_and_status_1(
+    hub: StandIn, commit: str, environment: dict[str, str]
+) -> None:
+    found = run({**environment, "HF_HUB_OFFLINE": "1"}, "pull", "org/tiny")
+    assert found.returncode == 1
+    assert found.stderr.splitlines() == [
+        "mlxrunner: org/tiny would have to be downloaded, but HF_HUB_OFFLINE is set: unset it and "
+        "try again"
+    ]
+    assert hub.asked == []
+
+
+def test_ctrl_c_ends_a_download_and_keeps_what_came(
+    hub: StandIn, commit: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    hub.faults.stall[WEIGHTS] = 2.0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "pull", "org/tiny"],
+        cwd=ROOT,
+        env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not hub.downloads(f"{commit}/{WEIGHTS}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("mlxrunner: interrupted")
+    assert run(environment, "pull", "org/tiny").returncode == 0
