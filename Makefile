@@ -47,7 +47,7 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: venv $(DEV)  ## all tests and the coverage they must reach; t=tests/text for some
-	@$(BIN)/python -m pytest $(if $(t),$(t),--cov --cov-report=term) $(ARGS)
+	@$(BIN)/python -m pytest $(if $(t),$(t),-n auto --maxprocesses 4 --cov --cov-report=term) $(ARGS)
 
 check: venv $(DEV)  ## format, lint, types, walls, documents; changes nothing
 	$(BIN)/ruff format --check

@@ -57,7 +57,8 @@ class Generation:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         arrived = time.monotonic_ns()
-        if request.model != self._files.name:
+        # Ollama's clients write out the tag that a name without one stands for
+        if request.model.removesuffix(":latest") != self._files.name:
             raise AppError(
                 Kind.MODEL_NOT_FOUND,
                 f"the model {request.model[:200]!r} is not served here; "

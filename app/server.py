@@ -46,7 +46,8 @@ def serve(settings: Settings) -> int:
             failures.append(error)
             server.should_exit = True
             return
-        log.info("%s is ready (context %d tokens)", files.name, files.context_length)
+        [card] = generation.models()
+        log.info("%s is ready (context %d tokens)", card.id, card.context_length)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:

@@ -19,11 +19,12 @@ _TEXT = (
     ("language_model.", ""),
 )
 
-# the parts that see and hear, and what leads from them to the text
+# the parts that see and hear, and what leads from them to the text; Ollama's drafting model
 _OTHERS = frozenset(
     {
         "audio_tower",
         "connector",
+        "draft",
         "embed_audio",
         "embed_vision",
         "image_newline",

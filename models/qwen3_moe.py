@@ -1,7 +1,8 @@
 """Qwen3-MoE (Yang et al. 2025): a Qwen3 most of whose MLPs are mixtures of experts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -22,6 +23,13 @@ class Config(qwen3.Config):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: Sequence[int] = ()
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """transformers 5 writes the number of experts by Mixtral's name for it."""
+        named = {"num_experts": config.get("num_local_experts"), **config}
+        # a class with slots is not the one that `super()` would look for
+        return super(Config, cls).from_dict(named)
 
     def mlp(self, layer: int) -> Callable[[mx.array], mx.array]:
         sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0

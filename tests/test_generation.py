@@ -139,6 +139,11 @@ def refusal(
     return caught.value
 
 
+def test_a_name_with_the_tag_latest_is_the_name_without(files: ModelFiles) -> None:
+    assert text_of(events(files, FakeRunner("hi"), model=f"{files.name}:latest")) == "hi"
+    assert refusal(files, model=f"{files.name}:8b").kind is Kind.MODEL_NOT_FOUND
+
+
 def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
     grammar = JsonSchema(text='{"type":"integer"}')
     runner = FakeRunner("7")

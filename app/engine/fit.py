@@ -22,7 +22,7 @@ from app.core.settings import Settings
 from app.engine.device import device_budget
 from app.engine.memory import Footprint, Working, longest_that, query_heads
 from app.engine.weights import open_model, parameters
-from models.base import Model
+from models.base import Model, ModelError
 
 # sequences at once when nobody says how many
 MOST_PARALLEL = 8
@@ -75,8 +75,11 @@ def fit(files: ModelFiles, settings: Settings) -> Fit:
 def foretold(model: Model, files: ModelFiles, settings: Settings) -> Fit:
     """The same of a model whose weights may have been read or not."""
     kv = model.make_kv()
-    hidden = model(mx.array([[0]]), kv)
-    vocab = model.logits(hidden[:, -1]).size
+    try:
+        hidden = model(mx.array([[0]]), kv)
+        vocab = model.logits(hidden[:, -1]).size
+    except ModelError as error:
+        raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
     chunk = prefill_chunk(settings)
     working = Working(
         token=_token_bytes(model, files.config, hidden, vocab),
@@ -144,7 +147,10 @@ def _token_bytes(model: Model, config: Mapping[str, Any], hidden: mx.array, voca
         (_width(module, chosen) for _, module in modules if _width(module, chosen) < vocab),
         default=0,
     )
-    return _ROWS_HELD * (widest + hidden.shape[-1]) * hidden.dtype.size
+    last = hidden.shape[-1]
+    # of a class that gives nothing but logits there is one row of them
+    rows = _ROWS_HELD * (widest + last) if last < vocab else _ROWS_HELD * widest + last
+    return rows * hidden.dtype.size
 
 
 def _width(module: Any, chosen: int) -> int:

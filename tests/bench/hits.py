@@ -2,7 +2,7 @@
 
 One conversation on every tiny architecture: turns that go on, a question put in other words, an
 answer drawn again, an old prompt again, one that parts within a turn. Which ids end turns is known
-to the cache. Tensors decide nothing: a real model with the same kinds of layers serves the same.
+to the cache. Tensors decide nothing, the kinds of layers do, and windows: here a few ids long.
 """
 
 import random

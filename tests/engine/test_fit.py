@@ -4,6 +4,7 @@ import gc
 import json
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import cache, starcoder2
 
 from app import store
 from app.core.errors import AppError, Kind
@@ -102,6 +104,29 @@ def test_the_working_space_is_foretold_within_reason(tmp_path: Path) -> None:
     )
     scores = 8 * 4 * 512 * STEP
     assert 0.5 < (memory.working - scores) / (found.working - scores) < 2
+
+
+def test_a_class_that_gives_only_logits_needs_one_row_of_them(tmp_path: Path) -> None:
+    """Eight rows as wide as a vocabulary of 256,000 would refuse what fits."""
+    [case] = [case for case in cases() if case.id.startswith("starcoder2")]
+    config = {**case.config, "vocab_size": 50_000}
+    parity.saved(replace(case, config=config), tmp_path)
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    found = fit(files_of(tmp_path), Settings(context=STEP, parallel=1, prefill_chunk=64))
+    assert 64 * 50_000 * 4 < found.working < 2 * 64 * 50_000 * 4
+
+
+def test_a_class_that_cannot_run_is_refused_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [case] = [case for case in cases() if case.id.startswith("starcoder2")]
+    parity.saved(case, tmp_path)
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    more = [cache.KVCache() for _ in range(3)]
+    monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: more, raising=False)
+    with pytest.raises(AppError, match="does not fill position by position") as caught:
+        fit(files_of(tmp_path), Settings())
+    assert str(tmp_path) in caught.value.message
 
 
 def test_the_longest_context_that_fits_is_told(files: ModelFiles) -> None:

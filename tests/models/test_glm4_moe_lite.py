@@ -72,6 +72,8 @@ CASES = [
             },
         },
         quantised=("affine-6",),
+        transformers=False,
+        why="It takes no null for n_shared_experts, and does not read moe_layer_freq.",
     ),
 ]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import models
+from models import qwen3_moe
 from models.base import ModelError
 from tests.models import parity
 from tests.models.architectures import Case
@@ -101,6 +102,12 @@ def test_quantised_experts_are_stacked_with_their_scales(tmp_path: Path) -> None
     np.testing.assert_array_equal(
         parity.our_prefilled(theirs, IDS, [9]), parity.our_prefilled(ours, IDS, [9])
     )
+
+
+def test_the_number_of_experts_has_another_name_where_transformers_5_wrote_it() -> None:
+    renamed = {key: value for key, value in CONFIG.items() if key != "num_experts"}
+    config = qwen3_moe.Config.from_dict({**renamed, "num_local_experts": EXPERTS})
+    assert config == qwen3_moe.Config.from_dict(CONFIG)
 
 
 def test_too_few_experts_are_refused(tmp_path: Path) -> None:

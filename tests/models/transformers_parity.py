@@ -12,6 +12,7 @@ collect it.
 import importlib.metadata
 import json
 import math
+import statistics
 import sys
 import tempfile
 import traceback
@@ -40,8 +41,10 @@ COLUMNS = {
     "transformers": ("prefill", "decode"),
 }
 LENGTH = 23
-# a draw in which no position of any case is so badly conditioned that float32 does not do
-SEED = 1
+# Told is the median of so many draws. In a few positions of some, a gated delta net's result is
+# nearly nothing before it is normalised: there transformers' own prefill and decode differ by 1e-4,
+# and so do its logits when every weight is moved by its last bit.
+DRAWS = 3
 MOST = 10_000_000
 
 # what a tiny vocabulary has no room for
@@ -63,6 +66,8 @@ _BLIND = {
 
 
 def main() -> int:
+    # models so small are done before threads have been told of them
+    torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     print(_head())
@@ -90,10 +95,11 @@ def compared(case: Case) -> tuple[dict[str, dict[str, float]], str]:
         why_not = _why_not(case)
         if why_not:
             return found, why_not
-        folder = Path(place) / "transformers"
         try:
-            theirs = saved(case, folder)
-            found["transformers"] = differences(theirs, folder, case)
+            draws = [differences(case, Path(place) / f"{seed}", seed) for seed in range(DRAWS)]
+            found["transformers"] = {
+                way: statistics.median(draw[way] for draw in draws) for way in draws[0]
+            }
         except Exception as error:  # whatever one case brings about, the others are compared
             traceback.print_exception(error)
             found["transformers"] = dict.fromkeys(COLUMNS["transformers"], math.inf)
@@ -101,7 +107,7 @@ def compared(case: Case) -> tuple[dict[str, dict[str, float]], str]:
     return found, ""
 
 
-def saved(case: Case, folder: Path, seed: int = SEED) -> Any:
+def saved(case: Case, folder: Path, seed: int) -> Any:
     """A random model of transformers' class, saved by itself into `folder`; the model."""
     config = _config(case)
     make: Any = AutoModelForCausalLM
@@ -120,17 +126,17 @@ def saved(case: Case, folder: Path, seed: int = SEED) -> Any:
     return model.eval()
 
 
-def differences(theirs: Any, folder: Path, case: Case) -> dict[str, float]:
-    prompt = parity.ids(case, LENGTH)
+def differences(case: Case, folder: Path, seed: int) -> dict[str, float]:
+    """The largest difference of any logit, of one draw."""
+    theirs = saved(case, folder, seed)
     ours = parity.opened(folder)
+    prompt = parity.ids(case, LENGTH)
+    ways = {"prefill": [LENGTH], "decode": [1] * LENGTH}
     return {
-        "prefill": parity.largest(
-            parity.our_prefilled(ours, prompt, [LENGTH]), _evaluated(theirs, prompt, [LENGTH])
-        ),
-        "decode": parity.largest(
-            parity.our_prefilled(ours, prompt, [1] * LENGTH),
-            _evaluated(theirs, prompt, [1] * LENGTH),
-        ),
+        way: parity.largest(
+            parity.our_prefilled(ours, prompt, chunks), _evaluated(theirs, prompt, chunks)
+        )
+        for way, chunks in ways.items()
     }
 
 
@@ -169,7 +175,7 @@ def _config(case: Case) -> PretrainedConfig:
     text part."""
     asked = json.loads(json.dumps(case.config))
     kind = asked.pop("model_type")
-    parts = transformers.CONFIG_MAPPING[kind].sub_configs
+    parts: Any = transformers.CONFIG_MAPPING[kind].sub_configs
     if "text_config" in parts and "text_config" not in asked:
         asked = {"text_config": asked, "tie_word_embeddings": asked.get("tie_word_embeddings")}
     if "vision_config" in parts:
@@ -197,7 +203,8 @@ def _head() -> str:
     names = [f"{library}: {way}" for library, ways in COLUMNS.items() for way in ways]
     return "\n".join(
         [
-            f"Largest difference of any logit, float32, CPU; {versions}.\n",
+            f"Largest difference of any logit, float32, CPU; {versions}. Of transformers: the "
+            f"median of {DRAWS} draws.\n",
             f"| case | {' | '.join(names)} | remark |",
             f"|---|{'---|' * len(names)}---|",
         ]

@@ -129,12 +129,11 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
-            first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
             hub.asked.append(
                 Asked(
                     method=self.command,
                     path=path,
-                    range=int(first[1]) if first else 0,
+                    range=self.start(),
                     authorization=self.headers.get("Authorization"),
                 )
             )
@@ -144,6 +143,10 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
                     reply(self, hub, *match.groups())
                     return
             self.refuse(404, "RepoNotFound")
+
+        def start(self) -> int:
+            first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            return int(first[1]) if first else 0
 
         def known(self, repo: str, revision: str) -> tuple[str, Path] | None:
             """The commit and its folder; else it has answered why not."""
@@ -176,7 +179,7 @@ def _handler(hub: StandIn) -> type[BaseHTTPRequestHandler]:
             self.reply(200, {"Content-Type": "application/json"}, body)
 
         def send_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
-            faults, start = hub.faults, hub.asked[-1].range
+            faults, start = hub.faults, self.start()  # others may have asked since
             if name in faults.corrupt and self.command == "GET":
                 content = bytes([content[0] ^ 1]) + content[1:]
             if start:
