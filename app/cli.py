@@ -6,7 +6,7 @@ arguments are known to be good.
 
 import argparse
 import logging
-import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -17,16 +17,25 @@ from app.core.settings import MEBIBYTE, Bits, CachePolicy, Settings
 
 GIBIBYTE = 1 << 30
 
+# GiB, MiB or seconds: more than there is, and little enough to be counted in bytes and waited for
+_MOST = 1_000_000_000
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 with one line on stderr. Bad options exit at once, with 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        return _run(parser, arguments)
+        status = _run(parser, arguments)
+        print(end="", flush=True)
+        return status
     except AppError as error:
         print(f"mlxrunner: {error.message}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `list | head`: whoever reads has seen enough
+        # or Python tries to write the rest when it ends, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:  # while something is downloaded; the server has its own way to end
         print("mlxrunner: interrupted; the same command goes on where it stopped", file=sys.stderr)
         return 130
@@ -270,6 +279,6 @@ def _whole(least: int) -> Callable[[str], int]:
 
 def _amount(text: str) -> float:
     amount = float(text)
-    if not 0 < amount < math.inf:
-        raise argparse.ArgumentTypeError("must be a number above 0")
+    if not 0 < amount <= _MOST:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, and at most {_MOST:,}")
     return amount

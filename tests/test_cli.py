@@ -1,6 +1,9 @@
 """The command line: options in, settings out, mistakes in one line."""
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +125,8 @@ def test_options_that_exclude_each_other_are_refused_by_name(
         "serve --max-body -1",
         "serve --max-body nan",
         "serve --keep-alive inf",
+        "serve --memory 1e300",
+        "serve --max-body 1e300",
         "serve --cache lots",
         "serve one two",
         "serve --quantize 3",
@@ -186,3 +191,20 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(server, "serve", interrupted)
     assert cli.main(["serve"]) == 130
     assert capsys.readouterr().err.startswith("mlxrunner: interrupted")
+
+
+@pytest.mark.parametrize("line", ["list", "show --json"])
+def test_a_reader_that_has_seen_enough_is_no_failure(line: str, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    homes = {"HF_HOME": str(tmp_path), "OLLAMA_MODELS": str(tmp_path)}
+    program = "import sys; from app.cli import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *line.split()],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **homes},
+        check=False,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")

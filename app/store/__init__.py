@@ -11,7 +11,8 @@ A name is looked up in this order, and the first that has it wins. What none has
 downloaded (app.store.hub); that is asked for elsewhere.
 """
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from typing import TypeVar
 from app.core.files import ModelFiles
 from app.store import hf
 from app.store.digests import Verified
+from app.store.documents import unreadable
 from app.store.names import BUILTIN, HubName, Name, NotHere, parse
 from app.store.ollama import manifest, model
 
@@ -43,6 +45,17 @@ def resolve(name: str | None) -> ModelFiles:
     return files
 
 
+@contextlib.contextmanager
+def _told() -> Generator[None]:
+    """Raises AppError(MODEL_FILES) for a place that may not be read or went away just now: any
+    look at a disk may find that."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(Path(error.filename or "a file"), error.strerror or str(error)) from error
+
+
+@_told()
 def find(name: str | None) -> ModelFiles:
     """Reads JSON and the headers of tensors. None is the built-in model.
 
@@ -66,15 +79,18 @@ def installed() -> Iterator[Installed]:
     # takes a sixth of a second to import, which is only spent where it is needed
     from app.store.hub import cached
 
-    for entry in cached.everything():
+    with _told():
+        entries, names = list(cached.everything()), list(manifest.everything())
+    for entry in entries:
         read = _reader(entry.name, cached.find)
         yield Installed(name=str(entry.name), source="hub", path=entry.folder, read=read)
-    for name in manifest.everything():
+    for name in names:
         read = _reader(name, model.find)
         yield Installed(name=str(name), source="ollama", path=manifest.path_of(name), read=read)
 
 
 def _reader(name: _Name, find: Callable[[_Name], ModelFiles | None]) -> Callable[[], ModelFiles]:
+    @_told()
     def read() -> ModelFiles:
         found = find(name)
         if found is None:

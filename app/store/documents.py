@@ -6,6 +6,7 @@ model has, what they say.
 A folder of the Hugging Face cache is made of links into its blobs, so links are as good as files.
 """
 
+import json
 import os
 import stat
 from collections.abc import Mapping
@@ -43,10 +44,13 @@ def read_object(path: Path, *, most: int = _MOST) -> Mapping[str, Any] | None:
     """
     if not is_there(path):
         return None
+    content = _read(path, most=most)
     try:
-        found = orjson.loads(_read(path, most=most))
+        found = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise unreadable(path, str(error)) from error
+        found = _with_infinity(content)
+        if found is None:
+            raise unreadable(path, str(error)) from error
     if not isinstance(found, dict):
         raise AppError(Kind.MODEL_FILES, f"{path} is not a JSON object")
     return cast(Mapping[str, Any], found)
@@ -60,6 +64,23 @@ def read_text(path: Path, *, most: int = _MOST) -> str | None:
         return _read(path, most=most).decode()
     except UnicodeDecodeError as error:
         raise unreadable(path, str(error)) from error
+
+
+def _with_infinity(content: bytes) -> Any:
+    """Python writes Infinity, which is not JSON, and configs hold it (Nemotron-H's
+    time_step_limit). None where that is not what is wrong; NaN is no setting of anything."""
+    try:
+        found = json.loads(content, parse_constant=_infinity)
+        orjson.dumps(found)  # which refuses all else that JSON does not have
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found
+
+
+def _infinity(word: str) -> float:
+    if word == "NaN":
+        raise ValueError(word)
+    return float(word)
 
 
 def unreadable(path: Path, why: str) -> AppError:

@@ -15,7 +15,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -110,15 +110,6 @@ def read(path: Path) -> Header:
     except OSError as error:
         raise _broken(path, error.strerror or str(error)) from error
     return _parsed(path, text, data=size - _SIZE - length)
-
-
-def bytes_by_dtype(headers: Iterable[Header]) -> dict[str, int]:
-    """Bytes of tensors by the name of their type, most bytes first."""
-    counted: Counter[str] = Counter()
-    for header in headers:
-        for tensor in header.tensors.values():
-            counted[tensor.dtype] += tensor.nbytes
-    return dict(counted.most_common())
 
 
 def _size_of(path: Path) -> int:

@@ -64,7 +64,8 @@ class StandIn:
         self.repositories: dict[str, Repository] = {}
         self.faults = Faults()
         self.asked: list[Asked] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.handler = _handler(self)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -47,7 +47,7 @@ def test_an_interrupted_download_says_how_to_complete_it(hub: StandIn, commit: s
     hub.faults.status[WEIGHTS] = 500
     complaint(pull)
     message = complaint(lambda: cached.find(NAME))
-    assert "is incomplete" in message
+    assert "is incomplete: type" in message  # config.json is here, and no name for its revision
     assert "`mlxrunner pull org/tiny`" in message
 
 
@@ -84,6 +84,24 @@ def test_a_link_that_leads_nowhere_is_a_missing_file(hub: StandIn, commit: str) 
     here = pull()
     os.remove((here / WEIGHTS).resolve())
     assert f"it lacks {WEIGHTS}" in complaint(lambda: cached.find(NAME))
+    assert [entry.folder for entry in cached.everything()] == [here]
+
+
+def test_every_name_of_a_revision_is_listed(hub: StandIn, commit: str, tmp_path: Path) -> None:
+    hub.repositories[NAME.repo].refs["v1.0"] = commit
+    pull(HubName(repo=NAME.repo, revision="v1.0"))
+    pull()
+    hub.add(NAME.repo, tiny.write(tmp_path / "newer", seed=1))
+    newer = pull().name
+    pull(HubName(repo=NAME.repo, revision=newer))
+    (cached.storage_folder(NAME.repo) / "refs" / "v1.0").unlink()
+    (cached.storage_folder(NAME.repo) / "refs" / ".DS_Store").write_bytes(b"\xff")
+    (cached.cache_folder() / "datasets--org--tiny" / "snapshots").mkdir(parents=True)
+    listed = [str(entry.name) for entry in cached.everything()]
+    assert sorted(listed) == sorted(["org/tiny", f"org/tiny@{commit[:12]}"])
+    pull(HubName(repo=NAME.repo, revision="v1.0"))
+    listed = [str(entry.name) for entry in cached.everything()]
+    assert sorted(listed) == ["org/tiny", "org/tiny@v1.0"]
 
 
 def test_what_was_never_pulled_is_not_there() -> None:

@@ -49,7 +49,6 @@ def test_names_types_shapes_and_metadata_are_read_and_added_up(tmp_path: Path) -
     assert header.metadata["quant_type"] == "int4"
     assert header.nbytes == 24 + 20 + 4
     assert [header.tensors[name].elements for name in arrays] == [12, 5, 1, 0]
-    assert headers.bytes_by_dtype([header, header]) == {"BF16": 48, "U32": 40, "F32": 8}
 
 
 def test_half_bytes_count(tmp_path: Path) -> None:

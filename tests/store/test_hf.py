@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_bytes_and_ids_are_counted(folder: Path) -> None:
     assert isinstance(weights, dict)
     assert files.stored == sum(array.nbytes for array in weights.values())
     assert files.tokens == tiny.VOCAB
+
+
+def test_infinity_in_a_config_is_a_number(folder: Path) -> None:
+    """Python writes it, and so transformers does for models with a time_step_limit."""
+    (folder / "config.json").write_text(json.dumps({**tiny.CONFIG, "time_step_limit": [0, inf]}))
+    assert store.resolve(str(folder)).config["time_step_limit"] == [0, inf]
+    (folder / "config.json").write_text('{"a": Infinity, "b": "\\ud800"}')
+    assert "config.json cannot be read: " in complaint(folder)
 
 
 class TestShards:

@@ -1,7 +1,14 @@
 """From the hub to the cache, against a hub that can do wrong."""
 
+import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -173,6 +180,55 @@ def test_a_revision_that_is_not_there_is_named(hub: StandIn, commit: str) -> Non
 
 def test_a_hub_that_cannot_be_reached_is_one_line() -> None:
     assert "could not be downloaded from http://127.0.0.1:9" in complaint(pull)
+
+
+@pytest.mark.parametrize("answer", [[1], {"error": "log in first"}, {"id": "a/b", "siblings": [7]}])
+def test_an_answer_that_is_no_hubs_is_one_line(
+    hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    def reply_json(handler: Any, _: object) -> None:
+        handler.reply(200, {}, json.dumps(answer).encode())
+
+    monkeypatch.setattr(hub.handler, "reply_json", reply_json)
+    assert "does not answer as a hub does" in complaint(pull)
+
+
+def test_a_token_that_is_none_is_one_line_and_not_shown(
+    hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_s\xe9cret")
+    message = complaint(pull)
+    assert "check the network, HF_ENDPOINT and HF_TOKEN" in message
+    assert "cret" not in message
+
+
+def test_a_password_in_the_hubs_address_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:password@127.0.0.1:9")
+    message = complaint(pull)
+    assert "http://127.0.0.1:9" in message
+    assert "password" not in message
+
+
+def test_nobody_who_interrupts_waits_for_a_silent_hub(
+    hub: StandIn, commit: str, tmp_path: Path
+) -> None:
+    hub.faults.stall[WEIGHTS] = 60
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from app.cli import main; sys.exit(main(['pull', 'org/tiny']))"
+    )
+    homes = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, env={**os.environ, **homes}
+    ) as pulling:
+        while WEIGHTS in hub.faults.stall and not hub.downloads(WEIGHTS)[1:]:
+            assert pulling.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.2)
+        pulling.send_signal(signal.SIGINT)
+        _, told = pulling.communicate(timeout=5)
+    assert pulling.returncode == 130
+    assert told.endswith(b"mlxrunner: interrupted; the same command goes on where it stopped\n")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from app import store
 from app.core.errors import AppError, Kind
@@ -123,3 +124,32 @@ def test_looking_asks_nothing_of_the_network(hub: StandIn) -> None:
     missed("org/name@main")
     list(store.installed())
     assert hub.asked == []
+
+
+def test_a_place_that_may_not_be_looked_at_is_one_line() -> None:
+    with pytest.raises(AppError) as caught:  # a name that no disk takes
+        store.find("/" + "a" * 300)
+    assert caught.value.message.startswith("/aaa")
+    assert "\n" not in caught.value.message
+
+
+def test_a_repository_that_may_not_be_looked_into_is_told_beside_the_others(
+    everywhere: Path,
+) -> None:
+    closed = cached.storage_folder("org/closed")
+    closed.mkdir()
+    (closed / "snapshots").symlink_to("a" * 300)  # as good as a folder of somebody else's
+    entries = {entry.name: entry for entry in store.installed() if entry.source == "hub"}
+    assert sorted(entries) == ["org/closed", "org/tiny"]
+    assert entries["org/tiny"].read().name == "org/tiny"
+    with pytest.raises(AppError) as caught:
+        entries["org/closed"].read()
+    assert f"{closed / 'snapshots'} cannot be read: " in caught.value.message
+
+
+def test_a_cache_that_may_not_be_looked_into_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / ("a" * 300)))
+    with pytest.raises(AppError, match="cannot be read: "):
+        list(store.installed())

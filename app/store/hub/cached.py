@@ -4,20 +4,22 @@ Knows: the cache's layout, as far as huggingface_hub does not tell it. Must not 
 nothing here asks anything of it. Where the cache is, HF_HUB_CACHE and HF_HOME say.
 """
 
+import os
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
-from huggingface_hub import constants, get_cached_repo_tree, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import CachedRepoTreeNotFoundError, CacheNotFound
+from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 from app.core.files import ModelFiles
 from app.store import hf
 from app.store.hub import snapshot
-from app.store.names import HubName, NotHere
+from app.store.names import HubName, NotHere, hub_name, is_revision
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
@@ -43,7 +45,7 @@ def find(name: HubName) -> ModelFiles | None:
     )
     if not isinstance(config, str):
         if _was_begun(name.repo, revision):
-            raise _incomplete(name, "config.json")
+            raise _incomplete(name)
         return None
     folder = Path(config).parent
     missing = _missing(name.repo, folder)
@@ -53,26 +55,51 @@ def find(name: HubName) -> ModelFiles | None:
 
 
 def everything() -> Iterator[Cached]:
-    """Every revision that looks like a language model, whole or not."""
-    try:
-        repos = scan_cache_dir(cache_folder()).repos
-    except CacheNotFound:
-        return
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
-        if repo.repo_type != "model":
+    """Every revision that looks like a language model, whole or not, and every repository that may
+    not be looked into: `find` says why. Raises OSError where that is the whole cache.
+
+    Not huggingface_hub's scan_cache_dir, which leaves out what lacks a file, and gives up at the
+    first thing that may not be read."""
+    for storage in sorted(_listed(cache_folder())):
+        kind, _, repo = storage.name.partition("--")
+        name = hub_name(repo.replace("--", "/"))
+        if kind != "models" or name is None:
             continue
-        for revision in sorted(repo.revisions, key=lambda revision: revision.commit_hash):
-            here = revision.snapshot_path
-            if not (here / "config.json").is_file():
-                continue
-            if not _has_weights(repo.repo_id, here):
-                if _halves(repo.repo_path):
-                    yield Cached(name=HubName(repo=repo.repo_id), folder=here)
-                continue
-            refs = sorted(revision.refs) or [revision.commit_hash[:_SHORT]]
-            for ref in refs:
-                name = HubName(repo=repo.repo_id, revision=None if ref == "main" else ref)
-                yield Cached(name=name, folder=here)
+        try:
+            yield from list(_revisions(name.repo, storage))
+        except OSError:
+            yield Cached(name=name, folder=storage)
+
+
+def _revisions(repo: str, storage: Path) -> Iterator[Cached]:
+    refs = _refs(storage / "refs")
+    for folder in sorted(_listed(storage / "snapshots")):
+        if not os.path.lexists(folder / "config.json"):
+            continue
+        if not _has_weights(repo, folder):
+            if _halves(storage):
+                yield Cached(name=HubName(repo=repo), folder=folder)
+            continue
+        for ref in refs.get(folder.name, [folder.name[:_SHORT]]):
+            name = HubName(repo=repo, revision=None if ref == "main" else ref)
+            yield Cached(name=name, folder=folder)
+
+
+def _refs(folder: Path) -> Mapping[str, Sequence[str]]:
+    """Commit -> the branches and tags that are it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.rglob("*")):
+        ref = path.relative_to(folder).as_posix()
+        if is_revision(ref) and path.is_file():
+            found[path.read_text(errors="replace").strip()].append(ref)
+    return found
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def cache_folder() -> Path:
@@ -143,9 +170,10 @@ def _listing(repo: str, folder: Path) -> list[str] | None:
 
 def _incomplete(name: HubName, *missing: str) -> NotHere:
     more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    lacks = f", it lacks {', '.join(missing[:2])}{more}" if missing else ""
     revision = "" if name.revision is None else f" --revision {name.revision}"
     return NotHere(
-        f"the download of {name} is incomplete, it lacks {', '.join(missing[:2])}{more}: "
+        f"the download of {name} is incomplete{lacks}: "
         f"type `mlxrunner pull {name.repo}{revision}` to complete it",
         hub=name,
     )

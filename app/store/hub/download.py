@@ -9,10 +9,12 @@ only when it has that digest; the revision gets its name when all of it is here.
 revision that was there before goes on being the one that is served.
 """
 
+import contextlib
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO, cast
 
 # their stubs leave types open that we do not use
@@ -48,9 +50,9 @@ def fetch(offer: Offer, out: TextIO | None = None) -> Path:
     """Download what is missing, check all of it, and return the folder. out: where progress is
     told. Raises AppError; what has come by then stays, and the next try asks for the rest."""
     storage = storage_folder(offer.name.repo)
-    _check_room(offer)
     large = [file for file in offer.files if file.sha256 is not None and _by_http(file)]
     with told(offer.name):
+        _check_room(offer)
         total = sum(file.size for file in large)
         here = sum(bytes_here(storage, offer.commit, file) for file in large)
         meter = Meter(total, here, out)
@@ -60,23 +62,41 @@ def fetch(offer: Offer, out: TextIO | None = None) -> Path:
             meter.close()
         with disable_progress_bars():
             places = [_placed(offer, file) for file in offer.files]
-    for file, place in zip(offer.files, places, strict=True):
-        if file not in large:
-            _check_small(offer.name, place, file)
-    _name_revision(storage, offer)
+        for file, place in zip(offer.files, places, strict=True):
+            if file not in large:
+                _check_small(offer.name, place, file)
+        _name_revision(storage, offer)
     return storage / "snapshots" / offer.commit
 
 
-def _fetch_all(offer: Offer, storage: Path, files: Iterable[RemoteFile], meter: Meter) -> None:
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        running = [pool.submit(_fetch_blob, offer, storage, file, meter) for file in files]
-        try:
-            for job in as_completed(running):
-                job.result()
-        except BaseException:  # Ctrl-C too: the threads end at their next bytes
-            meter.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def _fetch_all(offer: Offer, storage: Path, files: Sequence[RemoteFile], meter: Meter) -> None:
+    """The threads are daemons, which no exit waits for: one that listens to a silent hub hears of
+    an end only when its patience is over, a minute after Ctrl-C."""
+    waiting: SimpleQueue[RemoteFile] = SimpleQueue()
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    for file in files:
+        waiting.put(file)
+
+    def work() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                file = waiting.get_nowait()
+                try:
+                    _fetch_blob(offer, storage, file, meter)
+                except BaseException as error:
+                    ended.put(error)
+                    return
+                ended.put(None)
+
+    for _ in range(min(_AT_ONCE, len(files))):
+        threading.Thread(target=work, name="download", daemon=True).start()
+    try:
+        for _ in files:
+            if (error := ended.get()) is not None:
+                raise error
+    except BaseException:  # Ctrl-C too: the threads end at their next bytes
+        meter.stop()
+        raise
 
 
 def _fetch_blob(offer: Offer, storage: Path, file: RemoteFile, meter: Meter) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub import (
 from app.store.documents import read_object
 from app.store.hub import snapshot
 from app.store.hub.cached import cache_folder, storage_folder
-from app.store.hub.problems import bad, told
+from app.store.hub.problems import bad, told, understood
 from app.store.names import HubName
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,26 +58,28 @@ def look(name: HubName) -> Offer:
     repository that is not there, not open to us or holds nothing to be loaded, and for a hub that
     cannot be reached."""
     with told(name):
-        info = HfApi().model_info(
-            name.repo,
-            revision=name.revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-        listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-        commit = info.sha or ""
-        snapshot.check(str(name), listing)
-        files = tuple(_file(name, listing[path]) for path in snapshot.needed(listing))
+        with understood(name):
+            info = HfApi().model_info(
+                name.repo,
+                revision=name.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            )
+            listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+            snapshot.check(str(name), listing)
+            files = tuple(_file(name, listing[path]) for path in snapshot.needed(listing))
+            commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
             raise bad(name, f"has no commit that the hub could name, but {commit!r}")
         path = hf_hub_download(name.repo, "config.json", revision=commit, cache_dir=cache_folder())
-    storage = storage_folder(name.repo)
+        storage = storage_folder(name.repo)
+        missing = sum(file.size - bytes_here(storage, commit, file) for file in files)
     return Offer(
         name=name,
         commit=commit,
         files=files,
         config=read_object(Path(path)) or {},
-        missing=sum(file.size - bytes_here(storage, commit, file) for file in files),
+        missing=missing,
     )
 
 

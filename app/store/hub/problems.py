@@ -5,6 +5,7 @@ Knows: the errors of huggingface_hub. Must not know: what was asked.
 
 import contextlib
 import errno
+import re
 from collections.abc import Generator
 
 from huggingface_hub import constants
@@ -22,6 +23,9 @@ from app.core.errors import AppError, Kind
 from app.store.meter import Stopped
 from app.store.names import HubName
 
+# a user and a password in an address
+_SECRETS = re.compile(r"(?<=://)[^/@\s]*@")
+
 
 @contextlib.contextmanager
 def told(name: HubName) -> Generator[None]:
@@ -34,12 +38,26 @@ def told(name: HubName) -> Generator[None]:
         raise _sentence(name, error) from error
 
 
+@contextlib.contextmanager
+def understood(name: HubName) -> Generator[None]:
+    """Raises AppError where something answers that is no hub, such as the page of a network that
+    wants a login first, or where what leads to the hub cannot be meant."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        why = (
+            f"could not be looked up: {_where()} does not answer as a hub does "
+            f"({type(error).__name__}: {_said(error)}); check the network, HF_ENDPOINT and HF_TOKEN"
+        )
+        raise bad(name, why) from error
+
+
 def bad(name: HubName, why: str) -> AppError:
     return AppError(Kind.MODEL_FILES, f"{name} {why}")
 
 
 def _sentence(name: HubName, error: BaseException) -> AppError:
-    where = constants.ENDPOINT
+    where = _where()
     match error:
         case GatedRepoError():
             why = (
@@ -64,11 +82,19 @@ def _sentence(name: HubName, error: BaseException) -> AppError:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             why = "does not fit on the disk: make room, or set HF_HOME to a folder on another disk"
         case OSError(filename=str(path), strerror=str(reason)):
-            why = f"cannot be written: {path}: {reason}"
+            why = f"cannot be stored: {path}: {reason}; HF_HOME may name another folder"
         case _:
-            said = str(error).partition("\n")[0] or type(error).__name__
             why = (
-                f"could not be downloaded from {where} ({said}): try again, and it goes on where "
-                "it stopped"
+                f"could not be downloaded from {where} ({_said(error)}): try again, and it goes on "
+                "where it stopped"
             )
     return bad(name, why)
+
+
+def _where() -> str:
+    return _SECRETS.sub("", constants.ENDPOINT)
+
+
+def _said(error: BaseException) -> str:
+    """The first line, without what is a secret in it."""
+    return _SECRETS.sub("", str(error)).partition("\n")[0] or type(error).__name__
