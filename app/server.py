@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from app.api.app import build_app
 from app.commands.obtain import obtain
-from app.core.errors import AppError
+from app.core.errors import AppError, Kind
 from app.core.settings import Settings
 from app.engine.describe import complete
 from app.generation import Generation
@@ -34,6 +34,13 @@ _GRACE = 5
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
     files = complete(obtain(settings))
+    if settings.context is not None and settings.context > files.context_length:
+        log.warning(
+            "--context %d is more than %s was made for: it has %d",
+            settings.context,
+            files.name,
+            files.context_length,
+        )
     runner = LocalRunner(settings)
     generation = Generation(files, runner, settings)
     sys.setswitchinterval(_SWITCH_INTERVAL)
@@ -44,6 +51,11 @@ def serve(settings: Settings) -> int:
             await runner.start(files)
         except AppError as error:
             failures.append(error)
+        except Exception as error:  # nobody is served by a server without a model
+            log.exception("the model could not be loaded")
+            message = f"{files.path} could not be loaded: {error}"
+            failures.append(AppError(Kind.MODEL_FILES, message))
+        if failures:
             server.should_exit = True
             return
         [card] = generation.models()

@@ -121,7 +121,9 @@ def _made(classes: _Classes, config: Mapping[str, Any]) -> Model:
         raise ModelError(f"config.json lacks {', '.join(lacking)}")
     with _doubts(f"mlx-lm's {classes.kind} cannot be made of this config.json"):
         made: Any = _adapted(classes)(classes.arguments.from_dict(given))
-    made.make_kv()  # refuses here rather than at the first request
+    # refuses here rather than at the first request
+    with _doubts(f"mlx-lm's {classes.kind} makes no caches of this config.json"):
+        made.make_kv()
     return made
 
 
@@ -162,7 +164,8 @@ def _adapted(classes: _Classes) -> Any:
         def _advance(self, tokens: mx.array, kv: Sequence[LayerParts]) -> mx.array:
             end = kv[0].offset + tokens.shape[1]
             lent = [layer.lent(cache) for layer in kv]
-            logits: mx.array = super().__call__(tokens, cache=lent)
+            with _doubts(f"mlx-lm's {classes.kind} cannot be run with this config.json"):
+                logits: mx.array = super().__call__(tokens, cache=lent)
             for layer, given in zip(kv, lent, strict=True):
                 if not layer.take_back(given, tokens.shape[1]) or layer.offset != end:
                     raise ModelError(
@@ -274,4 +277,6 @@ def _doubts(what: str) -> Generator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+        # what MLX says of wrong arguments goes on for lines
+        said = str(error).partition("\n")[0]
+        raise ModelError(f"{what}: {type(error).__name__}: {said}") from error

@@ -108,20 +108,28 @@ def packing_of(path: str, width: int, weights: Mapping[str, mx.array]) -> Packin
 
 def reduce(model: nn.Module, bits: int) -> None:
     """Bring the model's plain weights to `bits`, in groups of 64, in place; nothing is evaluated.
+    Raises ModelError where there is none that can be.
 
     All of linear layers, embeddings, the head and experts whose width is a multiple of 64. Routers
     stay as they are, and so do norms, convolutions and whatever else is not a product with a
     matrix.
     """
 
+    found: list[str] = []
+
     def packed(path: str, layer: Any) -> Any:
         if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTERS:
             return layer
         if layer.weight.shape[-1] % GROUP:
             return layer
+        found.append(path)
         return layer.to_quantized(group_size=GROUP, bits=bits, mode="affine")
 
     _replace_leaves(model, packed)
+    if not found:
+        raise ModelError(
+            f"nothing in it can be quantised: no weight's width is a multiple of {GROUP}"
+        )
 
 
 def _replace_leaves(model: nn.Module, replaced: Callable[[str, Any], Any]) -> None:

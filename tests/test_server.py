@@ -16,6 +16,11 @@ import openai
 import pytest
 import schemathesis
 
+from app.core.errors import AppError
+from app.core.files import ModelFiles
+from app.core.settings import Settings
+from app.runners.local import LocalRunner
+from app.server import serve
 from tests import tiny
 from tests.api.fuzzed import CHECKS, document, examples
 from tests.serving import PATIENCE, Served, serving
@@ -328,6 +333,24 @@ def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -
     assert second.stop() == 1
     assert "address already in use" in second.text()
     assert "Traceback" not in second.text()
+
+
+def test_a_load_that_breaks_ends_the_server(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: LocalRunner, __: ModelFiles) -> None:
+        raise RuntimeError("of all things")
+
+    monkeypatch.setattr(LocalRunner, "start", broken)
+    monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
+    with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
+        serve(Settings(model=str(tiny_model), port=0))
+
+
+def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--context", "9999") as running:
+        assert running.ready().status()["ContextLength"] == 4096
+    assert "--context 9999 is more than tiny was made for: it has 4096" in running.text()
 
 
 CHAT = b'{"model":"tiny","max_tokens":2,"messages":'

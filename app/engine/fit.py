@@ -6,11 +6,12 @@ array knows its shape and type before it has a value. Must not know: requests, w
     budget  [ weights | working space | layer caches: sequences x context ........ | free ]
 
 Weights and layer caches are counted to the byte, `--quantize` included; the working space is an
-estimate, which the engine replaces by a measurement once the weights are there.
+estimate, which the engine replaces by a measurement once the weights are there (`corrected`). So a
+budget that is just enough by the one may be too little by the other.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine.device import device_budget
-from app.engine.memory import Footprint, Working, longest_that, query_heads
+from app.engine.memory import Footprint, Memory, Working, longest_that, query_heads
 from app.engine.weights import open_model, parameters
 from models.base import Model, ModelError
 
@@ -108,6 +109,21 @@ def foretold(model: Model, files: ModelFiles, settings: Settings) -> Fit:
         sequences=sequences,
         context_that_fits=longest,
         fits=longest >= (context if settings.context else 1),
+    )
+
+
+def corrected(found: Fit, memory: Memory, settings: Settings) -> Fit:
+    """What was foretold, with the working space that was measured since."""
+
+    def room(length: int) -> bool:
+        return found.sequences * memory.footprint(length) <= memory.kv_budget
+
+    longest = longest_that(room, found.context_that_fits)
+    return replace(
+        found,
+        working=memory.working,
+        context_that_fits=longest,
+        fits=longest >= (found.context if settings.context else 1),
     )
 
 

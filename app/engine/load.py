@@ -16,7 +16,7 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.ports import PrefixCache
 from app.core.settings import Settings
-from app.engine.fit import MOST_PARALLEL, foretold, prefill_chunk, refuse
+from app.engine.fit import MOST_PARALLEL, Fit, corrected, foretold, prefill_chunk, refuse
 from app.engine.loop import Loop
 from app.engine.memory import Memory, measured, query_heads
 from app.engine.prefix.radix import RadixPrefixCache
@@ -49,24 +49,13 @@ def _loaded(files: ModelFiles, settings: Settings, report: Report) -> Loop:
     fit = foretold(model, files, settings)
     refuse(fit, files)
     read(model, files.path, report)
-    assert isinstance(model, nn.Module)
-    suit_device(model)
-    chunk, context = prefill_chunk(settings), fit.context
-    memory = measured(
-        model,
-        budget=fit.budget,
-        weights=fit.weights,
-        chunk=chunk,
-        rows=settings.parallel or MOST_PARALLEL,
-        heads=query_heads(files.config),
-        context=fit.context_that_fits,
-    )
-    if not memory.positions(context):
-        raise AppError(Kind.MODEL_FILES, _too_large(files, memory))
+    memory = _tried(model, fit, files, settings)
+    refuse(corrected(fit, memory, settings), files)
     _bound_allocator(memory)
+    context = fit.context
     limits = Limits(
         running=settings.parallel or _suitable_parallel(settings, memory, context),
-        prefill=chunk,
+        prefill=prefill_chunk(settings),
         whole=settings.exact,
     )
     return Loop(
@@ -79,6 +68,26 @@ def _loaded(files: ModelFiles, settings: Settings, report: Report) -> Loop:
         exact=settings.exact,
         shift=model.shift if settings.context_shift else None,
     )
+
+
+def _tried(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> Memory:
+    """Laid out for the device, and one token evaluated."""
+    assert isinstance(model, nn.Module)
+    try:
+        suit_device(model)
+        return measured(
+            model,
+            budget=fit.budget,
+            weights=fit.weights,
+            chunk=prefill_chunk(settings),
+            rows=settings.parallel or MOST_PARALLEL,
+            heads=query_heads(files.config),
+            context=fit.context_that_fits,
+        )
+    except (MemoryError, RuntimeError) as error:  # what the device cannot do, or has no room for
+        raise AppError(
+            Kind.MODEL_FILES, f"{files.path}: the model could not be evaluated: {error}"
+        ) from error
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -122,16 +131,6 @@ def _prefix_cache(
 
 def _evaluate_caches(layers: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in layers])
-
-
-def _too_large(files: ModelFiles, memory: Memory) -> str:
-    gib = 1 << 30
-    return (
-        f"{files.path} does not fit: its weights take {memory.weights / gib:.2f} GiB, a step "
-        f"{memory.working / gib:.2f} GiB and the shortest sequence "
-        f"{memory.footprint(1) / gib:.2f} GiB, but the budget is {memory.budget / gib:.2f} GiB: "
-        "raise --memory, or serve a smaller model"
-    )
 
 
 def _bound_allocator(memory: Memory) -> None:

@@ -64,7 +64,8 @@ def read(model: Model, path: Path, report: Report) -> None:
     for array in arrays:
         try:
             mx.eval(array)
-        except RuntimeError as error:  # a file that was cut off meanwhile, a disk that fails
+        # a file that was cut off meanwhile, a disk that fails, a device that is full
+        except (MemoryError, RuntimeError) as error:
             raise AppError(
                 Kind.MODEL_FILES, f"{path}: its weights could not be read: {error}"
             ) from error

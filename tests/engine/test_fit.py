@@ -129,6 +129,16 @@ def test_a_class_that_cannot_run_is_refused_with_the_folder(
     assert str(tmp_path) in caught.value.message
 
 
+def test_a_class_that_trips_over_its_config_is_refused_in_one_line(tmp_path: Path) -> None:
+    [case] = [case for case in cases() if case.id.startswith("starcoder2")]
+    parity.saved(case, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**case.config, "rope_theta": "many"}))
+    tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(AppError, match=r"starcoder2 cannot be run .* TypeError: rope") as caught:
+        fit(files_of(tmp_path), Settings())
+    assert "\n" not in caught.value.message
+
+
 def test_the_longest_context_that_fits_is_told(files: ModelFiles) -> None:
     for steps in (1, 2, 3):
         found = fit(files, tight(files, sequence(files, steps * STEP)))

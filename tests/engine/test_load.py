@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from app import store
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
+from app.engine import fit as fitting
+from app.engine import load as loading
 from app.engine import weights
 from app.engine.fit import fit
 from app.engine.load import load
@@ -159,6 +162,34 @@ def test_a_context_that_was_asked_for_is_kept_or_refused(tiny_model: Path) -> No
     assert unasked.limited_by_memory
     with pytest.raises(AppError, match=r"of 4096 tokens .* the largest --context that fits is \d+"):
         load(files, Settings(memory=memory, context=4096), ignore)
+
+
+def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate came out below the measurement, and a server that was asked for 1500 positions
+    quietly served 1024."""
+    monkeypatch.setattr(fitting, "_ROWS_HELD", 0)
+    files = store.resolve(str(tiny_model))
+    for asked in (Settings(context=1500), Settings(context=1500, parallel=3)):
+        enough = dataclasses.replace(asked, memory=fit(files, asked).needed)
+        with pytest.raises(AppError, match=r"the largest --context that fits is \d+"):
+            load(files, enough, ignore)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("[malloc] no room")])
+def test_a_model_that_the_device_cannot_run_is_one_line(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(model: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "suit_device", full)
+    with pytest.raises(
+        AppError, match=rf"could not be evaluated: {re.escape(str(error))}$"
+    ) as said:
+        load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert said.value.kind is Kind.MODEL_FILES
 
 
 def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_not(

@@ -146,6 +146,11 @@ def test_matrices_are_reduced_and_routers_and_odd_widths_are_not() -> None:
     assert packed == {"embed_tokens", "lm_head", *experts, *shared}
 
 
+def test_what_has_nothing_to_reduce_is_refused() -> None:
+    with pytest.raises(ModelError, match="no weight's width is a multiple of 64"):
+        reduce(nn.Linear(48, 64), 4)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_reduced_layer_is_what_mlx_makes_of_it(bits: int) -> None:
     pair = Pair()
