@@ -22,6 +22,7 @@ from models.builtin.score import report as scores
 from tests.bench import (
     grid,
     hits,
+    kinds,
     layouts,
     loading,
     random_model,
@@ -44,7 +45,8 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "versus": versus.report,
     "weights": weights.report,
 }
-CHOICES = [*MEASUREMENTS, *ON_FOLDER, "builtin", "start", "traces", "hits", "loading", "soak"]
+ALONE = ("builtin", "start", "traces", "hits", "kinds", "loading", "soak")
+CHOICES = [*MEASUREMENTS, *ON_FOLDER, *ALONE]
 
 
 def main() -> None:
@@ -69,6 +71,8 @@ def main() -> None:
         print(_traces(), flush=True)
     if "hits" in wanted:
         print(hits.report(), flush=True)
+    if "kinds" in wanted:
+        print(kinds.report(), flush=True)
     if "loading" in wanted:
         print(loading.report(), flush=True)
     if "soak" in wanted:
