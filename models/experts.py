@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError
-from models.layers import GatedMLP
+from models.layers import GatedMLP, PackedStack
 
 # gate, up -> what the down projection takes
 Gating = Callable[[mx.array, mx.array], mx.array]
@@ -58,22 +58,8 @@ class ExpertLinear(nn.Module):
         return QuantizedExpertLinear(self, group_size, bits, mode)
 
 
-class QuantizedExpertLinear(nn.Module):
+class QuantizedExpertLinear(PackedStack):
     """An `ExpertLinear` in any of MLX's modes."""
-
-    def __init__(
-        self, plain: ExpertLinear, group_size: int | None, bits: int | None, mode: str
-    ) -> None:
-        super().__init__()
-        self.group_size, self.bits, self.mode = group_size, bits, mode
-        self.weight, self.scales, *biases = mx.quantize(
-            plain.weight, group_size=group_size, bits=bits, mode=mode
-        )
-        if biases:
-            self.biases = biases[0]
-        if "bias" in plain:
-            self.bias = plain.bias
-        self.freeze()
 
     def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
         """As `ExpertLinear`."""

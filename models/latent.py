@@ -21,6 +21,7 @@ import mlx.nn as nn
 
 from models.base import ModelError
 from models.kv import KVCache
+from models.layers import PackedStack
 from models.quant import Packing, packing_of
 
 
@@ -78,20 +79,8 @@ class HeadLinear(nn.Module):
         return QuantizedHeadLinear(self, group_size, bits, mode)
 
 
-class QuantizedHeadLinear(nn.Module):
+class QuantizedHeadLinear(PackedStack):
     """A `HeadLinear` in any of MLX's modes."""
-
-    def __init__(
-        self, plain: HeadLinear, group_size: int | None, bits: int | None, mode: str
-    ) -> None:
-        super().__init__()
-        self.group_size, self.bits, self.mode = group_size, bits, mode
-        self.weight, self.scales, *biases = mx.quantize(
-            plain.weight, group_size=group_size, bits=bits, mode=mode
-        )
-        if biases:
-            self.biases = biases[0]
-        self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
         """As `HeadLinear`."""

@@ -4,6 +4,7 @@ Knows: tensors. Must not know: architectures, caches, checkpoints.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +31,23 @@ def merge_heads(x: mx.array) -> mx.array:
     """[B, heads, L, D] -> [B, L, heads * D]."""
     batch, _, length, _ = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
+
+
+class PackedStack(nn.Module):
+    """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantised in any
+    of MLX's modes. plain: the layer as it was; its bias, if any, stays."""
+
+    def __init__(self, plain: Any, group_size: int | None, bits: int | None, mode: str) -> None:
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+        self.weight, self.scales, *biases = mx.quantize(
+            plain.weight, group_size=group_size, bits=bits, mode=mode
+        )
+        if biases:
+            self.biases = biases[0]
+        if "bias" in plain:
+            self.bias = plain.bias
+        self.freeze()
 
 
 class GatedMLP(nn.Module):
