@@ -1,14 +1,15 @@
 """What happens while an answer is made, in the order in which it happens.
 
-Knows: the alphabet that generation speaks and dialects translate. A stream is
-`Progress* TextDelta* Finish`; a collected answer is a fold over the same events.
-Must not know: SSE, JSON, token ids as the engine sees them.
+Knows: the alphabet that generation speaks and dialects translate. A stream is, for each choice,
+`Prompt? (TextDelta | ReasoningDelta | CallDelta)* Finish`, with `Progress` in between, and the
+choices in any order beside each other; a collected answer is a fold over the same events.
+Must not know: SSE, JSON, how ids are made.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +23,13 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A sampled token: natural log of its probability under the raw logits, and its rivals,
-    most likely first."""
+    """A token of the answer, or of an echoed prompt: natural log of its probability under the raw
+    logits (None for the first of a prompt, which nothing stands before), and its rivals, most
+    likely first."""
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[TopLogprob, ...]
 
 
@@ -40,25 +42,62 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """The next piece of text: never empty unless it carries logprobs, never half a character.
+class Prompt:
+    """The ids that a prompt came to. Told where they were asked for, before anything is said.
+    prompt: which one of the request."""
 
-    logprobs: the tokens read since the last delta, when the request asked for them. Their text
-    and the delta's text need not line up (a stop string or a character may be held back).
+    prompt: int = 0
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """The next piece of text: never empty unless it carries logprobs or ids, never half a
+    character.
+
+    logprobs: the tokens read since the last delta, when the request asked for them, those of
+    reasoning and of calls too. ids: the same tokens, when it asked for ids. Their text and the
+    delta's text need not line up (a stop string or a character may be held back).
     """
 
+    choice: int = 0
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningDelta:
+    """The next piece of what the model thinks before it answers; never empty."""
+
+    choice: int = 0
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """The next piece of a tool call. call: 0, 1, 2 … in the order in which they begin; one is over
+    before the next one begins. id, name: with the first piece of each, and only there. arguments:
+    the next piece of their JSON text; joined, it is an object, unless the answer was cut by length
+    or the model made a mistake in it."""
+
+    choice: int = 0
+    call: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts. cached_tokens: prompt tokens whose evaluation was really skipped.
-    completion_tokens: sampled tokens, the end-of-sequence token excluded."""
+    completion_tokens: sampled tokens, the end-of-sequence token excluded. reasoning_tokens: those
+    of them that came before the reasoning was over."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +112,18 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The last event of every answer that ended by itself."""
+    """The last event of every choice that ended by itself. prompt: which one of the request it
+    answers. stop: the stop string that ended it, if one of the request's did."""
 
+    choice: int = 0
+    prompt: int = 0
     reason: FinishReason
     usage: Usage
     timings: Timings
+    stop: str | None = None
 
 
-Event = Progress | TextDelta | Finish
+# what an answer is made of
+Spoken = Prompt | TextDelta | ReasoningDelta | CallDelta | Finish
+
+Event = Progress | Spoken

@@ -3,7 +3,7 @@
 Knows: token ids, counts, clock readings. Must not know: text, tensors. Everything here is plain
 data, so that an engine may live in another process one day.
 
-The life of a job is `Started Prefilled* Token* Ended`. A token that ends a sequence by being an
+The life of a job is `Started Prefilled* PromptScores? Token* Ended`. A token that ends a sequence by being an
 end-of-sequence id is never reported as a `Token`; a token that ends it by being the last one
 allowed is. So: every `Token` is text, and nothing else is.
 """
@@ -11,7 +11,7 @@ allowed is. So: every `Token` is text, and nothing else is.
 from dataclasses import dataclass
 from typing import Literal
 
-from app.core.requests import JsonSchema, Sampling
+from app.core.requests import Grammar, Sampling
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -22,7 +22,9 @@ class Job:
     prompt plus max_tokens never exceeds the context. stop_ids: end-of-sequence ids.
     top_logprobs: None for no logprobs. reuse: whether the prefix cache may serve the prompt. keep:
     ids at the beginning that a context shift never discards. grammar: what the sampled ids must
-    spell; a sequence that can only end ends there, with "stop"."""
+    spell; a sequence that can only end ends there, with "stop". min_tokens: so many are sampled
+    before one of stop_ids may be; 0 with a grammar. prompt_logprobs: like top_logprobs, for the
+    prompt's own ids: then `PromptScores` come before the first token."""
 
     id: str
     ids: tuple[int, ...]
@@ -32,7 +34,9 @@ class Job:
     top_logprobs: int | None = None
     reuse: bool = True
     keep: int = 0
-    grammar: JsonSchema | None = None
+    grammar: Grammar | None = None
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
 
 
 # nothing cached begins like it · other ids follow · the ids match, but a layer has no state to go
@@ -82,6 +86,15 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """The prompt's ids as if they had been sampled, all but the first: one (logprob, top) each, as
+    in `Token`."""
+
+    job: str
+    scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """The job is over and its place is free. error: a sentence, only when reason is "error".
     at: monotonic ns."""
@@ -92,7 +105,7 @@ class Ended:
     error: str | None = None
 
 
-Update = Started | Prefilled | Token | Ended
+Update = Started | Prefilled | PromptScores | Token | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

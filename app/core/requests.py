@@ -6,6 +6,7 @@ tokenizers, or whether the answer is streamed (that is the dialect's business).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,39 @@ class Conversation:
     messages: tuple[Message, ...]
 
 
-# text · token ids · a conversation
-Prompt = str | tuple[int, ...] | Conversation
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Several:
+    """Prompts that are continued beside each other, each for itself. At least one."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+
+
+# text · token ids · a conversation · texts and token ids
+Prompt = str | tuple[int, ...] | Conversation | Several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. parameters: the JSON Schema of its arguments' object, as
+    the client sent it; an object without properties where it sent none. strict: arguments follow
+    the schema whenever the model calls it, not only where a call is asked for. at: where it stood
+    in the request, dotted."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+    strict: bool = False
+    at: str = "tools"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTool:
+    """The one function that must be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 SamplingValue = float | int | tuple[tuple[int, float], ...] | None
 
@@ -77,29 +109,83 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchema:
-    """An answer must be one JSON value that satisfies this schema. text: the schema, as JSON."""
+    """One JSON value that satisfies this schema. text: the schema, as JSON. at: where it stood in
+    the request, dotted, for whoever has to mend it."""
 
     text: str
+    at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regex:
+    """A text that this regular expression matches from its beginning to its end."""
+
+    pattern: str
+    at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of these texts, at least one of them, none empty."""
+
+    options: tuple[str, ...]
+    at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lark:
+    """A text that this context-free grammar produces, in llguidance's variant of Lark or in GBNF.
+    parts: what of it came out of the request by itself, to find the one that cannot be followed."""
+
+    text: str
+    at: str | None = None
+    parts: tuple[JsonSchema | Regex, ...] = ()
+
+
+Grammar = JsonSchema | Regex | Choice | Lark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """How a model that reasons before it answers should do it. effort: a word of OpenAI's, "none"
+    to "xhigh"; None leaves it to the model. budget: most tokens of reasoning; None for no limit."""
+
+    effort: str | None = None
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One answer that a client wants.
+    """Answers that a client wants: `n` to each prompt, numbered as choices in this order.
 
     sampling: only the `Sampling` fields that the client set, by name. max_tokens: None means the
-    rest of the context. top_logprobs: None for no logprobs at all, else how many alternatives
-    (0 to 20) stand beside each sampled token. reuse: whether what is cached of the prompt may serve
-    it. keep: prompt tokens at the beginning that a context shift never discards; a negative number
-    is all of them, None leaves it to the server. grammar: what the answer must follow, from its
-    first token to its last.
+    rest of the context; 0 only with echo. min_tokens: so many are sampled before the answer may
+    end. ignore_eos: nothing that the model says ends it. top_logprobs: None for no logprobs at all,
+    else how many alternatives (0 to 20) stand beside each sampled token. reuse: whether what is
+    cached of the prompt may serve it. keep: prompt tokens at the beginning that a context shift
+    never discards; a negative number is all of them, None leaves it to the server. grammar: what
+    the answer must follow, from its first token (behind the reasoning, where there is any) to its
+    last. echo: answers begin with the prompt. suffix: what will stand behind the answer.
+    template_options: more words for the chat template. return_ids: tell the prompt's ids.
     """
 
     model: str
     prompt: Prompt
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict[str, SamplingValue])
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
     reuse: bool = True
     keep: int | None = None
-    grammar: JsonSchema | None = None
+    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    thinking: Thinking = Thinking()
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    echo: bool = False
+    suffix: str | None = None
+    return_ids: bool = False

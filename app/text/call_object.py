@@ -1,0 +1,135 @@
+"""A tool call written as one JSON object, `{"name": …, "arguments": {…}}`, as it is being written.
+
+Knows: the names that models give to its two parts, and that these come in either order. Must not
+know: what stands around the object, which is a family's affair.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.text.json_reader import json_value
+from app.text.pieces import Pieces
+from app.text.reader import Reader, Wait
+
+Outcome = Literal["none", "whole", "broken"]
+"""No call was begun: rewind. A call was read. A call was begun, and what follows is not JSON: it
+belongs to its arguments, so that nothing of it is lost."""
+
+
+@dataclass(slots=True)
+class _Call:
+    pieces: Pieces
+    names: Collection[str] | None
+    name: str | None = None
+    id: str | None = None
+    early: list[str] = field(default_factory=list[str])  # arguments that came before the name
+    begun: bool = False
+    argued: bool = False
+
+    def begin(self) -> bool:
+        if self.name is None or (self.names is not None and self.name not in self.names):
+            return False
+        self.pieces.call(self.name, self.id)
+        self.begun = True
+        self.pieces.arguments("".join(self.early))
+        return True
+
+
+def call_object(
+    reader: Reader,
+    pieces: Pieces,
+    *,
+    name_keys: Collection[str] = ("name",),
+    argument_keys: Collection[str] = ("arguments", "parameters"),
+    id_keys: Collection[str] = ("id",),
+    names: Collection[str] | None = None,
+) -> Wait[Outcome]:
+    """Read one such object, white space before it skipped. names: those of the tools, where an
+    object of another name is no call; None to take any. Nothing is put into `pieces` before the
+    name is known; the caller holds the reader, and rewinds it after "none"."""
+    call = _Call(pieces, names)
+    yield from reader.space()
+    if (yield from reader.accept("{")) is None:
+        return "none"
+    while True:
+        yield from reader.space()
+        if (yield from reader.accept("}")) is not None:
+            return _close(call)
+        key = yield from _string(reader)
+        yield from reader.space()
+        if key is None or (yield from reader.accept(":")) is None:
+            return _broken(call)
+        if not (yield from _value(reader, call, key, name_keys, argument_keys, id_keys)):
+            return _broken(call)
+        yield from reader.space()
+        if (yield from reader.accept(",")) is None and (yield from reader.peek()) != "}":
+            return _broken(call)
+
+
+def _value(
+    reader: Reader,
+    call: _Call,
+    key: str,
+    name_keys: Collection[str],
+    argument_keys: Collection[str],
+    id_keys: Collection[str],
+) -> Wait[bool]:
+    """The value of one key. Whether it could be read."""
+    if key in argument_keys:
+        return (yield from _arguments(reader, call))
+    if key in name_keys or key in id_keys:
+        text = yield from _string(reader)
+        if key in name_keys:
+            call.name = text
+        else:
+            call.id = text
+        return text is not None
+    return (yield from json_value(reader, lambda text, at: None)) == "whole"
+
+
+def _arguments(reader: Reader, call: _Call) -> Wait[bool]:
+    """They are handed on as they come where the name stands before them. Some models write them as
+    a string that holds the object."""
+    call.argued = True
+    yield from reader.space()
+    if (yield from reader.peek()) == '"':
+        text = yield from _string(reader)
+        if text is None:
+            return False
+        call.early.append(text or "{}")
+        return call.name is None or call.begin()
+    if call.name is not None:
+        if not call.begin():
+            return False
+        take = call.pieces.arguments
+        return (yield from json_value(reader, lambda text, at: take(text))) == "whole"
+    early = call.early
+    return (yield from json_value(reader, lambda text, at: early.append(text))) == "whole"
+
+
+def _string(reader: Reader) -> Wait[str | None]:
+    """A JSON string, decoded; None if there is no whole one."""
+    yield from reader.space()
+    if (yield from reader.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    if (yield from json_value(reader, lambda text, at: pieces.append(text))) != "whole":
+        return None
+    decoded: str = json.loads("".join(pieces))
+    return decoded
+
+
+def _close(call: _Call) -> Outcome:
+    if call.begun:
+        return "whole"
+    if not call.begin():
+        return "none"
+    if not call.argued:
+        call.pieces.arguments("{}")
+    return "whole"
+
+
+def _broken(call: _Call) -> Outcome:
+    return "broken" if call.begun else "none"

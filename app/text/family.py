@@ -1,0 +1,139 @@
+"""Chat families: how a kind of model marks its reasoning and its tool calls.
+
+Knows: what every family has in common, and where the families lie. Must not know: any family's
+markers, token ids, events.
+
+A family is a module in `app/text/families` with a class `Family`; putting it there is all it takes.
+It is chosen by the markers in the model's own chat template, never by the model's name: whoever
+trains a model further may call it anything, but renders its turns as it was rendered.
+"""
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from app.core.requests import Tool
+from app.text import families
+from app.text.pieces import Pieces, Splitter
+from app.text.reader import Reader, Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """What stands before and behind reasoning."""
+
+    open: str
+    close: str
+
+
+Spell = Callable[[str], str]
+"""A text → the Lark expression that produces it; special tokens written out in it are produced as
+tokens, which no text is."""
+
+Json = Callable[[Tool], str]
+"""A tool → the Lark expression that produces the JSON object of its arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """How calls are spelled, as Lark expressions (llguidance's), for answers that must hold some.
+
+        before call (between call)* after
+
+    calls: one for each tool, in the order of the tools. between: None where an answer holds one
+    call at most. trigger: the text that begins every call, marker enough that no prose holds it;
+    None where calls begin as prose might. rules: further Lark rules that the expressions name.
+    """
+
+    calls: tuple[str, ...]
+    before: str = ""
+    between: str | None = None
+    after: str = ""
+    trigger: str | None = None
+    rules: str = ""
+
+
+class ChatFamily:
+    """What the families inherit: reasoning in tags at the beginning of an answer, no calls.
+
+    markers: what of the syntax may be special tokens, which are not shown otherwise.
+    """
+
+    markers: tuple[str, ...] = ()
+
+    def claims(self, template: str) -> bool:
+        """Whether a chat template is of this family. No two families may claim one."""
+        raise NotImplementedError
+
+    def tags(self, template: str) -> Tags | None:
+        """What marks reasoning, if the template's models reason."""
+        return Tags(open="<think>", close="</think>") if "</think>" in template else None
+
+    def call_id(self, call: int) -> str | None:
+        """An id for the call'th call, where the model's template wants ids of a certain form and
+        the syntax brings none."""
+        return None
+
+    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+        """Read what follows the reasoning, to the end. tools: those that may be called; none are
+        read where it is empty. A call that cannot be read stays text."""
+        yield from reader.until(take=pieces.say)
+
+    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+        """How calls must be spelled. None where this syntax cannot hold one of the tools to its
+        schema; then calls are asked for in plain JSON, which can."""
+        return None
+
+    def opened(self, prompt: str, tags: Tags) -> bool:
+        """Whether a rendered prompt ends within reasoning."""
+        return prompt.rstrip().endswith(tags.open)
+
+    def split(self, *, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> "Splitter":
+        """A stage for one answer. opened: the prompt ended within reasoning."""
+
+        def parse(reader: Reader, pieces: Pieces) -> Wait[None]:
+            if tags is not None:
+                yield from self.reasoning(reader, pieces, tags, opened=opened)
+            yield from self.body(reader, pieces, tools)
+
+        return Splitter(parse)
+
+    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
+        """Read reasoning, if the text begins with it. A prompt that opened it may be followed by a
+        model that opens it again."""
+        start = reader.hold()
+        yield from reader.space()
+        again = (yield from reader.accept(tags.open)) is not None
+        if not again:
+            reader.rewind(start)
+            if not opened:
+                return
+        reader.release()
+        pieces.mark()
+        if (yield from reader.until(tags.close, take=pieces.think)) is not None:
+            pieces.mark()
+
+
+class Plain(ChatFamily):
+    """Of models whose template knows of no calls."""
+
+    def claims(self, template: str) -> bool:
+        return True
+
+
+def family_of(template: str) -> ChatFamily:
+    """The one that claims the template, or `Plain`."""
+    claiming = [family for family in _families() if family.claims(template)]
+    assert len(claiming) < 2, f"claimed by {', '.join(type(f).__module__ for f in claiming)}"
+    return claiming[0] if claiming else Plain()
+
+
+@cache
+def _families() -> tuple[ChatFamily, ...]:
+    """All there are; they have no state."""
+    found: list[ChatFamily] = []
+    for module in pkgutil.iter_modules(families.__path__):
+        found.append(import_module(f"{families.__name__}.{module.name}").Family())
+    return tuple(found)

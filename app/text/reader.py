@@ -1,0 +1,151 @@
+"""An answer's text, read as it arrives by code that is written as if it were all there.
+
+Knows: characters that are known, and that more may come. Must not know: any family's syntax.
+
+A parser is a generator that asks a `Reader` for text with `yield from`; where the answer is not
+known yet, the reader yields, and whoever feeds it resumes the parser once there is more. So a
+syntax is written down once, from top to bottom, and reads the same text the same way however that
+text was cut.
+
+    taken | known, not taken | not known yet
+          at                 whatever `push` brings
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# what `yield from` of it gives: suspended while the text ahead is not known
+Wait = Generator[None, None, T]
+
+Take = Callable[[str, int], None]
+"""Takes a piece of text, and the position of its first character."""
+
+
+class Reader:
+    """at: position of the next character. ended: nothing will come behind what is known."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.ended = False
+        self._known = ""
+        self._start = 0  # position of the first character of _known
+        self._held: int | None = None
+
+    def push(self, text: str) -> None:
+        """More text is known."""
+        assert not self.ended
+        needed = self.at if self._held is None else min(self.at, self._held)
+        self._known = self._known[needed - self._start :] + text
+        self._start = needed
+
+    def end(self) -> None:
+        self.ended = True
+
+    @property
+    def ahead(self) -> str:
+        """What is known and not taken."""
+        return self._known[self.at - self._start :]
+
+    def take(self, count: int) -> str:
+        """The next characters, which must be known."""
+        text = self.ahead[:count]
+        assert len(text) == count
+        self.at += count
+        return text
+
+    def hold(self) -> int:
+        """From here on nothing is forgotten: `rewind` may come back. Until `release`."""
+        self._held = self.at
+        return self.at
+
+    def rewind(self, at: int) -> None:
+        """Read again from a position that `hold` gave."""
+        assert self._held is not None
+        assert self._held <= at <= self.at
+        self.at = at
+        self._held = None
+
+    def release(self) -> None:
+        self._held = None
+
+    # what waits
+
+    def more(self) -> Wait[bool]:
+        """Wait for a character that is not known yet. Whether one came."""
+        known = len(self.ahead)
+        while len(self.ahead) == known and not self.ended:
+            yield
+        return len(self.ahead) > known
+
+    def peek(self) -> Wait[str]:
+        """The next character, not taken; "" at the end."""
+        while not self.ahead and not self.ended:
+            yield
+        return self.ahead[:1]
+
+    def meets(self, *texts: str) -> Wait[str | None]:
+        """Which of these the text goes on with, the longest that does; not taken."""
+        longest = max(map(len, texts))
+        while True:
+            ahead = self.ahead[:longest]
+            open_ = [text for text in texts if len(text) > len(ahead) and text.startswith(ahead)]
+            if not open_ or self.ended:
+                met = [text for text in texts if ahead.startswith(text)]
+                return max(met, key=len, default=None)
+            yield from self.more()
+
+    def accept(self, *texts: str) -> Wait[str | None]:
+        """As `meets`, and taken."""
+        met = yield from self.meets(*texts)
+        if met is not None:
+            self.at += len(met)
+        return met
+
+    def space(self) -> Wait[str]:
+        """White space, as much as there is."""
+        taken = ""
+        while (character := (yield from self.peek())) and character.isspace():
+            count = len(self.ahead) - len(self.ahead.lstrip())
+            taken += self.take(count)
+        return taken
+
+    def until(self, *marks: str, take: Take) -> Wait[str | None]:
+        """Hand on the text before the first of these marks, each piece as soon as it can be no
+        part of one, and take the mark too. Which it was; None when the text ended without one. Of
+        two that begin together it is the longer."""
+        found = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
+        while True:
+            ahead = self.ahead
+            match = found.search(ahead) if marks else None
+            clear = match.start() if match else len(ahead)
+            if not self.ended:
+                clear = min(clear, _first_open(ahead, marks))
+            if clear:
+                at = self.at
+                take(self.take(clear), at)
+            if match and clear == match.start():
+                self.at += len(match[0])
+                return match[0]
+            if self.ended:
+                return None
+            yield from self.more()
+
+    def text_until(self, *marks: str) -> Wait[tuple[str, str | None]]:
+        """The text before the first mark, and which it was, as `until`."""
+        pieces: list[str] = []
+        mark = yield from self.until(*marks, take=lambda text, _: pieces.append(text))
+        return "".join(pieces), mark
+
+
+def _first_open(text: str, marks: Iterable[str]) -> int:
+    """Where, at the end of the text, a mark may have begun that is longer than what is known."""
+    first = len(text)
+    for mark in marks:
+        for size in range(min(len(mark) - 1, len(text)), len(text) - first, -1):
+            if text.endswith(mark[:size]):
+                first = len(text) - size
+                break
+    return first
