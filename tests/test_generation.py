@@ -30,7 +30,8 @@ from app.core.jobs import (
 from app.core.ports import RunnerStatus
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Sampling
 from app.core.settings import Settings
-from app.generation import KEEP, Generation
+from app.generation import Generation
+from app.preparation import KEEP
 from tests import tiny
 
 

@@ -31,7 +31,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.engine.scheduler": frozenset({"app.core"}),
     "app.runners": frozenset({"app.core"}),
     "app.runners.local": frozenset({"app.core", "app.engine", "app.runners"}),
-    "app.generation": frozenset({"app.core", "app.text"}),
+    "app.preparation": frozenset({"app.core", "app.text"}),
+    "app.generation": frozenset({"app.core", "app.preparation", "app.text"}),
     "app.api": frozenset({"app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
@@ -58,6 +59,7 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # pure policy, so that its properties are tested without a model
     "app.engine.scheduler": frozenset(),
     "app.runners": frozenset(),
+    "app.preparation": frozenset(),
     "app.generation": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
@@ -77,7 +79,7 @@ SEALED = frozenset({"models.builtin"})
 SPEAKING = frozenset({"models", "app.api", "app.store"})
 
 # who may find modules by their names at run time
-DISCOVERING = frozenset({"models", "models.foreign", "app.api"})
+DISCOVERING = frozenset({"models", "models.foreign", "app.api", "app.text.family"})
 
 Sources = Mapping[str, str]
 

@@ -3,22 +3,28 @@
 Knows starlette's handlers and middlewares. Must not know: dialects, or who builds `generate`.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Lifespan
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Lifespan
 
 from app.api import routes
 from app.api.fields import shown
+from app.api.request_id import HEADER, RequestIds
 from app.api.wire import ClientLeft, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import LOOPBACK_ORIGINS, Settings
 
-# The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them.
+# The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them,
+# and the one by which a request names itself.
 SDK_HEADERS = (
     "Authorization",
     "Content-Type",
@@ -27,6 +33,7 @@ SDK_HEADERS = (
     "OpenAI-Organization",
     "OpenAI-Project",
     "User-Agent",
+    HEADER,
     "X-Stainless-Arch",
     "X-Stainless-Async",
     "X-Stainless-Custom-Poll-Interval",
@@ -43,6 +50,32 @@ SDK_HEADERS = (
 )
 
 
+# What of an answer's headers a page may read: the SDK looks at both.
+TOLD_HEADERS = (HEADER, "Retry-After")
+
+
+class _Application(Starlette):
+    """outer: middlewares that every reply passes. Starlette's own list stands within its handler of
+    faults, whose replies would reach nobody of another origin, and would have no name."""
+
+    def __init__(
+        self,
+        *,
+        routes: Sequence[BaseRoute],
+        outer: Sequence[Middleware],
+        exception_handlers: Mapping[Any, Any],
+        lifespan: Lifespan[Starlette] | None,
+    ) -> None:
+        super().__init__(routes=routes, exception_handlers=exception_handlers, lifespan=lifespan)
+        self._outer = outer
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app = super().build_middleware_stack()
+        for middleware, arguments, options in reversed(self._outer):
+            app = middleware(app, *arguments, **options)
+        return app
+
+
 def build_app(
     generate: Generate, settings: Settings, lifespan: Lifespan[Starlette] | None = None
 ) -> Starlette:
@@ -52,10 +85,11 @@ def build_app(
         allow_origin_regex=LOOPBACK_ORIGINS,
         allow_methods=("GET", "POST"),
         allow_headers=SDK_HEADERS,
+        expose_headers=TOLD_HEADERS,
     )
-    app = Starlette(
+    app = _Application(
         routes=routes(generate, settings),
-        middleware=[cors],
+        outer=[Middleware(RequestIds), cors],
         exception_handlers={
             AppError: _problem,
             ClientLeft: _nobody,

@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol, Self, assert_never
 
 from starlette.types import Receive, Scope, Send
@@ -25,7 +26,7 @@ from app.api.wire import (
     while_connected,
 )
 from app.core.errors import AppError, Kind
-from app.core.events import Event, Finish, Progress, TextDelta
+from app.core.events import Event, Progress, Spoken
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
@@ -39,8 +40,12 @@ PROGRESS_EVERY = 1.0
 class Frames(Protocol):
     """How a dialect writes an answer that is streamed. One per answer, fed in order."""
 
-    def feed(self, event: TextDelta | Finish) -> bytes:
-        """Whole frames, none (an empty answer) or several. After `Finish` the stream is over."""
+    def feed(self, event: Spoken) -> bytes:
+        """Whole frames, none or several."""
+        ...
+
+    def end(self) -> bytes:
+        """The last frames, when every choice has finished."""
         ...
 
     def fail(self, error: AppError) -> bytes:
@@ -66,7 +71,7 @@ class JsonLines:
 class WholeBody:
     """One JSON object when all is said: a fold over the events that a stream would have shown."""
 
-    collect: Callable[[Sequence[TextDelta | Finish]], JsonObject]
+    collect: Callable[[Sequence[Spoken]], JsonObject]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +127,20 @@ class GenerateEndpoint:
         await send_json(reply.collect(said), scope, send)
 
 
+class _Quiet(Enum):
+    """Nothing was said: yet, or ever again."""
+
+    STILL = auto()
+    END = auto()
+
+
 class _Listener:
     """Takes events one at a time. Waiting has a time limit which does not cancel the wait itself:
     cancelling `anext` would end the answer. The task of the wait never outlives the listener."""
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events
-        self._wait: asyncio.Task[Event | None] | None = None
+        self._wait: asyncio.Task[Event | _Quiet] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,20 +150,18 @@ class _Listener:
             self._wait.cancel()
             await asyncio.gather(self._wait, return_exceptions=True)
 
-    async def next(self, seconds: float) -> Event | None:
-        """None if nothing happened in that time. Raises what the iterator raises."""
+    async def next(self, seconds: float) -> "Event | _Quiet":
+        """What happens within that time. Raises what the iterator raises."""
         if self._wait is None:
             self._wait = asyncio.create_task(self._following())
         done, _ = await asyncio.wait({self._wait}, timeout=seconds)
         if not done:
-            return None
+            return _Quiet.STILL
         wait, self._wait = self._wait, None
-        event = wait.result()
-        assert event is not None, "an answer ended without Finish"
-        return event
+        return wait.result()
 
-    async def _following(self) -> Event | None:
-        return await anext(self._events, None)
+    async def _following(self) -> "Event | _Quiet":
+        return await anext(self._events, _Quiet.END)
 
 
 async def _speak(
@@ -164,21 +174,21 @@ async def _speak(
     while True:
         event = await listener.next(max(0.0, spoke_at + keep_alive - now()))
         match event:
-            case None:
+            case _Quiet.STILL:
                 frame = comment_frame("keep-alive")
+            case _Quiet.END:
+                frame = frames.end()
             case Progress(done=done, total=total) if now() - progress_at >= PROGRESS_EVERY:
                 frame = comment_frame(f"prefill {done}/{total}")
                 progress_at = now()
             case Progress():
                 frame = b""
-            case TextDelta() | Finish():
-                frame = frames.feed(event)
             case _:
-                assert_never(event)
+                frame = frames.feed(event)
         if frame:
             yield frame
             spoke_at = now()
-        if isinstance(event, Finish):
+        if event is _Quiet.END:
             return
 
 
@@ -189,9 +199,8 @@ async def _list(events: AsyncIterator[Event], frames: Frames) -> AsyncGenerator[
             continue
         if frame := frames.feed(event):
             yield frame
-        if isinstance(event, Finish):
-            return
-    raise AssertionError("an answer ended without Finish")
+    if frame := frames.end():
+        yield frame
 
 
 async def _stream(

@@ -4,7 +4,7 @@ Knows: JSON types, ranges, how to say what is wrong with a value and where it st
 know: any dialect's fields. Everywhere null means absent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import orjson
@@ -70,14 +70,15 @@ class Fields:
                 path = self.path(name[:_ECHO])
                 raise invalid(path, f"unknown field {shown(path)}")
 
-    def refuse(self, name: str, *harmless: object) -> None:
-        """A field that we know and do not offer: only values without any effect may stand."""
+    def refuse(self, name: str, *harmless: object, instead: str = "leave it out") -> None:
+        """A field that we know and do not offer: only values without any effect may stand.
+        instead: what to do, where that is not to leave it out."""
         value = self.value(name)
         if value is None or any(_same(value, allowed) for allowed in harmless):
             return
         path = self.path(name)
         if not harmless:
-            raise invalid(path, f"{path} is not supported: leave it out")
+            raise invalid(path, f"{path} is not supported: {instead}")
         only = " or ".join(orjson.dumps(allowed).decode() for allowed in harmless)
         raise invalid(path, f"{path} cannot be {shown(value)} here: leave it out, or use {only}")
 
@@ -109,6 +110,21 @@ class Fields:
         value = self.string(name)
         assert value is not None
         return value
+
+    def word(self, name: str, words: Sequence[str]) -> str | None:
+        """One of these."""
+        value = self.value(name)
+        if value is None or value in words:
+            return value
+        *most, last = map(repr, words)
+        wanted = f"{', '.join(most)} or {last}" if most else last
+        raise self._wrong(name, wanted, value)
+
+    def required_word(self, name: str, words: Sequence[str]) -> str:
+        self.required(name)
+        word = self.word(name, words)
+        assert word is not None
+        return word
 
     def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
         """low..high, both included; with `above`, low itself is excluded."""
@@ -158,6 +174,11 @@ class Fields:
         value = self.value(name)
         return None if value is None else Fields.of(value, self.path(name))
 
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        """An object whose keys are data, nested no deeper than whoever walks it may recurse."""
+        value = self.value(name)
+        return None if value is None else as_mapping(value, self.path(name))
+
     def items(self) -> Iterable[tuple[str, Any]]:
         """All fields, for objects whose keys are data."""
         self._known.update(self._values)
@@ -194,6 +215,17 @@ def as_integer(value: object) -> int | None:
 
 def as_array(value: object) -> list[object] | None:
     return cast("list[object]", value) if isinstance(value, list) else None
+
+
+def as_mapping(value: object, path: str) -> dict[str, Any]:
+    """Raises AppError(INVALID) for what is no object, or is nested more deeply than whoever walks
+    it may recurse."""
+    Fields.of(value, path)
+    try:
+        orjson.dumps(value)  # gives up at 254 levels
+    except orjson.JSONEncodeError as error:
+        raise invalid(path, f"{path} is nested too deeply") from error
+    return cast("dict[str, Any]", value)
 
 
 def as_ids(values: list[object], path: str) -> tuple[int, ...]:

@@ -59,11 +59,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What /v1/models tells about a model. created: Unix time."""
+    """What is told about a model. created: Unix time. fingerprint: changes with whatever may change
+    answers to one and the same seed: the model's files, versions, settings."""
 
     id: str
     created: int
     context_length: int
+    fingerprint: str = "fp_mlxrunner"
 
 
 class Generate(Protocol):

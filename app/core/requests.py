@@ -23,10 +23,12 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation. Content parts have been joined into one text by the dialect."""
+    """One turn of a conversation. Content parts have been joined into one text by the dialect.
+    reasoning: what the assistant thought before it said this."""
 
     role: str
     content: str | None
+    reasoning: str | None = None
     name: str | None = None
     tool_calls: tuple[CalledTool, ...] = ()
     tool_call_id: str | None = None
@@ -135,11 +137,13 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lark:
     """A text that this context-free grammar produces, in llguidance's variant of Lark or in GBNF.
-    parts: what of it came out of the request by itself, to find the one that cannot be followed."""
+    parts: what of it came out of the request by itself, to find the one that cannot be followed.
+    inner: a grammar of the request's that the text refers to as @inner."""
 
     text: str
     at: str | None = None
     parts: tuple[JsonSchema | Regex, ...] = ()
+    inner: "Lark | None" = None
 
 
 Grammar = JsonSchema | Regex | Choice | Lark

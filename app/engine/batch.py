@@ -16,6 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from app.engine.sampler import Rows, Sampled
+from app.engine.scores import scored
 from app.engine.sequence import Sequence
 from models.base import Model
 from models.kv import LayerCache
@@ -84,16 +85,21 @@ class Batch:
     """Remembers the last rows' sampling state, so that a batch whose members stay the same
     gathers nothing."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, vocab: int) -> None:
+        """vocab: ids that may be sampled, 0 to vocab - 1."""
         self._model = model
+        self._vocab = vocab
         self._members: tuple[Sequence, ...] = ()
         self._rows: Rows | None = None
 
     def prefill(self, sequence: Sequence, count: int) -> Scored:
-        """Evaluate the next `count` known ids of one sequence."""
+        """Evaluate the next `count` known ids of one sequence. Waits only for one that wants its
+        prompt scored."""
         start = sequence.evaluated
         tokens = mx.array([sequence.ids[start : start + count]])
         hidden = self._model(tokens, sequence.kv)
+        if sequence.unscored:
+            self._score_prompt(sequence, hidden[0])
         sequence.evaluated += count
         return self._scored([sequence], hidden)
 
@@ -125,6 +131,24 @@ class Batch:
         doubt."""
         if sequence in self._members:
             self._members, self._rows = (), None
+
+    def _score_prompt(self, sequence: Sequence, hidden: mx.array) -> None:
+        """hidden: [L, D], from the first position that is not evaluated yet. Each position scores
+        the id behind it, and the prompt's last one none; what was scored before the sequence had to
+        begin again is known already."""
+        job, first = sequence.job, sequence.evaluated
+        begin = max(first, len(sequence.scores))
+        end = min(first + len(hidden), len(job.ids) - 1)
+        if begin >= end:
+            return
+        assert job.prompt_logprobs is not None
+        sequence.scores += scored(
+            self._model,
+            hidden[begin - first : end - first],
+            job.ids[begin + 1 : end + 1],
+            vocab=self._vocab,
+            count=job.prompt_logprobs,
+        )
 
     def _scored(self, sequences: Ids[Sequence], hidden: mx.array) -> Scored:
         """hidden: [B, L, D], of which the last position counts."""

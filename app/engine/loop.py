@@ -19,31 +19,19 @@ A step that fails ends only the sequences it belongs to. Where that is not known
 decoded together, all of them begin again, each on its own until it has passed a step.
 """
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 import mlx.core as mx
 
-from app.core.jobs import (
-    Capacity,
-    Ended,
-    EndReason,
-    EngineStats,
-    Job,
-    Prefilled,
-    Started,
-    Step,
-    Token,
-    Update,
-)
+from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.core.ports import PrefixCache
-from app.engine.batch import Batch, Drawn, Pending, Scored, pending_tokens
+from app.engine.batch import Batch, Pending, Scored, pending_tokens
 from app.engine.books import Books
-from app.engine.grammar import GrammarError, Matcher
+from app.engine.grammar import Matcher
 from app.engine.memory import Memory
+from app.engine.reports import Reports
 from app.engine.roster import Roster
 from app.engine.scheduler import Limits, prefill_shares
 from app.engine.sequence import Sequence, Shift
@@ -52,13 +40,6 @@ from models.base import Model
 from models.kv import LayerCache
 
 log = logging.getLogger(__name__)
-
-# sampled tokens of a sequence between two looks of the prefix cache at it
-SHOW_EVERY = 64
-
-_FAILED = "the engine failed on this request"
-_UNSOUND = "the model's output was not a number: its weights or its format may be damaged"
-_RULED_OUT = "the model's output was not a number, or ruled out all that the grammar allows"
 
 
 class Loop:
@@ -85,22 +66,21 @@ class Loop:
         books = Books(memory, prefix, context=context, parallel=limits.running)
         self.capacity: Capacity = books.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._batch = Batch(model)
+        self._batch = Batch(model, vocab=vocab)
         self._roster = Roster(prefix, books, limits)
         self._vocab = vocab
         self._limits = limits
         self._context = context
-        self._exact = exact
         self._shift = shift
         self._in_flight: list[Sequence] = []  # prompt chunks that the device works on
         self._scored: list[Scored] = []  # to be sampled in this step
         self._pending: list[Pending] = []
-        self._updates: list[Update] = []
         self._tally = Tally()
+        self._reports = Reports(self._roster, self._tally, exact=exact)
 
     @property
     def idle(self) -> bool:
-        return not (self._roster.waiting or self._roster.running or self._updates)
+        return not (self._roster.waiting or self._roster.running or self._reports.waiting)
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """matcher: the job's grammar, compiled; owned from now on."""
@@ -111,7 +91,7 @@ class Loop:
         sampled tokens."""
         sequence = self._roster.find(job)
         if sequence is not None:
-            self._end(sequence, "cancelled", keep=keep)
+            self._reports.end(sequence, "cancelled", keep=keep)
 
     def step(self) -> Step:
         """One turn. Returns what happened; never raises for what a job can bring about."""
@@ -127,10 +107,9 @@ class Loop:
             log.exception("a step failed; the sequences in it are lost")
             self._scored = []
             for sequence in list(self._roster.running):
-                self._fail(sequence)
+                self._reports.fail(sequence)
         self._tally.steps += 1
-        updates, self._updates = tuple(self._updates), []
-        return Step(updates=updates, stats=self.stats())
+        return Step(updates=self._reports.told(), stats=self.stats())
 
     def stats(self) -> EngineStats:
         return self._tally.stats(
@@ -149,12 +128,12 @@ class Loop:
         while (sequence := self._roster.next()) is not None:
             self.on_stage("looking up a prompt")
             first, started = not sequence.started, True
-            with self._at_the_cost_of(sequence, "a job could not be started"):
+            with self._reports.at_the_cost_of(sequence, "a job could not be started"):
                 started = self._roster.start(sequence)
             if not started:
                 return
             if first and sequence.running:
-                self._report_start(sequence)
+                self._reports.start(sequence)
 
     # prompts
 
@@ -164,19 +143,19 @@ class Loop:
             if not sequence.running:
                 continue
             self.on_stage("waiting for a prompt chunk")
-            with self._at_the_cost_of(sequence, "a prompt could not be evaluated"):
+            with self._reports.at_the_cost_of(sequence, "a prompt could not be evaluated"):
                 if sequence.unread:
                     mx.eval(sequence.state())
                 sequence.lease.reached(sequence.ids[: sequence.evaluated])
                 if sequence.unread and not sequence.sampled:
-                    self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
+                    self._reports.advance(sequence)
 
     def _dispatch_prefills(self) -> None:
         prefilling = [s for s in self._roster.running if s.unread and not s.pending]
         shares = prefill_shares([s.unread for s in prefilling], self._limits)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
-                with self._at_the_cost_of(sequence, "a prompt could not be evaluated"):
+                with self._reports.at_the_cost_of(sequence, "a prompt could not be evaluated"):
                     self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
@@ -236,7 +215,7 @@ class Loop:
         """One of them failed, and took the caches of all with it. A lone one is the culprit;
         several begin again, each for itself."""
         if len(batch) == 1:
-            self._fail(batch[0])
+            self._reports.fail(batch[0])
             return
         for sequence in reversed(batch):
             self._batch.forget(sequence)
@@ -255,7 +234,7 @@ class Loop:
                 continue
             for sequence, drawn in zip(group.sequences, values, strict=True):
                 if self._roster.has(sequence):
-                    self._take(sequence, drawn)
+                    self._reports.take(sequence, drawn)
 
     def _sample_scored(self) -> None:
         """Nobody is here who has ended, or begun again, since the logits were dispatched."""
@@ -267,68 +246,3 @@ class Loop:
             except Exception:
                 log.exception("%d sequences could not be sampled", len(scored.sequences))
                 self._blame(scored.sequences)
-
-    def _take(self, sequence: Sequence, drawn: Drawn) -> None:
-        job = sequence.job
-        if not drawn.sound:
-            self._fail(sequence, _UNSOUND if sequence.matcher is None else _RULED_OUT)
-            return
-        if sequence.sampled == 0:
-            self._updates.append(Prefilled(job=job.id, done=len(job.ids)))
-        try:
-            sequence.add(drawn.token)
-        except GrammarError as error:
-            self._fail(sequence, f"the answer could not follow its grammar further: {error}")
-            return
-        if drawn.token in job.stop_ids:
-            self._end(sequence, "stop")
-            return
-        self._updates.append(
-            Token(job=job.id, id=drawn.token, at=_now(), logprob=drawn.logprob, top=drawn.top)
-        )
-        self._tally.generated += 1
-        if sequence.complete:
-            self._end(sequence, "stop")
-        elif sequence.sampled == job.max_tokens:
-            self._end(sequence, "length")
-        elif sequence.running and not self._exact and sequence.sampled % SHOW_EVERY == 0:
-            sequence.lease.reached(sequence.ids[: sequence.evaluated])
-
-    # beginnings and ends
-
-    @contextlib.contextmanager
-    def _at_the_cost_of(self, sequence: Sequence, what: str) -> Generator[None]:
-        """What is raised within ends this sequence, and nothing else."""
-        try:
-            yield
-        except Exception:
-            log.exception(what)
-            self._fail(sequence)
-
-    def _report_start(self, sequence: Sequence) -> None:
-        job, lease = sequence.job, sequence.lease
-        self._tally.lookup(lease.cached, lease.miss)
-        self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
-        left = len(job.ids) - lease.cached
-        log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
-
-    def _end(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
-        self._roster.leave(sequence)
-        if sequence.running:
-            if self._exact:
-                keep = 0
-            unwanted = 0 if keep is None else sequence.sampled - keep
-            sequence.commit(keep=len(sequence.ids) - unwanted)
-        self._updates.append(Ended(job=sequence.job.id, reason=reason, at=_now()))
-
-    def _fail(self, sequence: Sequence, error: str = _FAILED) -> None:
-        self._roster.leave(sequence)
-        if sequence.running:
-            sequence.discard()
-        mx.clear_cache()
-        self._tally.failures += 1
-        self._updates.append(Ended(job=sequence.job.id, reason="error", at=_now(), error=error))
-
-
-def _now() -> int:
-    return time.monotonic_ns()

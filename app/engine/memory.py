@@ -18,6 +18,10 @@ from models.kv import STEP, LayerCache
 _HEADS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
 _MANY_HEADS = 64
 
+# places of a prompt whose ids are scored at a time: few enough that it costs little to keep room
+# for their logits, enough that the output layer's weights are not read for each place anew
+SCORED = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -87,8 +91,9 @@ class Working:
         """Bytes, where sequences have up to `context` positions: those of a prompt chunk and of the
         logits. On a CPU also those of the chunk's attention scores over all that a query sees,
         which other devices never hold in full."""
-        # float32 logits, and as much again three times over while they are sampled
-        needed = self.chunk * self.token + 16 * self.rows * self.vocab
+        # float32 logits, and as much again three times over while they are sampled; those of a
+        # prompt that is scored beside them
+        needed = self.chunk * self.token + 16 * (self.rows + SCORED) * self.vocab
         if mx.default_device().type == mx.DeviceType.cpu:
             seen = max((self._seen(layer, context) for layer in self.layers), default=0)
             needed += 2 * 4 * self.heads * self.chunk * seen

@@ -66,7 +66,7 @@ class Roster:
     def _better_later(self, sequence: Sequence) -> bool:
         """Whether a running sequence is evaluating now what this one begins with. It always gets
         on, so nobody waits for ever; and eight clients with one system prompt evaluate it once."""
-        if not self._prefix.lends or not sequence.job.reuse:
+        if not self._prefix.lends or not sequence.reuse:
             return False
         return any(
             worth_waiting(
@@ -85,10 +85,10 @@ class Roster:
         self._waiting.remove(sequence)
         job = sequence.job
         marks = [i for i, token in enumerate(sequence.ids, 1) if token in job.stop_ids]
-        # what a parked sequence left is its own, whatever it thinks of the cache
-        reuse = job.reuse or sequence.started
         room = self._books.first_room(sequence)
-        sequence.start(self._prefix.begin(sequence.ids, marks=marks, reuse=reuse, room=room))
+        sequence.start(
+            self._prefix.begin(sequence.ids, marks=marks, reuse=sequence.reuse, room=room)
+        )
         self._running.append(sequence)
         self._books.charge(sequence, self._running)
         return True

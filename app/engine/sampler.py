@@ -8,7 +8,8 @@ The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026):
     logit bias → penalties → top_k → temperature → top_p → min_p → draw
     └──────── here, row by row of [B, V] ────────┘ └── app/engine/draw.py ──┘
 
-A grammar's mask comes between the two, so that nothing can lift what it forbids.
+What forbids ids comes between the two, so that nothing can lift it: the ends of a row that has not
+drawn enough yet, then a grammar's mask.
 
 All randomness of a row comes from (its seed, how many tokens it has drawn), and rows are computed
 together only with rows that are computed alike (`_Kind`): the same request gives the same answer
@@ -22,37 +23,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from app.core.requests import Sampling
-from app.engine.draw import Draw, Method, method_of, most
-
-
-class RowState:
-    """What sampling remembers of one sequence while no `Rows` has it.
-
-    seed: taken modulo 2^64. prompt: ids that penalties look at, besides those to be sampled.
-    vocab: ids that may be sampled or biased, 0 to vocab - 1.
-    """
-
-    def __init__(self, sampling: Sampling, *, seed: int, prompt: Sequence[int], vocab: int) -> None:
-        self.sampling = sampling
-        self.seed = seed
-        self.vocab = vocab
-        self.drawn = 0
-        self.bias = _dense_bias(sampling.logit_bias, vocab) if sampling.logit_bias else None
-        self.counts: mx.array | None = None  # [V] int32: how often each id is in sight
-        self.window: mx.array | None = None  # [up to repeat_last_n] ids in sight, see `_Sights`
-        self.sighted = 0  # ids that ever came in sight
-        if _penalised(sampling):
-            self._look_at(prompt)
-
-    def _look_at(self, prompt: Sequence[int]) -> None:
-        last = self.sampling.repeat_last_n
-        seen = list(prompt if last < 0 else prompt[-last:])
-        self.sighted = len(seen)
-        # a prompt may hold ids that cannot be sampled; they take their place in the window
-        ids = mx.array([id for id in seen if id < self.vocab], dtype=mx.int32)
-        self.counts = mx.zeros((self.vocab,), dtype=mx.int32).at[ids].add(1)
-        if last > 0:
-            self.window = mx.array(seen, dtype=mx.int32)
+from app.engine.draw import Draw, Method, method_of
+from app.engine.row import RowState
+from app.engine.scores import log_probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +112,7 @@ class _Kind:
     biased: bool
     penalised: bool
     windowed: bool
+    endless: bool
 
 
 def _kind(row: RowState) -> _Kind:
@@ -147,6 +121,7 @@ def _kind(row: RowState) -> _Kind:
         biased=row.bias is not None,
         penalised=row.counts is not None,
         windowed=row.window is not None,
+        endless=row.endless > 0,
     )
 
 
@@ -159,6 +134,7 @@ class _Group:
         biases = [row.bias for row in rows if row.bias is not None]
         self._bias = mx.stack(biases) if biases else None
         self._sights = _Sights(rows) if kind.penalised else None
+        self._ends = _Ends(rows) if kind.endless else None
         self._draw = Draw(
             kind.method,
             samplings,
@@ -172,6 +148,8 @@ class _Group:
             logits = logits + self._bias
         if self._sights is not None:
             logits = self._sights.penalise(logits)
+        if self._ends is not None:
+            logits = self._ends.forbid(logits, turn)
         if allowed is not None:
             logits = mx.where(allowed, logits, -mx.inf)
         tokens = self._draw(logits, turn)
@@ -184,6 +162,24 @@ class _Group:
             row.drawn += turns
         if self._sights is not None:
             self._sights.release(turns)
+
+
+class _Ends:
+    """The ids that end an answer, while it is too short to. Whether it is follows from how many
+    were drawn, which is known before their values are."""
+
+    def __init__(self, rows: Sequence[RowState]) -> None:
+        vocab = rows[0].vocab
+        self._ends = mx.stack(
+            [mx.zeros((vocab,), dtype=mx.bool_).at[mx.array(row.ends)].add(True) for row in rows]
+        )
+        self._left = mx.array([[row.endless] for row in rows])
+        self._longest = max(row.endless for row in rows)
+
+    def forbid(self, logits: mx.array, turn: int) -> mx.array:
+        if turn >= self._longest:
+            return logits
+        return mx.where(self._ends & (turn < self._left), -mx.inf, logits)
 
 
 class _Sights:
@@ -248,17 +244,6 @@ class _Sights:
         return mx.pad(windows, [(0, 0), (0, min(2 * needed, self._longest) - filled)])
 
 
-def _penalised(sampling: Sampling) -> bool:
-    s = sampling
-    neutral = s.repetition_penalty == 1 and not s.presence_penalty and not s.frequency_penalty
-    return not neutral and s.repeat_last_n != 0
-
-
-def _dense_bias(pairs: Sequence[tuple[int, float]], vocab: int) -> mx.array:
-    ids, values = zip(*pairs, strict=True)
-    return mx.zeros((vocab,)).at[mx.array(list(ids))].add(mx.array(list(values)))
-
-
 def _side_by_side(windows: Sequence[mx.array]) -> mx.array:
     longest = max(map(len, windows))
     return mx.stack([mx.pad(window, (0, longest - len(window))) for window in windows])
@@ -269,15 +254,5 @@ def _column(rows: Sequence[RowState], field: Callable[[Sampling], float]) -> mx.
 
 
 def _with_logprobs(tokens: mx.array, sound: mx.array, logits: mx.array, count: int) -> Sampled:
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1) - total
-    if count == 0:
-        return Sampled(tokens=tokens, sound=sound, logprobs=chosen[:, 0])
-    ids, largest = most(logits, min(count, logits.shape[-1]))
-    return Sampled(
-        tokens=tokens,
-        sound=sound,
-        logprobs=chosen[:, 0],
-        top_ids=ids,
-        top_logprobs=largest - total,
-    )
+    chosen, ids, logprobs = log_probabilities(logits, tokens, count)
+    return Sampled(tokens=tokens, sound=sound, logprobs=chosen, top_ids=ids, top_logprobs=logprobs)

@@ -21,7 +21,8 @@ from app.core.jobs import Job
 from app.core.ports import Lease, ShiftingLease
 from app.engine.grammar import Matcher
 from app.engine.prefix.matching import common_prefix
-from app.engine.sampler import RowState
+from app.engine.row import RowState
+from app.engine.scores import Score
 from models.kv import LayerCache
 
 # layer caches, start, end -> whether these positions have been forgotten
@@ -42,6 +43,7 @@ class Sequence:
         self.sampled = 0  # sampled ids whose value is known
         self.started = False  # whether it ever ran
         self.pending = 0  # sampled ids whose value is not known yet
+        self.scores: list[Score] = []  # of the prompt's ids, all but the first, if the job asks
         self.suspect = False  # whether it was in a step that failed
         self.charged = 0  # bytes that the books hold against it
         self.room = 0  # positions that these bytes are good for
@@ -76,6 +78,19 @@ class Sequence:
         return max(0, len(self.ids) - self.evaluated)
 
     @property
+    def unscored(self) -> int:
+        """Prompt ids of which the job wants to know the log-probability and nobody does yet."""
+        if self.job.prompt_logprobs is None:
+            return 0
+        return len(self.job.ids) - 1 - len(self.scores)
+
+    @property
+    def reuse(self) -> bool:
+        """Whether the prefix cache may serve it. What a parked sequence left is its own, whatever
+        it thinks of the cache; but hidden states, which scores are made of, are never cached."""
+        return (self.job.reuse or self.started) and not self.unscored
+
+    @property
     def next_pause(self) -> int:
         """Where prefill stops next: at the end of the ids, or where the prefix cache wants to
         look."""
@@ -105,7 +120,14 @@ class Sequence:
         self.evaluated = lease.cached
         self.pending = 0
         # what sampling remembers follows from the ids, so it is made anew each time
-        self._row = RowState(self.job.sampling, seed=self._seed, prompt=self.ids, vocab=self._vocab)
+        self._row = RowState(
+            self.job.sampling,
+            seed=self._seed,
+            prompt=self.ids,
+            vocab=self._vocab,
+            stop_ids=self.job.stop_ids,
+            min_tokens=self.job.min_tokens,
+        )
         self._row.drawn = self.sampled
         self.started = True
 

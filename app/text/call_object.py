@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from app.core.requests import Tool
+from app.text.family import Json, Spell
 from app.text.json_reader import json_value
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
@@ -20,6 +22,7 @@ belongs to its arguments, so that nothing of it is lost."""
 
 @dataclass(slots=True)
 class _Call:
+    reader: Reader
     pieces: Pieces
     names: Collection[str] | None
     name: str | None = None
@@ -32,6 +35,7 @@ class _Call:
         if self.name is None or (self.names is not None and self.name not in self.names):
             return False
         self.pieces.call(self.name, self.id)
+        self.reader.release()  # there is no way back now
         self.begun = True
         self.pieces.arguments("".join(self.early))
         return True
@@ -49,7 +53,7 @@ def call_object(
     """Read one such object, white space before it skipped. names: those of the tools, where an
     object of another name is no call; None to take any. Nothing is put into `pieces` before the
     name is known; the caller holds the reader, and rewinds it after "none"."""
-    call = _Call(pieces, names)
+    call = _Call(reader, pieces, names)
     yield from reader.space()
     if (yield from reader.accept("{")) is None:
         return "none"
@@ -68,6 +72,22 @@ def call_object(
             return _broken(call)
 
 
+def spell_object(
+    tool: Tool,
+    spell: Spell,
+    json_of: Json,
+    *,
+    before: str = "",
+    after: str = "",
+    arguments: str = "arguments",
+) -> str:
+    """The Lark expression of such an object; see `ChatFamily.syntax`. before, after: what else is
+    to stand there. arguments: their key."""
+    name = json.dumps(tool.name, ensure_ascii=False)
+    begin = f'{before}{{"name": {name}, "{arguments}": '
+    return f"{spell(begin)} {json_of(tool)} {spell('}' + after)}"
+
+
 def _value(
     reader: Reader,
     call: _Call,
@@ -78,14 +98,14 @@ def _value(
 ) -> Wait[bool]:
     """The value of one key. Whether it could be read."""
     if key in argument_keys:
-        return (yield from _arguments(reader, call))
-    if key in name_keys or key in id_keys:
-        text = yield from _string(reader)
-        if key in name_keys:
-            call.name = text
-        else:
-            call.id = text
-        return text is not None
+        return not call.argued and (yield from _arguments(reader, call))
+    if key in name_keys:
+        call.name = yield from _string(reader)
+        return call.name is not None
+    yield from reader.space()
+    if key in id_keys and (yield from reader.peek()) == '"':
+        call.id = yield from _string(reader)
+        return call.id is not None
     return (yield from json_value(reader, lambda text, at: None)) == "whole"
 
 
@@ -110,7 +130,8 @@ def _arguments(reader: Reader, call: _Call) -> Wait[bool]:
 
 
 def _string(reader: Reader) -> Wait[str | None]:
-    """A JSON string, decoded; None if there is no whole one."""
+    """A JSON string, decoded; None if there is no whole one, or none that is text: half of a
+    surrogate pair is not."""
     yield from reader.space()
     if (yield from reader.peek()) != '"':
         return None
@@ -118,7 +139,7 @@ def _string(reader: Reader) -> Wait[str | None]:
     if (yield from json_value(reader, lambda text, at: pieces.append(text))) != "whole":
         return None
     decoded: str = json.loads("".join(pieces))
-    return decoded
+    return None if any("\ud800" <= character <= "\udfff" for character in decoded) else decoded
 
 
 def _close(call: _Call) -> Outcome:

@@ -5,7 +5,8 @@ or what Jinja is (`app/text/template.py` does).
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -45,6 +46,10 @@ class ChatTemplate:
         self._special = _special_tokens(files.tokenizer_config)
         self._now = now
 
+    def source(self, *, tools: bool) -> str:
+        """What renders conversations with tools, or without."""
+        return self._chosen(tools=tools).source
+
     def render(
         self,
         messages: Sequence[Message],
@@ -58,15 +63,12 @@ class ChatTemplate:
 
         Raises AppError(INVALID) when the template refuses the conversation or fails on it.
         """
-        template = self._templates["default"]
-        if tools is not None:
-            template = self._templates.get("tool_use", template)
-        knows_developer = "developer" in template.source
+        template = self._chosen(tools=tools is not None)
         context = {
             **self._special,
             **options,
             "messages": [
-                _message(message, f"messages.{place}", knows_developer=knows_developer)
+                _message(message, f"messages.{place}", template.source)
                 for place, message in enumerate(messages)
             ],
             "tools": tools,
@@ -74,6 +76,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return template.render(context, now=self._now)
+
+    def _chosen(self, *, tools: bool) -> Template:
+        default = self._templates["default"]
+        return self._templates.get("tool_use", default) if tools else default
 
 
 def _sources(files: ModelFiles) -> dict[str, str]:
@@ -115,9 +121,9 @@ def _special_tokens(config: Json) -> dict[str, Any]:
     return tokens
 
 
-def _message(message: Message, field: str, *, knows_developer: bool) -> dict[str, Any]:
-    """A message as templates expect it. "developer" is OpenAI's newer word for "system"."""
-    renamed = message.role == "developer" and not knows_developer
+def _message(message: Message, field: str, template: str) -> dict[str, Any]:
+    """A message as the template expects it. "developer" is OpenAI's newer word for "system"."""
+    renamed = message.role == "developer" and "developer" not in template
     said: dict[str, Any] = {
         "role": "system" if renamed else message.role,
         "content": message.content or "",
@@ -126,12 +132,23 @@ def _message(message: Message, field: str, *, knows_developer: bool) -> dict[str
         said["name"] = message.name
     if message.tool_call_id is not None:
         said["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        said |= dict.fromkeys(_reasoning_names(message, template), message.reasoning)
     if message.tool_calls:
         said["tool_calls"] = [
             _tool_call(call, f"{field}.tool_calls.{place}.function.arguments")
             for place, call in enumerate(message.tool_calls)
         ]
     return said
+
+
+def _reasoning_names(message: Message, template: str) -> Iterator[str]:
+    """What the template calls an earlier turn's reasoning. gpt-oss's calls it thinking, and refuses
+    a turn that has calls, content and thinking: there it is the content that counts."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        crowded = name == "thinking" and message.tool_calls and message.content
+        if re.search(rf"""(\.|\[['"]|['"]){name}\b""", template) and not crowded:
+            yield name
 
 
 def _tool_call(call: CalledTool, field: str) -> dict[str, Any]:

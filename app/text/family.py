@@ -58,10 +58,13 @@ class CallSyntax:
 class ChatFamily:
     """What the families inherit: reasoning in tags at the beginning of an answer, no calls.
 
-    markers: what of the syntax may be special tokens, which are not shown otherwise.
+    markers: what of the syntax may be special tokens, which are not shown otherwise. lead, tail:
+    what must stand before and behind an answer that is no call, where that is not nothing.
     """
 
     markers: tuple[str, ...] = ()
+    lead: str = ""
+    tail: str = ""
 
     def claims(self, template: str) -> bool:
         """Whether a chat template is of this family. No two families may claim one."""
@@ -85,6 +88,11 @@ class ChatFamily:
         """How calls must be spelled. None where this syntax cannot hold one of the tools to its
         schema; then calls are asked for in plain JSON, which can."""
         return None
+
+    def framed(self, spell: Spell, answer: str) -> str:
+        """The Lark expression of an answer whose text follows the expression `answer`: with what
+        stands around it, where the family marks the text as it marks reasoning."""
+        return answer
 
     def opened(self, prompt: str, tags: Tags) -> bool:
         """Whether a rendered prompt ends within reasoning."""
@@ -116,18 +124,11 @@ class ChatFamily:
             pieces.mark()
 
 
-class Plain(ChatFamily):
-    """Of models whose template knows of no calls."""
-
-    def claims(self, template: str) -> bool:
-        return True
-
-
-def family_of(template: str) -> ChatFamily:
-    """The one that claims the template, or `Plain`."""
+def family_of(template: str) -> ChatFamily | None:
+    """The one that claims the template."""
     claiming = [family for family in _families() if family.claims(template)]
     assert len(claiming) < 2, f"claimed by {', '.join(type(f).__module__ for f in claiming)}"
-    return claiming[0] if claiming else Plain()
+    return claiming[0] if claiming else None
 
 
 @cache

@@ -82,6 +82,11 @@ class Pieces:
         """The text is over, and no marker stands at its end."""
         self._release()
 
+    @property
+    def waiting(self) -> int | None:
+        """Position of the first white space that is held back."""
+        return self._space[0][1] if self._space else None
+
     def take(self) -> list[Piece]:
         """What was found since the last time."""
         found, self._found = self._found, []
@@ -139,6 +144,12 @@ class Splitter:
         assert self._over, "a parser did not read to the end"
         self._pieces.end()
         return self._pieces.take()
+
+    @property
+    def settled(self) -> int:
+        """Position before which nothing is held back."""
+        waiting = self._pieces.waiting
+        return self._reader.settled if waiting is None else min(waiting, self._reader.settled)
 
     def _resume(self) -> None:
         if self._over:

@@ -49,6 +49,11 @@ class Reader:
         """What is known and not taken."""
         return self._known[self.at - self._start :]
 
+    @property
+    def settled(self) -> int:
+        """Position before which nothing will be read again."""
+        return self.at if self._held is None else min(self.at, self._held)
+
     def take(self, count: int) -> str:
         """The next characters, which must be known."""
         text = self.ahead[:count]
@@ -111,6 +116,23 @@ class Reader:
             count = len(self.ahead) - len(self.ahead.lstrip())
             taken += self.take(count)
         return taken
+
+    def match(self, pattern: re.Pattern[str]) -> Wait[str]:
+        """The longest text ahead that the pattern matches, not taken; "" for none. The pattern goes
+        on matching where more of what it matches comes."""
+        while True:
+            match = pattern.match(self.ahead)
+            if match is None and self.ahead:
+                return ""
+            if (match and match.end() < len(self.ahead)) or self.ended:
+                return match[0] if match else ""
+            yield from self.more()
+
+    def before(self, *marks: str, take: Take) -> Wait[str | None]:
+        """As `until`, but the mark is not taken."""
+        mark = yield from self.until(*marks, take=take)
+        self.at -= len(mark or "")
+        return mark
 
     def until(self, *marks: str, take: Take) -> Wait[str | None]:
         """Hand on the text before the first of these marks, each piece as soon as it can be no

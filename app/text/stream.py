@@ -28,10 +28,19 @@ class Detokenizer:
     "Invalid prefix encountered"; and a run of n bad bytes costs n² (4000 took two seconds).
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """shown: special tokens of the answer that are text nevertheless."""
         spelling = tokenizer.spelling
         self._stage: _Stage = (
-            _Words(tokenizer, prompt) if spelling is None else _Bytes(tokenizer, spelling, prompt)
+            _Words(tokenizer, prompt, shown)
+            if spelling is None
+            else _Bytes(tokenizer, spelling, prompt, shown)
         )
 
     @property
@@ -59,8 +68,15 @@ class _Stage(Protocol):
 class _Bytes:
     """For tokens that spell bytes: an incremental UTF-8 decoder, primed with the prompt's end."""
 
-    def __init__(self, tokenizer: Tokenizer, spelling: Spelling, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spelling: Spelling,
+        prompt: Sequence[int],
+        shown: frozenset[int],
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for id in reversed(prompt):
@@ -76,7 +92,7 @@ class _Bytes:
         return bool(self._utf8.getstate()[0])
 
     def feed(self, id: int) -> str:
-        raw = self._visible(id)
+        raw = self._tokenizer.token_bytes(id) if id in self._shown else self._visible(id)
         if self._strips_space and raw:
             raw = raw.removeprefix(b" ")
             self._strips_space = False
@@ -97,8 +113,9 @@ class _Words:
     Only if one knows byte tokens too, and a byte is bad, may the stream differ from the whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._given: list[int] = []
         self._fresh: list[int] = []
         for id in reversed(prompt):
@@ -112,6 +129,8 @@ class _Words:
         return bool(self._fresh)
 
     def feed(self, id: int) -> str:
+        if id in self._shown:
+            return self._marker(id)
         if not self._tokenizer.shows(id):
             return ""
         self._fresh.append(id)
@@ -124,6 +143,12 @@ class _Words:
 
     def flush(self) -> str:
         text, self._fresh = self._added(), []
+        return text
+
+    def _marker(self, id: int) -> str:
+        """A special token, as it is written; words on its two sides are no neighbours."""
+        text = self.flush() + self._tokenizer.token_text(id)
+        self._given = []
         return text
 
     def _added(self) -> str:

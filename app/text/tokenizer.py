@@ -39,9 +39,9 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self.bos = bos
-        self.special = frozenset(
-            id for id, token in inner.get_added_tokens_decoder().items() if token.special
-        )
+        added = inner.get_added_tokens_decoder()
+        self.special = frozenset(id for id, token in added.items() if token.special)
+        self._added = {token.content: id for id, token in added.items()}
         self.spelling = Spelling.of(
             json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
         )
@@ -130,6 +130,10 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
         return self._inner.token_to_id(token)
+
+    def added_id(self, text: str) -> int | None:
+        """The id of a text that was added to the vocabulary as a whole: a marker, mostly."""
+        return self._added.get(text)
 
     def token_bytes(self, id: int) -> bytes:
         """Exactly what one token spells in the middle of a text: its leading space included, half

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import models
-from app.core.jobs import Ended, Job, Prefilled, Started, Token
+from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
 from app.core.ports import PrefixCache
 from app.core.requests import Sampling
 from app.engine.grammar import Grammars, Matcher
@@ -23,6 +23,7 @@ from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from app.engine.scheduler import Limits
+from app.engine.scores import Score
 from models.base import Model
 from models.kv import LayerCache
 from tests import tiny
@@ -39,6 +40,7 @@ class Outcome:
 
     cached: int = -1
     progress: list[int] = field(default_factory=list)
+    scores: list[Score] | None = None
     tokens: list[Token] = field(default_factory=list)
     reason: str = ""
     error: str | None = None
@@ -197,6 +199,10 @@ def _note(outcome: Outcome, update: Any) -> None:
         case Prefilled():
             assert not outcome.tokens
             outcome.progress.append(update.done)
+        case PromptScores():
+            assert outcome.scores is None, "a prompt is scored once"
+            assert not outcome.tokens
+            outcome.scores = list(update.scores)
         case Token():
             outcome.tokens.append(update)
         case Ended():

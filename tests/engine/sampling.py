@@ -6,13 +6,16 @@ import mlx.core as mx
 import numpy as np
 
 from app.core.requests import Sampling
-from app.engine.sampler import Rows, RowState, Sampled
+from app.engine.row import RowState
+from app.engine.sampler import Rows, Sampled
 
 VOCAB = 12
 
 
 def row(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> RowState:
-    return RowState(Sampling(**knobs), seed=seed, prompt=prompt, vocab=vocab)
+    """knobs: of Sampling, and what holds an end back."""
+    held = {name: knobs.pop(name) for name in ("stop_ids", "min_tokens") if name in knobs}
+    return RowState(Sampling(**knobs), seed=seed, prompt=prompt, vocab=vocab, **held)
 
 
 def ids(array: mx.array) -> list[int]:
@@ -52,6 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"frequency_penalty": 2.0, "repeat_last_n": 3, "temperature": 0.0},
     "wide window": {"repetition_penalty": 1.4, "repeat_last_n": 8},
     "bias": {"logit_bias": ((7, 9.0), (8, -100.0))},
+    "no end yet": {"stop_ids": frozenset({0, 3, 9999}), "min_tokens": 2},
+    "no end for long": {"stop_ids": frozenset({1}), "min_tokens": 50, "top_p": 0.8},
     "bias and penalty": {"logit_bias": ((9, 9.0),), "presence_penalty": 9.0, "top_p": 0.9},
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from app.engine.memory import Memory, Working, longest_that, measured, query_heads
+from app.engine.memory import SCORED, Memory, Working, longest_that, measured, query_heads
 from models.base import Model
 from models.kv import STEP
 from tests.engine import hybrid
@@ -77,7 +77,7 @@ def test_scores_are_held_for_what_a_query_sees(kinds: str, seen: int) -> None:
 def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     working = Working(token=10, chunk=CHUNK, rows=2, vocab=7, heads=3, layers=[])
-    assert working(4096) == 10 * CHUNK + 16 * 2 * 7
+    assert working(4096) == 10 * CHUNK + 16 * (2 + SCORED) * 7
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.sampler import Rows, RowState, Sampled
+from app.engine.row import RowState
+from app.engine.sampler import Rows, Sampled
 from tests.engine.sampling import LOGITS, SETTINGS, VOCAB, P, Said, ids, once, row, said
 
 WIDE = 2000  # where `most` looks at blocks

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.jobs import Token
-from app.text.answer import Answer
+from app.text.answer import Answer, Reading
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 
@@ -18,16 +18,19 @@ Stops = st.lists(st.text(st.sampled_from("abé🎉"), min_size=1, max_size=3), m
 
 def answer(text: str | bytes, *stops: str, logprobs: bool = False) -> tuple[Answer, list[Any]]:
     """The answer and its deltas, a byte a token, fed until it stops."""
-    made = Answer(TOKENIZER, prompt=(65,), stops=stops)
+    made = Answer(TOKENIZER, choice=0, prompt=(65,), reading=Reading(asked=stops))
     raw = text.encode() if isinstance(text, str) else text
+    return made, fed(made, raw, logprobs=logprobs)
+
+
+def fed(made: Answer, raw: bytes, *, logprobs: bool = False) -> list[Any]:
     deltas: list[Any] = []
     for id in raw:
         score = -0.25 if logprobs else None
-        deltas.append(made.feed(Token(job="a", id=id, at=0, logprob=score)))
+        deltas += made.feed(Token(job="a", id=id, at=0, logprob=score))
         if made.stopped:
-            return made, [delta for delta in deltas if delta]
-    deltas.append(made.flush())
-    return made, [delta for delta in deltas if delta]
+            return deltas
+    return deltas + made.flush()
 
 
 def joined(deltas: list[Any]) -> str:

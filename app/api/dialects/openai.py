@@ -1,7 +1,7 @@
 """The OpenAI dialect: chat completions, completions, models.
 
 Knows which path speaks which part of it. Requests are read in openai_request, answers are written
-in openai_reply. Must not know: anything of what stands between.
+in openai_chat and openai_completion. Must not know: anything of what stands between.
 """
 
 import os
@@ -11,14 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.dialects.openai_reply import (
-    ChatChunks,
-    CompletionChunks,
-    Head,
-    collect_chat,
-    collect_completion,
-)
-from app.api.dialects.openai_request import Wish, parse_chat, parse_completion, unknown_model
+from app.api.dialects.openai_caller import unknown_model
+from app.api.dialects.openai_chat import ChatChunks, collect_chat
+from app.api.dialects.openai_completion import CompletionChunks, collect_completion
+from app.api.dialects.openai_reply import Head
+from app.api.dialects.openai_request import Wish, parse_chat, parse_completion
 from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
 from app.api.wire import JsonObject, json_reply
 from app.core.ports import Generate, ModelCard
@@ -26,19 +23,21 @@ from app.core.settings import Settings
 
 
 def routes(generate: Generate, settings: Settings) -> list[Route]:
-    def served() -> set[str]:
-        return {card.id for card in generate.models()}
+    def served() -> dict[str, ModelCard]:
+        return {card.id: card for card in generate.models()}
 
     def ask_chat(body: object) -> Ask:
-        wish = parse_chat(body, served())
-        head = _head("chatcmpl", wish)
+        cards = served()
+        wish = parse_chat(body, cards)
+        head = _head("chatcmpl", wish, cards[wish.request.model])
         if wish.stream:
             return Ask(request=wish.request, reply=EventStream(ChatChunks(head)))
         return Ask(request=wish.request, reply=WholeBody(lambda said: collect_chat(head, said)))
 
     def ask_completion(body: object) -> Ask:
-        wish = parse_completion(body, served())
-        head = _head("cmpl", wish)
+        cards = served()
+        wish = parse_completion(body, cards)
+        head = _head("cmpl", wish, cards[wish.request.model])
         if wish.stream:
             return Ask(request=wish.request, reply=EventStream(CompletionChunks(head)))
         return Ask(
@@ -72,13 +71,21 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     ]
 
 
-def _head(prefix: str, wish: Wish) -> Head:
+def _head(prefix: str, wish: Wish, card: ModelCard) -> Head:
+    request = wish.request
     return Head(
         id=f"{prefix}-{os.urandom(12).hex()}",
         created=int(time.time()),
-        model=wish.request.model,
-        logprobs=wish.request.top_logprobs is not None,
+        model=request.model,
+        fingerprint=card.fingerprint,
+        prompts=wish.prompts,
+        n=wish.n,
+        made=request.n,
+        logprobs=wish.logprobs,
+        ids=request.return_ids,
+        echo=request.echo,
         include_usage=wish.include_usage,
+        tier=wish.tier,
     )
 
 

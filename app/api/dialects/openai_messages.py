@@ -49,10 +49,11 @@ def _message(fields: Fields) -> Message:
 def _assistant(fields: Fields, name: str | None) -> Message:
     """An earlier answer, also as this or another server sent it, with its empty extras."""
     fields.refuse("audio")
-    fields.refuse("function_call")
+    fields.refuse("function_call", instead="use tool_calls")
     fields.refuse("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
+    reasoning = _reasoning(fields)
     calls = _tool_calls(fields)
     # What the assistant said when it declined is part of what it said.
     said = [text for text in (content, refusal) if text is not None]
@@ -60,7 +61,17 @@ def _assistant(fields: Fields, name: str | None) -> Message:
         path = fields.path("content")
         raise invalid(path, f"{path} may only be missing where there are tool_calls")
     text = "\n".join(filter(None, said)) if said else None
-    return Message(role="assistant", content=text, name=name, tool_calls=calls)
+    return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
+
+
+def _reasoning(fields: Fields) -> str | None:
+    """Under the two names that our answers have it under; whoever sends one back may send both."""
+    older, newer = fields.string("reasoning_content"), fields.string("reasoning")
+    if older and newer and older != newer:
+        path = fields.path("reasoning")
+        other = fields.path("reasoning_content")
+        raise invalid(path, f"{path} and {other} are the same, and differ: keep one of them")
+    return older or newer or None
 
 
 def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
@@ -100,6 +111,7 @@ def _tool_calls(fields: Fields) -> tuple[CalledTool, ...]:
 
 def _tool_call(fields: Fields) -> CalledTool:
     id_ = fields.required_string("id")
+    fields.integer("index", 0)  # in which order they came; they still stand in it
     type_ = fields.required_string("type")
     if type_ != "function":
         path = fields.path("type")

@@ -1,250 +1,231 @@
-"""OpenAI's answers: from events to chunks and bodies.
+"""OpenAI's answers: what chat completions and completions have in common, whole and streamed.
 
-Knows the shapes of chat completions and completions, whole and streamed. A stream never sends an
-empty text and sends the role with the first text, because clients take the first chunk for the
-first token. Must not know: how a request looked, beyond what its answer has to repeat.
+Knows the envelope that chunks and bodies share, how a stream ends, and how what was said of each
+choice is put together. Must not know: the shape of a choice, or how a request looked, beyond what
+its answer has to repeat.
 """
 
-import codecs
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from app.api.dialects.openai_counts import Tally, usage_object
 from app.api.wire import JsonObject, envelope, event_frame
 from app.core.errors import AppError
-from app.core.events import Finish, TextDelta, Timings, TokenLogprob, TopLogprob, Usage
+from app.core.events import (
+    CallDelta,
+    Finish,
+    Prompt,
+    ReasoningDelta,
+    Spoken,
+    TextDelta,
+    TokenLogprob,
+)
 
 DONE = b"data: [DONE]\n\n"
-
-# What OpenAI writes for "next to impossible"; JSON has no infinities.
-LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What every chunk of an answer repeats. created: Unix time. logprobs: whether they were
-    asked for. include_usage: whether a stream ends with token counts."""
+    """What an answer repeats of its request and of the server. created: Unix time. prompts: how
+    many. n: choices of each that are told, made: that are generated. logprobs, ids: whether they
+    were asked for. echo: whether answers begin with their prompts. include_usage: whether a stream
+    ends with token counts. tier: the service tier, where one was named."""
 
     id: str
     created: int
     model: str
-    logprobs: bool
+    fingerprint: str
+    prompts: int = 1
+    n: int = 1
+    made: int = 1
+    logprobs: bool = False
+    ids: bool = False
+    echo: bool = False
     include_usage: bool = False
+    tier: str | None = None
 
 
-class ChatChunks:
-    """Frames of a streamed chat completion."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._role: JsonObject = {"role": "assistant"}  # until it was sent
-        self._held: list[TokenLogprob] = []  # logprobs of tokens whose text is still to come
-
-    def feed(self, event: TextDelta | Finish) -> bytes:
-        if isinstance(event, Finish):
-            return self._finish(event)
-        self._held += event.logprobs
-        if not event.text:
-            return b""
-        return self._frame(self._choice({"content": event.text}, None))
-
-    def fail(self, error: AppError) -> bytes:
-        return event_frame(envelope(error)) + DONE
-
-    def _finish(self, event: Finish) -> bytes:
-        frame = self._frame(self._choice({}, event.reason), **_counters(event))
-        return frame + _usage_frame(self._head, "chat.completion.chunk", event.usage) + DONE
-
-    def _choice(self, delta: JsonObject, reason: str | None) -> JsonObject:
-        role, self._role = self._role, {}
-        held, self._held = self._held, []
-        return {
-            "index": 0,
-            "delta": role | delta,
-            "logprobs": _chat_logprobs(held) if held else None,
-            "finish_reason": reason,
-        }
-
-    def _frame(self, choice: JsonObject, **extra: object) -> bytes:
-        return _chunk_frame(self._head, "chat.completion.chunk", [choice], extra)
+# Streamed
 
 
-class CompletionChunks:
-    """Frames of a streamed completion."""
+class Chunks:
+    """Frames of a streamed answer. The choices' chunks come as what they say comes, in any order
+    beside each other. The counters of all stand in the chunk with the last choice's end."""
 
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._held: list[TokenLogprob] = []
-        self._columns = _Columns()
+    def __init__(self, head: Head, kind: str) -> None:
+        self.head = head
+        self.prompts: dict[int, Sequence[int]] = {}  # the ids of each
+        self._kind = kind
+        self._tally = Tally()
 
-    def feed(self, event: TextDelta | Finish) -> bytes:
-        if isinstance(event, Finish):
-            return self._finish(event)
-        self._held += event.logprobs
-        if not event.text:
-            return b""
-        return self._frame(self._choice(event.text, None))
+    def speak(self, event: TextDelta | ReasoningDelta | CallDelta) -> list[JsonObject]:
+        """What a choice is given, chunk by chunk."""
+        raise NotImplementedError
+
+    def close(self, event: Finish) -> JsonObject:
+        """A choice with its end, and with whatever was held back."""
+        raise NotImplementedError
+
+    def more(self) -> JsonObject:
+        """Keys of the next chunk, beside its choice."""
+        return {}
+
+    def feed(self, event: Spoken) -> bytes:
+        match event:
+            case Prompt():
+                self.prompts[event.prompt] = event.ids
+                return b""
+            case Finish():
+                self._tally.add(event)
+                last = self._tally.finished == self.head.prompts * self.head.made
+                counters = self._tally.counters() if last else {}
+                return self._frame([self.close(event)], counters)
+            case _:
+                return b"".join(self._frame([choice], {}) for choice in self.speak(event))
+
+    def end(self) -> bytes:
+        if not self.head.include_usage:
+            return DONE
+        return self._frame([], {"usage": usage_object(self._tally.usage)}) + DONE
 
     def fail(self, error: AppError) -> bytes:
         return event_frame(envelope(error)) + DONE
 
-    def _finish(self, event: Finish) -> bytes:
-        frame = self._frame(self._choice("", event.reason), **_counters(event))
-        return frame + _usage_frame(self._head, "text_completion", event.usage) + DONE
-
-    def _choice(self, text: str, reason: str | None) -> JsonObject:
-        held, self._held = self._held, []
-        return {
-            "index": 0,
-            "text": text,
-            "logprobs": self._columns.of(held) if held else None,
-            "finish_reason": reason,
-        }
-
-    def _frame(self, choice: JsonObject, **extra: object) -> bytes:
-        return _chunk_frame(self._head, "text_completion", [choice], extra)
+    def _frame(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
+        chunk = {**heading(self.head, self._kind), **self.more(), "choices": choices}
+        if self.head.include_usage:
+            chunk["usage"] = None
+        return event_frame(chunk | extra)
 
 
-def collect_chat(head: Head, events: Sequence[TextDelta | Finish]) -> JsonObject:
-    """The body of a chat completion that is not streamed."""
-    text, logprobs, finish = _fold(events)
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": _chat_logprobs(logprobs) if head.logprobs else None,
-        "finish_reason": finish.reason,
-    }
-    return _body(head, "chat.completion", choice, finish)
+@dataclass(slots=True)
+class Held:
+    """What waits for the next chunk of a choice: log-probabilities and ids of tokens whose text is
+    still to come, or is no part of the answer."""
+
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    ids: list[int] = field(default_factory=list[int])
+
+    def add(self, event: TextDelta) -> None:
+        self.logprobs += event.logprobs
+        self.ids += event.ids
+
+    def take(self) -> "Held":
+        taken = Held(self.logprobs, self.ids)
+        self.logprobs, self.ids = [], []
+        return taken
 
 
-def collect_completion(head: Head, events: Sequence[TextDelta | Finish]) -> JsonObject:
-    """The body of a completion that is not streamed."""
-    text, logprobs, finish = _fold(events)
-    choice = {
-        "index": 0,
-        "text": text,
-        "logprobs": _Columns().of(logprobs) if head.logprobs else None,
-        "finish_reason": finish.reason,
-    }
-    return _body(head, "text_completion", choice, finish)
+# Whole
 
 
-def _fold(events: Sequence[TextDelta | Finish]) -> tuple[str, list[TokenLogprob], Finish]:
-    *deltas, finish = events
-    assert isinstance(finish, Finish)
-    texts: list[str] = []
-    logprobs: list[TokenLogprob] = []
-    for delta in deltas:
-        assert isinstance(delta, TextDelta)
-        texts.append(delta.text)
-        logprobs += delta.logprobs
-    return "".join(texts), logprobs, finish
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str = ""
 
 
-def _body(head: Head, kind: str, choice: JsonObject, finish: Finish) -> JsonObject:
-    return {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "choices": [choice],
-        "usage": _usage(finish.usage),
-        **_counters(finish),
-    }
-
-
-def _chunk_frame(head: Head, kind: str, choices: list[JsonObject], extra: dict[str, Any]) -> bytes:
-    chunk: JsonObject = {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "choices": choices,
-    }
-    if head.include_usage:
-        chunk["usage"] = None
-    return event_frame(chunk | extra)
-
-
-def _usage_frame(head: Head, kind: str, usage: Usage) -> bytes:
-    return _chunk_frame(head, kind, [], {"usage": _usage(usage)}) if head.include_usage else b""
-
-
-def _usage(usage: Usage) -> JsonObject:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def _counters(finish: Finish) -> JsonObject:
-    """An extension, in the words of Ollama's API: counts, and durations in nanoseconds."""
-    timings: Timings = finish.timings
-    return {
-        "prompt_eval_count": finish.usage.prompt_tokens,
-        "prompt_eval_duration": timings.prompt_ns,
-        "eval_count": finish.usage.completion_tokens,
-        "eval_duration": timings.eval_ns,
-        "total_duration": timings.total_ns,
-    }
-
-
-# Log-probabilities
-
-
-def _logprob(token: TokenLogprob | TopLogprob) -> float:
-    return max(token.logprob, LEAST_LOGPROB)
-
-
-def _chat_logprobs(tokens: Iterable[TokenLogprob]) -> JsonObject:
-    content = [
-        _entry(token) | {"top_logprobs": [_entry(rival) for rival in token.top]} for token in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _entry(token: TokenLogprob | TopLogprob) -> JsonObject:
-    return {"token": token.text, "logprob": _logprob(token), "bytes": list(token.raw)}
-
-
-class _Columns:
-    """The four parallel lists of completions. Offsets count the characters of the completion
-    before each token; a token amid a character stands where that character begins."""
+class Said:
+    """All that was said of one choice."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
+        self.calls: list[Call] = []
+        self.held = Held()
+        self.finish: Finish | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
 
-    def of(self, tokens: Iterable[TokenLogprob]) -> JsonObject:
-        """The lists for the next tokens of the answer."""
-        names: list[str] = []
-        logprobs: list[float] = []
-        rivals: list[dict[str, float]] = []
-        offsets: list[int] = []
-        for token in tokens:
-            names.append(_name(token))
-            logprobs.append(_logprob(token))
-            # The sampled token always stands in its map, so there may be one more than asked for.
-            rivals.append(
-                {_name(rival): _logprob(rival) for rival in token.top}
-                | {_name(token): _logprob(token)}
-            )
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.raw))
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": rivals,
-            "text_offset": offsets,
-        }
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def end(self) -> Finish:
+        assert self.finish is not None, "a choice without an end"
+        return self.finish
+
+    def add(self, event: TextDelta | ReasoningDelta | CallDelta | Finish) -> None:
+        match event:
+            case TextDelta():
+                self._text.append(event.text)
+                self.held.add(event)
+            case ReasoningDelta():
+                self._reasoning.append(event.text)
+            case CallDelta():
+                if event.id is not None:
+                    assert event.name is not None
+                    self.calls.append(Call(event.id, event.name))
+                self.calls[event.call].arguments += event.arguments
+            case Finish():
+                self.finish = event
 
 
-def _name(token: TokenLogprob | TopLogprob) -> str:
-    """A token's text, or its bytes spelled as OpenAI does where they are no text: keys of a map
-    must differ, and every half character would read U+FFFD."""
-    try:
-        return token.raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A fold over everything that was said. choices: by number. prompts: the ids of each, where
+    they were asked for."""
+
+    choices: Mapping[int, Said]
+    prompts: Mapping[int, Sequence[int]]
+    tally: Tally
+
+    @staticmethod
+    def of(events: Sequence[Spoken]) -> "Whole":
+        choices: dict[int, Said] = {}
+        prompts: dict[int, Sequence[int]] = {}
+        tally = Tally()
+        for event in events:
+            if isinstance(event, Prompt):
+                prompts[event.prompt] = event.ids
+                continue
+            choices.setdefault(event.choice, Said()).add(event)
+            if isinstance(event, Finish):
+                tally.add(event)
+        return Whole(choices, prompts, tally)
+
+    def told(self, head: Head) -> list[Said]:
+        """The choices that the answer has, in its order: of each prompt the likeliest, if more
+        were made than are told."""
+        told: list[Said] = []
+        for first in range(0, head.prompts * head.made, head.made):
+            made = [self.choices[first + place] for place in range(head.made)]
+            if head.n < head.made:
+                made.sort(key=lambda said: _likelihood(said, echo=head.echo), reverse=True)
+            told += made[: head.n]
+        return told
+
+
+def _likelihood(said: Said, *, echo: bool) -> float:
+    """The mean log-probability of what was sampled, which is OpenAI's measure. Behind all others
+    where nothing was."""
+    prompt = said.end.usage.prompt_tokens if echo else 0
+    sampled = [token.logprob for token in said.held.logprobs[prompt:] if token.logprob is not None]
+    return sum(sampled) / len(sampled) if sampled else -math.inf
+
+
+def body(head: Head, kind: str, whole: Whole, choices: list[JsonObject]) -> JsonObject:
+    return {
+        **heading(head, kind),
+        "choices": choices,
+        "usage": usage_object(whole.tally.usage),
+        **whole.tally.counters(),
+    }
+
+
+def heading(head: Head, kind: str) -> dict[str, Any]:
+    told = {} if head.tier is None else {"service_tier": head.tier}
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+        **told,
+    }

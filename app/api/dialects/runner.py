@@ -18,7 +18,7 @@ from app.api.exchange import Ask, GenerateEndpoint, JsonLines
 from app.api.fields import INT32_MAX, INT64, Fields, as_array, as_ids, invalid
 from app.api.wire import MANNERS, JsonObject, json_reply, line_frame, read_body, read_json
 from app.core.errors import AppError, Kind
-from app.core.events import Finish, TextDelta
+from app.core.events import Finish, Spoken, TextDelta
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest, SamplingValue
 from app.core.settings import Settings
@@ -125,9 +125,11 @@ def _keep(options: Fields) -> int:
 class Lines:
     """Frames of an answer: one line per piece of text, then one with the counters."""
 
-    def feed(self, event: TextDelta | Finish) -> bytes:
+    def feed(self, event: Spoken) -> bytes:
         if isinstance(event, TextDelta):
             return line_frame(_line(Content=event.text)) if event.text else b""
+        # a plain prompt is answered by nothing but text
+        assert isinstance(event, Finish)
         return line_frame(
             _line(
                 Done=True,
@@ -138,6 +140,9 @@ class Lines:
                 EvalDuration=event.timings.eval_ns,
             )
         )
+
+    def end(self) -> bytes:
+        return b""
 
     def fail(self, error: AppError) -> bytes:
         status = HTTPStatus(MANNERS[error.kind].status)

@@ -10,47 +10,36 @@ Source: NousResearch's Hermes function calling, and the chat templates of Qwen 2
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import call_object
+from app.text.call_object import call_object, spell_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
+from app.text.marked_calls import marked_calls
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+# others write between the same tags: parameters between tags (Qwen3-Coder, GLM), several servers
+_NOT_OURS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
     def claims(self, template: str) -> bool:
-        return _OPEN in template and '{"name":' in template and "<function=" not in template
+        if _OPEN not in template or any(mark in template for mark in _NOT_OURS):
+            return False
+        # as it stands in a literal of Jinja's, too
+        return '{"name":' in template.replace('\\"', '"')
 
     def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        marks = (_OPEN,) if tools else ()
-        while (yield from reader.until(*marks, take=pieces.say)) is not None:
-            inside = reader.hold()
-            outcome = yield from call_object(reader, pieces)
-            if outcome == "none":
-                reader.rewind(inside)
-                pieces.say(_OPEN, inside - len(_OPEN))
-                continue
-            reader.release()
-            if outcome == "broken":
-                yield from reader.until(_CLOSE, take=lambda text, _: pieces.arguments(text))
-            else:
-                yield from reader.space()
-                yield from reader.accept(_CLOSE)
-            pieces.mark()
+        yield from marked_calls(
+            reader, pieces, tools, read=call_object, open=_OPEN, close=_CLOSE
+        )
 
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         return CallSyntax(
             calls=tuple(
-                " ".join(
-                    (
-                        spell(f'{_OPEN}\n{{"name": "{tool.name}", "arguments": '),
-                        json(tool),
-                        spell(f"}}\n{_CLOSE}"),
-                    )
-                )
+                spell_object(tool, spell, json, before=f"{_OPEN}\n", after=f"\n{_CLOSE}")
                 for tool in tools
             ),
             between=spell("\n"),

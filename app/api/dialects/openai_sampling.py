@@ -1,0 +1,79 @@
+"""What OpenAI's requests say of tokens: which may be drawn, how, and when it is enough.
+
+Knows these fields, our extensions among them; every endpoint that generates has them in common.
+Must not know: what is generated from.
+"""
+
+from dataclasses import dataclass
+
+from app.api.fields import INT32_MAX, INT64, Fields, as_number, invalid, shown
+from app.core.requests import SamplingValue
+
+MOST_STOPS = 16  # OpenAI allows four, which few local clients keep to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """When an answer is over, but for its greatest length."""
+
+    min_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+
+
+def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
+    """Only what the client set, so that the model's defaults can stand beneath it."""
+    top_k = fields.integer("top_k", -1, INT32_MAX)
+    read: dict[str, SamplingValue] = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "top_k": 0 if top_k == -1 else top_k,  # two ways to say "off"
+        "min_p": fields.number("min_p", 0, 1),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10, above=True),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repeat_last_n": fields.integer("repeat_last_n", -1, INT32_MAX),
+        "logit_bias": _logit_bias(fields),
+        "seed": fields.integer("seed", *INT64),
+    }
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def read_ending(fields: Fields, *, max_tokens: int | None, constrained: bool) -> Ending:
+    """constrained: the answer, or a part of it, must follow a grammar. A grammar says itself where
+    an answer may end, and it would leave nothing to draw where it says so too early."""
+    ending = Ending(
+        min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
+        ignore_eos=fields.boolean("ignore_eos") or False,
+        stop=fields.strings("stop", MOST_STOPS),
+    )
+    if max_tokens is not None and ending.min_tokens > max_tokens:
+        raise invalid(
+            "min_tokens", f"min_tokens is {ending.min_tokens}, and only {max_tokens} are allowed"
+        )
+    if constrained:
+        for name, given in (("min_tokens", ending.min_tokens), ("ignore_eos", ending.ignore_eos)):
+            if given:
+                raise invalid(
+                    name,
+                    f"{name} cannot be combined with a format of the answer, a thinking budget, "
+                    "strict tools, or calls that must be made: leave out one of them",
+                )
+    return ending
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    biases = fields.nested("logit_bias")
+    if biases is None:
+        return None
+    read: list[tuple[int, float]] = []
+    for key, value in biases.items():
+        path = biases.path(key[:20])
+        # One spelling per id: "7" and "07" would be two biases for one token.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
+            raise invalid(path, f"{path}: keys are token ids, such as '42', not {shown(key)}")
+        bias = as_number(value)
+        if bias is None or not -100 <= bias <= 100:
+            raise invalid(path, f"{path} must be a number from -100 to 100, not {shown(value)}")
+        read.append((int(key), bias))
+    return tuple(read)

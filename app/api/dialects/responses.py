@@ -1,0 +1,112 @@
+"""OpenAI's Responses API: responses, made, kept, read and deleted.
+
+Knows which path does what, and that a response is kept once it is whole and before its last byte is
+sent, so that whoever has read it may continue it. Requests are read in responses_request, answers
+are written in responses_reply. Must not know: anything of what stands between.
+"""
+
+import asyncio
+import os
+import time
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api.dialects.responses_listing import list_items
+from app.api.dialects.responses_reply import Answer, Head, Keep, ResponseFrames, collect
+from app.api.dialects.responses_request import Wish, parse
+from app.api.dialects.responses_store import Kept, ResponseStore, ids_of
+from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
+from app.api.fields import invalid, shown
+from app.api.wire import JsonObject, json_reply
+from app.core.errors import AppError, Kind
+from app.core.ports import Generate
+from app.core.settings import Settings
+
+ONE = "/v1/responses/{response_id}"
+
+
+def routes(generate: Generate, settings: Settings) -> list[Route]:
+    store = ResponseStore()
+
+    def ask(body: object) -> Ask:
+        served = {card.id for card in generate.models()}
+        wish = parse(body, served, store, shifts=settings.context_shift)
+        head = Head(id=f"resp_{os.urandom(24).hex()}", created=int(time.time()), echo=wish.echo)
+        answer, keep = Answer(head), _keeping(store, wish)
+        if wish.stream:
+            reply = EventStream(ResponseFrames(answer, keep))
+        else:
+            reply = WholeBody(lambda said: collect(answer, keep, said))
+        return Ask(request=wish.request, reply=reply)
+
+    async def retrieve(request: Request) -> Response:
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise invalid("stream", "stream: a response is not told again piece by piece here")
+        kept = _kept(store, request)
+        store.use(kept.id)
+        return Response(kept.body, media_type="application/json")
+
+    async def delete(request: Request) -> Response:
+        kept = _kept(store, request)
+        store.forget(kept.id)
+        return json_reply({"id": kept.id, "object": "response", "deleted": True})
+
+    async def input_items(request: Request) -> Response:
+        kept = _kept(store, request)
+        store.use(kept.id)
+        items = await asyncio.to_thread(kept.input_items)  # there may be thousands
+        return json_reply(list_items(items, request.query_params))
+
+    async def cancel(request: Request) -> Response:
+        _kept(store, request)
+        raise invalid(
+            None, "only a response in the background is cancelled, and there are none here"
+        )
+
+    create = GenerateEndpoint(ask, generate, settings)
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route(ONE, retrieve, methods=["GET"]),
+        Route(ONE, delete, methods=["DELETE"]),
+        Route(f"{ONE}/input_items", input_items, methods=["GET"]),
+        Route(f"{ONE}/cancel", cancel, methods=["POST"]),
+    ]
+
+
+def _keeping(store: ResponseStore, wish: Wish) -> Keep:
+    """What is done with the whole response. Called where the request was parsed, in a thread, so
+    that the input need not be written down on the event loop."""
+    written = orjson.dumps(wish.items) if wish.store else b""
+
+    def keep(response: JsonObject) -> None:
+        if wish.previous is not None:
+            store.use(wish.previous)
+        if not wish.store:
+            return
+        store.keep(
+            Kept(
+                id=response["id"],
+                previous=wish.previous,
+                input=written,
+                body=orjson.dumps(response),
+                items=ids_of((*wish.items, *response["output"])),
+            )
+        )
+
+    return keep
+
+
+def _kept(store: ResponseStore, request: Request) -> Kept:
+    id_: str = request.path_params["response_id"]
+    kept = store.find(id_)
+    if kept is None:
+        raise AppError(
+            Kind.NOT_FOUND,
+            f"the response {shown(id_)} is not kept here (any more): responses are kept in memory, "
+            "and the least recently used are given up for room",
+            param="response_id",
+        )
+    return kept

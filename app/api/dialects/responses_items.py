@@ -1,0 +1,223 @@
+"""The input items of /v1/responses: what a client sends, and the one form that it is brought to.
+
+Knows every field of the items that a text model with functions can have; every other item is
+refused by its type and place. In their one form items are kept, listed, and told to the model.
+Must not know: who keeps items, or what the model is told of them.
+
+Format: OpenAI's API reference, `ResponseInputItem`.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import orjson
+
+from app.api.fields import Fields, as_array, invalid, shown
+from app.api.wire import JsonObject
+from app.core.errors import AppError, Kind
+
+ROLES = ("user", "assistant", "system", "developer")
+STATUSES = ("in_progress", "completed", "incomplete")
+TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+Resolve = Callable[[str], JsonObject | None]
+"""An item's id → the item, where it is kept."""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{os.urandom(24).hex()}"
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """None where it is not the text of a JSON object. Clients send "" for no arguments."""
+    try:
+        read: Any = orjson.loads(text.strip() or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return cast("dict[str, Any]", read) if isinstance(read, dict) else None
+
+
+def read_input(fields: Fields, resolve: Resolve) -> list[JsonObject]:
+    """The field `input`: a text of the user's, or items. Raises AppError(INVALID or NOT_FOUND)."""
+    value: object = fields.required("input")
+    if isinstance(value, str):
+        return [_message_item("user", [{"type": "input_text", "text": value}])]
+    items = as_array(value)
+    if items is None:
+        raise invalid("input", f"input must be a string or an array of items, not {shown(value)}")
+    return [_item(Fields.of(item, f"input.{place}"), resolve) for place, item in enumerate(items)]
+
+
+def _item(fields: Fields, resolve: Resolve) -> JsonObject:
+    match _type(fields):
+        case "message":
+            item = _message(fields)
+        case "function_call":
+            item = _call(fields)
+        case "function_call_output":
+            item = _output(fields)
+        case "reasoning":
+            item = _reasoning(fields)
+        case "item_reference":
+            item = _referred(fields, resolve)
+        case other:
+            path = fields.path("type")
+            supported = ", ".join(TYPES)
+            raise invalid(
+                path, f"{path} is {shown(other)}, which is not supported here: use {supported}"
+            )
+    fields.close()
+    return item
+
+
+def _type(fields: Fields) -> str:
+    """Two kinds of item may leave their type out."""
+    type_ = fields.string("type")
+    if type_ is not None:
+        return type_
+    return "message" if fields.value("role") is not None else "item_reference"
+
+
+def _message(fields: Fields) -> JsonObject:
+    role = fields.required_word("role", ROLES)
+    fields.word("phase", ("commentary", "final_answer"))
+    said = ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
+    fields.required("content")
+    parts = _parts(fields, "content", said)
+    if isinstance(parts, str):
+        written = _output_text(parts) if role == "assistant" else _input_text(parts)
+        parts = [written]
+    return _message_item(role, parts, id_=fields.string("id"), status=_status(fields))
+
+
+def _message_item(
+    role: str, content: list[JsonObject], *, id_: str | None = None, status: str = "completed"
+) -> JsonObject:
+    return {
+        "type": "message",
+        "id": id_ or new_id("msg"),
+        "status": status,
+        "role": role,
+        "content": content,
+    }
+
+
+def _input_text(text: str) -> JsonObject:
+    return {"type": "input_text", "text": text}
+
+
+def _output_text(text: str) -> JsonObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _parts(fields: Fields, name: str, allowed: tuple[str, ...]) -> str | list[JsonObject]:
+    value = fields.value(name)
+    path = fields.path(name)
+    if isinstance(value, str):
+        return value
+    parts = as_array(value)
+    if parts is None:
+        raise invalid(path, f"{path} must be a string or an array of parts, not {shown(value)}")
+    return [_part(Fields.of(part, f"{path}.{n}"), allowed) for n, part in enumerate(parts)]
+
+
+def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
+    type_ = fields.required_string("type")
+    if type_ not in allowed:
+        path = fields.path("type")
+        raise invalid(
+            path,
+            f"{path} is {shown(type_)}, which is not supported here: use {' or '.join(allowed)}",
+        )
+    if type_ == "refusal":
+        part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
+    elif type_ == "output_text":
+        part = _output_text(fields.required_string("text"))
+        # what answers hold beside their text is not told to the model, and so not kept
+        fields.array("annotations")
+        fields.array("logprobs")
+    else:
+        part = _input_text(fields.required_string("text"))
+    fields.refuse("prompt_cache_breakpoint")
+    fields.close()
+    return part
+
+
+def _call(fields: Fields) -> JsonObject:
+    status = _status(fields)
+    arguments = fields.required_string("arguments")
+    if status != "incomplete" and arguments_of(arguments) is None:
+        path = fields.path("arguments")
+        raise invalid(path, f"{path} must be the text of a JSON object, not {shown(arguments)}")
+    fields.refuse("async", False)
+    fields.refuse("caller", {"type": "direct"})
+    fields.refuse("namespace")
+    return {
+        "type": "function_call",
+        "id": fields.string("id") or new_id("fc"),
+        "call_id": fields.required_string("call_id"),
+        "name": fields.required_string("name"),
+        "arguments": arguments,
+        "status": status,
+    }
+
+
+def _output(fields: Fields) -> JsonObject:
+    fields.required("output")
+    fields.refuse("caller", {"type": "direct"})
+    fields.refuse("namespace")
+    fields.refuse("name")
+    return {
+        "type": "function_call_output",
+        "id": fields.string("id") or new_id("fco"),
+        "call_id": fields.required_string("call_id"),
+        "output": _parts(fields, "output", ("input_text",)),
+        "status": _status(fields),
+    }
+
+
+def _reasoning(fields: Fields) -> JsonObject:
+    """Ours hold their text as it is. A summary is not what the model thought, and so is kept but
+    not told; without a text, as a client sends that keeps only what is encrypted, nothing is."""
+    if fields.value("encrypted_content") is not None:
+        path = fields.path("encrypted_content")
+        raise invalid(
+            path,
+            f"{path} was encrypted by another server and cannot be read here: leave the item out",
+        )
+    return {
+        "type": "reasoning",
+        "id": fields.string("id") or new_id("rs"),
+        "summary": _texts(fields, "summary", "summary_text"),
+        "content": _texts(fields, "content", "reasoning_text"),
+        "status": _status(fields),
+    }
+
+
+def _texts(fields: Fields, name: str, type_: str) -> list[JsonObject]:
+    read: list[JsonObject] = []
+    for place, value in enumerate(fields.array(name) or []):
+        part = Fields.of(value, f"{fields.path(name)}.{place}")
+        part.required_word("type", (type_,))
+        read.append({"type": type_, "text": part.required_string("text")})
+        part.close()
+    return read
+
+
+def _referred(fields: Fields, resolve: Resolve) -> JsonObject:
+    id_ = fields.required_string("id")
+    item = resolve(id_)
+    if item is None:
+        path = fields.path("id")
+        raise AppError(
+            Kind.NOT_FOUND,
+            f"{path}: the item {shown(id_)} is not kept here (any more): send the item itself",
+            param=path,
+            code="item_not_found",
+        )
+    return item
+
+
+def _status(fields: Fields) -> str:
+    return fields.word("status", STATUSES) or "completed"

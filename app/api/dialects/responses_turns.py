@@ -1,0 +1,107 @@
+"""Items of /v1/responses → the turns of a conversation.
+
+Knows items in their one form, of a request and of responses that were kept alike. Must not know:
+where they come from, chat templates.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from app.api.dialects.responses_items import arguments_of
+from app.api.fields import invalid
+from app.api.wire import JsonObject
+from app.core.requests import CalledTool, Message
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the assistant says between two others. It thinks, speaks and calls, in any order and as
+    often as it likes; templates know one of each, in this order."""
+
+    reasoning: list[str] = field(default_factory=list[str])
+    content: list[str] = field(default_factory=list[str])
+    calls: list[CalledTool] = field(default_factory=list[CalledTool])
+
+    def message(self) -> Message | None:
+        if not (self.reasoning or self.content or self.calls):
+            return None
+        return Message(
+            role="assistant",
+            content="\n".join(self.content) if self.content else None,
+            reasoning="\n".join(self.reasoning) if self.reasoning else None,
+            tool_calls=tuple(self.calls),
+        )
+
+
+def messages_of(items: Iterable[JsonObject]) -> tuple[Message, ...]:
+    """Items in their one form → the turns of a conversation. A call that was cut off was never
+    made, and is left out. Raises AppError(INVALID) for an earlier call that the model got wrong."""
+    messages: list[Message | None] = []
+    names: dict[str, str] = {}
+    turn = _Turn()
+    for item in items:
+        match item["type"], item.get("role"):
+            case "reasoning", _:
+                turn.reasoning += [part["text"] for part in item["content"]]
+                continue
+            case "message", "assistant":
+                turn.content.append(_text_of(item["content"]))
+                continue
+            case "function_call", _:
+                names[item["call_id"]] = item["name"]
+                if item["status"] != "incomplete":
+                    turn.calls.append(_called(item))
+                continue
+            case _:
+                messages.append(turn.message())
+                turn = _Turn()
+        messages.append(_told(item, names))
+    messages.append(turn.message())
+    return tuple(message for message in messages if message is not None)
+
+
+def with_instructions(
+    instructions: str | None, messages: tuple[Message, ...]
+) -> tuple[Message, ...]:
+    """Instructions stand before everything else. Many templates take one system message, at the
+    very beginning: what the conversation itself begins with joins it."""
+    if instructions is None:
+        return messages
+    told = [instructions]
+    rest = list(messages)
+    while rest and rest[0].role in ("system", "developer"):
+        told.append(rest.pop(0).content or "")
+    return (Message(role="system", content="\n\n".join(told)), *rest)
+
+
+def _told(item: JsonObject, names: dict[str, str]) -> Message:
+    if item["type"] == "message":
+        return Message(role=item["role"], content=_text_of(item["content"]))
+    assert item["type"] == "function_call_output"
+    call_id = item["call_id"]
+    return Message(
+        role="tool",
+        content=_text_of(item["output"]),
+        tool_call_id=call_id,
+        name=names.get(call_id),
+    )
+
+
+def _called(item: JsonObject) -> CalledTool:
+    arguments: str = item["arguments"].strip() or "{}"
+    if arguments_of(arguments) is None:
+        # one that was just sent has been looked at
+        raise invalid(
+            "previous_response_id",
+            f"the call {item['call_id']!r} of an earlier response has arguments which are no JSON "
+            "object, and cannot be told to the model: send the conversation as input instead, "
+            "with the call mended or left out",
+        )
+    return CalledTool(id=item["call_id"], name=item["name"], arguments=arguments)
+
+
+def _text_of(content: str | list[JsonObject]) -> str:
+    """Each part is a paragraph, as in chat completions."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal"] if "refusal" in part else part["text"] for part in content)

@@ -1,0 +1,35 @@
+"""Tool calls written as one JSON array, `[{…}, {…}]`, as it is being written.
+
+Knows: brackets and commas. Must not know: how the calls in it are written, nor what stands around
+the array.
+"""
+
+from collections.abc import Callable
+
+from app.text.call_object import Outcome
+from app.text.pieces import Pieces
+from app.text.reader import Reader, Wait
+
+ReadCall = Callable[[Reader, Pieces], Wait[Outcome]]
+"""Reads a call, or several; as `call_object`."""
+
+
+def call_list(reader: Reader, pieces: Pieces, read: ReadCall) -> Wait[Outcome]:
+    """Read such an array, white space before it skipped; else as `call_object`. What follows a
+    whole call and is neither another one nor the end of the array is not taken."""
+    yield from reader.space()
+    if (yield from reader.accept("[")) is None:
+        return "none"
+    outcome = yield from read(reader, pieces)
+    while outcome == "whole":
+        behind = reader.hold()
+        yield from reader.space()
+        if (yield from reader.accept("]")) is not None:
+            reader.release()
+            return "whole"
+        more = (yield from reader.accept(",")) is not None
+        outcome = (yield from read(reader, pieces)) if more else "none"
+        if outcome == "none":
+            reader.rewind(behind)
+            return "whole"
+    return outcome

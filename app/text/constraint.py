@@ -1,0 +1,293 @@
+"""What an answer must follow, out of all that a request asks of it: reasoning first, then calls, a
+format, or both as alternatives.
+
+Knows: how the parts are put together, in llguidance's variant of Lark. Must not know: tokens beyond
+their ids, tensors, who samples.
+
+    start: [reasoning] (calls | format | prose)
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.core.errors import AppError, Kind
+from app.core.requests import (
+    Choice,
+    Grammar,
+    JsonSchema,
+    Lark,
+    NamedTool,
+    Regex,
+    Tool,
+    ToolChoice,
+)
+from app.text.family import CallSyntax, ChatFamily, Tags
+from app.text.plain_calls import Plain
+
+# Between two parts of a JSON text: nothing, this, and nothing else. A model that has lost its way
+# can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
+_GUIDANCE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False}
+
+# Prose none of whose lines begins as a call without markers might.
+_NO_CALL = r"/([ \t]*([^ \t\n{\[<][^\n]*)?\n)*[ \t]*([^ \t\n{\[<][^\n]*)?/"
+
+_ANY = "/(?s:.*)/"
+
+_TO_SPELL = re.compile(r"\\.|/|\n", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Where the answer begins. tags: None where the model does not reason, or is done with it.
+    opened: within reasoning. budget: most tokens of it."""
+
+    tags: Tags | None
+    opened: bool = False
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the answer proper must be. tools: those that may be called."""
+
+    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """grammar: what the whole answer follows, if anything. family: who reads its calls."""
+
+    grammar: Grammar | None
+    family: ChatFamily
+
+
+def constraint(
+    asked: Asked, turn: Turn, family: ChatFamily, token: Callable[[str], int | None]
+) -> Constraint:
+    """token: the id of a text that is an added token, which no spelling of it is.
+
+    Raises AppError(INVALID) for a budget that cannot be kept.
+    """
+    composer = _Composer(token)
+    forced = asked.tools and asked.choice not in ("auto", "none")
+    strict = any(tool.strict for tool in asked.tools)
+    both = asked.tools and asked.grammar is not None
+    if not forced and not strict and turn.budget is None:
+        if asked.grammar is None:
+            return Constraint(grammar=None, family=family)
+        if turn.tags is None and not asked.tools and not family.lead:
+            return Constraint(grammar=asked.grammar, family=family)
+    reader = family
+    if forced or strict or both:
+        reader, syntax = composer.syntax(family, _wanted(asked))
+        answer = composer.answer(asked, syntax, forced=bool(forced), family=family)
+    elif asked.grammar is not None:
+        answer = composer.format(asked.grammar, family)
+    else:
+        answer = composer.free(family)
+    composer.start(turn, answer)
+    return Constraint(grammar=composer.grammar(), family=reader)
+
+
+def _wanted(asked: Asked) -> Sequence[Tool]:
+    match asked.choice:
+        case NamedTool(name=name):
+            return [tool for tool in asked.tools if tool.name == name]
+        case _:
+            return asked.tools
+
+
+class _Composer:
+    def __init__(self, token: Callable[[str], int | None]) -> None:
+        self._token = token
+        self._rules: dict[str, str] = {"prose": _ANY}
+        self._more: list[str] = []
+        self._parts: list[JsonSchema | Regex] = []
+        self._inner: Lark | None = None
+
+    def grammar(self) -> Lark:
+        rules = [f"{name}: {expression}" for name, expression in self._rules.items()]
+        return Lark(
+            text="\n".join([*rules, *self._more, ""]),
+            parts=tuple(self._parts),
+            inner=self._inner,
+        )
+
+    def start(self, turn: Turn, answer: str) -> None:
+        self._rules = {"start": f"{self._reasoning(turn)} {answer}".strip(), **self._rules}
+
+    # calls
+
+    def syntax(self, family: ChatFamily, tools: Sequence[Tool]) -> tuple[ChatFamily, CallSyntax]:
+        """The family's own where it can hold the tools to their schemas, else plain JSON."""
+        own = family.syntax(tools, self.spell, self._arguments)
+        if own is not None:
+            return family, own
+        plain = Plain()
+        syntax = plain.syntax(tools, self.spell, self._arguments)
+        assert syntax is not None
+        return plain, syntax
+
+    def answer(self, asked: Asked, syntax: CallSyntax, *, forced: bool, family: ChatFamily) -> str:
+        """An expression for calls alone, or calls amid what else the answer may be."""
+        if syntax.rules:
+            self._more.append(syntax.rules)
+        one = isinstance(asked.choice, NamedTool) or not asked.parallel
+        self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
+        if forced:
+            return _joined(syntax, "call", one=one)
+        free = "prose" if asked.grammar is None else self.format(asked.grammar, family)
+        if syntax.trigger is None:
+            self._rules["calm"] = _NO_CALL
+            other = free if asked.grammar is not None else "calm"
+            return f"({_joined(syntax, 'call', one=one)} | {other})"
+        return self._triggered(syntax, syntax.trigger, free, one=one)
+
+    def _triggered(self, syntax: CallSyntax, trigger: str, free: str, *, one: bool) -> str:
+        """Prose, until a trigger says that a call follows; and so on."""
+        spelled = self.spell(trigger)
+        calls = syntax.calls
+        if syntax.before:
+            syntax = replace(syntax, before=_without(syntax.before, spelled))
+        else:
+            calls = tuple(_without(call, spelled) for call in calls)
+        if syntax.before or syntax.between is None or one:
+            self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
+            follows = _joined(syntax, "call" if syntax.before else "first", one=one)
+        else:
+            follows = f"first {syntax.after}"
+        self._rules["first"] = " | ".join(f"({call})" for call in calls)
+        self._rules["calls"] = f"{self._prose_until(trigger)} {follows}"
+        if free != "prose":
+            return f"(calls | {free})"
+        self._rules["rest"] = "/(?s:.+)/"
+        return "calls? rest?" if one else "calls* rest?"
+
+    def _prose_until(self, trigger: str) -> str:
+        id = self._token(trigger)
+        if id is not None:
+            return f"prose <[{id}]>"
+        self._more.append(f"trigger[suffix={json.dumps(trigger)}]: {_ANY}")
+        return "trigger"
+
+    def _arguments(self, tool: Tool) -> str:
+        schema = dict(tool.parameters)
+        schema.setdefault("type", "object")
+        at = f"{tool.at}.parameters"
+        self._parts.append(JsonSchema(text=json.dumps(schema), at=at))
+        return _json(schema)
+
+    # formats
+
+    def free(self, family: ChatFamily) -> str:
+        """Anything at all; the family's markers too, which no text spells."""
+        ids = [id for id in map(self._token, family.markers) if id is not None]
+        if not ids:
+            return "prose"
+        return f"prose (<[{','.join(map(str, ids))}]> prose)*"
+
+    def format(self, grammar: Grammar, family: ChatFamily) -> str:
+        self._format(grammar)
+        return " ".join(filter(None, (self.spell(family.lead), "format", self.spell(family.tail))))
+
+    def _format(self, grammar: Grammar) -> None:
+        match grammar:
+            case JsonSchema(text=text):
+                self._parts.append(grammar)
+                self._rules["format"] = _json(json.loads(text))
+            case Regex(pattern=pattern):
+                self._parts.append(grammar)
+                self._rules["format"] = "FORMAT"
+                self._rules["FORMAT"] = _regex(pattern)
+            case Choice(options=options):
+                self._rules["format"] = " | ".join(map(_quoted, options))
+            case Lark():
+                self._inner = grammar
+                self._rules["format"] = "@inner"
+
+    def spell(self, text: str) -> str:
+        """A Lark expression for a text, in which added tokens stand as such."""
+        expressions: list[str] = []
+        rest = text
+        while rest:
+            at, size = self._next_token(rest)
+            if at:
+                expressions.append(_quoted(rest[:at]))
+            if size:
+                expressions.append(f"<[{self._token(rest[at : at + size])}]>")
+            rest = rest[at + size :]
+        return " ".join(expressions)
+
+    def _next_token(self, text: str) -> tuple[int, int]:
+        """Where the first marker that is a token begins, and how long it is; else the end, 0."""
+        for match in re.finditer(r"[<\[]", text):
+            for end in range(len(text), match.start(), -1):
+                if text[end - 1] in ">]" and self._token(text[match.start() : end]) is not None:
+                    return match.start(), end - match.start()
+        return len(text), 0
+
+    # reasoning
+
+    def _reasoning(self, turn: Turn) -> str:
+        if turn.tags is None:
+            return ""
+        closed = f"{self._thought(turn.tags, turn.budget)} gap"
+        self._rules["gap"] = r"/\s{0,2}/"
+        return closed if turn.opened else f"({self.spell(turn.tags.open)} {closed})?"
+
+    def _thought(self, tags: Tags, budget: int | None) -> str:
+        close = self.spell(tags.close)
+        is_token = close.startswith("<[")
+        if not is_token and budget is not None:
+            raise AppError(
+                Kind.INVALID,
+                f"thinking_budget cannot be kept for this model: {tags.close} is no token of it",
+                param="thinking_budget",
+            )
+        if not is_token:
+            self._more.append(f"thought[suffix={json.dumps(tags.close)}]: {_ANY}")
+            return "thought"
+        if budget == 0:
+            return close
+        limit = "" if budget is None else f"[max_tokens={budget}]"
+        self._more.append(f"thought{limit}: {_ANY}")
+        return f"thought {close}"
+
+
+def _joined(syntax: CallSyntax, call: str, *, one: bool) -> str:
+    more = "" if one or syntax.between is None else f"({syntax.between} call)*"
+    return " ".join(filter(None, (syntax.before, call, more, syntax.after)))
+
+
+def _without(expression: str, spelled: str) -> str:
+    """An expression, without the literal that it begins with."""
+    if spelled.startswith("<["):
+        assert expression.startswith(spelled)
+        return expression[len(spelled) :].lstrip()
+    head = spelled[:-1]
+    assert expression.startswith(head), f"{expression} does not begin with {spelled}"
+    rest = f'"{expression[len(head) :]}'
+    return rest.removeprefix('""').lstrip()
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        return f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}"
+    return f"%json {json.dumps(schema)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(pattern: str) -> str:
+    """Between slashes, where a slash must be escaped and a line cannot end."""
+    spelled = {"/": r"\/", "\n": r"\n"}
+    inner = _TO_SPELL.sub(lambda found: spelled.get(found[0], found[0]), pattern)
+    return f"/{inner}/"

@@ -1,0 +1,59 @@
+"""What stands between a prefix and a suffix, for models trained to fill in.
+
+Knows: the tokens that code models mark the three parts with. Must not know: requests, who asked.
+
+Each form was published with its models (Bavarian et al. 2022, arXiv:2207.14255, has the idea):
+StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Codestral.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.core.errors import AppError, Kind
+from app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Tokens before the prefix, before the suffix, and where the model goes on (None: it goes on
+    where the prefix ends, which then comes last)."""
+
+    prefix: str
+    suffix: str
+    middle: str | None
+
+
+_FORMS = (
+    _Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    _Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    _Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    _Form("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    _Form("<PRE>", "<SUF>", "<MID>"),
+    _Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    _Form("[PREFIX]", "[SUFFIX]", None),
+)
+
+
+def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
+    """The ids of a prompt that asks for the text between the two.
+
+    Raises AppError(INVALID) where the tokenizer has no tokens for it.
+    """
+    for form in _FORMS:
+        before = tokenizer.token_id(form.prefix)
+        between = tokenizer.token_id(form.suffix)
+        middle = None if form.middle is None else tokenizer.token_id(form.middle)
+        if before is None or between is None or (middle is None and form.middle is not None):
+            continue
+        begin = tokenizer.encode("", add_special=True)
+        head = tokenizer.encode(prefix, add_special=False)
+        tail = tokenizer.encode(suffix, add_special=False)
+        if middle is None:
+            return [*begin, between, *tail, before, *head]
+        return [*begin, before, *head, between, *tail, middle]
+    raise AppError(
+        Kind.INVALID,
+        "this model was not trained to fill in: its tokenizer has no tokens that mark a prefix "
+        "and a suffix; leave suffix out",
+        param="suffix",
+    )

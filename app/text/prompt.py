@@ -1,0 +1,154 @@
+"""Requests → prompts: the text, or the ids, that a model goes on from, and how its answer is read.
+
+Knows: the model's template and family, tools, reasoning, what fills in. Must not know: the context
+length, the engine, sampling.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.requests import Conversation, GenerateRequest, Grammar, Message, NamedTool, Tool
+from app.text.chat import ChatTemplate
+from app.text.constraint import Asked, Turn, constraint
+from app.text.family import ChatFamily, Tags, family_of
+from app.text.pieces import Splitter
+from app.text.plain_calls import Plain, told
+from app.text.thinking import check_budget, options
+from app.text.tokenizer import Tokenizer
+
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A conversation as the model gets it. text: the prompt. add_special: whether it is encoded
+    with the tokens that begin a text. grammar: what the answer follows. family, tools, tags,
+    opened: how it is read; see `ChatFamily.split`. shown: special tokens that are part of that."""
+
+    text: str
+    add_special: bool
+    grammar: Grammar | None
+    family: ChatFamily
+    tools: tuple[Tool, ...]
+    tags: Tags | None
+    opened: bool
+    shown: frozenset[int]
+
+    def splitter(self) -> Splitter:
+        return self.family.split(tools=self.tools, tags=self.tags, opened=self.opened)
+
+
+class Conversations:
+    """How one model is talked to; immutable."""
+
+    def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
+        """Raises AppError(MODEL_FILES) when the template is broken."""
+        self._system = files.system
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(files)
+        self._plain = Plain()
+        source = self._template.source(tools=True)
+        self._family = family_of(source) or self._plain
+        self._tags = self._family.tags(source)
+        self._knows_tools = "tools" in source
+
+    def write(self, request: GenerateRequest, conversation: Conversation) -> Written:
+        """Raises AppError(INVALID)."""
+        tools = () if request.tool_choice == "none" else request.tools
+        _check_choice(request)
+        reasons = self._tags is not None
+        check_budget(request.thinking, reasons=reasons)
+        text = self._render(request, self._with_system(conversation.messages), tools)
+        turn = self._turn(request, text)
+        asked = Asked(
+            grammar=request.grammar,
+            tools=tools,
+            choice=request.tool_choice,
+            parallel=request.parallel_tool_calls,
+        )
+        follows = constraint(asked, turn, self._family, self._tokenizer.added_id)
+        family = follows.family
+        return Written(
+            text=text,
+            add_special=not self._template.complete,
+            grammar=follows.grammar,
+            family=family,
+            tools=tools,
+            tags=turn.tags,
+            opened=turn.opened,
+            shown=self._shown(family if tools else None, turn.tags),
+        )
+
+    def _render(
+        self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> str:
+        template = self._template
+        variables = {
+            **options(
+                request.thinking,
+                template.source(tools=bool(tools)),
+                reasons=self._tags is not None,
+            ),
+            **request.template_options,
+        }
+        if self._knows_tools:
+            given = [_as_sent(tool) for tool in tools] or None
+            return template.render(messages, tools=given, **variables)
+        calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        if not tools and not calls:
+            return template.render(messages, **variables)
+        return _first_that_renders(
+            lambda turns: template.render(turns, **variables), told(messages, tools)
+        )
+
+    def _turn(self, request: GenerateRequest, text: str) -> Turn:
+        tags = self._tags
+        if tags is None or text.rstrip().endswith(tags.close):
+            return Turn(tags=None)
+        opened = self._family.opened(text, tags)
+        return Turn(tags=tags, opened=opened, budget=request.thinking.budget)
+
+    def _shown(self, calls: ChatFamily | None, tags: Tags | None) -> frozenset[int]:
+        """Special tokens that mark what is read out of the answer."""
+        texts = () if calls is None and tags is None else self._family.markers
+        ids = (self._tokenizer.token_id(text) for text in texts)
+        return frozenset(id for id in ids if id is not None)
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """What the model is told at first, unless the conversation tells it."""
+        if self._system is None or any(message.role in _SYSTEM for message in messages):
+            return messages
+        return (Message(role="system", content=self._system), *messages)
+
+
+def _check_choice(request: GenerateRequest) -> None:
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool) and all(t.name != choice.name for t in request.tools):
+        message = f"tool_choice names {choice.name!r}, which is none of the tools"
+        raise AppError(Kind.INVALID, message, param="tool_choice")
+
+
+def _as_sent(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's shape, which is what templates expect."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = dict(tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _first_that_renders(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
+) -> str:
+    """Some templates refuse system messages: then the user says what stands in it."""
+    try:
+        return render(messages)
+    except AppError:
+        if len(messages) < 2 or messages[0].role not in _SYSTEM or messages[1].role != "user":
+            raise
+        system, user, *rest = messages
+        joined = Message(role="user", content=f"{system.content}\n\n{user.content or ''}")
+        return render([joined, *rest])

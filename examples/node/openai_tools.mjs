@@ -1,0 +1,65 @@
+// OpenAI's library for JavaScript: its runner, which calls functions and sends back their results.
+//
+//     npm ci && OPENAI_BASE_URL=http://localhost:8080/v1 node openai_tools.mjs
+
+import assert from "node:assert/strict";
+import OpenAI from "openai";
+
+const client = new OpenAI({
+  baseURL: process.env.OPENAI_BASE_URL ?? "http://localhost:8080/v1",
+  apiKey: process.env.OPENAI_API_KEY ?? "any", // the library wants one, the server does not
+});
+const model = (await client.models.list()).data[0].id;
+const cities = ["Paris", "Rome", "Oslo"];
+const called = [];
+
+const getWeather = {
+  type: "function",
+  function: {
+    name: "get_weather",
+    description: "Today's weather in a city.",
+    parameters: {
+      type: "object",
+      properties: { city: { type: "string", enum: cities } },
+      required: ["city"],
+      additionalProperties: false,
+    },
+    parse: JSON.parse,
+    function: ({ city }) => {
+      called.push(city);
+      return `It is sunny in ${city}.`;
+    },
+  },
+};
+const asked = {
+  model,
+  messages: [{ role: "user", content: "What is the weather in Rome?" }],
+  tools: [getWeather],
+  temperature: 0,
+  max_tokens: 200,
+};
+
+// A function that must be called ends the run once it has been.
+const named = { type: "function", function: { name: "get_weather" } };
+const once = client.chat.completions.runTools({ ...asked, tool_choice: named });
+await once.done();
+console.log("called with", called);
+assert.equal(called.length, 1);
+assert.ok(cities.includes(called[0]));
+
+// The same over a stream, where the arguments come in pieces.
+const streamed = client.chat.completions.runTools({ ...asked, tool_choice: named, stream: true });
+const results = [];
+streamed.on("functionToolCallResult", (result) => results.push(result));
+await streamed.done();
+console.log("results:", results);
+assert.deepEqual(results, [`It is sunny in ${called[0]}.`]);
+assert.deepEqual(called, [called[0], called[0]]);
+
+// Left to itself, the model calls as often as it likes, and answers in the end.
+const free = client.chat.completions.runTools(asked, { maxChatCompletions: 3 });
+const messages = [];
+free.on("message", (message) => messages.push(message.role));
+await free.done();
+console.log("messages:", messages);
+assert.equal(messages.at(-1) === "assistant" || messages.length > 3, true);
