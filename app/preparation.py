@@ -83,7 +83,7 @@ class Preparation:
         prompts = request.prompt.prompts if isinstance(request.prompt, Several) else None
         prepared: list[Prepared] = []
         for number, prompt in enumerate((request.prompt,) if prompts is None else prompts):
-            param = "messages" if isinstance(prompt, Conversation) else "prompt"
+            param = prompt.at if isinstance(prompt, Conversation) else "prompt"
             begun = self._begun(request, prompt, f"prompt.{number}" if several else param, room)
             first = self._choice(request, begun, number, room)
             prepared += [_sibling(first, copy, request) for copy in range(request.n)]

@@ -1,10 +1,12 @@
 """Stand-ins for what lies below a seam, driven by a script."""
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import (
     Event,
@@ -98,6 +100,7 @@ class FakeGenerate:
     cards: Sequence[ModelCard] = (CARD,)
     opened: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
     left: int = 0
+    embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
@@ -116,6 +119,18 @@ class FakeGenerate:
             # Fails if somebody still waits for an event: nobody may hold on to a left context.
             await events.aclose()
             self.left += 1
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Of each input a vector of four numbers, which say where it stands and how long it is."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.embedded.append(request)
+        vectors = [
+            struct.pack("<4f", place, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]
+            for place, one in enumerate(request.inputs)
+        ]
+        tokens = sum(len(one.content) for one in request.inputs)
+        return Embeddings(vectors=tuple(vectors), tokens=tokens)
 
     async def tokenize(self, text: str) -> Sequence[int]:
         return list(text.encode())

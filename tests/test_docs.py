@@ -5,6 +5,7 @@ publish names a machine's own folders or a package registry.
 """
 
 import dataclasses
+import json
 import re
 import subprocess
 import tomllib
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 DOCUMENTS = (
     "README.md",
+    "API.md",
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "DECISIONS.md",
@@ -158,6 +160,16 @@ def test_a_lock_pins_and_hashes_everything_and_points_nowhere(lock):
     entries = re.split(r"^(?=\w)", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE), flags=re.M)
     assert [entry for entry in entries[1:] if not re.match(r"[\w.-]+==", entry)] == []
     assert [entry for entry in entries[1:] if "--hash=sha256:" not in entry] == []
+
+
+def test_the_lock_for_node_pins_and_hashes_everything_and_points_nowhere():
+    lock = json.loads(read("examples/node/package-lock.json"))
+    packages = {name: entry for name, entry in lock["packages"].items() if name}
+    assert packages
+    for name, entry in packages.items():
+        assert entry["version"], name
+        assert entry["integrity"].startswith("sha512-"), name
+        assert "resolved" not in entry, name
 
 
 def test_the_locks_agree_with_each_other():

@@ -32,7 +32,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.runners": frozenset({"app.core"}),
     "app.runners.local": frozenset({"app.core", "app.engine", "app.runners"}),
     "app.preparation": frozenset({"app.core", "app.text"}),
-    "app.generation": frozenset({"app.core", "app.preparation", "app.text"}),
+    "app.embedding": frozenset({"app.core", "app.text"}),
+    "app.generation": frozenset({"app.core", "app.embedding", "app.preparation", "app.text"}),
     "app.api": frozenset({"app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
@@ -56,10 +57,13 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.engine.weights": frozenset({"mlx", "safetensors"}),
     # a grammar says which ids may come next, and needs no tensor for it
     "app.engine.grammar": frozenset({"llguidance"}),
+    "app.engine.compiling": frozenset({"llguidance"}),
+    "app.engine.lark": frozenset({"llguidance"}),
     # pure policy, so that its properties are tested without a model
     "app.engine.scheduler": frozenset(),
     "app.runners": frozenset(),
     "app.preparation": frozenset(),
+    "app.embedding": frozenset(),
     "app.generation": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it

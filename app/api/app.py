@@ -83,7 +83,7 @@ def build_app(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
         allow_origin_regex=LOOPBACK_ORIGINS,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=SDK_HEADERS,
         expose_headers=TOLD_HEADERS,
     )

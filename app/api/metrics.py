@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
 from app.core.events import Event, Finish, Progress, TextDelta
 from app.core.jobs import HIT_BOUNDS, EngineStats
@@ -61,7 +62,7 @@ class RequestFigures:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ended = Counter(
             "mlxrunner_requests",
-            "Requests by their end: a finish reason, cancelled, or a kind of error",
+            "Requests by their end: a finish reason, embedded, cancelled, or a kind of error",
             ["outcome"],
             registry=registry,
         )
@@ -94,6 +95,18 @@ class Measured:
 
     def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return self._watched(request)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        outcome = "cancelled"
+        try:
+            found = await self._generate.embed(request)
+            outcome = "embedded"
+            return found
+        except Exception as error:
+            outcome = _outcome(error)
+            raise
+        finally:
+            self._figures.ended.labels(outcome).inc()
 
     async def tokenize(self, text: str) -> Sequence[int]:
         return await self._generate.tokenize(text)
@@ -171,8 +184,11 @@ class _Watch:
 
     def fail(self, error: Exception) -> None:
         """What happened first is how it ended."""
-        kind = error.kind.value if isinstance(error, AppError) else "internal_error"
-        self.outcome = self.outcome or kind
+        self.outcome = self.outcome or _outcome(error)
+
+
+def _outcome(error: Exception) -> str:
+    return error.kind.value if isinstance(error, AppError) else "internal_error"
 
 
 class EngineFigures(Collector):
@@ -205,6 +221,9 @@ class EngineFigures(Collector):
 def _load(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Requests in the engine", stats.running)
     yield _gauge("num_requests_waiting", "Requests that wait for a place", stats.waiting)
+    yield _gauge(
+        "num_requests_embedding", "Requests for vectors, waiting ones too", stats.embedding
+    )
     yield _counter("engine_steps", "Turns of the engine's loop", stats.steps)
     yield _counter("num_preemptions", "Requests that began again for room", stats.preemptions)
     yield _counter("engine_failures", "Requests lost to an error of the engine", stats.failures)
@@ -220,6 +239,7 @@ def _tokens(stats: EngineStats) -> Iterator[Metric]:
     family.add_metric(["cache"], stats.cached_tokens)
     yield family
     yield _counter("generation_tokens", "Tokens of answers", stats.generated_tokens)
+    yield _counter("embedded_tokens", "Tokens of inputs to vectors", stats.embedded_tokens)
 
 
 def _prefix_cache(stats: EngineStats) -> Iterator[Metric]:

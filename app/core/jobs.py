@@ -3,14 +3,15 @@
 Knows: token ids, counts, clock readings. Must not know: text, tensors. Everything here is plain
 data, so that an engine may live in another process one day.
 
-The life of a job is `Started Prefilled* PromptScores? Token* Ended`. A token that ends a sequence by being an
-end-of-sequence id is never reported as a `Token`; a token that ends it by being the last one
-allowed is. So: every `Token` is text, and nothing else is.
+The life of a job is `Started Prefilled* PromptScores? Token* Ended`. A token that ends a sequence
+by being an end-of-sequence id is never reported as a `Token`; a token that ends it by being the
+last one allowed is. So: every `Token` is text, and nothing else is.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from app.core.embeddings import Embedded
 from app.core.requests import Grammar, Sampling
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
@@ -111,8 +112,9 @@ Update = Started | Prefilled | PromptScores | Token | Ended
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """Where the engine's memory is, in bytes. budget: what the engine may use in all. weights: the
-    model. kv: layer caches of running sequences, the room they will grow into included. prefix:
-    cached prefixes that nobody runs on. working: kept free for what a step needs while it runs.
+    model. kv: layer caches of running sequences, the room they will grow into included, and of
+    inputs that are embedded. prefix: cached prefixes that nobody runs on. working: kept free for
+    what a step needs while it runs.
 
     0 <= free = budget - weights - kv - prefix - working.
     """
@@ -137,7 +139,8 @@ class EngineStats:
     """Counters since the engine started, and gauges of now. memory: bytes held by the allocator,
     its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt token that
     was ever started on; the first is work skipped, the second work done (again, for a sequence that
-    was preempted). generated_tokens: reported ones. hits: lookups by cached length, one count for
+    was preempted). generated_tokens: reported ones. embedding: jobs whose inputs are embedded or
+    wait for it; embedded_tokens: computed for such. hits: lookups by cached length, one count for
     each of HIT_BOUNDS and one beyond. misses: lookups by the reason why they did not get more.
     evictions: cached prefixes given up for room. preemptions: sequences that had to begin again
     for room. failures: jobs that ended in an error of the engine."""
@@ -148,6 +151,8 @@ class EngineStats:
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    embedding: int = 0
+    embedded_tokens: int = 0
     ledger: Ledger = Ledger()
     hits: tuple[int, ...] = (0,) * (len(HIT_BOUNDS) + 1)
     misses: tuple[tuple[MissReason, int], ...] = ()
@@ -162,18 +167,22 @@ class Capacity:
     """What a loaded engine can do. parallel: sequences at once. context: positions that one
     sequence may have, by the model and by memory. kv_budget: bytes for KV caches and cached
     prefixes. kv_bytes: what a sequence of `context` positions takes of it. limited_by_memory:
-    whether memory, not the model, sets the context."""
+    whether memory, not the model, sets the context. width: numbers of
+    a hidden state, of which vectors of inputs are made; None where the model gives only logits."""
 
     parallel: int
     context: int
     kv_budget: int
     kv_bytes: int
     limited_by_memory: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Everything one turn of the engine loop has to say, in order."""
+    """Everything one turn of the engine loop has to say, in order. embedded: jobs of inputs that
+    are over."""
 
     updates: tuple[Update, ...]
     stats: EngineStats
+    embedded: tuple[Embedded, ...] = ()

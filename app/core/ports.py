@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self, TypeVar
 
+from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, EngineStats, Job, Miss, Update
@@ -52,6 +53,12 @@ class Runner(Protocol):
         when too many wait already, AppError(INVALID) for a grammar that cannot be followed."""
         ...
 
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        """The vectors of the job's inputs. Being cancelled cancels the job. Raises AppError as
+        `submit` does, AppError(ENGINE) if the engine broke meanwhile. Not to be asked of a runner
+        whose capacity has no width."""
+        ...
+
     def status(self) -> RunnerStatus: ...
 
     async def stop(self) -> None: ...
@@ -75,6 +82,11 @@ class Generate(Protocol):
         """Entering validates, encodes and queues the request, or raises AppError. Leaving ends it:
         early leaving cancels. Iterating yields events, `Finish` last; AppError(ENGINE) if the
         engine broke meanwhile."""
+        ...
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Raises AppError, also for a model that has no vectors to give. Being cancelled ends the
+        request."""
         ...
 
     async def tokenize(self, text: str) -> Sequence[int]:

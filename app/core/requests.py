@@ -36,9 +36,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A prompt that still has to go through the model's chat template."""
+    """A prompt that still has to go through the model's chat template. at: where it stood in the
+    request."""
 
     messages: tuple[Message, ...]
+    at: str = "messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

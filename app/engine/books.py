@@ -27,6 +27,7 @@ class Books:
     ) -> None:
         self._memory = memory
         self._prefix = prefix
+        self.lent = 0  # bytes for layer caches of what is no sequence
         fits = memory.positions(context)
         self.capacity = Capacity(
             parallel=parallel,
@@ -34,13 +35,14 @@ class Books:
             kv_budget=memory.kv_budget,
             kv_bytes=memory.footprint(fits),
             limited_by_memory=fits < context,
+            width=memory.width,
         )
 
     def ledger(self, running: Ids[Sequence]) -> Ledger:
         return Ledger(
             budget=self._memory.budget,
             weights=self._memory.weights,
-            kv=sum(s.charged for s in running),
+            kv=sum(s.charged for s in running) + self.lent,
             prefix=self._prefix.nbytes,
             working=self._memory.working,
         )
@@ -49,7 +51,17 @@ class Books:
         """Give cached prefixes up until there is room for the sequence to start; whether there is.
         Alone it always may: what cannot fit was refused at the edge."""
         room = self._memory.footprint(self.first_room(sequence))
-        return self._make_room(room, running) or not running
+        return self._make_room(room, running) or not (running or self.lent)
+
+    def lend(self, count: int, running: Ids[Sequence]) -> bool:
+        """Memory for layer caches of what is no sequence; whether it is to be had."""
+        lent = self._make_room(count, running) or not (running or self.lent)
+        self.lent += count if lent else 0
+        return lent
+
+    def take_back(self, count: int) -> None:
+        """What was called back is no longer here to be given."""
+        self.lent = max(0, self.lent - count)
 
     def first_room(self, sequence: Sequence) -> int:
         """Positions to begin with: those of its ids, and for an answer of usual length."""
@@ -67,10 +79,14 @@ class Books:
 
     def in_the_way(self, running: Ids[Sequence]) -> int:
         """See that every decoding sequence can have one more position. Cached prefixes give way
-        first; how many of the youngest sequences must, too. running: oldest first."""
+        first, then all that is lent; how many of the youngest sequences must, too. running: oldest
+        first."""
         growth = self._growth(running, ahead=0)
         if self._make_room(sum(growth.values()), running):
             return 0
+        if self.lent:
+            self.lent = 0
+            return self.in_the_way(running)
         return preemptions(
             held=[s.charged for s in running],
             growth=[growth.get(s, 0) for s in running],

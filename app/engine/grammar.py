@@ -1,25 +1,42 @@
 """Grammars that an answer must follow: which ids may come next.
 
-Knows: llguidance, the model's tokenizer.json, ids. Must not know: tensors, sequences, who asked.
+Knows: llguidance, the model's tokenizer.json, ids, what was compiled before. Must not know:
+tensors, sequences, who asked.
 
 Compiling needs no device and may take a second, so it is done before the engine hears of a job, on
-whichever thread; from then on the `Matcher` is the engine's. Everything that can go wrong with it
-goes wrong in `compile` or in `accept`, never while others are sampled beside it.
+a thread of its own; from then on the `Matcher` is the engine's. Everything that can go wrong with
+it goes wrong in `compile` or in `accept`, never while others are sampled beside it.
 """
 
 import threading
+from collections import OrderedDict
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from app.core.errors import AppError, Kind
-from app.core.requests import JsonSchema
+from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.engine.compiling import Refusal, compiled, reason_of
 
-# Between two parts of a JSON text: nothing, this, and nothing else. A model that has lost its way
-# can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
-_SPACE = r" |\n{1,2}[ \t]{0,20}"
+# compiled grammars that are kept, and refusals. A grammar takes some hundred kB; 20 MB at worst
+_KEPT = 32
+# tokenizers, by what ends a text
+_KEPT_TOKENIZERS = 4
+# seconds that a request waits for its grammar. What limits the costs keeps it far below
+_PATIENCE = 10.0
+# compilations at once; they take cores from the engine
+_AT_ONCE = 2
+# bytes of the stack of a compilation, because native code goes as deep as references are long. It
+# is room, not memory: only what is touched is taken
+_STACK = 1 << 28
 
-_NO_CHOICE = "no token of this model may come next"
+_NAMES = {
+    JsonSchema: "JSON schema",
+    Regex: "regular expression",
+    Choice: "choice",
+    Lark: "grammar",
+}
 
 
 class GrammarError(Exception):
@@ -50,16 +67,15 @@ class Matcher:
         allowed = self._inner.compute_bitmask()
         # a broken matcher also allows something: the end
         if self._inner.is_error():
-            error = _clause(self._inner.get_error())
-            raise GrammarError(_NO_CHOICE if error == "NoExtensionBias" else error)
+            raise GrammarError(reason_of(self._inner.get_error()))
         self.done = self._inner.is_stopped()
         self.allowed = _without(allowed, self._hidden) if self._hidden else allowed
         if not self.done and not any(self.allowed):
-            raise GrammarError(_NO_CHOICE)
+            raise GrammarError(reason_of("NoExtensionBias"))
 
 
 class Grammars:
-    """Compiles for one model. May be called on any thread.
+    """Compiles for one model, and remembers. May be called on any thread.
 
     tokenizer: its tokenizer.json, read when the first grammar is. vocab: ids that may be sampled, 0
     to vocab-1; at least those of the tokenizer.
@@ -68,30 +84,84 @@ class Grammars:
     def __init__(self, tokenizer: Path, *, vocab: int) -> None:
         self._path = tokenizer
         self._vocab = vocab
-        # by what ends a text, which is mostly the same for all; they take a second to make
-        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
+        self._lock = threading.Lock()
+        self._known = OrderedDict[tuple[Grammar, frozenset[int]], Future[LLMatcher]]()
+        # they take a second to make
+        self._tokenizers = OrderedDict[frozenset[int], LLTokenizer]()
         self._making = threading.Lock()
+        self._slots = threading.Semaphore(_AT_ONCE)
 
-    def compile(self, grammar: JsonSchema, stop_ids: frozenset[int]) -> Matcher:
+    def compile(self, grammar: Grammar, stop_ids: frozenset[int]) -> Matcher:
         """stop_ids: those of the job. Raises AppError(INVALID) for what is no grammar, or none that
-        can be followed, AppError(MODEL_FILES) when the tokenizer is of no use for any."""
-        tokenizer = self._tokenizer(stop_ids)
+        can be followed, with the keyword as `param`; AppError(BUSY) when others are compiled for
+        too long; AppError(MODEL_FILES) when the tokenizer is of no use for any."""
+        future = self._compiling(grammar, stop_ids)
+        name = _NAMES[type(grammar)]
         try:
-            text = LLMatcher.grammar_from_json_schema(
-                grammar.text, overrides={"whitespace_pattern": _SPACE, "lenient": False}
+            first = future.result(_PATIENCE)
+        except Refusal as refused:
+            raise _invalid(name, refused) from refused
+        except (TimeoutError, CancelledError) as error:
+            if future.cancel() or future.cancelled():
+                busy = "the server is busy with other grammars; try again in a moment"
+                raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE)) from error
+            message = f"this {name} takes more than {_PATIENCE:g} s to compile; make it simpler"
+            raise AppError(Kind.INVALID, message, param=grammar.at) from error
+        with self._lock:
+            inner = first.deep_copy()
+        try:
+            return Matcher(inner, hidden=frozenset(self._tokenizer(stop_ids).eos_tokens) - stop_ids)
+        except GrammarError as error:
+            message = f"this {name} cannot be followed: {error}"
+            raise AppError(Kind.INVALID, message, param=grammar.at) from error
+
+    def _compiling(self, grammar: Grammar, stop_ids: frozenset[int]) -> "Future[LLMatcher]":
+        """The grammar's matcher at its beginning, never to be moved from there; perhaps still being
+        made, for somebody else."""
+        key = (grammar, stop_ids)
+        with self._lock:
+            future = self._known.get(key)
+            if future is None or future.cancelled():
+                future = self._known[key] = Future[LLMatcher]()
+                self._start(key, future)
+            self._known.move_to_end(key)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return future
+
+    def _start(self, key: tuple[Grammar, frozenset[int]], future: "Future[LLMatcher]") -> None:
+        """On a thread that ends the process does not wait for."""
+        ordinary = threading.stack_size(_STACK)
+        try:
+            work = threading.Thread(
+                target=self._work, args=(key, future), name="grammar", daemon=True
             )
-            inner = LLMatcher(
-                tokenizer, text, log_level=0, limits=LLParserLimits(verbose_errors=False)
-            )
-            return Matcher(inner, hidden=frozenset(tokenizer.eos_tokens) - stop_ids)
-        except (ValueError, GrammarError) as error:
-            message = f"this JSON schema cannot be followed: {_clause(str(error))}"
-            raise AppError(Kind.INVALID, message) from error
+            work.start()
+        finally:
+            threading.stack_size(ordinary)
+
+    def _work(self, key: tuple[Grammar, frozenset[int]], future: "Future[LLMatcher]") -> None:
+        grammar, stop_ids = key
+        with self._slots:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(compiled(grammar, self._tokenizer(stop_ids)))
+            except Refusal as refused:
+                future.set_exception(refused)
+            except BaseException as error:
+                # not the grammar's fault, so it may work the next time
+                with self._lock:
+                    self._known.pop(key, None)
+                future.set_exception(error)
 
     def _tokenizer(self, stop_ids: frozenset[int]) -> LLTokenizer:
         with self._making:
             if stop_ids not in self._tokenizers:
                 self._tokenizers[stop_ids] = self._made(stop_ids)
+            self._tokenizers.move_to_end(stop_ids)
+            while len(self._tokenizers) > _KEPT_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
             return self._tokenizers[stop_ids]
 
     def _made(self, stop_ids: frozenset[int]) -> LLTokenizer:
@@ -107,13 +177,15 @@ class Grammars:
             raise AppError(Kind.MODEL_FILES, message) from error
 
 
+def _invalid(name: str, refused: Refusal) -> AppError:
+    at = f" at {'.'.join(refused.path)}" if refused.path else ""
+    message = f"this {name} cannot be followed{at}: {refused.reason}"
+    param = ".".join((refused.at, *refused.path) if refused.at else refused.path)
+    return AppError(Kind.INVALID, message, param=param or None)
+
+
 def _without(allowed: bytes, ids: frozenset[int]) -> bytes:
     bits = bytearray(allowed)
     for id in ids:
         bits[id // 8] &= ~(1 << id % 8)
     return bytes(bits)
-
-
-def _clause(error: str) -> str:
-    """llguidance's words without its drawings, on one line."""
-    return " ".join(error.split("<non-verbose/>")[0].split())

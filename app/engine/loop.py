@@ -9,6 +9,7 @@ One step:
     admit     take waiting sequences, lease caches for them
     decode    dispatch token n+1 of every decoding sequence, though n has not been read yet
     prefill   dispatch the next chunk of prompts; the last chunk samples the first token
+              (or, taking turns with it, the next piece of the inputs that are embedded)
     read      take the values of tokens n, which the device finished meanwhile
     sample    where a grammar must know token n: draw n+1 now, from the logits dispatched above
 
@@ -25,10 +26,12 @@ from collections.abc import Sequence as Ids
 
 import mlx.core as mx
 
+from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.core.ports import PrefixCache
 from app.engine.batch import Batch, Pending, Scored, pending_tokens
 from app.engine.books import Books
+from app.engine.embedder import Embedder
 from app.engine.grammar import Matcher
 from app.engine.memory import Memory
 from app.engine.reports import Reports
@@ -77,18 +80,26 @@ class Loop:
         self._pending: list[Pending] = []
         self._tally = Tally()
         self._reports = Reports(self._roster, self._tally, exact=exact)
+        self._embedder = Embedder(model, memory, self._roster, chunk=limits.prefill)
+        self._embedded_last = False
 
     @property
     def idle(self) -> bool:
-        return not (self._roster.waiting or self._roster.running or self._reports.waiting)
+        busy = self._roster.waiting or self._roster.running or self._reports.waiting
+        return not busy and self._embedder.idle
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """matcher: the job's grammar, compiled; owned from now on."""
         self._roster.add(Sequence(job, vocab=self._vocab, matcher=matcher))
 
+    def embed(self, job: EmbedJob) -> None:
+        assert self.capacity.width is not None, "a model that gives no hidden states"
+        self._embedder.submit(job)
+
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """End a job now; unknown ones have ended already. keep: cache only this many of its
         sampled tokens."""
+        self._embedder.cancel(job)
         sequence = self._roster.find(job)
         if sequence is not None:
             self._reports.end(sequence, "cancelled", keep=keep)
@@ -100,7 +111,7 @@ class Loop:
             self._admit()
             reading, self._pending = self._pending, []
             self._dispatch_decodes(reading)
-            self._dispatch_prefills()
+            self._dispatch_prompts()
             self._read(reading)
             self._sample_scored()
         except Exception:
@@ -109,13 +120,16 @@ class Loop:
             for sequence in list(self._roster.running):
                 self._reports.fail(sequence)
         self._tally.steps += 1
-        return Step(updates=self._reports.told(), stats=self.stats())
+        embedded = self._embedder.told()
+        return Step(updates=self._reports.told(), stats=self.stats(), embedded=embedded)
 
     def stats(self) -> EngineStats:
         return self._tally.stats(
             memory=mx.get_active_memory() + mx.get_cache_memory(),
             running=len(self._roster.running),
             waiting=len(self._roster.waiting),
+            embedding=self._embedder.jobs,
+            embedded=self._embedder.tokens,
             evictions=self._roster.evictions,
             ledger=self._roster.ledger(),
         )
@@ -125,7 +139,7 @@ class Loop:
         self._roster.check()
 
     def _admit(self) -> None:
-        while (sequence := self._roster.next()) is not None:
+        while not self._embedder.starving and (sequence := self._roster.next()) is not None:
             self.on_stage("looking up a prompt")
             first, started = not sequence.started, True
             with self._reports.at_the_cost_of(sequence, "a job could not be started"):
@@ -138,6 +152,7 @@ class Loop:
     # prompts
 
     def _collect_chunks(self) -> None:
+        self._embedder.collect()
         chunks, self._in_flight = self._in_flight, []
         for sequence in chunks:
             if not sequence.running:
@@ -150,8 +165,19 @@ class Loop:
                 if sequence.unread and not sequence.sampled:
                     self._reports.advance(sequence)
 
-    def _dispatch_prefills(self) -> None:
+    def _dispatch_prompts(self) -> None:
+        """Prompts and inputs that are embedded take turns: a step has no more of both together than
+        of one, and so nobody's next token comes later."""
         prefilling = [s for s in self._roster.running if s.unread and not s.pending]
+        if self._embedder.jobs and not (prefilling and self._embedded_last):
+            self.on_stage("embedding")
+            self._embedded_last = self._embedder.dispatch()
+            if self._embedded_last:
+                return
+        self._embedded_last = False
+        self._dispatch_prefills(prefilling)
+
+    def _dispatch_prefills(self, prefilling: Ids[Sequence]) -> None:
         shares = prefill_shares([s.unread for s in prefilling], self._limits)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
@@ -173,6 +199,7 @@ class Loop:
     def _dispatch_decodes(self, reading: Ids[Pending]) -> None:
         """Dispatch the successor of every pending token."""
         self._tally.preemptions += self._roster.make_way()
+        self._embedder.make_way()
         self._shift_contexts()
         # who was shifted and has to evaluate all of it again is no decoding one any more
         growing = [

@@ -27,13 +27,15 @@ SCORED = 8
 class Memory:
     """budget: bytes for everything. weights: of the model. working: kept free for what a step
     needs while it runs, with sequences of up to `longest` positions. footprint: positions -> bytes
-    of one sequence's layer caches."""
+    of one sequence's layer caches. width: numbers of a hidden state; None for a model that gives
+    nothing but logits."""
 
     budget: int
     weights: int
     working: int
     longest: int
     footprint: Callable[[int], int]
+    width: int | None = None
 
     @property
     def kv_budget(self) -> int:
@@ -126,11 +128,13 @@ def measured(
     # without their free room: these are kept
     layers = [layer.copy() for layer in kv]
     mx.eval([layer.state() for layer in layers])
+    last = hidden[:, -1]
+    logits = model.logits(last)
     working = Working(
         token=token,
         chunk=chunk,
         rows=rows,
-        vocab=model.logits(hidden[:, -1]).size,
+        vocab=logits.size,
         heads=heads,
         layers=layers,
     )
@@ -140,6 +144,8 @@ def measured(
         working=working(context),
         longest=context,
         footprint=Footprint(layers, chunk),
+        # a class that gives logits only has nothing left to do for them (models/foreign.py)
+        width=None if logits is last else last.shape[-1],
     )
 
 

@@ -40,6 +40,18 @@ class Roster:
     def evictions(self) -> int:
         return self._prefix.evictions
 
+    @property
+    def lent(self) -> int:
+        return self._books.lent
+
+    def lend(self, count: int) -> bool:
+        """Bytes for what is no sequence, such as inputs that are embedded; it may be called back
+        by `make_way`, all at once."""
+        return self._books.lend(count, self._running)
+
+    def take_back(self, count: int) -> None:
+        self._books.take_back(count)
+
     def ledger(self) -> Ledger:
         return self._books.ledger(self._running)
 

@@ -26,7 +26,15 @@ class Tally:
             self._misses[miss.reason] += 1
 
     def stats(
-        self, *, memory: int, running: int, waiting: int, evictions: int, ledger: Ledger
+        self,
+        *,
+        memory: int,
+        running: int,
+        waiting: int,
+        embedding: int,
+        embedded: int,
+        evictions: int,
+        ledger: Ledger,
     ) -> EngineStats:
         return EngineStats(
             memory=memory,
@@ -35,6 +43,8 @@ class Tally:
             cached_tokens=self.cached,
             prefilled_tokens=self.prefilled,
             generated_tokens=self.generated,
+            embedding=embedding,
+            embedded_tokens=embedded,
             ledger=ledger,
             hits=tuple(self._hits),
             misses=tuple(sorted(self._misses.items())),

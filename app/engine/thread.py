@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from app.core.embeddings import EmbedJob
 from app.core.errors import AppError
 from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.engine.grammar import Matcher
@@ -69,6 +70,11 @@ class _Submit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Embed:
+    job: EmbedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cancel:
     job: str
     keep: int | None
@@ -79,7 +85,7 @@ class _Stop:
     pass
 
 
-_Command = _Submit | _Cancel | _Stop
+_Command = _Submit | _Embed | _Cancel | _Stop
 
 Load = Callable[[Callable[[int, int], None]], Loop]
 
@@ -106,6 +112,9 @@ class EngineThread:
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """matcher: the job's grammar, compiled; the thread's from now on."""
         self._inbox.put(_Submit(job=job, matcher=matcher))
+
+    def embed(self, job: EmbedJob) -> None:
+        self._inbox.put(_Embed(job=job))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._inbox.put(_Cancel(job=job, keep=keep))
@@ -167,6 +176,8 @@ class EngineThread:
         match command:
             case _Submit():
                 loop.submit(command.job, command.matcher)
+            case _Embed():
+                loop.embed(command.job)
             case _Cancel():
                 loop.cancel(command.job, keep=command.keep)
             case _Stop():

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from app.core.embeddings import Embedded, EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Step, Update
@@ -102,6 +103,7 @@ class LocalRunner:
         self._settings = settings
         self._known = _Known(state="loading", progress=0, stats=EngineStats())
         self._submissions: dict[str, LocalSubmission] = {}
+        self._embedding: dict[str, asyncio.Future[Embedded]] = {}
         self._pace = Pace()
         self._rejected = 0
         self._grammars: Grammars | None = None
@@ -141,6 +143,21 @@ class LocalRunner:
                 ended = submission.ended or time.monotonic_ns()
                 self._pace.note((ended - submission.started) / 1e9)
 
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        thread = self._admit()
+        over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
+        try:
+            thread.embed(job)
+            embedded = await over
+        except asyncio.CancelledError:
+            thread.cancel(job.id)
+            raise
+        finally:
+            del self._embedding[job.id]
+        if embedded.error is not None:
+            raise AppError(Kind.ENGINE, embedded.error)
+        return embedded.vectors
+
     def status(self) -> RunnerStatus:
         known = self._known
         stall = self._stall()
@@ -175,6 +192,7 @@ class LocalRunner:
         parallel, most = known.capacity.parallel, self._settings.max_queue
         # what was submitted, not what the engine last counted: that is a step old
         here = sum(submission.ended is None for submission in self._submissions.values())
+        here += len(self._embedding)
         if here >= parallel + most:
             self._rejected += 1
             seconds = self._pace.wait(waiting=max(1, here - parallel), parallel=parallel)
@@ -235,6 +253,8 @@ class LocalRunner:
                 self._known = replace(self._known, stats=message.stats)
                 for update in message.updates:
                     self._deal(update)
+                for embedded in message.embedded:
+                    self._hand_over(embedded)
             case Failed():
                 self._fail(message.error)
 
@@ -243,12 +263,19 @@ class LocalRunner:
         if submission := self._submissions.get(update.job):
             submission.put(update)
 
+    def _hand_over(self, embedded: Embedded) -> None:
+        over = self._embedding.get(embedded.job)
+        if over is not None and not over.done():
+            over.set_result(embedded)
+
     def _fail(self, error: Exception) -> None:
         self._known = replace(self._known, state="failed", progress=0, error=str(error))
         for job, submission in self._submissions.items():
             submission.put(
                 Ended(job=job, reason="error", at=time.monotonic_ns(), error="the engine stopped")
             )
+        for job in self._embedding:
+            self._hand_over(Embedded(job=job, error="the engine stopped"))
         self._resolve(error)
 
     def _resolve(self, error: Exception | None) -> None:

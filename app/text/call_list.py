@@ -1,12 +1,11 @@
 """Tool calls written as one JSON array, `[{…}, {…}]`, as it is being written.
 
-Knows: brackets and commas. Must not know: how the calls in it are written, nor what stands around
-the array.
+Knows: brackets and commas. Must not know: what stands around the array.
 """
 
 from collections.abc import Callable
 
-from app.text.call_object import Outcome
+from app.text.call_object import Outcome, call_object
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
 
@@ -14,7 +13,7 @@ ReadCall = Callable[[Reader, Pieces], Wait[Outcome]]
 """Reads a call, or several; as `call_object`."""
 
 
-def call_list(reader: Reader, pieces: Pieces, read: ReadCall) -> Wait[Outcome]:
+def call_list(reader: Reader, pieces: Pieces, read: ReadCall = call_object) -> Wait[Outcome]:
     """Read such an array, white space before it skipped; else as `call_object`. What follows a
     whole call and is neither another one nor the end of the array is not taken."""
     yield from reader.space()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from app.core.requests import Tool
 from app.text.family import Json, Spell
-from app.text.json_reader import json_value
+from app.text.json_reader import decoded, json_string, json_value
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
 
@@ -30,6 +30,7 @@ class _Call:
     early: list[str] = field(default_factory=list[str])  # arguments that came before the name
     begun: bool = False
     argued: bool = False
+    behind: int | None = None  # the arguments of a call that was begun
 
     def begin(self) -> bool:
         if self.name is None or (self.names is not None and self.name not in self.names):
@@ -51,8 +52,8 @@ def call_object(
     names: Collection[str] | None = None,
 ) -> Wait[Outcome]:
     """Read one such object, white space before it skipped. names: those of the tools, where an
-    object of another name is no call; None to take any. Nothing is put into `pieces` before the
-    name is known; the caller holds the reader, and rewinds it after "none"."""
+    object of another name or with other keys is no call; None to take any. Nothing is put into
+    `pieces` before the name is known; the caller holds the reader, and rewinds it after "none"."""
     call = _Call(reader, pieces, names)
     yield from reader.space()
     if (yield from reader.accept("{")) is None:
@@ -61,10 +62,13 @@ def call_object(
         yield from reader.space()
         if (yield from reader.accept("}")) is not None:
             return _close(call)
-        key = yield from _string(reader)
+        key = yield from json_string(reader)
         yield from reader.space()
         if key is None or (yield from reader.accept(":")) is None:
             return _broken(call)
+        known = (*name_keys, *argument_keys, *id_keys, "type")
+        if names is not None and key not in known and not call.begun:
+            return "none"  # an answer in JSON must not be held back to its end
         if not (yield from _value(reader, call, key, name_keys, argument_keys, id_keys)):
             return _broken(call)
         yield from reader.space()
@@ -100,11 +104,11 @@ def _value(
     if key in argument_keys:
         return not call.argued and (yield from _arguments(reader, call))
     if key in name_keys:
-        call.name = yield from _string(reader)
+        call.name = yield from json_string(reader)
         return call.name is not None
     yield from reader.space()
     if key in id_keys and (yield from reader.peek()) == '"':
-        call.id = yield from _string(reader)
+        call.id = yield from json_string(reader)
         return call.id is not None
     return (yield from json_value(reader, lambda text, at: None)) == "whole"
 
@@ -113,37 +117,26 @@ def _arguments(reader: Reader, call: _Call) -> Wait[bool]:
     """They are handed on as they come where the name stands before them. Some models write them as
     a string that holds the object."""
     call.argued = True
-    yield from reader.space()
-    if (yield from reader.peek()) == '"':
-        text = yield from _string(reader)
-        if text is None:
-            return False
-        call.early.append(text or "{}")
-        return call.name is None or call.begin()
-    if call.name is not None:
-        if not call.begin():
-            return False
-        take = call.pieces.arguments
-        return (yield from json_value(reader, lambda text, at: take(text))) == "whole"
-    early = call.early
-    return (yield from json_value(reader, lambda text, at: early.append(text))) == "whole"
-
-
-def _string(reader: Reader) -> Wait[str | None]:
-    """A JSON string, decoded; None if there is no whole one, or none that is text: half of a
-    surrogate pair is not."""
+    if call.name is not None and not call.begin():
+        return False
+    take = call.pieces.arguments if call.begun else call.early.append
     yield from reader.space()
     if (yield from reader.peek()) != '"':
-        return None
-    pieces: list[str] = []
-    if (yield from json_value(reader, lambda text, at: pieces.append(text))) != "whole":
-        return None
-    decoded: str = json.loads("".join(pieces))
-    return None if any("\ud800" <= character <= "\udfff" for character in decoded) else decoded
+        whole = (yield from json_value(reader, lambda text, at: take(text))) == "whole"
+    else:
+        written: list[str] = []
+        end = yield from json_value(reader, lambda text, at: written.append(text))
+        text = decoded("".join(written)) if end == "whole" else None
+        take("".join(written) if text is None else text or "{}")
+        whole = text is not None
+    if whole and call.begun:
+        call.behind = reader.hold()
+    return whole
 
 
 def _close(call: _Call) -> Outcome:
     if call.begun:
+        call.reader.release()
         return "whole"
     if not call.begin():
         return "none"
@@ -153,4 +146,6 @@ def _close(call: _Call) -> Outcome:
 
 
 def _broken(call: _Call) -> Outcome:
+    if call.behind is not None:
+        call.reader.rewind(call.behind)
     return "broken" if call.begun else "none"

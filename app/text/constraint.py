@@ -91,7 +91,7 @@ def constraint(
         answer = composer.format(asked.grammar, family)
     else:
         answer = composer.free(family)
-    composer.start(turn, answer)
+    composer.start(turn, answer, family)
     return Constraint(grammar=composer.grammar(), family=reader)
 
 
@@ -119,8 +119,9 @@ class _Composer:
             inner=self._inner,
         )
 
-    def start(self, turn: Turn, answer: str) -> None:
-        self._rules = {"start": f"{self._reasoning(turn)} {answer}".strip(), **self._rules}
+    def start(self, turn: Turn, answer: str, family: ChatFamily) -> None:
+        reasoning = self._reasoning(turn, family)
+        self._rules = {"start": f"{reasoning} {answer}".strip(), **self._rules}
 
     # calls
 
@@ -142,37 +143,38 @@ class _Composer:
         self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
         if forced:
             return _joined(syntax, "call", one=one)
-        free = "prose" if asked.grammar is None else self.format(asked.grammar, family)
+        if asked.grammar is not None:
+            # nothing before a call: prose would be no answer in this format
+            return f"({_joined(syntax, 'call', one=one)} | {self.format(asked.grammar, family)})"
         if syntax.trigger is None:
             self._rules["calm"] = _NO_CALL
-            other = free if asked.grammar is not None else "calm"
-            return f"({_joined(syntax, 'call', one=one)} | {other})"
-        return self._triggered(syntax, syntax.trigger, free, one=one)
+            calm = self._framed("prose" if family.lead else "calm", family)
+            return f"({_joined(syntax, 'call', one=one)} | {calm})"
+        return self._triggered(syntax, syntax.trigger, one=one)
 
-    def _triggered(self, syntax: CallSyntax, trigger: str, free: str, *, one: bool) -> str:
+    def _triggered(self, syntax: CallSyntax, trigger: str, *, one: bool) -> str:
         """Prose, until a trigger says that a call follows; and so on."""
         spelled = self.spell(trigger)
-        calls = syntax.calls
         if syntax.before:
-            syntax = replace(syntax, before=_without(syntax.before, spelled))
+            inner = replace(syntax, before=_without(syntax.before, spelled))
+            follows = _joined(inner, "call", one=one)
         else:
-            calls = tuple(_without(call, spelled) for call in calls)
-        if syntax.before or syntax.between is None or one:
-            self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
-            follows = _joined(syntax, "call" if syntax.before else "first", one=one)
-        else:
+            calls = (_without(call, spelled) for call in syntax.calls)
+            self._rules["first"] = " | ".join(f"({call})" for call in calls)
             follows = f"first {syntax.after}"
-        self._rules["first"] = " | ".join(f"({call})" for call in calls)
-        self._rules["calls"] = f"{self._prose_until(trigger)} {follows}"
-        if free != "prose":
-            return f"(calls | {free})"
         self._rules["rest"] = "/(?s:.+)/"
-        return "calls? rest?" if one else "calls* rest?"
+        self._rules["calls"] = f"{self._prose_until(trigger)} {follows}"
+        return "calls? rest?" if one or syntax.between is None else "calls* rest?"
 
     def _prose_until(self, trigger: str) -> str:
         id = self._token(trigger)
         if id is not None:
-            return f"prose <[{id}]>"
+            # nor is the trigger spelled in letters: whoever reads the answer sees only its text
+            inner = _escaped(trigger)
+            self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
+            self._rules["text"] = "TEXT"
+            self._rules["rest"] = "text"
+            return f"text <[{id}]>"
         self._more.append(f"trigger[suffix={json.dumps(trigger)}]: {_ANY}")
         return "trigger"
 
@@ -194,7 +196,10 @@ class _Composer:
 
     def format(self, grammar: Grammar, family: ChatFamily) -> str:
         self._format(grammar)
-        return " ".join(filter(None, (self.spell(family.lead), "format", self.spell(family.tail))))
+        return self._framed("format", family)
+
+    def _framed(self, answer: str, family: ChatFamily) -> str:
+        return " ".join(filter(None, (self.spell(family.lead), answer, self.spell(family.tail))))
 
     def _format(self, grammar: Grammar) -> None:
         match grammar:
@@ -225,20 +230,24 @@ class _Composer:
         return " ".join(expressions)
 
     def _next_token(self, text: str) -> tuple[int, int]:
-        """Where the first marker that is a token begins, and how long it is; else the end, 0."""
-        for match in re.finditer(r"[<\[]", text):
-            for end in range(len(text), match.start(), -1):
-                if text[end - 1] in ">]" and self._token(text[match.start() : end]) is not None:
-                    return match.start(), end - match.start()
+        """Where the first marker that is a token begins, and how long it is; else the end, 0. No
+        marker begins like a word: what was added besides markers mostly does."""
+        for start, first in enumerate(text):
+            if first.isalnum() or first.isspace():
+                continue
+            for end in range(len(text), start + 1, -1):
+                if self._token(text[start:end]) is not None:
+                    return start, end - start
         return len(text), 0
 
     # reasoning
 
-    def _reasoning(self, turn: Turn) -> str:
+    def _reasoning(self, turn: Turn, family: ChatFamily) -> str:
         if turn.tags is None:
             return ""
-        closed = f"{self._thought(turn.tags, turn.budget)} gap"
-        self._rules["gap"] = r"/\s{0,2}/"
+        again = self.spell(family.restart) or "gap"
+        closed = f"{self._thought(turn.tags, turn.budget)} {again}"
+        self._rules["gap"] = r"/[ \n]{0,2}/"
         return closed if turn.opened else f"({self.spell(turn.tags.open)} {closed})?"
 
     def _thought(self, tags: Tags, budget: int | None) -> str:
@@ -284,6 +293,11 @@ def _json(schema: Any) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression."""
+    return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _regex(pattern: str) -> str:

@@ -58,13 +58,17 @@ class CallSyntax:
 class ChatFamily:
     """What the families inherit: reasoning in tags at the beginning of an answer, no calls.
 
-    markers: what of the syntax may be special tokens, which are not shown otherwise. lead, tail:
-    what must stand before and behind an answer that is no call, where that is not nothing.
+    markers: what of the syntax may be special tokens, which are not shown otherwise. interrupts:
+    what ends reasoning besides its own end, because models forget that before it. lead, tail: what
+    must stand before and behind an answer that is no call, where that is not nothing. restart: what
+    must stand between reasoning and what follows it.
     """
 
     markers: tuple[str, ...] = ()
+    interrupts: tuple[str, ...] = ()
     lead: str = ""
     tail: str = ""
+    restart: str = ""
 
     def claims(self, template: str) -> bool:
         """Whether a chat template is of this family. No two families may claim one."""
@@ -88,11 +92,6 @@ class ChatFamily:
         """How calls must be spelled. None where this syntax cannot hold one of the tools to its
         schema; then calls are asked for in plain JSON, which can."""
         return None
-
-    def framed(self, spell: Spell, answer: str) -> str:
-        """The Lark expression of an answer whose text follows the expression `answer`: with what
-        stands around it, where the family marks the text as it marks reasoning."""
-        return answer
 
     def opened(self, prompt: str, tags: Tags) -> bool:
         """Whether a rendered prompt ends within reasoning."""
@@ -120,7 +119,8 @@ class ChatFamily:
                 return
         reader.release()
         pieces.mark()
-        if (yield from reader.until(tags.close, take=pieces.think)) is not None:
+        yield from reader.before(tags.close, *self.interrupts, take=pieces.think)
+        if (yield from reader.accept(tags.close)) is not None:
             pieces.mark()
 
 

@@ -3,6 +3,7 @@
 Knows: JSON's grammar (RFC 8259). Must not know: what the value means.
 """
 
+import json
 import re
 from typing import Literal
 
@@ -34,6 +35,23 @@ def json_value(reader: Reader, take: Take) -> Wait[End]:
         if count < len(ahead):
             return "whole" if scan.end() else "broken"
     return "whole" if scan.end() else "cut"
+
+
+def json_string(reader: Reader) -> Wait[str | None]:
+    """A JSON string, decoded, white space before it skipped; None if there is no whole one, or none
+    that `decoded` knows."""
+    yield from reader.space()
+    if (yield from reader.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    end = yield from json_value(reader, lambda text, at: pieces.append(text))
+    return decoded("".join(pieces)) if end == "whole" else None
+
+
+def decoded(string: str) -> str | None:
+    """The text of a whole JSON string; None where that is no text: half of a surrogate pair."""
+    text: str = json.loads(string)
+    return None if any("\ud800" <= character <= "\udfff" for character in text) else text
 
 
 class _Scan:

@@ -21,13 +21,14 @@ _ESCAPES = frozenset('"\\/bfnrtu')  # JSON's own
 _HEX = re.compile(r"[0-9a-fA-F]+")
 
 
-def literal_until(reader: Reader, *marks: str, take: Callable[[str], None]) -> Wait[str | None]:
-    """Hand on the text before the first of these marks that stands outside of a string, and take
-    the mark too. Which it was; None when the text ended without one."""
+def literal_before(reader: Reader, *marks: str, take: Callable[[str], None]) -> Wait[str | None]:
+    """Hand on the text before the first of these marks that stands outside of a string. Which it
+    is, not taken; None when the text ended without one."""
     while True:
-        stop = yield from reader.until('"', "'", *_WORDS, *marks, take=lambda text, _: take(text))
+        stop = yield from reader.before('"', "'", *_WORDS, *marks, take=lambda text, _: take(text))
         if stop is None or stop in marks:
             return stop
+        reader.take(len(stop))
         if stop in _WORDS:
             take(_WORDS[stop])
         else:
@@ -40,7 +41,7 @@ def literal(text: str) -> str:
     reader, pieces = Reader(), list[str]()
     reader.push(text)
     reader.end()
-    for _ in literal_until(reader, take=pieces.append):
+    for _ in literal_before(reader, take=pieces.append):
         raise AssertionError("nothing is to be waited for")
     return "".join(pieces)
 

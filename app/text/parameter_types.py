@@ -18,6 +18,12 @@ Types = frozenset[str]
 STRING: Types = frozenset({"string"})
 ALL: Types = STRING | {"number", "integer", "boolean", "null", "object", "array"}
 
+# what may stand in a schema without asking anything of a value
+REMARKS = frozenset(
+    {"title", "description", "default", "example", "examples", "$comment"}
+    | {"deprecated", "readOnly", "writeOnly"}
+)
+
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 _DEPTH = 16  # of references that lead to references
 
@@ -43,21 +49,24 @@ def schema_types(schema: Any, root: Mapping[str, Any]) -> Types | None:
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema that a reference within its document leads to; the schema itself if it is none,
-    or leads nowhere."""
+    says more than that, or leads nowhere."""
+    found = schema
     for _ in range(_DEPTH):
-        if not isinstance(schema, Mapping) or "$ref" not in schema:
-            return cast(Any, schema)
-        target = _at(root, cast(Mapping[str, Any], schema)["$ref"])
-        if target is None:
-            return cast(Any, schema)
-        schema = target
-    return cast(Any, schema)
+        if not isinstance(found, Mapping):
+            return schema if found is None else found
+        found = cast(Mapping[str, Any], found)
+        if "$ref" not in found or not found.keys() <= REMARKS | {"$ref"}:
+            return found
+        found = _at(root, found["$ref"])
+    return schema
 
 
 def may_be_other(first: str, types: Types | None) -> bool:
     """Whether a value that begins with this character may be something else than a string."""
     if types == STRING:
         return False
+    if types is not None and "string" not in types:
+        return True
     if first.isspace() or not first or (types is None and first == '"'):
         return True
     return bool(_BEGINS.get(first, frozenset[str]()) & (ALL if types is None else types))
@@ -121,9 +130,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _property(
-    schema: Any, name: str, root: Mapping[str, Any], depth: int
-) -> Types | None:
+def _property(schema: Any, name: str, root: Mapping[str, Any], depth: int) -> Types | None:
     """What an object's schema says of one property, in all of its parts."""
     if depth == 0 or not isinstance(schema, Mapping):
         return None
@@ -155,7 +162,9 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types | None:
     for part in _schemas(schema.get("allOf")):
         found = _both(found, _types(part, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
-        found = _both(found, _any(_types(p, root, depth - 1) for p in _schemas(schema.get(keyword))))
+        found = _both(
+            found, _any(_types(p, root, depth - 1) for p in _schemas(schema.get(keyword)))
+        )
     if found is not None and schema.get("nullable") is True:  # OpenAPI 3.0
         found |= {"null"}
     return found

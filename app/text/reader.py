@@ -142,13 +142,14 @@ class Reader:
         while True:
             ahead = self.ahead
             match = found.search(ahead) if marks else None
-            clear = match.start() if match else len(ahead)
-            if not self.ended:
-                clear = min(clear, _first_open(ahead, marks))
+            begins = match.start() if match else len(ahead)
+            # a longer mark may begin there, too
+            open_ = len(ahead) if self.ended else _first_open(ahead, marks)
+            clear = min(begins, open_)
             if clear:
                 at = self.at
                 take(self.take(clear), at)
-            if match and clear == match.start():
+            if match and begins < open_:
                 self.at += len(match[0])
                 return match[0]
             if self.ended:

@@ -13,29 +13,28 @@ Knows: what such syntaxes have in common. Must not know: how one of them spells 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from app.core.requests import Tool
 from app.text.call_object import call_object
 from app.text.json_arguments import json_arguments
-from app.text.literal_reader import literal_until, quoted
+from app.text.literal_reader import literal_before, quoted
 from app.text.parameter_types import Types, may_be_other, to_json, types_of
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
 
-Narrow = Callable[[Types | None], Types]
-"""What the schema says → what the tag makes of it."""
+Narrow = Callable[[Types | None], Types | None]
+"""What the schema says of a value → what it is together with what a tag says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
     """How a family spells it.
 
-    before, after: around one call, or several. begin: "" where the name follows `before`. end: None
-    where `after` ends the call. key_ends: with what each says of the value's type. value_begin: ""
-    where the value follows the key's end. lines: a value stands on lines of its own. gap, loose:
-    what stands between tags, and whether it may be missing.
+    before, after: around a call; grouped: around all calls of an answer. begin: "" where the name
+    follows `before`. end: None where `after` ends the call. key_ends: with what each says of the
+    value's type. value_begin: "" where the value follows the key's end. lines: a value stands on
+    lines of its own. gap, loose: what stands between tags, and whether it may be missing.
     """
 
     before: str
@@ -47,6 +46,7 @@ class CallTags:
     key_ends: Mapping[str, Narrow | None]
     value_begin: str = ""
     value_end: str
+    grouped: bool = False
     lines: bool = False
     gap: str = "\n"
     loose: bool = False
@@ -62,6 +62,11 @@ class CallTags:
         return (self.after,) if self.end is None else (self.end, self.after)
 
     @property
+    def value_close(self) -> str:
+        """What stands behind a value."""
+        return f"\n{self.value_end}" if self.lines else self.value_end
+
+    @property
     def value_ends(self) -> dict[str, tuple[str, ...]]:
         """What ends a value → what may stand behind it. Where a value's own tag is missing it is a
         call's, or that of all of them."""
@@ -71,27 +76,17 @@ class CallTags:
         return {**ends, self.after: (self.before,)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
     """Reads the calls of one answer."""
 
-    tags: CallTags
-    tools: Sequence[Tool]
-    schemas: dict[str, Mapping[str, Any]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        schemas = {tool.name: tool.parameters for tool in self.tools}
-        object.__setattr__(self, "schemas", schemas)
+    def __init__(self, tags: CallTags, tools: Sequence[Tool]) -> None:
+        self._tags = tags
+        self._schemas = {tool.name: tool.parameters for tool in tools}
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What a text is to be read up to, for `read` to go on."""
-        return self.tags.marks if self.tools else ()
-
-    def body(self, reader: Reader, pieces: Pieces) -> Wait[None]:
-        """Text and calls, to the end."""
-        while (mark := (yield from reader.until(*self.marks, take=pieces.say))) is not None:
-            yield from self.read(reader, pieces, mark)
+        return self._tags.marks if self._schemas else ()
 
     def read(self, reader: Reader, pieces: Pieces, mark: str) -> Wait[None]:
         """What follows one of the marks, which was taken: calls, or it was none and is text.
@@ -99,11 +94,11 @@ class TaggedCalls:
         Models forget the outer tag, so a call may begin without; but then it must be one of the
         tools', for the text did not say that a call comes."""
         inside = reader.hold()
-        if mark == self.tags.before:
+        if mark == self._tags.before:
             called = yield from self._first(reader, pieces)
         else:
             name = yield from self._name(reader)
-            called = name in self.schemas
+            called = name in self._schemas
             if name is not None and called:
                 yield from self._call(reader, pieces, name)
         if not called:
@@ -118,7 +113,7 @@ class TaggedCalls:
         yield from reader.space()
         if (yield from reader.peek()) == "{":
             return (yield from self._object(reader, pieces))
-        if self.tags.begin and (yield from reader.accept(self.tags.begin)) is None:
+        if self._tags.begin and (yield from reader.accept(self._tags.begin)) is None:
             return False
         name = yield from self._name(reader)
         if name is not None:
@@ -132,14 +127,14 @@ class TaggedCalls:
             return False
         reader.release()
         if outcome == "broken":
-            yield from reader.before(self.tags.after, take=lambda text, _: pieces.arguments(text))
+            yield from reader.before(self._tags.after, take=lambda text, _: pieces.arguments(text))
         return True
 
     def _others(self, reader: Reader, pieces: Pieces) -> Wait[None]:
         """What may follow a call within the outer tag, and that tag's end."""
         while True:
             yield from reader.space()
-            begin = self.tags.begin
+            begin = self._tags.begin
             if not begin or (yield from reader.accept(begin)) is None:
                 break
             inside = reader.hold()
@@ -150,11 +145,12 @@ class TaggedCalls:
                 pieces.say(begin, inside - len(begin))
                 return
             yield from self._call(reader, pieces, name)
-        yield from reader.accept(self.tags.after)
+        if (yield from reader.accept(self._tags.after)) is None:
+            _cut(reader, *self._tags.marks[1:], self._tags.after)
 
     def _name(self, reader: Reader) -> Wait[str | None]:
         """A function's name, and what ends it; None if there is none."""
-        tags = self.tags
+        tags = self._tags
         if tags.begin:
             name, end = yield from reader.text_until(tags.name_end, "\n", "<")
             return name.strip() or None if end == tags.name_end else None
@@ -170,14 +166,13 @@ class TaggedCalls:
         """A call's arguments, to its end or to that of the outer tag, which is not taken."""
         reader.release()
         pieces.call(name)
-        tags, schema = self.tags, self.schemas.get(name, {})
+        tags, schema = self._tags, self._schemas.get(name, {})
         before = "{"
         while True:
-            gap = yield from reader.space()
+            yield from reader.space()
             met = yield from reader.meets(tags.key_begin, *tags.closing)
-            if met != tags.key_begin:
+            if (yield from reader.accept(tags.key_begin)) is None:
                 break
-            reader.take(len(met))
             pieces.arguments(f'{before}"')
             before = ", "
             key, end = yield from reader.text_until(*tags.key_ends)
@@ -190,15 +185,14 @@ class TaggedCalls:
                 return
         if met is not None:
             pieces.arguments("{}" if before == "{" else "}")
-        elif (yield from reader.peek()):
-            pieces.arguments(gap)
+        elif not _cut(reader, tags.key_begin, *tags.closing):
             yield from json_arguments(reader, pieces, *tags.closing)
-        if self.tags.end is not None:
-            yield from reader.accept(self.tags.end)
+        if self._tags.end is not None:
+            yield from reader.accept(self._tags.end)
 
     def _value(self, reader: Reader, pieces: Pieces, types: Types | None) -> Wait[bool]:
         """A value and its end. Whether there was one, else the text has ended."""
-        tags = self.tags
+        tags = self._tags
         if tags.value_begin:
             yield from reader.space()
             yield from reader.accept(tags.value_begin)
@@ -217,10 +211,12 @@ class TaggedCalls:
 
     def _literal(self, reader: Reader, pieces: Pieces) -> Wait[bool]:
         """An object or a list. A tag within one of its strings ends nothing."""
-        marks = (*self.tags.value_ends, *_lines(self.tags))
-        end = yield from literal_until(reader, *marks, take=pieces.arguments)
-        if end is not None and end.removeprefix("\n") != self.tags.value_end:
-            reader.at -= len(end)
+        tags = self._tags
+        marks = (*tags.value_ends, *_lines(tags))
+        end = yield from literal_before(reader, *marks, take=pieces.arguments)
+        if tags.lines:
+            yield from reader.accept("\n")
+        yield from reader.accept(tags.value_end)
         return end is not None
 
     def _unquoted(self, reader: Reader, pieces: Pieces, types: Types | None) -> Wait[bool]:
@@ -234,19 +230,21 @@ class TaggedCalls:
 
     def _raw(self, reader: Reader, take: Callable[[str], None]) -> Wait[bool]:
         """A value as it is written, and its end. Whether there was one."""
-        ends = self.tags.value_ends
-        marks = (*ends, *_lines(self.tags))
+        ends = self._tags.value_ends
+        marks = (*ends, *_lines(self._tags))
         while True:
-            mark = yield from reader.until(*marks, take=lambda text, _: take(text))
+            mark = yield from reader.before(*marks, take=lambda text, _: take(text))
             if mark is None:
                 return False
-            tag = mark.removeprefix("\n") if self.tags.lines else mark
-            inside = reader.hold()
+            held = reader.hold()
+            reader.take(len(mark))
+            tag = mark.removeprefix("\n")
             if (yield from _goes_on(reader, ends[tag])):
                 # the end of something else is there to be read again
-                reader.rewind(inside if tag == self.tags.value_end else inside - len(tag))
+                own = tag == self._tags.value_end
+                reader.rewind(held + len(mark) - (0 if own else len(tag)))
                 return True
-            reader.rewind(inside)
+            reader.rewind(held + len(mark))
             take(mark)
 
 
@@ -260,4 +258,17 @@ def _goes_on(reader: Reader, marks: Sequence[str]) -> Wait[bool]:
     yield from reader.space()
     if (yield from reader.meets(*marks)) is not None:
         return True
+    return _ends_within(reader, marks)
+
+
+def _cut(reader: Reader, *marks: str) -> bool:
+    """Whether the text ends within one of these, or before it; then what there is of it is taken.
+    None must be met."""
+    cut = _ends_within(reader, marks)
+    if cut:
+        reader.take(len(reader.ahead))
+    return cut
+
+
+def _ends_within(reader: Reader, marks: Iterable[str]) -> bool:
     return reader.ended and any(mark.startswith(reader.ahead) for mark in marks)

@@ -46,6 +46,7 @@ class Tokenizer:
             json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
         )
         self._prefix = _prefix(inner, bos, add_bos)
+        self._suffix = _suffix(inner)
 
     @staticmethod
     def load(files: ModelFiles) -> "Tokenizer":
@@ -95,6 +96,12 @@ class Tokenizer:
         if not add_special or tuple(ids[: len(self._prefix)]) == self._prefix:
             return ids
         return [*self._prefix, *ids]
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids of a text that nothing will follow, such as one that becomes a vector: begun as
+        `encode` does with add_special, and ended as tokenizer.json's post-processor ends texts
+        (where a vector is that of the last token, it is this one's). Raises AppError(INVALID)."""
+        return [*self.encode(text, add_special=True), *self._suffix]
 
     def enough_of(self, text: str, count: int) -> str:
         """The text, or a beginning of it that alone has far more than `count` tokens: so that ten
@@ -215,6 +222,13 @@ def _prefix(inner: tokenizers.Tokenizer, bos: int | None, add_bos: bool | None) 
     if not add_bos:
         return ()
     return written if bos is None or bos in written else (bos, *written)
+
+
+def _suffix(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the post-processor writes behind every text."""
+    probe = inner.encode("a", add_special_tokens=True)
+    behind = probe.special_tokens_mask[::-1].index(0)
+    return tuple(probe.ids[len(probe.ids) - behind :])
 
 
 def _bos(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | None:

@@ -1,17 +1,20 @@
-"""What surrounds the routes: unknown paths, wrong methods, faults of ours, other origins."""
+"""What surrounds the routes: unknown paths, wrong methods, faults of ours, other origins, names."""
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
 
 from app.api.app import build_app
+from app.core.errors import AppError, Kind
 from app.core.settings import Settings
-from tests.api.asgi import Conversation, Reply
+from tests.api.asgi import Conversation, Reply, ask
 from tests.fakes import FakeGenerate
 
 CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/nonsense", "/docs", CHAT + "/"])
@@ -67,9 +70,9 @@ def test_a_model_that_is_not_served_is_not_found(call: Any, name: str):
 def test_a_fault_of_ours_has_a_reply_without_details():
     async def run() -> Reply:
         generate = FakeGenerate(refusal=KeyError("secret"))
-        ask = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
+        body = json.dumps({"model": "fake/model", "messages": HI}).encode()
         app = build_app(generate, Settings())
-        conversation = Conversation(app, "POST", CHAT, json.dumps(ask).encode())
+        conversation = Conversation(app, "POST", CHAT, body)
         with pytest.raises(KeyError):  # for the server to log
             await conversation.end()
         return conversation.reply
@@ -87,7 +90,7 @@ SDK_IN_A_BROWSER = (
 )
 
 
-def preflight(call: Any, origin: str, **settings: Any) -> Reply:
+def preflight(call: Any, origin: str, more: str = "", **settings: Any) -> Reply:
     return call(
         "OPTIONS",
         CHAT,
@@ -95,7 +98,7 @@ def preflight(call: Any, origin: str, **settings: Any) -> Reply:
         {
             "origin": origin,
             "access-control-request-method": "POST",
-            "access-control-request-headers": SDK_IN_A_BROWSER,
+            "access-control-request-headers": SDK_IN_A_BROWSER + more,
         },
         **settings,
     )
@@ -131,3 +134,76 @@ def test_errors_reach_pages_that_may_call(call: Any):
     reply = call("POST", CHAT, {}, {"origin": "http://localhost:3000"})
     assert reply.status == 400
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/health", None, 200),
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/metrics", None, 200),
+        ("GET", "/nowhere", None, 404),
+        ("PUT", CHAT, None, 405),
+        ("POST", CHAT, {}, 400),
+        ("POST", CHAT, b"{", 400),
+        ("POST", CHAT, {"model": "none", "messages": HI}, 404),
+        ("POST", CHAT, {"model": "fake/model", "messages": HI}, 200),
+        ("POST", CHAT, {"model": "fake/model", "messages": HI, "stream": True}, 200),
+        ("POST", "/completion", {"prompt": "hi"}, 200),
+    ],
+)
+def test_every_answer_has_a_name(call: Any, method: str, path: str, body: Any, status: int):
+    replies = [call(method, path, body) for _ in range(2)]
+    assert [reply.status for reply in replies] == [status] * 2
+    first, second = (reply.headers["x-request-id"] for reply in replies)
+    assert re.fullmatch("req_[0-9a-f]{32}", first)
+    assert first != second
+
+
+def test_a_request_may_bring_its_name(call: Any):
+    for name in ("my-request/7", "x" * 128):
+        reply = call("GET", "/nowhere", None, {"X-Request-ID": name})
+        assert reply.headers["x-request-id"] == name
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 129, "é", "a\tb", "a\x7f"])
+def test_a_name_that_cannot_be_repeated_is_replaced(call: Any, name: str):
+    reply = call("GET", "/health", None, {"X-Request-ID": name})
+    assert reply.headers["x-request-id"].startswith("req_")
+
+
+def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def run() -> Reply:
+        app = build_app(FakeGenerate(refusal=KeyError("secret")), Settings())
+        body = json.dumps({"model": "fake/model", "messages": HI}).encode()
+        headers = {"origin": "http://localhost:3000", "x-request-id": "mine"}
+        conversation = Conversation(app, "POST", CHAT, body, headers)
+        with pytest.raises(KeyError):
+            await conversation.end()
+        return conversation.reply
+
+    reply = asyncio.run(run())
+    assert reply.headers["x-request-id"] == "mine"
+    assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert caplog.messages == [f"mine: POST '{CHAT}': 500"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "logged"), [(Kind.ENGINE, 1), (Kind.LOADING, 0), (Kind.BUSY, 0), (Kind.INVALID, 0)]
+)
+def test_only_what_somebody_should_look_into_is_logged(
+    kind: Kind, logged: int, caplog: pytest.LogCaptureFixture
+):
+    generate = FakeGenerate(refusal=AppError(kind, "what"))
+    reply = ask(generate, "POST", CHAT, {"model": "fake/model", "messages": HI})
+    assert reply.status >= 400
+    assert len(caplog.messages) == logged
+
+
+def test_pages_may_read_the_name_and_when_to_ask_again(call: Any):
+    reply = call("GET", "/health", None, {"origin": "http://localhost:3000"})
+    told = reply.headers["access-control-expose-headers"].lower().split(", ")
+    assert told == ["x-request-id", "retry-after"]
+    assert preflight(call, "http://localhost:3000", more=",x-request-id").status == 200

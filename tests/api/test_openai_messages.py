@@ -55,6 +55,37 @@ def test_an_answer_can_be_sent_back_as_it_came():
     assert read(message) == (Message(role="assistant", content="hi"),)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {"reasoning_content": "Hm.", "reasoning": "Hm."},
+        {"reasoning_content": "", "reasoning": "Hm."},
+    ],
+)
+def test_what_was_thought_goes_back_under_either_name(told: Any):
+    message = Message(role="assistant", content="hi", reasoning="Hm.")
+    assert read({"role": "assistant", "content": "hi", **told}) == (message,)
+
+
+def test_no_thought_is_none():
+    told = {"role": "assistant", "content": "hi", "reasoning_content": "", "reasoning": None}
+    assert read(told)[0].reasoning is None
+
+
+def test_what_the_sdk_has_parsed_may_come_along():
+    arguments = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {**CALL, "function": arguments}
+    message = {"role": "assistant", "content": "{}", "parsed": {}, "tool_calls": [call]}
+    assert read(message)[0].content == "{}"
+
+
+def test_calls_may_keep_the_places_that_a_stream_gave_them():
+    message = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]})[0]
+    assert message.tool_calls == (CalledTool(id="c1", name="f", arguments='{"a": 1}'),)
+
+
 def test_tool_calls_and_their_results_pass():
     called, result = read(
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -116,6 +147,12 @@ WRONG: list[tuple[Any, str]] = [
     ({"role": "assistant", "content": "a", "refusal": 5}, "messages.0.refusal"),
     ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages.0.audio"),
     ({"role": "assistant", "function_call": {}}, "messages.0.function_call"),
+    ({"role": "assistant", "content": "a", "reasoning": 5}, "messages.0.reasoning"),
+    (
+        {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"},
+        "messages.0.reasoning",
+    ),
+    ({"role": "user", "content": "a", "reasoning": "b"}, "messages.0.reasoning"),
     ({"role": "assistant", "tool_calls": {}}, "messages.0.tool_calls"),
     ({"role": "assistant", "tool_calls": [5]}, "messages.0.tool_calls.0"),
     ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),

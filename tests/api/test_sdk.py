@@ -10,13 +10,15 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from app.api.app import build_app
 from app.core.errors import AppError, Kind
-from app.core.requests import Conversation, GenerateRequest, Message
+from app.core.events import CallDelta, ReasoningDelta
+from app.core.requests import CalledTool, Conversation, GenerateRequest, JsonSchema, Message
 from app.core.settings import Settings
 from tests.api.asgi import serving
-from tests.fakes import FOREVER, HELLO, FakeGenerate, Script, text
+from tests.fakes import FOREVER, FakeGenerate, Script, finish, greetings, text
 
 MODEL = "fake/model"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -31,8 +33,15 @@ def script(request: GenerateRequest) -> Script:
             return [text("a "), FOREVER]
         case "break":
             return [text("a "), AppError(Kind.ENGINE, "out of memory")]
+        case "call":
+            piece = CallDelta(call=0, arguments='{"city": ')
+            begun = CallDelta(call=0, id="call_1", name="weather")
+            rest = CallDelta(call=0, arguments='"Ulm"}')
+            return [ReasoningDelta(text="Hm."), begun, piece, rest, finish("tool_calls")]
+        case "person":
+            return [text('{"name": "Ada", '), text('"age": 36}'), finish()]
         case _:
-            return HELLO
+            return greetings(request)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +98,77 @@ def test_the_accumulating_helper(client: OpenAI):
     with client.chat.completions.stream(model=MODEL, messages=HI) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == "Hello"
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+
+
+def test_a_call_and_its_result_go_round(client: OpenAI, generate: FakeGenerate):
+    """The helper puts the call together from its pieces; its message goes back as it is."""
+    ask: list[Any] = [{"role": "user", "content": "call"}]
+    with client.chat.completions.stream(model=MODEL, messages=ask, tools=[WEATHER]) as stream:
+        kinds = [event.type for event in stream]
+        message: Any = stream.get_final_completion().choices[0].message
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    (call,) = message.tool_calls
+    assert call.function.parsed_arguments == {"city": "Ulm"}
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Ulm"}')
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    client.chat.completions.create(model=MODEL, messages=[*ask, message, result, *HI])
+    prompt = generate.opened[-1].prompt
+    assert isinstance(prompt, Conversation)
+    called = CalledTool(id="call_1", name="weather", arguments='{"city": "Ulm"}')
+    assert prompt.messages[1:3] == (
+        Message(role="assistant", content=None, reasoning="Hm.", tool_calls=(called,)),
+        Message(role="tool", content="rain", tool_call_id="call_1"),
+    )
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # about its own object
+def test_what_was_parsed_goes_back_too(client: OpenAI, generate: FakeGenerate):
+    ask: list[Any] = [{"role": "user", "content": "person"}]
+    answer = client.chat.completions.parse(model=MODEL, messages=ask, response_format=Person)
+    message: Any = answer.choices[0].message
+    assert message.parsed == Person(name="Ada", age=36)
+    asked = generate.opened[-1].grammar
+    assert isinstance(asked, JsonSchema)
+    assert json.loads(asked.text)["required"] == ["name", "age"]
+    client.chat.completions.create(model=MODEL, messages=[*ask, message, *HI])
+    prompt = generate.opened[-1].prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages[1].content == '{"name": "Ada", "age": 36}'
+
+
+def test_several_choices(client: OpenAI):
+    answer = client.chat.completions.create(model=MODEL, messages=HI, n=3)
+    assert [choice.message.content for choice in answer.choices] == ["Hello"] * 3
+    with client.chat.completions.stream(model=MODEL, messages=HI, n=3) as stream:
+        final = stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == ["Hello"] * 3
+    texts = client.completions.create(model=MODEL, prompt=["a", "b"], n=2)
+    assert [choice.index for choice in texts.choices] == [0, 1, 2, 3]
+
+
+def test_every_answer_has_a_name(client: OpenAI):
+    answer: Any = client.chat.completions.create(model=MODEL, messages=HI)
+    assert answer._request_id.startswith("req_")
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(
+            model=MODEL, messages=[], extra_headers={"X-Request-ID": "mine"}
+        )
+    assert bad.value.request_id == "mine"
 
 
 def test_completions(client: OpenAI):

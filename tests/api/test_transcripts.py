@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, Kind
-from app.core.events import Progress, TokenLogprob, TopLogprob
-from tests.fakes import HELLO, FakeGenerate, Script, finish, text
+from app.core.events import (
+    CallDelta,
+    Progress,
+    Prompt,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    TopLogprob,
+)
+from tests.fakes import HELLO, FakeGenerate, Script, finish, greetings, text
 
 CHAT, COMPLETIONS, RUNNER = "/v1/chat/completions", "/v1/completions", "/completion"
 HI: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
@@ -31,6 +39,24 @@ LOGPROBS: Script = (
     text("", token(b"END", -0.0625)),
     finish(tokens=5),
 )
+# Thought, said, and called twice at once.
+CALLS: Script = (
+    ReasoningDelta(text="Two "),
+    ReasoningDelta(text="cities."),
+    text("I'll look."),
+    CallDelta(call=0, id="call_1", name="weather"),
+    CallDelta(call=0, arguments='{"city": '),
+    CallDelta(call=0, arguments='"Ulm"}'),
+    CallDelta(call=1, id="call_2", name="weather", arguments="{}"),
+    finish("tool_calls", 12),
+)
+IDS: Script = (
+    Prompt(ids=(104, 105)),
+    TextDelta(text="", ids=(228,)),
+    TextDelta(text="ä!", ids=(164, 33)),
+    finish(tokens=3),
+)
+TOOLS = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 PREFILL: Script = (Progress(done=512, total=1500), Progress(done=1024, total=1500), *HELLO)
 BROKEN: Script = (text("Hel"), AppError(Kind.ENGINE, "the engine ran out of memory"))
 STREAM = {"stream": True}
@@ -58,6 +84,12 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
             CHAT,
             {**HI, **STREAM, "logprobs": True, "top_logprobs": 2},
         ),
+        ("openai_chat_calls.json", CALLS, CHAT, {**HI, **TOOLS}),
+        ("openai_chat_stream_calls.sse", CALLS, CHAT, {**HI, **TOOLS, **STREAM}),
+        ("openai_chat_choices.json", greetings, CHAT, {**HI, "n": 2}),
+        ("openai_chat_stream_choices.sse", greetings, CHAT, {**HI, **USAGE, "n": 2}),
+        ("openai_chat_stream_ids.sse", IDS, CHAT, {**HI, **STREAM, "return_token_ids": True}),
+        ("openai_completion_ids.json", IDS, COMPLETIONS, {**PROMPT, "return_token_ids": True}),
         ("openai_completion.json", HELLO, COMPLETIONS, PROMPT),
         ("openai_completion_logprobs.json", LOGPROBS, COMPLETIONS, {**PROMPT, "logprobs": 2}),
         ("openai_completion_stream.sse", HELLO, COMPLETIONS, {**PROMPT, **USAGE}),
@@ -77,7 +109,7 @@ def test_an_answer_reads_as_it_always_did(
     generate: FakeGenerate,
     transcript: Any,
     name: str,
-    script: Script,
+    script: Any,
     path: str,
     body: Any,
 ):

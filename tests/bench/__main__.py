@@ -20,6 +20,7 @@ import mlx.core as mx
 from models.builtin.score import HELD_BACK, questions, score
 from models.builtin.score import report as scores
 from tests.bench import (
+    grammars,
     grid,
     hits,
     kinds,
@@ -44,6 +45,7 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "layouts": layouts.report,
     "versus": versus.report,
     "weights": weights.report,
+    "grammars": grammars.report,
 }
 ALONE = ("builtin", "start", "traces", "hits", "kinds", "loading", "soak")
 CHOICES = [*MEASUREMENTS, *ON_FOLDER, *ALONE]

@@ -6,6 +6,7 @@ was not done, tests that need it are skipped and say how to get it.
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,11 @@ def node() -> str:
 def chrome() -> str:
     """Chromium or Chrome, from CHROME or from where they usually are."""
     for candidate in (os.environ.get("CHROME"), *CHROMES):
-        if candidate and (found := shutil.which(candidate)):
+        if candidate and (found := shutil.which(candidate)) and _runs(found):
             return found
     pytest.skip("needs Chromium or Chrome on PATH, or its path in CHROME")
+
+
+def _runs(browser: str) -> bool:
+    """Ubuntu's package is a stub that only tells how to install another one."""
+    return subprocess.run([browser, "--version"], capture_output=True, check=False).returncode == 0

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import models
+from app.core.embeddings import Embedded, EmbedJob
 from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
 from app.core.ports import PrefixCache
 from app.core.requests import Sampling
@@ -42,8 +43,14 @@ class Outcome:
     progress: list[int] = field(default_factory=list)
     scores: list[Score] | None = None
     tokens: list[Token] = field(default_factory=list)
+    vectors: list[bytes] | None = None
     reason: str = ""
     error: str | None = None
+
+    def embedded(self, over: Embedded) -> None:
+        assert self.reason == "", "nothing may follow the end"
+        self.vectors, self.error = list(over.vectors), over.error
+        self.reason = "embedded" if over.error is None else "error"
 
     @property
     def ids(self) -> list[int]:
@@ -159,7 +166,7 @@ class Visit:
     """A job that comes at a step, and perhaps is cancelled at a later one. matcher: as `submit`
     takes it."""
 
-    job: Job
+    job: Job | EmbedJob
     at: int = 0
     cancelled_at: int | None = None
     matcher: Matcher | None = None
@@ -173,13 +180,18 @@ def play(loop: Loop, visits: Iterable[Visit]) -> dict[str, Outcome]:
     step = 0
     while left or not loop.idle:
         for visit in [v for v in left if v.at <= step]:
-            submit(loop, visit.job, visit.matcher)
+            if isinstance(visit.job, EmbedJob):
+                loop.embed(visit.job)
+            else:
+                submit(loop, visit.job, visit.matcher)
             left.remove(visit)
         for _, name in [c for c in cancels if c[0] == step]:
             loop.cancel(name)
         said = loop.step()
         for update in said.updates:
             _note(outcomes[update.job], update)
+        for over in said.embedded:
+            outcomes[over.job].embedded(over)
         loop.check()
         assert said.stats.ledger.free >= 0, "the books are overdrawn"
         step += 1

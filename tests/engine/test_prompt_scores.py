@@ -124,7 +124,7 @@ def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
     `Outcome` refuses a second report."""
     memory = measured(model, budget=0, weights=0, chunk=8, rows=1, heads=0, context=512)
     loop = make_loop(
-        model, running=2, policy="radix", chunk=8, budget=memory.footprint(1024), context=1024
+        model, running=2, policy="radix", chunk=8, budget=2 * memory.footprint(512), context=1024
     )
     young = bytes(i % 251 for i in range(400))
     got = play(
@@ -195,7 +195,7 @@ def test_scores_that_are_not_numbers_are_an_error() -> None:
     """Numbers that are damaged for one id, which stands in the middle of the prompt."""
     model = cast(Any, tiny_model())
     model.model.embed_tokens.weight[5] = mx.array([math.nan] * tiny.CONFIG["hidden_size"])
-    window = Windowless(model)
+    window: Any = Windowless(model)
     outcome = run_one(make_loop(window), job("a", [1, 5, *[2] * 20], prompt_logprobs=0))
     assert (outcome.reason, outcome.scores) == ("error", None)
     assert "not a number" in (outcome.error or "")

@@ -53,6 +53,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     fields.refuse("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
+    fields.value("parsed")  # what the SDK has read out of the content
     reasoning = _reasoning(fields)
     calls = _tool_calls(fields)
     # What the assistant said when it declined is part of what it said.
@@ -118,6 +119,7 @@ def _tool_call(fields: Fields) -> CalledTool:
         raise invalid(path, f"{path} must be 'function', not {shown(type_)}")
     function = Fields.of(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
+    function.value("parsed_arguments")  # what the SDK has read out of them
     # Clients send "" for a call without arguments.
     arguments = function.required_string("arguments").strip() or "{}"
     if not isinstance(_parsed(arguments), dict):

@@ -79,19 +79,23 @@ class Chunks:
                 return b""
             case Finish():
                 self._tally.add(event)
-                last = self._tally.finished == self.head.prompts * self.head.made
-                counters = self._tally.counters() if last else {}
+                counters = self._tally.counters() if self._all_finished else {}
                 return self._frame([self.close(event)], counters)
             case _:
                 return b"".join(self._frame([choice], {}) for choice in self.speak(event))
 
     def end(self) -> bytes:
+        assert self._all_finished, "an answer ended without Finish"
         if not self.head.include_usage:
             return DONE
         return self._frame([], {"usage": usage_object(self._tally.usage)}) + DONE
 
     def fail(self, error: AppError) -> bytes:
         return event_frame(envelope(error)) + DONE
+
+    @property
+    def _all_finished(self) -> bool:
+        return self._tally.finished == self.head.prompts * self.head.made
 
     def _frame(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
         chunk = {**heading(self.head, self._kind), **self.more(), "choices": choices}

@@ -210,7 +210,11 @@ def collect(answer: Answer, keep: Keep, events: Sequence[Spoken]) -> JsonObject:
 def _usage(usage: Usage) -> JsonObject:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            # whatever had to be computed is remembered, as long as there is room
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

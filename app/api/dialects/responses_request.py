@@ -37,7 +37,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 class History(Protocol):
     """What was kept of earlier responses."""
 
-    def conversation(self, response: str) -> Sequence[JsonObject]:
+    def conversation(self, id_: str) -> Sequence[JsonObject]:
         """The items of a response and of all that it continues, in order. Raises AppError."""
         ...
 
@@ -73,11 +73,13 @@ def parse(body: object, models: Collection[str], history: History, *, shifts: bo
     toolbox = _toolbox(fields)
     grammar, text = _text(fields)
     thinking = _thinking(fields)
-    constrained = grammar is not None or toolbox.constrained
+    # a budget is kept by a grammar as well
+    limited = thinking.budget is not None
+    constrained = grammar is not None or toolbox.constrained or limited
     ending = read_ending(fields, max_tokens=max_tokens, constrained=constrained)
     request = GenerateRequest(
         model=model,
-        prompt=Conversation(messages=messages),
+        prompt=Conversation(messages=messages, at="input"),
         sampling=read_sampling(fields),
         max_tokens=max_tokens,
         min_tokens=ending.min_tokens,

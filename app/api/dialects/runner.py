@@ -125,11 +125,15 @@ def _keep(options: Fields) -> int:
 class Lines:
     """Frames of an answer: one line per piece of text, then one with the counters."""
 
+    def __init__(self) -> None:
+        self._finished = False
+
     def feed(self, event: Spoken) -> bytes:
         if isinstance(event, TextDelta):
             return line_frame(_line(Content=event.text)) if event.text else b""
         # a plain prompt is answered by nothing but text
         assert isinstance(event, Finish)
+        self._finished = True
         return line_frame(
             _line(
                 Done=True,
@@ -142,6 +146,7 @@ class Lines:
         )
 
     def end(self) -> bytes:
+        assert self._finished, "an answer ended without Finish"
         return b""
 
     def fail(self, error: AppError) -> bytes:

@@ -23,6 +23,8 @@ _SMALL = frozenset(
         INDEX,
     }
 )
+# how sentence-transformers makes vectors of what the model says (app/embedding.py)
+_VECTORS = frozenset({"modules.json", "1_Pooling/config.json"})
 # The same weights in another cut (Mistral's own), and weights that are no model.
 _NOT_THE_MODEL = re.compile(r"(consolidated|adapter)")
 _SAFE = re.compile(r"\w[\w.+ -]*", re.ASCII)
@@ -31,10 +33,11 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def needed(paths: Iterable[str]) -> list[str]:
-    """Of a repository's files, those that a model is loaded from; weights last. Only such as lie
-    at its top: folders hold other formats of the same model."""
-    here = sorted(path for path in paths if _SAFE.fullmatch(path))
-    return [path for path in here if path in _SMALL] + _weights(here)
+    """Of a repository's files, those that a model is loaded from; weights last. Hardly any but such
+    as lie at its top: folders hold other formats of the same model."""
+    paths = sorted(paths)
+    here = [path for path in paths if _SAFE.fullmatch(path)]
+    return [path for path in paths if path in _SMALL | _VECTORS] + _weights(here)
 
 
 def is_weights(path: str) -> bool:

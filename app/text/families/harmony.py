@@ -52,6 +52,9 @@ class _Header:
 
 class Family(ChatFamily):
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+    lead = f"{_CHANNEL}final{_MESSAGE}"
+    # the first message was begun by the prompt
+    restart = f"{_START}assistant"
 
     def claims(self, template: str) -> bool:
         return f"{_CHANNEL}analysis{_MESSAGE}" in template
@@ -87,7 +90,6 @@ class Family(ChatFamily):
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         """One call, which ends the answer: the model knows no others."""
         return CallSyntax(
-            before=_begin(spell),
             calls=tuple(
                 " ".join(
                     (
@@ -99,14 +101,6 @@ class Family(ChatFamily):
                 for tool in tools
             ),
         )
-
-    def framed(self, spell: Spell, answer: str) -> str:
-        return f"{_begin(spell)} {spell(f'{_CHANNEL}final{_MESSAGE}')} {answer}"
-
-
-def _begin(spell: Spell) -> str:
-    """Behind reasoning a message begins; without any, the prompt has begun it."""
-    return f"({spell(f'{_START}assistant')})?"
 
 
 def _header(reader: Reader) -> Wait[_Header | None]:
@@ -147,9 +141,9 @@ def _text(reader: Reader, pieces: Pieces, size: int) -> Wait[None]:
 
 def _content(reader: Reader, pieces: Pieces, take: Take) -> Wait[None]:
     """To the end of the message, or the beginning of another one."""
-    yield from reader.before(_START, *_ENDS, take=take)
-    yield from reader.accept(*_ENDS)
-    pieces.mark()
+    if (yield from reader.before(_START, *_ENDS, take=take)) is not None:
+        yield from reader.accept(*_ENDS)
+        pieces.mark()
 
 
 def _call(reader: Reader, pieces: Pieces, name: str) -> Wait[None]:

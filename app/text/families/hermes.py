@@ -18,7 +18,7 @@ from app.text.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-# others write between the same tags: parameters between tags (Qwen3-Coder, GLM), several servers
+# what others write between the same tags, or beside them
 _NOT_OURS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 
@@ -28,13 +28,11 @@ class Family(ChatFamily):
     def claims(self, template: str) -> bool:
         if _OPEN not in template or any(mark in template for mark in _NOT_OURS):
             return False
-        # as it stands in a literal of Jinja's, too
+        # in a literal of Jinja's the quotation marks may be escaped
         return '{"name":' in template.replace('\\"', '"')
 
     def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(
-            reader, pieces, tools, read=call_object, open=_OPEN, close=_CLOSE
-        )
+        yield from marked_calls(reader, pieces, tools, read=call_object, open=_OPEN, close=_CLOSE)
 
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         return CallSyntax(

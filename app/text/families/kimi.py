@@ -13,8 +13,10 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
+from app.text.call_object import Outcome
+from app.text.family import CallSyntax, ChatFamily, Json, Spell
 from app.text.json_arguments import json_arguments
+from app.text.marked_calls import marked_call
 from app.text.pieces import Pieces
 from app.text.reader import Reader, Wait
 
@@ -30,42 +32,16 @@ _PARTS = re.compile(r"(?P<full>functions\.)?(?P<name>.+?)(?P<index>:[0-9]+)?")
 
 class Family(ChatFamily):
     markers = (_SECTION, _SECTION_END, _CALL, _ARGUMENTS, _CALL_END, "<think>", "</think>")
+    interrupts = (_SECTION, _CALL)
 
     def claims(self, template: str) -> bool:
         return _CALL in template and _ARGUMENTS in template
 
-    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
-        """The model sometimes goes from thinking to calls without closing the one."""
-        start = reader.hold()
-        yield from reader.space()
-        again = (yield from reader.accept(tags.open)) is not None
-        if not again:
-            reader.rewind(start)
-            if not opened:
-                return
-        reader.release()
-        pieces.mark()
-        yield from reader.before(tags.close, _SECTION, _CALL, take=pieces.think)
-        if (yield from reader.accept(tags.close)) is not None:
-            pieces.mark()
-
     def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
         marks = (_SECTION, _CALL) if tools else ()
         while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
-            inside = reader.hold()
-            if mark == _SECTION:
-                yield from reader.space()
-            if mark == _SECTION and (yield from reader.accept(_CALL)) is None:
-                begun = False
-            else:
-                begun = yield from _call(reader, pieces)
-            if not begun:
-                reader.rewind(inside)
-                pieces.say(mark, inside - len(mark))
-                continue
-            yield from reader.space()
-            yield from reader.accept(_SECTION_END)
-            pieces.mark()
+            read = _section if mark == _SECTION else _call
+            yield from marked_call(reader, pieces, read=read, open=mark, close=_SECTION_END)
 
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         return CallSyntax(
@@ -88,19 +64,26 @@ class Family(ChatFamily):
         )
 
 
-def _call(reader: Reader, pieces: Pieces) -> Wait[bool]:
-    """What follows the marker that begins a call. Whether one was begun."""
+def _section(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+    yield from reader.space()
+    if (yield from reader.accept(_CALL)) is None:
+        return "none"
+    return (yield from _call(reader, pieces))
+
+
+def _call(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+    """What follows the marker that begins a call."""
     yield from reader.space()
     id = yield from reader.match(_ID)
     parts = _PARTS.fullmatch(id)
     reader.take(len(id))
     yield from reader.space()
     if parts is None or (yield from reader.accept(_ARGUMENTS)) is None:
-        return False
+        return "none"
     # an id that is not as the template would write it is replaced by one of ours
     whole = parts["full"] and parts["index"]
     pieces.call(parts["name"], id if whole else None)
     reader.release()
     yield from json_arguments(reader, pieces, _CALL_END, _CALL, _SECTION_END)
     yield from reader.accept(_CALL_END)
-    return True
+    return "whole"

@@ -150,6 +150,15 @@ def check_text(
     return pieces
 
 
+def check_prose(
+    family: ChatFamily, text: str, *, tools: Sequence[Tool], tags: Tags | None = None
+) -> None:
+    """A text without markers is what is said, every character of it."""
+    pieces = check_text(family, text, tools=tools, tags=tags)
+    assert content(pieces) == text
+    assert all(isinstance(piece, Said) for piece in pieces)
+
+
 def _check_call(call: Call, expected: Mapping[str, Any], id: str) -> None:
     if expected.get("id"):
         assert call.id == expected["id"], id

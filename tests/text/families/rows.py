@@ -95,13 +95,13 @@ def llamacpp(shared: Path, *names: str | None) -> list[Row]:
 
 def ollama(shared: Path, *families: str, name: str | None = None) -> list[Row]:
     """ollama's expectations. families: how the names that it gives them begin. name: the file of
-    a template that such outputs belong to."""
+    a template that such outputs belong to. It reads calls whether or not there are tools."""
     return [
         Row(
             id=row["id"],
             template=None if name is None else template(shared, name),
             output=row["output"],
-            tools=tools_of(row["tools"]),
+            tools=tools_of(row["tools"]) or (ANY,),
             opened=row.get("thinking_enabled", False),
             content=row["expect"].get("content"),
             reasoning=row["expect"].get("reasoning_content"),

@@ -5,7 +5,7 @@ They go a byte at a time, so that they need no model's tokenizer; markers are te
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily
 from tests.text.families.reading import calls, check_text, content
+from tests.text.families.rows import Row
 
 
 def _tool(name: str, *required: str, **properties: Any) -> Tool:
@@ -61,12 +62,14 @@ TYPES = _tool(
 FORMS = _tool(
     "book",
     "code",
-    "day",
+    "key",
     code={"type": "string", "pattern": "^[A-Z]{3}$"},
-    day={"type": "string", "format": "date"},
+    key={"type": "string", "format": "uuid"},
 )
 
-# as `app/engine/grammar.py` bounds white space, but narrower: walks are to be short
+TOOLS = (WEATHER, NOW, TYPES, FORMS)
+
+# as `app/text/constraint.py` bounds white space, but narrower: walks are to be short
 _OPTIONS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
 
 
@@ -89,9 +92,13 @@ def grammar(syntax: CallSyntax) -> str:
 
 
 class Walk:
-    """Through the syntax of these tools, which the family must have."""
+    """Through the syntax of these tools, which the family must have. endings: what ends free text,
+    which would hardly come up by chance."""
 
-    def __init__(self, family: ChatFamily, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, family: ChatFamily, tools: Sequence[Tool], *, endings: Sequence[str] = ()
+    ) -> None:
+        self._endings = [list(ending.encode()) for ending in endings]
         syntax = family.syntax(tools, spell, arguments_of)
         assert syntax is not None
         self._matcher = LLMatcher(LLTokenizer("byte"), grammar(syntax), log_level=0)
@@ -107,14 +114,24 @@ class Walk:
         """A text that it produces, of so many bytes at most."""
         self._matcher.reset()
         taken = bytearray()
-        while not (self._matcher.is_stopped() or self._ends(draw)):
-            taken.append(self._next(draw, hurry=len(taken) > most // 2))
-            assert self._matcher.consume_token(taken[-1]), self._matcher.get_error()
+        hurry = False
+        while not (self._matcher.is_stopped() or self._ends(draw, hurry=hurry)):
+            hurry = len(taken) > most // 2
+            next = self._ending(draw, hurry=hurry) or [self._next(draw, hurry=hurry)]
+            assert self._matcher.consume_tokens(next), self._matcher.get_error()
+            taken.extend(next)
             assert len(taken) < most, taken
         return taken.decode()
 
-    def _ends(self, draw: random.Random) -> bool:
-        return self._matcher.is_accepting() and draw.random() < 0.4
+    def _ends(self, draw: random.Random, *, hurry: bool) -> bool:
+        return self._matcher.is_accepting() and (hurry or draw.random() < 0.4)
+
+    def _ending(self, draw: random.Random, *, hurry: bool) -> list[int]:
+        """Of free text, if this is some, now and then."""
+        if draw.random() < (0.5 if hurry else 0.9):
+            return []
+        valid = [e for e in self._endings if self._matcher.validate_tokens(e) == len(e)]
+        return draw.choice(valid) if valid else []
 
     def _next(self, draw: random.Random, *, hurry: bool) -> int:
         mask = self._matcher.compute_bitmask()
@@ -127,10 +144,12 @@ class Walk:
         return draw.choice(marking if marking and draw.random() < 0.2 else allowed)
 
 
-def check_walks(family: ChatFamily, tools: Sequence[Tool], *, times: int = 20) -> None:
+def check_walks(
+    family: ChatFamily, tools: Sequence[Tool], *, times: int = 20, endings: Sequence[str] = ()
+) -> None:
     """What the syntax produces is read back as calls of these tools, of each of them, whose
     arguments satisfy the schema, and as nothing else."""
-    walk = Walk(family, tools)
+    walk = Walk(family, tools, endings=endings)
     validators = {
         tool.name: jsonschema_rs.validator_for(dict(tool.parameters), validate_formats=True)
         for tool in tools
@@ -147,6 +166,14 @@ def check_walks(family: ChatFamily, tools: Sequence[Tool], *, times: int = 20) -
             arguments = json.loads(call.arguments, parse_float=_finite)
             assert validators[call.name].is_valid(arguments), text
     assert seen == set(validators)
+
+
+def check_spelling(family: ChatFamily, rows: Iterable[Row], *, begin: str) -> None:
+    """What templates write for these rows is what the syntax allows for their tools. begin: what
+    calls begin with; more may stand before it."""
+    for row in rows:
+        at = row.output.index(begin)
+        assert Walk(family, row.tools).accepts(row.output[at:]), row.id
 
 
 def _finite(number: str) -> float:

@@ -1,0 +1,147 @@
+"""OpenAI's embeddings: POST /v1/embeddings.
+
+Knows every field that OpenAI documents for it, and how vectors are written. Must not know: how
+vectors are made, or what the model's vocabulary and context are (that is checked where they are
+known). Wire format: OpenAI's API reference, "Create embeddings".
+"""
+
+import asyncio
+import base64
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from app.api.dialects.openai_caller import read_model
+from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
+from app.api.wire import JsonObject, read_json, send_json, while_connected
+from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, Pooling
+from app.core.ports import Generate
+from app.core.settings import Settings
+
+# OpenAI's bound
+MOST_INPUTS = 2048
+
+Encoding = Literal["float", "base64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A valid request, and how its vectors are to be written."""
+
+    request: EmbedRequest
+    encoding: Encoding
+
+
+def routes(generate: Generate, settings: Settings) -> list[Route]:
+    return [Route("/v1/embeddings", EmbedEndpoint(generate, settings), methods=["POST"])]
+
+
+class EmbedEndpoint:
+    """An ASGI application. A client that hangs up cancels what it asked for."""
+
+    def __init__(self, generate: Generate, settings: Settings) -> None:
+        self._generate = generate
+        self._max_body = settings.max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = await read_json(scope, receive, self._max_body)
+        served = {card.id for card in self._generate.models()}
+        wish = await asyncio.to_thread(parse, content, served)  # there may be millions of ids
+
+        async def exchange(send: Send) -> None:
+            found = await self._generate.embed(wish.request)
+            body = await asyncio.to_thread(written, wish, found)
+            await send_json(body, scope, send)
+
+        await while_connected(receive, send, exchange)
+
+
+def parse(body: object, models: Collection[str]) -> Wish:
+    """The body of POST /v1/embeddings. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+    fields = Fields.of(body)
+    model = read_model(fields, models)
+    inputs = _inputs(fields)
+    wish = Wish(
+        request=EmbedRequest(
+            model=model,
+            inputs=inputs,
+            pooling=_pooling(fields),
+            dimensions=fields.integer("dimensions", 1, INT32_MAX),
+        ),
+        encoding=_encoding(fields),
+    )
+    fields.string("user")  # accepted, as documented: there is nobody here to tell about it
+    fields.close()
+    return wish
+
+
+def written(wish: Wish, found: Embeddings) -> JsonObject:
+    """The answer's body; each vector is already JSON, so that writing all of them never holds the
+    others up for longer than one takes."""
+    write = _as_base64 if wish.encoding == "base64" else _as_floats
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": write(vector)}
+            for index, vector in enumerate(found.vectors)
+        ],
+        "model": wish.request.model,
+        "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
+    }
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
+
+
+def _as_floats(vector: bytes) -> orjson.Fragment:
+    numbers = array("f")
+    numbers.frombytes(vector)
+    return orjson.Fragment(orjson.dumps(numbers.tolist()))
+
+
+def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
+    """One text, one list of ids, or a list of texts or of lists of ids."""
+    value = fields.required("input")
+    if isinstance(value, str):
+        return (_input(value, "input"),)
+    items = as_array(value)
+    if not items:
+        wanted = "a string, a list of token ids, or a list of these"
+        raise invalid("input", f"input must be {wanted}, not {shown(value)}")
+    if as_integer(items[0]) is not None:
+        return (_input(items, "input"),)
+    if len(items) > MOST_INPUTS:
+        raise invalid("input", f"input must hold at most {MOST_INPUTS} texts, not {len(items)}")
+    return tuple(_input(item, f"input.{n}") for n, item in enumerate(items))
+
+
+def _input(value: Any, at: str) -> EmbedInput:
+    if isinstance(value, str) and value:
+        return EmbedInput(content=value, at=at)
+    if ids := as_array(value):
+        return EmbedInput(content=as_ids(ids, at), at=at)
+    raise invalid(at, f"{at} must be a text or a list of token ids, not {shown(value)}")
+
+
+def _pooling(fields: Fields) -> Pooling | None:
+    value = fields.string("pooling")
+    if value is None or value == "mean" or value == "last":
+        return value
+    raise invalid("pooling", f'pooling must be "mean" or "last", not {shown(value)}')
+
+
+def _encoding(fields: Fields) -> Encoding:
+    value = fields.string("encoding_format")
+    if value is None or value == "float":
+        return "float"
+    if value == "base64":
+        return value
+    raise invalid(
+        "encoding_format", f'encoding_format must be "float" or "base64", not {shown(value)}'
+    )

@@ -1,0 +1,180 @@
+"""One grammar of a request → one matcher of llguidance's, or the reason why not.
+
+Knows: how llguidance wants each kind of grammar spelled, what it may spend. Must not know: threads,
+what was compiled before, how masks are used.
+
+A grammar may come from anybody. Everything that grows faster than its text is limited: before
+llguidance sees it where that can be seen (`schema`, `pattern`, `lark`), in llguidance where it can
+not. A few ids are tried out, because some limits are only found behind the first.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.engine import lark
+from app.engine.pattern import MOST_REPETITIONS, repetitions
+from app.engine.schema import MOST_ENTRIES, MOST_TEXT, Refused, Schema, read
+from app.engine.schema_fault import fault
+from app.engine.schema_union import followable
+
+# ids that are tried out
+_TRIED = 8
+
+# Items that a step may have to look at side by side. A schema needs a few for each optional
+# property that may come next, and they cost little. A grammar that means one text in many ways has
+# as many, and each costs: at 2000 a step takes seconds, in which nobody's answer goes on
+_ROOMY = 30_000
+_TIGHT = 1_000
+
+_UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
+# where what follows is for whoever sees the grammar as llguidance does
+_DRAWING = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
+_WORDS = {
+    "NoExtensionBias": "no token of this model may come next",
+    "oneOf constraints": "its branches must exclude each other, so that only one can hold; say"
+    " which is meant by a required property with a const, or use anyOf",
+    "panic": "it is too large",
+    "Unable to determine if regex": "its patterns are too complex together; leave one out",
+}
+
+
+class Refusal(Refused):
+    """Refused, and known where. at: the path in the request, if it was told."""
+
+    def __init__(self, cause: Refused, at: str | None) -> None:
+        super().__init__(cause.reason, cause.path)
+        self.at = at
+
+
+def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """At its beginning, its first mask computed. Raises Refusal."""
+    compiler = _Compiler(tokenizer)
+    try:
+        match grammar:
+            case JsonSchema(text=text):
+                return compiler.schema(read(text))
+            case Regex(pattern=pattern):
+                return compiler.regex(pattern)
+            case Choice(options=options):
+                return compiler.choice(options)
+            case Lark():
+                return compiler.lark(grammar)
+    except Refusal:
+        raise
+    except UnicodeEncodeError:
+        raise Refusal(Refused("it holds half a surrogate pair"), grammar.at) from None
+    except Refused as refused:
+        raise Refusal(refused, grammar.at) from refused
+
+
+def reason_of(error: str) -> str:
+    """llguidance's words as a clause on one line, without its drawings."""
+    for sign, words in _WORDS.items():
+        if sign in error:
+            return words
+    unsupported = _UNSUPPORTED.search(error)
+    if unsupported is not None:
+        return f"{unsupported[1]} is not supported; leave it out"
+    clause = _DRAWING.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[0]
+    return " ".join(clause.split())
+
+
+class _Compiler:
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def schema(self, document: Schema) -> LLMatcher:
+        made = self._schema(document)
+        if isinstance(made, LLMatcher):
+            return made
+        raise fault(document, self._refusal, made)
+
+    def regex(self, pattern: str) -> LLMatcher:
+        if len(pattern) > lark.MOST_TEXT:
+            raise Refused(f"it is longer than {lark.MOST_TEXT} characters")
+        if repetitions(pattern) > MOST_REPETITIONS:
+            raise Refused(f"it repeats something more than {MOST_REPETITIONS} times")
+        return self._made(LLMatcher.grammar_from_regex(pattern))
+
+    def choice(self, options: Sequence[str]) -> LLMatcher:
+        if len(options) > MOST_ENTRIES or sum(map(len, options)) > MOST_TEXT:
+            raise Refused(f"it has more than {MOST_ENTRIES} options or {MOST_TEXT} characters")
+        spelled = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        return self._made(_spec(f"start: OPTION\nOPTION: {spelled}"))
+
+    def lark(self, grammar: Lark) -> LLMatcher:
+        try:
+            texts = [lark.followable(grammar.text)]
+            if grammar.inner is not None:
+                texts.append(lark.followable(grammar.inner.text))
+            # only what stands in a request as it is can mean one text in many ways
+            composed = grammar.parts and grammar.inner is None
+            return self._made(_spec(*texts), _ROOMY if composed else _TIGHT)
+        except Refused:
+            for part in (*grammar.parts, grammar.inner):
+                if part is not None:
+                    compiled(part, self._tokenizer)
+            raise
+
+    def _refusal(self, document: Schema) -> str | None:
+        made = self._schema(document)
+        return made if isinstance(made, str) else None
+
+    def _schema(self, document: Schema) -> LLMatcher | str:
+        return self._tried(_dumped({"json_schema": followable(document)}), _ROOMY)
+
+    def _made(self, spec: str, items: int = _ROOMY) -> LLMatcher:
+        made = self._tried(spec, items)
+        if isinstance(made, str):
+            raise Refused(made)
+        return made
+
+    def _tried(self, spec: str, items: int) -> LLMatcher | str:
+        """The matcher, or why there is none."""
+        # llguidance's complaint about half a surrogate pair would tell nobody anything
+        spec.encode()
+        limits = LLParserLimits(
+            max_items_in_row=items,
+            step_max_items=4 * items,
+            max_lexer_states=50_000,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._tokenizer, spec, log_level=0, limits=limits)
+        mask = matcher.compute_bitmask()
+        trial = matcher.deep_copy()
+        for _ in range(_TRIED):
+            # a broken matcher also allows something: the end
+            if trial.is_error():
+                return reason_of(trial.get_error())
+            id = _first(mask, self._tokenizer.eos_tokens)
+            if trial.is_stopped() or id is None:
+                break
+            trial.consume_token(id)
+            mask = trial.compute_bitmask()
+        return matcher
+
+
+def _spec(*texts: str) -> str:
+    """The first refers to the second as @inner."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": text} for text in texts]
+    for inner in grammars[1:]:
+        inner["name"] = "inner"
+    return _dumped(*grammars)
+
+
+def _dumped(*grammars: Mapping[str, Any]) -> str:
+    # a half of a surrogate pair stays one, and is found when it is encoded
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _first(mask: bytes, but: Sequence[int]) -> int | None:
+    """The lowest id that is allowed, ends left out."""
+    bits = int.from_bytes(mask, "little")
+    for id in but:
+        bits &= ~(1 << id)
+    return (bits & -bits).bit_length() - 1 if bits else None

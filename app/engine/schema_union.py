@@ -1,0 +1,163 @@
+"""Schemas in the words that the engine follows, where others say the same.
+
+Knows: when no instance can satisfy two schemas at once. Must not know: llguidance, costs.
+
+llguidance takes `oneOf` where it can see that its branches exclude each other, but does not look
+through references: so the tagged unions that pydantic writes would all be refused. Where branches
+are seen to be apart, with references followed, `oneOf` says what `anyOf` says. And it refuses
+keywords that it does not implement even where they forbid nothing.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any, cast
+
+from app.engine.schema import Schema, at
+
+# Between two parts of a JSON text: nothing, this, and nothing else. A model that has lost its way
+# can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
+_SPACE = r" |\n{1,2}[ \t]{0,20}"
+
+# branches beside each other are compared in pairs
+_MOST_BRANCHES = 200
+# references behind one another, which may form a ring
+_MOST_STEPS = 20
+
+# keywords that forbid nothing by themselves, and what they say then; any other value does
+_SILENT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "not": (False,),
+}
+# what does not keep a reference from being all that its schema says
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
+
+
+def followable(document: Schema) -> Schema:
+    """The same schema, as llguidance takes it; white space between its parts is bounded, and
+    nothing that it says is ignored. document: as `schema.checked` gives it."""
+    rewritten = cast(Schema, _rewritten(document, document))
+    # last, so that no schema has a say in how strictly it is taken
+    rewritten["x-guidance"] = {"whitespace_pattern": _SPACE, "lenient": False}
+    return rewritten
+
+
+def _rewritten(schema: Any, document: Schema) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    held = {key: value for key, value in cast(Schema, schema).items() if not _silent(key, value)}
+    if isinstance(held.get("oneOf"), list) and "anyOf" not in held and _apart(held, document):
+        held = {("anyOf" if key == "oneOf" else key): value for key, value in held.items()}
+    for key, value in held.items():
+        held[key] = _below(key, value, document)
+    return held
+
+
+def _below(key: str, value: Any, document: Schema) -> Any:
+    match key:
+        case "properties" | "patternProperties" | "$defs" | "definitions" if isinstance(
+            value, dict
+        ):
+            named = cast(Schema, value)
+            return {name: _rewritten(each, document) for name, each in named.items()}
+        case "allOf" | "anyOf" | "oneOf" | "prefixItems" | "items" if isinstance(value, list):
+            return [_rewritten(each, document) for each in cast(list[Any], value)]
+        case "items" | "additionalItems" | "additionalProperties":
+            return _rewritten(value, document)
+        case _:
+            return value
+
+
+def _silent(key: str, value: Any) -> bool:
+    return any(value is said or (said == {} and value == {}) for said in _SILENT.get(key, ()))
+
+
+def _apart(schema: Schema, document: Schema) -> bool:
+    """Whether no instance satisfies two branches of its `oneOf`."""
+    branches = [_target(each, document) for each in schema["oneOf"]]
+    if len(branches) > _MOST_BRANCHES or _pointed_into(document):
+        return False
+    return all(_exclude(one, other, document) for one, other in combinations(branches, 2))
+
+
+def _pointed_into(document: Schema) -> bool:
+    """Whether a reference may lead through a `oneOf`, whose name must stay then."""
+    return "/oneOf/" in json.dumps(document)
+
+
+def _target(schema: Any, document: Schema) -> Schema | None:
+    """What a reference refers to; None for what is no schema with keywords."""
+    for _ in range(_MOST_STEPS):
+        if not isinstance(schema, dict):
+            return None
+        held = cast(Schema, schema)
+        if not isinstance(held.get("$ref"), str) or set(held) - _ANNOTATIONS - {"$ref"}:
+            return held
+        found = at(document, held["$ref"])
+        schema = None if found is None else found[1]
+    return None
+
+
+def _exclude(one: Schema | None, other: Schema | None, document: Schema) -> bool:
+    if one is None or other is None:
+        return False
+    if not _types(one) & _types(other):
+        return True
+    values, others = _values(one), _values(other)
+    if values is not None and others is not None:
+        return not values & others
+    return any(
+        _tags_differ(one, other, name, document) for name in {*_required(one), *_required(other)}
+    )
+
+
+def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> bool:
+    """Whether both are objects whose property of this name cannot be the same in both."""
+    if _types(one) | _types(other) != {"object"}:
+        return False
+    tags = [_target(_properties(each).get(name), document) for each in (one, other)]
+    values, others = (None if tag is None else _values(tag) for tag in tags)
+    return values is not None and others is not None and not values & others
+
+
+def _types(schema: Schema) -> set[str]:
+    """The types an instance may have, integers being numbers."""
+    said = schema.get("type")
+    names = set[Any](cast(list[Any], said) if isinstance(said, list) else [said])
+    known = {"null", "boolean", "number", "integer", "string", "array", "object"}
+    if not names <= known:
+        return known - {"integer"}
+    return {"number" if name == "integer" else cast(str, name) for name in names}
+
+
+def _values(schema: Schema) -> frozenset[str] | None:
+    """The values an instance may have, where they are listed. 1 and 1.0 are one value."""
+    if "const" in schema:
+        return frozenset(_spelled([schema["const"]]))
+    listed = schema.get("enum")
+    return frozenset(_spelled(cast(list[Any], listed))) if isinstance(listed, list) else None
+
+
+def _spelled(values: list[Any]) -> Iterator[str]:
+    for value in values:
+        whole = isinstance(value, float) and value.is_integer()
+        yield json.dumps(int(value) if whole else value, sort_keys=True)
+
+
+def _required(schema: Schema) -> list[str]:
+    names = schema.get("required")
+    return [n for n in cast(list[Any], names) if isinstance(n, str)] if _is_list(names) else []
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _properties(schema: Schema) -> Schema:
+    named = schema.get("properties")
+    return cast(Schema, named) if isinstance(named, dict) else {}

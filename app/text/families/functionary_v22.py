@@ -1,0 +1,23 @@
+"""Functionary 2.2's answers: parts for everybody and for functions.
+
+    all
+    <|content|>Let me see.
+    <|from|>assistant
+    <|recipient|>get_weather
+    <|content|>{"city": "Oslo"}
+
+Source: MeetKai's chat template of Functionary medium v2.2.
+"""
+
+from app.text.recipients import RecipientFamily
+
+
+class Family(RecipientFamily):
+    markers = ("<|from|>", "<|recipient|>", "<|content|>")
+    separator = "<|from|>assistant\n<|recipient|>"
+    gap = "\n"
+    opening = "\n<|content|>"
+    lead = f"all{opening}"
+
+    def claims(self, template: str) -> bool:
+        return "<|recipient|>" in template and "<|content|>" in template

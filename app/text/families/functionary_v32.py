@@ -1,0 +1,19 @@
+"""Functionary 3.2's answers: parts for everybody and for functions.
+
+    all
+    Let me see.>>>get_weather
+    {"city": "Oslo"}
+
+Source: MeetKai's chat template of Functionary medium v3.2.
+"""
+
+from app.text.recipients import RecipientFamily
+
+
+class Family(RecipientFamily):
+    separator = ">>>"
+    opening = "\n"
+    lead = f"all{opening}"
+
+    def claims(self, template: str) -> bool:
+        return ">>>all" in template

@@ -1,0 +1,40 @@
+"""GLM from 4.5 on, and Poolside's Laguna: the function's name behind the outer tag, keys and values
+in tags of their own.
+
+    <tool_call>get_weather
+    <arg_key>city</arg_key>
+    <arg_value>Oslo</arg_value>
+    </tool_call>
+
+From GLM 4.7 on there are no line ends in it.
+
+Source: the chat templates of these models.
+"""
+
+from app.text.tagged_call import CallTags
+from app.text.tagged_family import TaggedFamily
+
+_TAGS = CallTags(
+    before="<tool_call>",
+    after="</tool_call>",
+    begin="",
+    name_end="",
+    end=None,
+    key_begin="<arg_key>",
+    key_ends={"</arg_key>": None},
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    loose=True,
+)
+
+
+class Family(TaggedFamily):
+    call_tags = _TAGS
+    markers = (
+        *(_TAGS.before, _TAGS.after),
+        *(_TAGS.key_begin, *_TAGS.key_ends, _TAGS.value_begin, _TAGS.value_end),
+        *("<think>", "</think>"),
+    )
+
+    def claims(self, template: str) -> bool:
+        return _TAGS.before in template and _TAGS.key_begin in template

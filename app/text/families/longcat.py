@@ -1,0 +1,42 @@
+"""Meituan's LongCat: GLM's calls under names of its own.
+
+    <longcat_tool_call>get_weather
+    <longcat_arg_key>city</longcat_arg_key>
+    <longcat_arg_value>Oslo</longcat_arg_value>
+    </longcat_tool_call>
+
+Source: the chat templates of LongCat-Flash.
+"""
+
+from app.text.family import Tags
+from app.text.tagged_call import CallTags
+from app.text.tagged_family import TaggedFamily
+
+_TAGS = CallTags(
+    before="<longcat_tool_call>",
+    after="</longcat_tool_call>",
+    begin="",
+    name_end="",
+    end=None,
+    key_begin="<longcat_arg_key>",
+    key_ends={"</longcat_arg_key>": None},
+    value_begin="<longcat_arg_value>",
+    value_end="</longcat_arg_value>",
+    loose=True,
+)
+_THINK = Tags(open="<longcat_think>", close="</longcat_think>")
+
+
+class Family(TaggedFamily):
+    call_tags = _TAGS
+    markers = (
+        *(_TAGS.before, _TAGS.after),
+        *(_TAGS.key_begin, *_TAGS.key_ends, _TAGS.value_begin, _TAGS.value_end),
+        *(_THINK.open, _THINK.close),
+    )
+
+    def claims(self, template: str) -> bool:
+        return _TAGS.before in template
+
+    def tags(self, template: str) -> Tags | None:
+        return _THINK if _THINK.close in template else super().tags(template)

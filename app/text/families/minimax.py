@@ -1,0 +1,33 @@
+"""MiniMax M2: all calls of an answer in one pair of tags, names in attributes.
+
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Oslo</parameter>
+    </invoke>
+    </minimax:tool_call>
+
+Source: MiniMax's guide to the tool calls of M2, and its chat template.
+"""
+
+from app.text.tagged_call import CallTags
+from app.text.tagged_family import TaggedFamily
+
+_TAGS = CallTags(
+    before="<minimax:tool_call>",
+    after="</minimax:tool_call>",
+    begin='<invoke name="',
+    name_end='">',
+    end="</invoke>",
+    key_begin='<parameter name="',
+    key_ends={'">': None},
+    value_end="</parameter>",
+    grouped=True,
+)
+
+
+class Family(TaggedFamily):
+    call_tags = _TAGS
+    markers = (_TAGS.before, _TAGS.after, "<think>", "</think>")
+
+    def claims(self, template: str) -> bool:
+        return _TAGS.before in template

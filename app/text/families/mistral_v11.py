@@ -1,0 +1,34 @@
+"""Calls of Mistral Small 3.2 and Magistral 2506: a name, an id and JSON, each behind its token.
+
+    [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
+
+Source: mistral-common's tokenizer v11.
+"""
+
+from collections.abc import Sequence
+
+from app.core.requests import Tool
+from app.text.family import CallSyntax, Json, Spell
+from app.text.mistral_calls import ARGUMENTS, CALL_ID, CALLS, ID_PATTERN, MistralFamily
+
+
+class Family(MistralFamily):
+    def claims(self, template: str) -> bool:
+        return CALLS in template and ARGUMENTS in template and CALL_ID in template
+
+    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+        return CallSyntax(
+            calls=tuple(
+                " ".join(
+                    (
+                        spell(f"{CALLS}{tool.name}{CALL_ID}"),
+                        f"/{ID_PATTERN}/",
+                        spell(ARGUMENTS),
+                        json(tool),
+                    )
+                )
+                for tool in tools
+            ),
+            between="",
+            trigger=CALLS,
+        )

@@ -1,0 +1,36 @@
+"""The calls of Qwen3-Coder, which Qwen 3.5, Nemotron 3 and Step 3.5 took over: tags for the
+function and for each parameter, values as they are, on lines of their own.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Oslo
+    </parameter>
+    </function>
+    </tool_call>
+
+Source: the chat templates of these models.
+"""
+
+from app.text.tagged_call import CallTags
+from app.text.tagged_family import TaggedFamily
+
+_TAGS = CallTags(
+    before="<tool_call>",
+    after="</tool_call>",
+    begin="<function=",
+    name_end=">",
+    end="</function>",
+    key_begin="<parameter=",
+    key_ends={">": None},
+    value_end="</parameter>",
+    lines=True,
+)
+
+
+class Family(TaggedFamily):
+    call_tags = _TAGS
+    markers = (_TAGS.before, _TAGS.after, "<think>", "</think>")
+
+    def claims(self, template: str) -> bool:
+        return all(mark in template for mark in (_TAGS.before, _TAGS.begin, _TAGS.key_begin))

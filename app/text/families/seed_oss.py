@@ -1,0 +1,37 @@
+"""ByteDance's Seed-OSS: Qwen3-Coder's tags in an outer tag of its own, values between them.
+
+    <seed:tool_call>
+    <function=get_weather>
+    <parameter=city>Oslo</parameter>
+    </function>
+    </seed:tool_call>
+
+Source: the model's chat template. Lists and objects stand there as Python prints them.
+"""
+
+from app.text.family import Tags
+from app.text.tagged_call import CallTags
+from app.text.tagged_family import TaggedFamily
+
+_TAGS = CallTags(
+    before="<seed:tool_call>",
+    after="</seed:tool_call>",
+    begin="<function=",
+    name_end=">",
+    end="</function>",
+    key_begin="<parameter=",
+    key_ends={">": None},
+    value_end="</parameter>",
+)
+_THINK = Tags(open="<seed:think>", close="</seed:think>")
+
+
+class Family(TaggedFamily):
+    call_tags = _TAGS
+    markers = (_TAGS.before, _TAGS.after, _THINK.open, _THINK.close)
+
+    def claims(self, template: str) -> bool:
+        return _TAGS.before in template
+
+    def tags(self, template: str) -> Tags | None:
+        return _THINK

@@ -1,0 +1,105 @@
+"""Grammars of arguments that are written one by one, name and value, and not as a JSON object.
+
+    city="Oslo", days=3
+
+Knows: which of JSON Schema's keywords for objects such a list can be held to, and what the list
+looks like as Lark rules. Must not know: how any family writes a name or a value.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+Pair = Callable[[str, Any], str | None]
+"""A parameter's name and schema → the expression of both; None where there can be none."""
+
+# keywords which say nothing about a value, or only what a list of pairs does anyway
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "$comment", "$schema")
+)
+_KEYWORDS = _ANNOTATIONS | {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+}
+
+_DEFINITIONS = ("$defs", "definitions")
+_TYPES = ["null", "boolean", "number", "string", "array", "object"]
+
+
+def only(schema: Mapping[str, Any], *keywords: str) -> bool:
+    """Whether nothing but these keywords says something about a value."""
+    return _ANNOTATIONS.issuperset(schema.keys() - set(keywords))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """expression: of the whole list, which may be empty. rules: those that it names."""
+
+    expression: str
+    rules: tuple[str, ...]
+
+
+def keyword_rules(
+    schema: Mapping[str, Any], prefix: str, *, between: str, pair: Pair
+) -> Rules | None:
+    """Pairs in the order of the schema, the optional ones where wanted. None where they could not
+    satisfy it, or one of them cannot be written. prefix: of the names of the rules. between: an
+    expression.
+
+        some_i: pair_i more_i+1 | some_i+1      the list has not begun yet
+        more_i: (between pair_i)? more_i+1      it has
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not _KEYWORDS.issuperset(schema) or schema.get("type", "object") != "object":
+        return None
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return None
+    properties = cast(Mapping[str, Any], properties)
+    required = cast(list[Any], required)
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return None
+    rules: list[str] = []
+    some, more = "", ""
+    for place, (name, value) in reversed(list(enumerate(properties.items()))):
+        expression = pair(name, value)
+        if expression is None:
+            return None
+        here = f"{prefix}{place}"
+        rules.append(f"{here}: {expression}")
+        if name in required:
+            some = f"{here} {more}"
+            more = f"{between} {here} {more}"
+        else:
+            some = f"({here} {more} | {some})" if some else f"({here} {more})?"
+            more = f"({between} {here})? {more}"
+        rules += [f"{here}some: {some}", f"{here}more: {more}"]
+        some, more = f"{here}some", f"{here}more"
+    return Rules(expression=some, rules=tuple(rules))
+
+
+def standing_alone(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A part of a schema as a schema of its own, with what it refers to. None where it refers to
+    anything but definitions."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping) or not all(map(_is_definition, _references(schema))):
+        return None
+    schema = cast(Mapping[str, Any], schema)
+    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    if not all(_is_definition(reference) for reference in _references(definitions)):
+        return None
+    return {"type": _TYPES, **schema, **(definitions if any(_references(schema)) else {})}
+
+
+def _references(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for key, inner in cast(Mapping[str, Any], value).items():
+            if key in ("$ref", "$dynamicRef", "$id", "$anchor"):
+                yield inner
+            yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in cast(list[Any], value):
+            yield from _references(inner)
+
+
+def _is_definition(reference: Any) -> bool:
+    return isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/"))

@@ -1,0 +1,60 @@
+"""Who asks, for which model, and for what records."""
+
+from typing import Any
+
+import pytest
+
+from app.api.dialects.openai_caller import check_caller, check_metadata, read_model, read_tier
+from app.api.fields import Fields
+from app.core.errors import AppError, Kind
+
+
+def check(**given: Any) -> None:
+    fields = Fields.of(given)
+    check_caller(fields)
+    check_metadata(fields)
+    read_tier(fields)
+    fields.close()
+
+
+def test_a_model_is_one_of_those_that_are_served():
+    assert read_model(Fields.of({"model": "a/b"}), {"a/b"}) == "a/b"
+    with pytest.raises(AppError) as caught:
+        read_model(Fields.of({"model": "x" * 5000}), {"a/b"})
+    assert (caught.value.kind, caught.value.param) == (Kind.MODEL_NOT_FOUND, "model")
+    assert len(caught.value.message) < 400
+
+
+def test_the_tier_is_told_where_one_was_named():
+    assert read_tier(Fields.of({})) is None
+    assert [read_tier(Fields.of({"service_tier": it})) for it in ("auto", "default")] == [
+        "default",
+        "default",
+    ]
+
+
+def test_what_openai_allows_is_welcome():
+    check(metadata={str(n) * 32: "b" * 512 for n in range(10, 26)})
+    check(user="u", safety_identifier="s", prompt_cache_key="k", metadata={})
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"user": 5}, "user"),
+        ({"safety_identifier": {}}, "safety_identifier"),
+        ({"prompt_cache_key": 1}, "prompt_cache_key"),
+        ({"metadata": "x"}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": None}}, "metadata.a"),
+        ({"metadata": {"a": "b" * 513}}, "metadata.a"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata." + "a" * 64),
+        ({"metadata": {str(n): "b" for n in range(17)}}, "metadata"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": 1}, "service_tier"),
+    ],
+)
+def test_a_wrong_record_is_named(given: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        check(**given)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)

@@ -1,0 +1,138 @@
+"""What is kept of responses, for how long, and that a chain never loses its beginning first."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.dialects.responses_store import Kept, ResponseStore, ids_of
+from app.core.errors import AppError
+
+
+def kept(id_: str, previous: str | None = None, *, text: str = "hi") -> Kept:
+    said: list[Any] = [{"type": "message", "id": f"msg_in_{id_}", "text": text}]
+    answer: list[Any] = [{"type": "message", "id": f"msg_out_{id_}", "text": "hello"}]
+    return Kept(
+        id=id_,
+        previous=previous,
+        input=orjson.dumps(said),
+        body=orjson.dumps({"id": id_, "output": answer}),
+        items=ids_of([*said, *answer]),
+    )
+
+
+def holding(*entries: Kept, **bounds: int) -> ResponseStore:
+    store = ResponseStore(**bounds)
+    for entry in entries:
+        store.keep(entry)
+    return store
+
+
+def ids(store: ResponseStore, *names: str) -> list[str]:
+    return [name for name in names if store.find(name) is not None]
+
+
+def test_a_conversation_is_everything_that_was_said_in_order():
+    store = holding(kept("a"), kept("b", "a"), kept("c", "b"))
+    assert [item["id"] for item in store.conversation("c")] == [
+        "msg_in_a",
+        "msg_out_a",
+        "msg_in_b",
+        "msg_out_b",
+        "msg_in_c",
+        "msg_out_c",
+    ]
+
+
+def test_a_response_that_is_not_kept_has_the_code_that_clients_look_for():
+    with pytest.raises(AppError, match="'none' is not kept here") as raised:
+        ResponseStore().chain("none")
+    assert raised.value.code == "previous_response_not_found"
+    assert raised.value.param == "previous_response_id"
+
+
+def test_a_chain_with_a_gap_names_what_is_missing():
+    store = holding(kept("a"), kept("b", "a"))
+    store.forget("a")
+    with pytest.raises(AppError, match="'b' continues 'a', which is not kept"):
+        store.chain("b")
+
+
+def test_items_of_both_sides_are_found_by_their_ids():
+    store = holding(kept("a"))
+    assert store.item("msg_in_a") == {"type": "message", "id": "msg_in_a", "text": "hi"}
+    assert store.item("msg_out_a") is not None
+    store.forget("a")
+    assert store.item("msg_out_a") is None
+
+
+def test_an_item_that_was_sent_again_is_found_as_long_as_the_later_copy_is_kept():
+    again = Kept(id="b", previous=None, input=b"[]", body=kept("a").body, items=("msg_out_a",))
+    store = holding(kept("a"), again)
+    store.forget("a")
+    assert store.item("msg_out_a") is not None
+
+
+def test_the_least_recently_used_goes_first():
+    store = holding(kept("a"), kept("b"), kept("c"), most=3)
+    store.use("a")
+    store.keep(kept("d"))
+    assert ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
+
+
+def test_who_continues_a_chain_uses_all_of_it():
+    store = holding(kept("a"), kept("b", "a"), kept("other"), most=3)
+    store.keep(kept("c", "b"))
+    assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
+
+
+def test_bytes_are_bounded_too():
+    store = holding(kept("a", text="x" * 5000), kept("b"), most_bytes=8000)
+    assert ids(store, "a", "b") == ["b"]
+    assert store.nbytes == kept("b").size
+
+
+def test_what_has_no_room_at_all_is_not_kept_and_costs_only_what_was_in_its_way():
+    store = holding(kept("huge", text="x" * 9000), most_bytes=8000)
+    assert len(store) == store.nbytes == 0
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """(what, which earlier response, how much text)."""
+    what = st.sampled_from(["keep", "continue", "use", "forget"])
+    return draw(st.lists(st.tuples(what, st.integers(0, 40), st.integers(0, 3000)), max_size=60))
+
+
+@given(histories(), st.integers(1, 8), st.integers(2000, 12_000))
+def test_whatever_happens_the_bounds_hold_and_chains_are_whole(
+    history: list[tuple[str, int, int]], most: int, most_bytes: int
+):
+    """Whole, unless a client itself has deleted something from them."""
+    store = ResponseStore(most, most_bytes)
+    names: list[str] = []
+    deleted: set[str] = set()
+    for number, (what, which, size) in enumerate(history):
+        chosen = names[which % len(names)] if names else None
+        match what:
+            case "keep":
+                names.append(f"r{number}")
+                store.keep(kept(f"r{number}", text="x" * size))
+            case "continue" if chosen is not None and store.find(chosen) is not None:
+                names.append(f"r{number}")
+                store.keep(kept(f"r{number}", chosen, text="x" * size))
+            case "use" if chosen is not None:
+                store.use(chosen)
+            case "forget" if chosen is not None:
+                deleted.add(chosen)
+                store.forget(chosen)
+            case _:
+                pass
+        present = [found for found in map(store.find, names) if found is not None]
+        assert len(store) == len(present) <= most
+        assert store.nbytes == sum(found.size for found in present) <= most_bytes
+        for found in present:
+            parent = found.previous
+            assert parent is None or parent in deleted or store.find(parent) is not None

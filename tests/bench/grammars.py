@@ -1,0 +1,121 @@
+"""`make bench ARGS=grammars`: what it costs to follow a grammar.
+
+Decoding with and without one takes turns, in one process, on the engine's own loop; grammars are of
+the kind that never ends, so that all decode as many tokens. And what compiling costs, the first
+time and again.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from app import store
+from app.core.jobs import Job, Token
+from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex, Sampling
+from app.core.settings import Settings
+from app.engine.grammar import Grammars
+from app.engine.load import load
+from app.engine.loop import Loop
+from tests.bench import client
+
+ROWS, TOKENS, ROUNDS = (1, 8), 40, 7
+NONE = frozenset[int]()
+
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["tool", "part", "unit"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        "price": {"type": ["number", "null"]},
+    },
+    "required": ["name", "kind", "count", "tags", "price"],
+    "additionalProperties": False,
+}
+_SCHEMA = json.dumps({"type": "array", "items": _ITEM, "minItems": 1000})
+_THOUGHT = TOKENS // 2
+
+GRAMMARS: Mapping[str, Grammar | None] = {
+    "none": None,
+    "JSON schema": JsonSchema(text=_SCHEMA),
+    "regular expression": Regex(pattern=r"([A-Za-z0-9 ]{1,9}, )+"),
+    f"{_THOUGHT} tokens free, then the schema": Lark(
+        text=f'start: thought "." answer\nthought[max_tokens={_THOUGHT}]: /(?s:.*)/\n'
+        f"answer: %json {_SCHEMA}\n"
+    ),
+}
+
+
+def report(folder: Path) -> str:
+    files = store.resolve(str(folder))
+    grammars = Grammars(files.tokenizer, vocab=files.sampled_ids)
+    lines = [*_compiling(grammars), "", "decoding, by grammar:"]
+    lines += ["| rows | grammar | tokens/s | cost |", "|---|---|---|---|"]
+    for rows in ROWS:
+        loop = load(files, Settings(parallel=rows), lambda done, memory: None)
+        rates = {name: list[float]() for name in GRAMMARS}
+        for turn in range(ROUNDS):
+            for name, grammar in GRAMMARS.items():
+                rates[name].append(_rate(loop, grammars, grammar, rows, seed=turn))
+        for name, measured in rates.items():
+            pairs = zip(rates["none"], measured, strict=True)
+            cost = statistics.median(plain / constrained - 1 for plain, constrained in pairs)
+            lines.append(f"| {rows} | {name} | {client.spread(measured)} | {100 * cost:.1f} % |")
+    return "\n".join(lines)
+
+
+def _rate(
+    loop: Loop, grammars: Grammars, grammar: Grammar | None, rows: int, *, seed: int
+) -> float:
+    """Tokens per second of all rows, from the first token of the last of them on."""
+    for row in range(rows):
+        job = Job(
+            id=str(row),
+            ids=tuple(client.text(32, seed=100 * seed + row).encode()),
+            sampling=Sampling(seed=row),
+            max_tokens=TOKENS,
+            stop_ids=NONE,
+            reuse=False,
+            grammar=grammar,
+        )
+        loop.submit(job, None if grammar is None else grammars.compile(grammar, NONE))
+    at = dict[str, list[int]]()
+    while not loop.idle:
+        for update in loop.step().updates:
+            if isinstance(update, Token):
+                at.setdefault(update.job, []).append(update.at)
+    assert {len(times) for times in at.values()} == {TOKENS}, "an answer ended early"
+    begun = max(times[0] for times in at.values())
+    decoded = sorted(each for times in at.values() for each in times if each > begun)
+    return 1e9 * len(decoded) / (decoded[-1] - begun)
+
+
+def _compiling(grammars: Grammars) -> list[str]:
+    """Milliseconds to a matcher that the engine can be given."""
+    # the tokenizer is read once for all
+    grammars.compile(Regex(pattern="a"), NONE)
+    asked: dict[str, Grammar] = {
+        "the schema below": JsonSchema(text=_SCHEMA),
+        "300 properties, all optional": JsonSchema(text=json.dumps(_wide(300))),
+        "a regular expression": Regex(pattern=r"\d{4}-\d{2}-\d{2}( \w+){1,5}"),
+        "a choice of 500": Choice(options=tuple(f"option {i}" for i in range(500))),
+    }
+    lines = ["compiling, ms:", "| grammar | first | again |", "|---|---|---|"]
+    for name, grammar in asked.items():
+        first, again = (_milliseconds(grammars, grammar) for _ in range(2))
+        lines.append(f"| {name} | {first:.2f} | {again:.2f} |")
+    return lines
+
+
+def _milliseconds(grammars: Grammars, grammar: Grammar) -> float:
+    begun = time.perf_counter()
+    grammars.compile(grammar, NONE)
+    return 1000 * (time.perf_counter() - begun)
+
+
+def _wide(count: int) -> dict[str, object]:
+    properties = {f"property{i}": {"type": ["string", "null"]} for i in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}

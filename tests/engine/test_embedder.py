@@ -1,0 +1,328 @@
+"""Inputs that are embedded: each as if it were alone, whoever shares its forward pass or the
+engine, however little memory there is, and nobody's tokens wait for longer than for a prompt."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from app.core.embeddings import EmbedJob, Pooling
+from app.engine.embedder import MOST_ROWS
+from app.engine.memory import measured
+from models.base import Model
+from tests.engine import hybrid
+from tests.engine.driving import NEAR, Outcome, Visit, assert_same, job, make_loop, play, tiny_model
+from tests.models import parity, test_foreign
+from tests.models.architectures import Case, cases
+
+MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
+OURS = [case for case in cases() if case not in test_foreign.CASES]
+CHUNK = 16
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]()
+
+
+def texts(*lengths: int, seed: int = 0, vocab: int = 256) -> tuple[tuple[int, ...], ...]:
+    rng = random.Random(seed)
+    return tuple(tuple(rng.choices(range(vocab), k=length)) for length in lengths)
+
+
+def embed_job(
+    name: str,
+    inputs: Sequence[tuple[int, ...]],
+    pooling: Pooling = "mean",
+    dimensions: int | None = None,
+) -> EmbedJob:
+    return EmbedJob(id=name, inputs=tuple(inputs), pooling=pooling, dimensions=dimensions)
+
+
+def alone(model: Model, ids: Sequence[int], asked: EmbedJob) -> Any:
+    """One input in one forward pass, in float64 from the hidden states on."""
+    hidden = np.array(model(mx.array([ids]), model.make_kv())[0].astype(mx.float32), np.float64)
+    found = hidden.mean(axis=0) if asked.pooling == "mean" else hidden[-1]
+    found = found[: asked.dimensions]
+    return found / np.linalg.norm(found)
+
+
+def assert_vectors(model: Model, outcome: Outcome, asked: EmbedJob) -> None:
+    assert (outcome.reason, outcome.error) == ("embedded", None)
+    assert outcome.vectors is not None
+    for vector, ids in zip(outcome.vectors, asked.inputs, strict=True):
+        wanted = alone(model, ids, asked)
+        np.testing.assert_allclose(np.frombuffer(vector, "<f4"), wanted, atol=NEAR)
+
+
+@pytest.mark.parametrize("case", OURS, ids=lambda case: case.id)
+def test_padding_changes_nothing_for_any_architecture(case: Case, tmp_path: Path) -> None:
+    """Whatever its layers are: windows, convolutions, recurrent states, mixtures of experts. Inputs
+    that share a pass, of all lengths, some as long as a chunk and some longer."""
+    parity.saved(case, tmp_path)
+    model = parity.opened(tmp_path)
+    loop = make_loop(model, chunk=64, vocab=case.vocab)
+    inputs = texts(1, 2, 3, 5, 9, 14, 20, 21, 40, 64, 65, 150, vocab=case.vocab)
+    for pooling in ("mean", "last"):
+        asked = embed_job(pooling, inputs, pooling)
+        assert_vectors(model, play(loop, [Visit(job=asked)])[pooling], asked)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 300])
+@pytest.mark.parametrize("dimensions", [None, 3])
+def test_however_large_a_piece_is(model: Model, chunk: int, dimensions: int | None) -> None:
+    loop = make_loop(model, chunk=chunk)
+    jobs = [
+        embed_job(pooling, texts(7, 1, 33, 4, 33, 18), pooling, dimensions)
+        for pooling in ("mean", "last")
+    ]
+    got = play(loop, [Visit(job=one) for one in jobs])
+    for one in jobs:
+        assert_vectors(model, got[one.id], one)
+    stats = loop.stats()
+    assert (stats.embedded_tokens, stats.embedding) == (2 * 96, 0)
+    assert stats.ledger.kv == 0
+
+
+def test_the_width_of_the_vectors_is_told() -> None:
+    assert make_loop(tiny_model()).capacity.width == 16
+
+
+def test_a_class_that_gives_logits_only_has_no_width(tmp_path: Path) -> None:
+    case = test_foreign.CASES[0]
+    parity.saved(case, tmp_path)
+    loop = make_loop(parity.opened(tmp_path), vocab=case.vocab)
+    assert loop.capacity.width is None
+
+
+class Noting:
+    """A model, and the shapes that it was asked for."""
+
+    def __init__(self, model: Model) -> None:
+        self._model: Any = model
+        self.shapes: list[tuple[int, ...]] = []
+        self.logits, self.make_kv, self.shift = model.logits, model.make_kv, model.shift
+        self.fails: Callable[[mx.array], bool] = lambda tokens: False
+
+    def __call__(self, tokens: mx.array, kv: Any) -> mx.array:
+        self.shapes.append(tokens.shape)
+        if self.fails(tokens):
+            raise RuntimeError("planted")
+        return self._model(tokens, kv)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return weights
+
+
+def test_short_inputs_share_a_pass_and_none_is_larger_than_a_chunk() -> None:
+    model = Noting(tiny_model())
+    loop = make_loop(model, chunk=64)
+    model.shapes.clear()
+    jobs = [embed_job("many", texts(*[2] * 40)), embed_job("few", texts(2, 3, 30, 200))]
+    play(loop, [Visit(job=one) for one in jobs])
+    assert all(rows * width <= 64 for rows, width in model.shapes)
+    assert max(rows for rows, _ in model.shapes) == MOST_ROWS
+    assert len(model.shapes) <= 3 + 1 + 4
+
+
+def test_jobs_of_other_pooling_and_dimensions_share_a_pass() -> None:
+    inner = tiny_model()
+    model = Noting(inner)
+    loop = make_loop(model, chunk=64)
+    model.shapes.clear()
+    jobs = [
+        embed_job("a", texts(3), "mean"),
+        embed_job("b", texts(4), "last"),
+        embed_job("c", texts(5), "mean", 2),
+    ]
+    got = play(loop, [Visit(job=one) for one in jobs])
+    assert model.shapes == [(3, 5)]
+    for one in jobs:
+        assert_vectors(inner, got[one.id], one)
+
+
+def test_a_small_job_does_not_wait_for_a_large_one() -> None:
+    model = tiny_model()
+    loop = make_loop(model, chunk=CHUNK)
+    large = embed_job("large", texts(*[CHUNK] * 60))
+    loop.embed(large)
+    for _ in range(3):
+        loop.step()
+    loop.embed(embed_job("small", texts(5)))
+    over = dict[str, int]()
+    for step in range(100):
+        over |= {ended.job: step for ended in loop.step().embedded}
+    assert over == {"small": 2, "large": 58}
+
+
+@pytest.mark.parametrize("policy", ["single", "radix"])
+def test_generating_and_embedding_beside_each_other_change_nothing(
+    model: Model, policy: str, ties: list[int]
+) -> None:
+    running = 1 if policy == "single" else 3
+    loop = make_loop(model, running=running, policy=policy, chunk=CHUNK)
+    sequences = [job(str(i), ids, max_tokens=20) for i, ids in enumerate(texts(70, 40, 9, seed=1))]
+    inputs = [embed_job("e0", texts(90, 5, 3)), embed_job("e1", texts(30, 2), "last")]
+    visits = [Visit(job=one, at=4 * i) for i, one in enumerate((*sequences, *inputs))]
+    got = play(loop, visits)
+    for one in sequences:
+        own = play(make_loop(model, chunk=CHUNK), [Visit(job=one)])
+        ties.append(assert_same(got[one.id], own[one.id]))
+    for one in inputs:
+        assert_vectors(model, got[one.id], one)
+
+
+def test_a_step_has_no_more_than_a_chunk_of_prompts_and_inputs_together() -> None:
+    """So a stream's next token comes no later than it would beside a prompt; and each has its turn,
+    so that neither prompts nor inputs wait for the others' end."""
+    model = Noting(tiny_model())
+    loop = make_loop(model, running=2, chunk=CHUNK, policy="radix")
+    loop.submit(job("stream", [1, 2, 3], max_tokens=100, stop_ids=frozenset()))
+    for _ in range(4):
+        loop.step()
+    loop.embed(embed_job("inputs", texts(*[40] * 6, *[3] * 40)))
+    loop.submit(job("prompt", texts(150)[0], max_tokens=2))
+    kinds = list[str]()
+    while len(kinds) < 16:
+        model.shapes.clear()
+        before = loop.stats()
+        said = loop.step()
+        assert [type(update).__name__ for update in said.updates].count("Token") >= 1
+        assert sum(rows * width for rows, width in model.shapes) <= CHUNK + 2
+        prompted = said.stats.prefilled_tokens - before.prefilled_tokens
+        kinds.append("prompt" if prompted else "inputs")
+    assert all(a != b for a, b in itertools.pairwise(kinds))
+
+
+@pytest.mark.parametrize("after", range(0, 12, 2))
+def test_a_cancelled_job_is_gone_and_nobody_misses_it(model: Model, after: int) -> None:
+    loop = make_loop(model, chunk=CHUNK)
+    gone, other = embed_job("gone", texts(3, 50, 90)), embed_job("other", texts(5, 44, 60))
+    visits = [Visit(job=gone, cancelled_at=after), Visit(job=other)]
+    got = play(loop, visits)
+    assert got["gone"].reason == ""
+    assert_vectors(model, got["other"], other)
+    assert loop.idle
+    assert loop.stats().ledger.kv == 0
+
+
+def footprint(model: Model, positions: int) -> int:
+    memory = measured(model, budget=0, weights=0, chunk=64, rows=1, heads=0, context=512)
+    return memory.footprint(positions)
+
+
+def test_memory_that_a_sequence_needs_is_called_back_and_the_input_begins_again() -> None:
+    """The stream's caches grow at 512 positions; the long input holds what it would grow into."""
+    inner = tiny_model()
+    model = Noting(inner)
+    loop = make_loop(
+        model, running=2, policy="radix", chunk=4, budget=footprint(inner, 1024), context=1024
+    )
+    long = embed_job("long", texts(500))
+    got = play(
+        loop,
+        [
+            Visit(job=job("stream", [1] * 250, max_tokens=300, stop_ids=frozenset())),
+            Visit(job=long, at=240),
+        ],
+    )
+    assert_vectors(inner, got["long"], long)
+    assert len(got["stream"].tokens) == 300
+    assert loop.stats().preemptions == 0
+    assert sum(shape == (1, 4) for shape in model.shapes) > (250 + 500) // 4 + 1, (
+        "it did not begin again"
+    )
+
+
+def test_inputs_are_served_though_sequences_always_wait() -> None:
+    """Where memory has room for one at a time, whoever waits for memory is not overtaken."""
+    model = tiny_model()
+    loop = make_loop(
+        model, running=4, policy="radix", chunk=64, budget=footprint(model, 256), context=256
+    )
+    long = embed_job("long", texts(200))
+    ends = list[str]()
+    loop.submit(job("0", [1] * 100, max_tokens=20, stop_ids=frozenset()))
+    loop.step()
+    loop.embed(long)
+    for i in range(1, 200):
+        loop.submit(job(str(i), [i % 200] * 100, max_tokens=20, stop_ids=frozenset()))
+        ends += [e.job for e in loop.step().embedded]
+        if ends:
+            break
+    assert ends == ["long"]
+
+
+@examples(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:
+    """`play` checks after every step that the ledger is not overdrawn."""
+    rooms = data.draw(st.integers(2, 5))
+    loop = make_loop(
+        model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)
+    )
+    most, lengths = loop.capacity.context, st.integers(1, 400)
+    visits = list[Visit]()
+    for i in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, 30))
+        end = data.draw(st.none() | st.integers(at + 1, 60))
+        if data.draw(st.booleans()):
+            ids = texts(min(data.draw(lengths), most - 20), seed=i)[0]
+            one: Any = job(str(i), ids, max_tokens=20, stop_ids=frozenset())
+        else:
+            sizes = data.draw(st.lists(lengths, min_size=1, max_size=5))
+            one = embed_job(str(i), texts(*(min(size, most) for size in sizes), seed=i))
+        visits.append(Visit(job=one, at=at, cancelled_at=end))
+    got = play(loop, visits)
+    for visit in visits:
+        outcome = got[visit.job.id]
+        assert outcome.reason in ("length", "cancelled", "embedded") or visit.cancelled_at
+        if outcome.vectors is not None:
+            assert isinstance(visit.job, EmbedJob)
+            assert_vectors(model, outcome, visit.job)
+    assert loop.stats().ledger.kv == 0
+
+
+def test_who_fails_ends_alone() -> None:
+    """Of those that share a pass nobody knows whose fault it was: each begins again by itself."""
+    inner = tiny_model()
+    model = Noting(inner)
+    loop = make_loop(model, chunk=64)
+    model.fails = lambda tokens: bool(mx.any(tokens == 255).item())
+    jobs = [
+        embed_job("good", texts(3, 5, vocab=200)),
+        embed_job("bad", [(1, 2), (255, 1)]),
+        embed_job("long", texts(100, vocab=200)),
+    ]
+    got = play(loop, [Visit(job=one) for one in jobs])
+    assert (got["bad"].reason, got["bad"].error) == ("error", "the engine failed on this request")
+    assert_vectors(inner, got["good"], jobs[0])
+    assert_vectors(inner, got["long"], jobs[2])
+    assert loop.stats().ledger.kv == 0
+
+
+def test_a_long_input_that_fails_gives_its_memory_back() -> None:
+    model = Noting(tiny_model())
+    loop = make_loop(model, chunk=16)
+    model.fails = lambda tokens: bool(mx.any(tokens == 255).item())
+    got = play(loop, [Visit(job=embed_job("bad", [(*[1] * 40, 255)]))])
+    assert got["bad"].reason == "error"
+    assert loop.stats().ledger.kv == 0
+
+
+def test_what_is_not_a_number_is_an_error() -> None:
+    model: Any = tiny_model()
+    model.model.embed_tokens.weight[5] = mx.array([float("nan")] * 16)
+    loop = make_loop(model, chunk=64)
+    good, bad = embed_job("good", [(1, 2, 3)]), embed_job("bad", [(1,), (5, 1)])
+    got = play(loop, [Visit(job=good), Visit(job=bad)])
+    assert "not a number" in (got["bad"].error or "")
+    assert_vectors(model, got["good"], good)

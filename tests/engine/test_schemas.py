@@ -1,0 +1,156 @@
+"""JSON Schemas, driven through the engine: what is said of an answer is asked of a validator that
+knows nothing of grammars.
+
+The model has random weights, so it writes whatever it is allowed to.
+"""
+
+import json
+import random
+import sys
+from functools import cache
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from app.core.errors import AppError
+from app.core.jobs import Job, Token
+from app.core.requests import JsonSchema
+from tests import tiny
+from tests.engine.driving import Outcome, assert_same, grammars, job, make_loop, run, run_one
+from tests.engine.driving import tiny_model as model
+from tests.engine.schemas import CORNERS, Schema, drawn
+from tests.engine.test_grammar import ids_of
+
+ENDS = frozenset({tiny.END})
+DRAWN = 500
+TOGETHER = 50
+MOST_TOKENS = 80
+
+# what brings an answer to its end, the shortest way first
+_CLOSING = [*b'"b}]', *b"0123456789", *b"eE.-+:,[{tfn"]
+# no string of the schemas needs more
+_MOST_CLOSING = 400
+
+
+def sampling(seed: int) -> dict[str, Any]:
+    """Everything that a request may ask for beside a schema, in turn."""
+    closing = tuple((id, 4.0) for id in b'"}],')
+    ways: list[dict[str, Any]] = [
+        {"logit_bias": closing},
+        {"logit_bias": closing, "repetition_penalty": 1.2},
+        {"top_k": 40, "presence_penalty": 0.5},
+        {"logit_bias": closing, "min_p": 0.02},
+        {"top_p": 0.9, "frequency_penalty": 0.3, "repeat_last_n": 32},
+        {"temperature": 0.0},
+    ]
+    return {"temperature": 1.1, "seed": seed, **ways[seed % len(ways)]}
+
+
+def asking(name: str, schema: Schema, seed: int) -> Job:
+    grammar = JsonSchema(text=json.dumps(schema))
+    prompt = tuple(name.encode())
+    return job(
+        name, prompt, grammar=grammar, stop_ids=ENDS, max_tokens=MOST_TOKENS, **sampling(seed)
+    )
+
+
+def assert_keeps(outcome: Outcome, schema: Schema) -> None:
+    """What ended by itself is valid; what was cut can be gone on with to something valid."""
+    assert outcome.error is None, f"{outcome.error} for {schema}"
+    written = bytes(outcome.ids)
+    if outcome.reason != "stop":
+        assert outcome.reason == "length"
+        written = completed(schema, outcome.ids)
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    value = json.loads(written, parse_float=_finite)
+    errors = [error.message for error in validator.iter_errors(value)]
+    assert not errors, f"{written!r} is not valid against {json.dumps(schema)}: {errors}"
+
+
+def _finite(number: str) -> float:
+    """A number of JSON's may have more digits than a float has room for."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+
+
+def completed(schema: Schema, ids: list[int]) -> bytes:
+    """The answer, and the shortest way that can be seen from it to an end."""
+    matcher = grammars().compile(JsonSchema(text=json.dumps(schema)), ENDS)
+    written = list(ids)
+    for id in written:
+        matcher.accept(id)
+    rng = random.Random(0)
+    while not matcher.done:
+        allowed = ids_of(matcher)
+        if tiny.END in allowed:
+            break
+        short = [id for id in _CLOSING if id in allowed]
+        # a pattern may want something else, and not always the same
+        closing = bool(short) and rng.random() < 0.9
+        written.append(short[0] if closing else rng.choice(sorted(allowed)))
+        matcher.accept(written[-1])
+        assert len(written) - len(ids) < _MOST_CLOSING, bytes(written)
+    return bytes(written)
+
+
+@cache
+def answers() -> dict[int, tuple[Schema, Job, Outcome]]:
+    """Those of all drawn schemas that can be followed, in batches of mixed requests."""
+    loop = make_loop(model(), running=TOGETHER, policy="radix")
+    answered: dict[int, tuple[Schema, Job, Outcome]] = {}
+    for start in range(0, DRAWN, TOGETHER):
+        jobs = dict[int, tuple[Schema, Job]]()
+        for seed in range(start, start + TOGETHER):
+            one = asking(f"draw {seed}", drawn(seed), seed)
+            assert one.grammar is not None
+            try:
+                grammars().compile(one.grammar, ENDS)
+            except AppError as error:
+                assert "Unsatisfiable" in error.message or "disjoint" in error.message, error
+                continue
+            jobs[seed] = drawn(seed), one
+        plain = job("plain", b"beside", max_tokens=50, stop_ids=frozenset[int](), temperature=1.0)
+        outcomes = run(loop, plain, *(one for _, one in jobs.values()))
+        for seed, (schema, one) in jobs.items():
+            answered[seed] = schema, one, outcomes[one.id]
+    return answered
+
+
+def test_every_answer_of_500_drawn_schemas_keeps_its_schema() -> None:
+    for schema, _, outcome in answers().values():
+        assert_keeps(outcome, schema)
+
+
+def test_nearly_all_of_them_can_be_followed_and_most_end_by_themselves() -> None:
+    """Else the test above would prove little."""
+    ended = [one for one in answers().values() if one[2].reason == "stop"]
+    assert len(answers()) > 0.97 * DRAWN
+    assert len(ended) > 0.6 * DRAWN
+    assert len(answers()) - len(ended) > 0.05 * DRAWN
+
+
+def test_answers_among_others_are_those_that_are_given_alone(ties: list[int]) -> None:
+    for seed in range(0, DRAWN, 42):
+        if seed in answers():
+            _, one, outcome = answers()[seed]
+            ties.append(assert_same(outcome, run_one(make_loop(model()), one)))
+
+
+def test_each_corner_keeps_its_schema() -> None:
+    """Six times each: sampled in every way."""
+    loop = make_loop(model(), running=TOGETHER, policy="radix")
+    jobs = [
+        (schema, asking(f"{name} {seed}", schema, seed))
+        for name, schema in CORNERS.items()
+        for seed in range(6)
+    ]
+    outcomes = run(loop, *(one for _, one in jobs))
+    for schema, one in jobs:
+        assert_keeps(outcomes[one.id], schema)
+
+
+def test_the_validator_would_see_a_wrong_answer() -> None:
+    for written in (b"17", b'"7"', b"[1"):
+        tokens = [Token(job="it", id=id, at=0) for id in written]
+        with pytest.raises((AssertionError, ValueError)):
+            assert_keeps(Outcome(reason="stop", tokens=tokens), {"type": "integer", "maximum": 9})

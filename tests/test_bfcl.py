@@ -1,0 +1,251 @@
+"""Calls that must be made are valid, whatever the model: all questions of a leaderboard, put to
+models with random weights that speak like each family.
+
+Every question is asked of one family: with `tool_choice: required`, once streamed and once not,
+from the same seed.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+
+from app import store
+from app.api.app import build_app
+from app.core.settings import Settings
+from app.engine.describe import complete
+from app.generation import Generation
+from app.runners.local import LocalRunner
+from app.text import families
+from app.text.family import ChatFamily
+from tests import tiny
+from tests.bfcl import questions
+from tests.conftest import SHARED
+from tests.serving import PATIENCE
+
+FAMILIES = [module.name for module in iter_modules(families.__path__)]
+
+MAX_TOKENS = 200
+MERGES = 4000
+AT_ONCE = 8
+
+# Random weights write strings without an end, and numbers. What closes them is made likelier, so
+# that most answers come to their end; which of it may stand where is for the grammar to say all the
+# same. A string has thousands of ways to go on, a number or a list only dozens.
+STRINGS = ('"', "</s>")
+OTHERS = ("}", "]", ")", ",")
+CLOSES_STRING, CLOSES_OTHER = 24.0, 16.0
+CLOSING_TAG = re.compile(r"</[^\s<>{}'\"]*(?:parameter|value)>")
+
+
+@dataclass(frozen=True)
+class Client:
+    http: httpx.AsyncClient
+    bias: dict[str, float]
+
+    async def ask(self, question: dict[str, Any], seed: int) -> tuple[dict[str, Any], Any]:
+        """The message and why it ended, whole and streamed."""
+        body = {
+            **question,
+            "model": "tiny",
+            "tool_choice": "required",
+            "seed": seed,
+            "temperature": 2,
+            "max_tokens": MAX_TOKENS,
+            "logit_bias": self.bias,
+        }
+        whole = await self.http.post("/v1/chat/completions", json=body)
+        assert whole.status_code == 200, whole.text
+        body["stream"] = True
+        streamed = await self.http.post("/v1/chat/completions", json=body)
+        assert streamed.status_code == 200, streamed.text
+        return _said(whole.json()["choices"][0]), _folded(streamed.text)
+
+
+def _said(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice["message"]
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning_content") or "",
+        "calls": [
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls") or ()
+        ],
+        "finish": choice["finish_reason"],
+    }
+
+
+def _folded(stream: str) -> dict[str, Any]:
+    """Server-sent events, added up as a client would."""
+    said: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    frames = [line[6:] for line in stream.splitlines() if line.startswith("data: ")]
+    assert frames.pop() == "[DONE]"
+    for frame in frames:
+        for choice in json.loads(frame)["choices"]:
+            delta = choice["delta"]
+            said["content"] += delta.get("content") or ""
+            said["reasoning"] += delta.get("reasoning_content") or ""
+            said["finish"] = choice["finish_reason"] or said["finish"]
+            for piece in delta.get("tool_calls") or ():
+                _add(said["calls"], piece)
+    return said
+
+
+def _add(calls: list[tuple[str, str]], piece: dict[str, Any]) -> None:
+    function = piece["function"]
+    if piece["index"] == len(calls):
+        assert piece["id"]
+        calls.append((function["name"], function.get("arguments") or ""))
+        return
+    assert piece["index"] == len(calls) - 1, "one call is over before the next one begins"
+    assert function.get("name") is None
+    name, arguments = calls[-1]
+    calls[-1] = (name, arguments + function["arguments"])
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
+    """The application with a real engine, without a socket."""
+    settings = Settings(model=str(folder), parallel=AT_ONCE, memory=1 << 30)
+    files = complete(store.resolve(settings.model))
+    runner = LocalRunner(settings)
+    generation = Generation(files, runner, settings)
+    await runner.start(files)
+    try:
+        transport = httpx.ASGITransport(build_app(generation, settings))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=PATIENCE
+        ) as http:
+            yield http
+    finally:
+        await runner.stop()
+
+
+def spoken(name: str) -> tuple[ChatFamily, str]:
+    """A family, and a real template of it."""
+    family: ChatFamily = import_module(f"{families.__name__}.{name}").Family()
+    for path in sorted((SHARED / "chat_templates").glob("templates*/*.jinja")):
+        template = path.read_text("utf-8")
+        if family.claims(template):
+            return family, template
+    pytest.skip("no template of this family is among the data")
+
+
+def write(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
+    """A model of two layers, which has the family's markers as tokens. The `logit_bias` that brings
+    its answers to an end."""
+    tags = set(CLOSING_TAG.findall(template)) - set(family.markers)
+    tagged = sorted(tags | {f"\n{tag}" for tag in tags})
+    tokenizer = shortened(SHARED / "tokenizers" / "gpt2" / "tokenizer.json", tagged)
+    markers = [AddedToken(text, special=True) for text in ("<s>", "</s>", *family.markers)]
+    tokenizer.add_special_tokens(markers)
+    end = tokenizer.token_to_id("</s>")
+    tiny.write(folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=end, chat=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    biases = dict.fromkeys((*STRINGS, *map(_spelled, tagged), *family.markers), CLOSES_STRING)
+    biases |= dict.fromkeys(OTHERS, CLOSES_OTHER)
+    ids = {tokenizer.token_to_id(text): bias for text, bias in biases.items()}
+    return {str(id): bias for id, bias in ids.items() if id is not None}
+
+
+def shortened(file: Path, more: Sequence[str]) -> Tokenizer:
+    """A byte-level tokenizer without its later merges, because a step's time goes into the
+    vocabulary. more: texts that become tokens of it, not special ones."""
+    described = json.loads(file.read_text("utf-8"))
+    model = described["model"]
+    # first the bytes, then what each merge makes, in order
+    model["vocab"] = {text: id for text, id in model["vocab"].items() if id < 256 + MERGES}
+    model["merges"] = model["merges"][:MERGES]
+    # the model may say these, though nothing is ever encoded as one of them
+    model["vocab"] |= {_spelled(text): 256 + MERGES + i for i, text in enumerate(more)}
+    described["added_tokens"] = []
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def _spelled(text: str) -> str:
+    """As a byte-level vocabulary writes it."""
+    [(spelled, _)] = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    ).pre_tokenize_str(text)
+    return spelled
+
+
+def check(question: dict[str, Any], said: dict[str, Any]) -> None:
+    """Calls, and nothing but calls; each of a function that was offered, each as its schema wants
+    it. Of an answer that was cut, the last call is the beginning of such a one."""
+    schemas = {
+        tool["function"]["name"]: jsonschema_rs.Draft202012Validator(tool["function"]["parameters"])
+        for tool in question["tools"]
+    }
+    cut = said["finish"] == "length"
+    whole = said["calls"][:-1] if cut else said["calls"]
+    assert cut or (whole and said["finish"] == "tool_calls"), said
+    assert cut or not said["content"].strip(), said
+    for name, arguments in whole:
+        schemas[name].validate(json.loads(arguments))
+    if cut:
+        for name, arguments in said["calls"][-1:]:
+            assert name in schemas
+            assert begins_an_object(arguments), arguments
+
+
+def begins_an_object(text: str) -> bool:
+    """Whether more text could make it a JSON object."""
+    open_: list[str] = []
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "{[":
+            open_.append({"{": "}", "[": "]"}[character])
+        elif character in "}]" and (not open_ or open_.pop() != character):
+            return False
+    return text[:1] in ("", "{")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_required_calls_are_valid_and_streamed_equals_collected(
+    name: str, shared: Path, tmp_path: Path
+):
+    family, template = spoken(name)
+    place, count = FAMILIES.index(name), len(FAMILIES)
+    mine = list(questions(shared / "traces"))[place::count]
+    bias = write(tmp_path / "tiny", family, template)
+
+    async def ask_all() -> list[tuple[Any, Any]]:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(client: Client, seed: int) -> tuple[Any, Any]:
+            async with gate:
+                return await client.ask(mine[seed], seed)
+
+        async with serving(tmp_path / "tiny") as http:
+            client = Client(http, bias)
+            return await asyncio.gather(*(one(client, seed) for seed in range(len(mine))))
+
+    answers = asyncio.run(ask_all())
+    for question, (whole, streamed) in zip(mine, answers, strict=True):
+        assert streamed == whole
+        check(question, whole)
+    ended = sum(whole["finish"] == "tool_calls" for whole, _ in answers)
+    assert ended > 0.8 * len(mine), f"{ended} of {len(mine)}: too few to have proved anything"

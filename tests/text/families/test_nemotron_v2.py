@@ -1,0 +1,48 @@
+"""Nemotron Nano 2's calls: a JSON array between tags."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.text.families.nemotron_v2 import Family
+from app.text.family import Tags
+from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
+from tests.text.families.rows import llamacpp
+from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
+
+FAMILY = Family()
+TAGS = Tags(open="<think>", close="</think>")
+MARKERS = ("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>")
+END_OF_TURN = "<SPECIAL_12>"  # a token that ends the answer, and so is no part of it
+
+
+def test_what_its_models_wrote_is_read(shared):
+    rows = [row for row in llamacpp(shared, None) if row.id == "llamacpp-3908-181"]
+    for row in rows:
+        check_row(FAMILY, replace(row, output=row.output.removesuffix(END_OF_TURN)))
+    assert rows
+
+
+def test_its_templates_are_claimed():
+    assert FAMILY.claims("{{ '<TOOLCALL>[' }}")
+    assert not FAMILY.claims("{{ '<tool_call>' }}")
+
+
+@given(text=mixtures(*MARKERS), opened=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+
+
+@given(prose(*MARKERS))
+def test_text_without_markers_stays_as_it_is(text):
+    check_prose(FAMILY, text, tools=[WEATHER], tags=TAGS)
+
+
+def test_what_its_syntax_produces_is_read_back():
+    check_walks(FAMILY, TOOLS)
+
+
+def test_its_syntax_is_what_its_models_write():
+    text = '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</TOOLCALL>'
+    assert Walk(FAMILY, [WEATHER]).accepts(text)

@@ -1,0 +1,95 @@
+"""Chat families: which one a template is of, and what all of them have in common."""
+
+import pkgutil
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from app.text import families
+from app.text.family import ChatFamily, Tags, family_of
+from tests.text.families.reading import check_text, content, reasoning
+from tests.text.families.rows import roundtrip, templates
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+TAGS = Tags(open="<think>", close="</think>")
+
+# these speak of tools, but not of how a call is written
+SILENT = {"llamacpp-ChatGLM4.jinja", "ortx-phi-4-mini-reasoning.jinja"}
+# and this one refuses every conversation but those with a message of a role of its own
+REFUSING = {"hfjinja-fireworks-ai_firefunction-v1.jinja"}
+
+
+def test_a_template_is_of_one_family_at_most_and_of_one_if_it_writes_calls(shared):
+    unclaimed = set()
+    for name, source in templates(shared).items():
+        # which fails where two claim it
+        if family_of(source) is None and "tool_calls" in source:
+            unclaimed.add(name)
+    assert unclaimed == REFUSING
+    for name in SILENT:
+        assert family_of(templates(shared)[name]) is None
+
+
+def test_every_template_whose_calls_are_known_is_claimed(shared):
+    for row in roundtrip(shared, *templates(shared)):
+        assert row.template is not None
+        assert family_of(row.template) is not None, row.id
+
+
+def test_a_template_without_calls_is_of_no_family():
+    assert family_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    assert family_of("") is None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_family_is_a_class_with_markers_and_a_test_of_its_own(module):
+    family = import_module(f"{families.__name__}.{module}").Family()
+    assert isinstance(family, ChatFamily)
+    assert all(family.markers)
+    assert (Path(__file__).parent / "families" / f"test_{module}.py").is_file()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
+    family = import_module(f"{families.__name__}.{module}").Family()
+    assert not family.claims("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "said"),
+    [
+        ("<think>a</think>b", False, "a", "b"),
+        ("\n<think>\na\n</think>\n\nb\n", False, "a", "b\n"),
+        ("a</think>b", True, "a", "b"),
+        ("\n<think>\na</think>b", True, "a", "b"),  # opened again
+        ("a</think>b", False, "", "a</think>b"),
+        ("b<think>a</think>", False, "", "b<think>a</think>"),  # only at the beginning
+        ("<think>a", False, "a", ""),
+        ("<think>a</thi", False, "a</thi", ""),
+        ("<think></think>b", False, "", "b"),
+        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+        (" b", False, "", " b"),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_stands_in_tags_at_the_beginning(text, opened, thought, said):
+    pieces = check_text(ChatFamily(), text, tools=[], tags=TAGS, opened=opened)
+    assert (reasoning(pieces), content(pieces)) == (thought, said)
+
+
+def test_without_tags_all_is_text():
+    pieces = check_text(ChatFamily(), "<think>a</think>b", tools=[])
+    assert content(pieces) == "<think>a</think>b"
+
+
+def test_a_prompt_opens_reasoning_where_it_ends_with_the_tag():
+    family = ChatFamily()
+    assert family.opened("<|im_start|>assistant\n<think>\n", TAGS)
+    assert not family.opened("<|im_start|>assistant\n<think>\n\n</think>\n\n", TAGS)
+    assert not family.opened("<|im_start|>assistant\n", TAGS)
+
+
+def test_models_reason_whose_template_closes_the_tag():
+    assert ChatFamily().tags("{{ content.split('</think>')[-1] }}") == TAGS
+    assert ChatFamily().tags("{{ content }}") is None
