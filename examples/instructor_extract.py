@@ -9,7 +9,7 @@ from typing import Literal
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 os.environ.setdefault("OPENAI_BASE_URL", "http://localhost:8080/v1")
 os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the server does not
@@ -17,6 +17,8 @@ os.environ.setdefault("OPENAI_API_KEY", "any")  # the library wants one, the ser
 
 class Ticket(BaseModel):
     """What a customer wants."""
+
+    model_config = ConfigDict(extra="forbid")  # nothing but this: small models like to go on
 
     kind: Literal["question", "complaint", "order"]
     summary: str = Field(max_length=40)

@@ -32,6 +32,7 @@ WEATHER = {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Paris", "Rome", "Oslo"]}},
             "required": ["city"],
+            "additionalProperties": False,
         },
     },
 }
@@ -58,7 +59,7 @@ def main() -> None:
     assert "".join(pieces) == said
 
     # Tools, whole and put together again from a stream.
-    tools = {"tools": [WEATHER], "tool_choice": "required"}
+    tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     chunks = list(litellm.completion(**asked, **tools, stream=True))
     rebuilt = litellm.stream_chunk_builder(chunks, messages=asked["messages"])
     for answer in (litellm.completion(**asked, **tools), rebuilt):

@@ -31,8 +31,16 @@ def main() -> None:
     model = client.models.list().data[0].id
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages = [{"role": "user", "content": "What will the weather be in Rome?"}]
-    # "required" is enforced while the answer is sampled: any model makes a valid call.
-    asked = {"model": model, "messages": messages, "tools": tools, "seed": 1, "max_tokens": 200}
+    # "required" is enforced while the answer is sampled: any model makes a valid call. That there
+    # is no second one too.
+    asked = {
+        "model": model,
+        "messages": messages,
+        "tools": tools,
+        "parallel_tool_calls": False,
+        "seed": 1,
+        "max_tokens": 200,
+    }
 
     # Call, run, answer: the round that every agent makes.
     turn = client.chat.completions.create(**asked, tool_choice="required").choices[0]

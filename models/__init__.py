@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from models import base, foreign
 from models.base import Model, ModelError
 from models.blobs import mlx_names
-from models.checkpoint import text_config, text_weights
+from models.checkpoint import is_trunk, text_config, text_weights
 from models.quant import adopt, check_method, reduce
 
 # model_types that are another architecture under a new name
@@ -78,9 +78,11 @@ def build(
     """
     config = text_config(config)
     check_method(config)
-    weights = text_weights(mlx_names(weights))
+    named = mlx_names(weights)
+    weights = text_weights(named)
     architecture = _architecture(config)
-    if "tie_word_embeddings" not in config:
+    # a trunk alone has no head, and some say that it has one of its own (Qwen3-Embedding-8B)
+    if is_trunk(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
     model = _made(architecture, config)
     weights = dict(model.sanitize(weights))

@@ -19,6 +19,10 @@ _TEXT = (
     ("language_model.", ""),
 )
 
+# the parts of a trunk that was saved without what stands around it, as those of models for vectors
+# are (Qwen3-Embedding)
+_TRUNK = ("embed_tokens.", "layers.", "norm.")
+
 # the parts that see and hear, and what leads from them to the text; Ollama's drafting model
 _OTHERS = frozenset(
     {
@@ -57,8 +61,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The tensors of the text part, named as if there were nothing else."""
-    return {text_name(name): array for name, array in weights.items() if not _is_other(name)}
+    """The tensors of the text part, named as if there were nothing else but a head."""
+    named = {text_name(name): array for name, array in weights.items() if not _is_other(name)}
+    if "embed_tokens.weight" not in named:
+        return named
+    return {
+        f"model.{name}" if name.startswith(_TRUNK) else name: array for name, array in named.items()
+    }
+
+
+def is_trunk(weights: Mapping[str, mx.array]) -> bool:
+    """Whether a checkpoint is a trunk alone, whatever its config says of a head."""
+    return "embed_tokens.weight" in weights and "lm_head.weight" not in weights
 
 
 def text_name(name: str) -> str:

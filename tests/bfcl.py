@@ -16,12 +16,16 @@ _TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 
 def questions(traces: Path) -> Iterator[dict[str, Any]]:
-    """Every question: `messages` and `tools` of a request."""
+    """Every question, as fields of a request. Only some of them want several calls."""
     for kind in _KINDS:
         for line in (traces / f"BFCL_v4_{kind}.jsonl").read_text("utf-8").splitlines():
             row = json.loads(line)
             [messages] = row["question"]
-            yield {"messages": messages, "tools": [_tool(one) for one in row["function"]]}
+            yield {
+                "messages": messages,
+                "tools": [_tool(one) for one in row["function"]],
+                "parallel_tool_calls": kind == "parallel",
+            }
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:

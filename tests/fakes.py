@@ -124,6 +124,9 @@ class FakeGenerate:
         """Of each input a vector of four numbers, which say where it stands and how long it is."""
         if self.refusal is not None:
             raise self.refusal
+        for one in request.inputs:
+            if isinstance(one.content, tuple):
+                await self.detokenize(one.content)
         self.embedded.append(request)
         vectors = [
             struct.pack("<4f", place, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]

@@ -82,7 +82,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Path, *, vocab: int) -> None:
-        self._path = tokenizer
+        self.tokenizer = tokenizer
         self._vocab = vocab
         self._lock = threading.Lock()
         self._known = OrderedDict[tuple[Grammar, frozenset[int]], Future[LLMatcher]]()
@@ -168,12 +168,12 @@ class Grammars:
         try:
             # llguidance cannot do without an end: where there is none it guesses one
             return LLTokenizer(
-                self._path.read_text("utf-8"),
+                self.tokenizer.read_text("utf-8"),
                 n_vocab=self._vocab,
                 eos_token=sorted(stop_ids) or None,
             )
         except (OSError, ValueError) as error:
-            message = f"{self._path} is not a tokenizer that grammars work with: {error}"
+            message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
             raise AppError(Kind.MODEL_FILES, message) from error
 
 

@@ -61,7 +61,9 @@ class _Search:
 
     def _child(self, path: Path, schema: Any) -> tuple[Path, Any, str] | None:
         """The first that is refused by itself."""
-        children = [((*path, *below), each) for below, each in evaluated(schema)]
+        # false forbids all, which is what it is for
+        below = [child for child in evaluated(schema) if child[1] is not False]
+        children = [((*path, *names), each) for names, each in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
             found = at(self._document, cast(Schema, schema)["$ref"])
             children += [found] if found is not None else []

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from app.core.events import CallDelta, ReasoningDelta, TextDelta, TokenLogprob, TopLogprob
 from app.core.jobs import Token
-from app.text.pieces import Arguments, Called, Piece, Said, Splitter, Thought
 from app.text.stream import Detokenizer, Found, StopFinder, VisibleTokens
+from app.text.syntax.pieces import Arguments, Called, Piece, Said, Splitter, Thought
 from app.text.tokenizer import Tokenizer
 
 Delta = TextDelta | ReasoningDelta | CallDelta

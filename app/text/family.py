@@ -16,8 +16,8 @@ from importlib import import_module
 
 from app.core.requests import Tool
 from app.text import families
-from app.text.pieces import Pieces, Splitter
-from app.text.reader import Reader, Wait
+from app.text.syntax.pieces import Pieces, Splitter
+from app.text.syntax.reader import Reader, Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Message, Tool
-from app.text.call_object import call_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import call_object
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _FORM = '{"name": "…", "arguments": {…}}'
 

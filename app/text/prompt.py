@@ -14,8 +14,8 @@ from app.core.requests import Conversation, GenerateRequest, Grammar, Message, N
 from app.text.chat import ChatTemplate
 from app.text.constraint import Asked, Turn, constraint
 from app.text.family import ChatFamily, Tags, family_of
-from app.text.pieces import Splitter
 from app.text.plain_calls import Plain, told
+from app.text.syntax.pieces import Splitter
 from app.text.thinking import check_budget, options
 from app.text.tokenizer import Tokenizer
 

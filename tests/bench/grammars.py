@@ -20,7 +20,7 @@ from app.engine.load import load
 from app.engine.loop import Loop
 from tests.bench import client
 
-ROWS, TOKENS, ROUNDS = (1, 8), 40, 7
+ROWS, TOKENS, ROUNDS = (1, 8), 40, 3
 NONE = frozenset[int]()
 
 _ITEM = {

@@ -4,8 +4,11 @@ The tiny vocabulary is bytes, so what is sampled can be read off the ids.
 """
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +16,8 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.core.errors import AppError, Kind
-from app.core.requests import JsonSchema
+from app.core.requests import Choice, Grammar, JsonSchema
+from app.engine import compiling
 from app.engine.grammar import GrammarError, Grammars, Matcher
 from app.engine.memory import measured
 from app.engine.sampler import Rows
@@ -284,27 +288,75 @@ def test_an_id_that_was_not_allowed_is_an_error_for_good() -> None:
             matcher.accept(token)
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ("{", "EOF while parsing"),
-        ("[1]", "object"),
-        ('{"type": "colour"}', "Invalid type: colour"),
-        ('{"type": "string", "pattern": "("}', "unclosed group"),
-        ('{"not": {"type": "null"}}', "Unimplemented keys"),
-        ('{"not": {"type": "null"}, "x-guidance": {"lenient": true}}', "Unimplemented keys"),
-        ('{"$ref": "https://example.com/schema"}', "not present in a registry"),
-        ('{"type": "integer", "minimum": 2, "maximum": 1}', "minimum .* is greater than maximum"),
-    ],
-)
-def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
-    schema: str, reason: str
+def test_what_was_compiled_serves_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its beginning, each for itself; and the reason for a refusal is remembered too."""
+    compiled = list[Grammar]()
+    monkeypatch.setattr("app.engine.grammar.compiled", noting(compiled))
+    fresh = new_grammars()
+    one, other = (fresh.compile(SCHEMA, ENDS) for _ in range(2))
+    one.accept(ord("{"))
+    assert ids_of(other) == {ord("{")}
+    other.accept(ord("{"))
+    assert ids_of(other) == ids_of(one)
+    for _ in range(2):
+        with pytest.raises(AppError, match="not is not supported"):
+            fresh.compile(JsonSchema(text='{"not": {}}'), ENDS)
+    fresh.compile(SCHEMA, NONE)
+    assert len(compiled) == 3
+
+
+def test_who_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[Grammar]()
+    monkeypatch.setattr("app.engine.grammar.compiled", noting(compiled))
+    fresh = new_grammars()
+    choices = [Choice(options=(str(i),)) for i in range(40)]
+    for choice in (choices[0], *choices[1:32], choices[0], choices[32], choices[0], choices[1]):
+        fresh.compile(choice, ENDS)
+    assert compiled == [*choices[:33], choices[1]]
+
+
+def test_all_who_ask_at_once_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the choices of one request do."""
+    compiled = list[Grammar]()
+    monkeypatch.setattr("app.engine.grammar.compiled", noting(compiled))
+    fresh = new_grammars()
+    with ThreadPoolExecutor(8) as pool:
+        matchers = list(pool.map(lambda _: fresh.compile(SCHEMA, ENDS), range(40)))
+    assert compiled == [SCHEMA]
+    for matcher in matchers:
+        for token in b'{"colour":"':
+            matcher.accept(token)
+        assert ids_of(matcher) == {*b"rgb"}
+
+
+def test_a_compilation_that_never_ends_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(AppError, match=reason) as caught:
-        grammars().compile(JsonSchema(text=schema), ENDS)
-    assert caught.value.kind is Kind.INVALID
-    assert "\n" not in caught.value.message
-    assert caught.value.message.startswith("this JSON schema cannot be followed: ")
+    """Not those whose grammars are known; others are told to come again."""
+    held, ending = [Choice(options=(name,), at="guided_choice") for name in "ab"], Event()
+
+    def endless(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        if grammar in held:
+            assert ending.wait(30)
+        return real(grammar, tokenizer)
+
+    real = compiling.compiled
+    monkeypatch.setattr("app.engine.grammar.compiled", endless)
+    fresh = new_grammars()
+    fresh.compile(SCHEMA, ENDS)
+    monkeypatch.setattr("app.engine.grammar._PATIENCE", 0.2)
+    for grammar in (*held, held[0]):
+        with pytest.raises(AppError, match="make it simpler") as caught:
+            fresh.compile(grammar, ENDS)
+        assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_choice")
+    with pytest.raises(AppError, match="try again") as caught:
+        fresh.compile(ANYTHING, ENDS)
+    assert caught.value.kind is Kind.BUSY
+    assert ids_of(fresh.compile(SCHEMA, ENDS)) == {ord("{")}
+    ending.set()
+    monkeypatch.setattr("app.engine.grammar._PATIENCE", 10.0)
+    for grammar in (*held, ANYTHING):
+        fresh.compile(grammar, ENDS)
 
 
 def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
@@ -313,6 +365,31 @@ def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
         with pytest.raises(AppError, match=name) as caught:
             Grammars(tmp_path / name, vocab=tiny.VOCAB).compile(ANYTHING, ENDS)
         assert caught.value.kind is Kind.MODEL_FILES
+
+
+def test_a_tokenizer_that_is_mended_serves_the_next_request(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    fresh = Grammars(file, vocab=tiny.VOCAB)
+    with pytest.raises(AppError, match=r"tokenizer\.json"):
+        fresh.compile(ANYTHING, ENDS)
+    tiny.tokenizer().save(str(file))
+    assert ids_of(fresh.compile(ANYTHING, ENDS)) == {ord("{")}
+
+
+def new_grammars() -> Grammars:
+    """For the tiny vocabulary, with nothing compiled."""
+    return Grammars(grammars().tokenizer, vocab=tiny.VOCAB)
+
+
+def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer], LLMatcher]:
+    """What compiles, and notes what."""
+
+    def note(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        compiled.append(grammar)
+        return real(grammar, tokenizer)
+
+    real = compiling.compiled
+    return note
 
 
 def ids_of(matcher: Matcher) -> set[int]:

@@ -13,7 +13,6 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from app.core.errors import AppError
 from app.core.jobs import Job, Token
 from app.core.requests import JsonSchema
 from tests import tiny
@@ -27,10 +26,10 @@ DRAWN = 500
 TOGETHER = 50
 MOST_TOKENS = 80
 
-# what brings an answer to its end, the shortest way first
-_CLOSING = [*b'"b}]', *b"0123456789", *b"eE.-+:,[{tfn"]
-# no string of the schemas needs more
-_MOST_CLOSING = 400
+# what brings an answer to its end, the shortest way first; what only some patterns want comes early
+_CLOSING = tuple(f'"{wanted}}}]0123456789eE.-+:,[{{tfn'.encode() for wanted in ("b", "@"))
+# no schema needs more
+_MOST_CLOSING = 300
 
 
 def sampling(seed: int) -> dict[str, Any]:
@@ -74,40 +73,41 @@ def _finite(number: str) -> float:
 
 
 def completed(schema: Schema, ids: list[int]) -> bytes:
-    """The answer, and the shortest way that can be seen from it to an end."""
+    """The answer, and a short way from it to an end."""
+    for closing in _CLOSING:
+        written = _closed(schema, ids, closing)
+        if written is not None:
+            return written
+    raise AssertionError(f"{bytes(ids)!r} comes to no end that follows {schema}")
+
+
+def _closed(schema: Schema, ids: list[int], closing: bytes) -> bytes | None:
+    """closing: ids, in the order in which they are tried."""
     matcher = grammars().compile(JsonSchema(text=json.dumps(schema)), ENDS)
     written = list(ids)
     for id in written:
         matcher.accept(id)
     rng = random.Random(0)
-    while not matcher.done:
-        allowed = ids_of(matcher)
-        if tiny.END in allowed:
-            break
-        short = [id for id in _CLOSING if id in allowed]
+    while not matcher.done and tiny.END not in (allowed := ids_of(matcher)):
+        short = [id for id in closing if id in allowed]
         # a pattern may want something else, and not always the same
-        closing = bool(short) and rng.random() < 0.9
-        written.append(short[0] if closing else rng.choice(sorted(allowed)))
+        usual = bool(short) and rng.random() < 0.9
+        written.append(short[0] if usual else rng.choice(sorted(allowed)))
         matcher.accept(written[-1])
-        assert len(written) - len(ids) < _MOST_CLOSING, bytes(written)
+        if len(written) - len(ids) > _MOST_CLOSING:
+            return None
     return bytes(written)
 
 
 @cache
 def answers() -> dict[int, tuple[Schema, Job, Outcome]]:
-    """Those of all drawn schemas that can be followed, in batches of mixed requests."""
+    """By their seeds, in batches of mixed requests."""
     loop = make_loop(model(), running=TOGETHER, policy="radix")
     answered: dict[int, tuple[Schema, Job, Outcome]] = {}
     for start in range(0, DRAWN, TOGETHER):
         jobs = dict[int, tuple[Schema, Job]]()
         for seed in range(start, start + TOGETHER):
             one = asking(f"draw {seed}", drawn(seed), seed)
-            assert one.grammar is not None
-            try:
-                grammars().compile(one.grammar, ENDS)
-            except AppError as error:
-                assert "Unsatisfiable" in error.message or "disjoint" in error.message, error
-                continue
             jobs[seed] = drawn(seed), one
         plain = job("plain", b"beside", max_tokens=50, stop_ids=frozenset[int](), temperature=1.0)
         outcomes = run(loop, plain, *(one for _, one in jobs.values()))
@@ -121,19 +121,16 @@ def test_every_answer_of_500_drawn_schemas_keeps_its_schema() -> None:
         assert_keeps(outcome, schema)
 
 
-def test_nearly_all_of_them_can_be_followed_and_most_end_by_themselves() -> None:
+def test_most_of_them_end_by_themselves_and_many_are_cut() -> None:
     """Else the test above would prove little."""
-    ended = [one for one in answers().values() if one[2].reason == "stop"]
-    assert len(answers()) > 0.97 * DRAWN
-    assert len(ended) > 0.6 * DRAWN
-    assert len(answers()) - len(ended) > 0.05 * DRAWN
+    ended = sum(outcome.reason == "stop" for _, _, outcome in answers().values())
+    assert 0.6 * DRAWN < ended < 0.95 * DRAWN
 
 
 def test_answers_among_others_are_those_that_are_given_alone(ties: list[int]) -> None:
     for seed in range(0, DRAWN, 42):
-        if seed in answers():
-            _, one, outcome = answers()[seed]
-            ties.append(assert_same(outcome, run_one(make_loop(model()), one)))
+        _, one, outcome = answers()[seed]
+        ties.append(assert_same(outcome, run_one(make_loop(model()), one)))
 
 
 def test_each_corner_keeps_its_schema() -> None:

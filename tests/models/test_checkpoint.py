@@ -90,3 +90,19 @@ def test_nothing_but_the_text_is_kept() -> None:
     names = ("visual.x", "model.visual.x", "draft.norm.weight", "model.norm.weight")
     weights = {name: mx.zeros((1,)) for name in names}
     assert text_weights(weights).keys() == {"model.norm.weight"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": False}])
+def test_a_trunk_that_was_saved_alone_is_a_model_with_a_tied_head(
+    kind: str, said: dict[str, bool]
+) -> None:
+    """Models for vectors are published so, and not all say that there is no head."""
+    config = {**TEXT, "model_type": kind, "tie_word_embeddings": True}
+    weights = {name: array for name, array in drawn(config).items() if "lm_head" not in name}
+    trunk = {name.removeprefix("model."): array for name, array in weights.items()}
+    bare = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    np.testing.assert_array_equal(
+        logits(models.build({**bare, **said}, trunk), IDS),
+        logits(models.build(config, weights), IDS),
+    )

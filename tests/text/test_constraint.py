@@ -18,8 +18,8 @@ from app.core.requests import Choice, Grammar, JsonSchema, Lark, NamedTool, Rege
 from app.text.constraint import Asked, Constraint, Turn, constraint
 from app.text.families import glm, harmony, hermes
 from app.text.family import ChatFamily, Tags
-from app.text.pieces import Arguments, Called, Piece, Said, Thought
 from app.text.plain_calls import Plain
+from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 

@@ -11,13 +11,13 @@ import json as json_text
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_list import call_list
-from app.text.call_object import Outcome
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.json_reader import json_string, json_value
-from app.text.marked_calls import marked_call, marked_calls
-from app.text.pieces import Pieces, Splitter
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_list import call_list
+from app.text.syntax.call_object import Outcome
+from app.text.syntax.json_reader import json_string, json_value
+from app.text.syntax.marked_calls import marked_call, marked_calls
+from app.text.syntax.pieces import Pieces, Splitter
+from app.text.syntax.reader import Reader, Wait
 
 _CALLS, _CALLS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 _THOUGHT, _THOUGHT_END = "<|inner_prefix|>", "<|inner_suffix|>"

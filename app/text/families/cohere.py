@@ -12,12 +12,12 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_list import call_list
-from app.text.call_object import Outcome, call_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.marked_calls import marked_call
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_list import call_list
+from app.text.syntax.call_object import Outcome, call_object
+from app.text.syntax.marked_calls import marked_call
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
 _ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"

@@ -16,12 +16,12 @@ Source: the tool use templates of these models.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import Outcome
 from app.text.families.cohere import read_actions
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import Outcome
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _FENCE = "Action:", "```"
 

@@ -11,7 +11,8 @@ Source: the chat templates of DeepSeek V3 and R1, those of its distillates, and 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.deepseek_calls import (
+from app.text.family import CallSyntax, Json, Spell
+from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,
     CALLS,
@@ -21,7 +22,6 @@ from app.text.deepseek_calls import (
     SEPARATOR,
     DeepSeekFamily,
 )
-from app.text.family import CallSyntax, Json, Spell
 
 
 class Family(DeepSeekFamily):

@@ -9,7 +9,8 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.deepseek_calls import (
+from app.text.family import CallSyntax, Json, Spell
+from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,
     CALLS,
@@ -18,7 +19,6 @@ from app.text.deepseek_calls import (
     SEPARATOR,
     DeepSeekFamily,
 )
-from app.text.family import CallSyntax, Json, Spell
 
 
 class Family(DeepSeekFamily):

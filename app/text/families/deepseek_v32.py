@@ -1,7 +1,7 @@
-"""DeepSeek V3.2: calls in DSML, which `app/text/dsml.py` describes."""
+"""DeepSeek V3.2: calls in DSML, which `app/text/syntax/dsml.py` describes."""
 
-from app.text.dsml import MARK, dsml
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.dsml import MARK, dsml
+from app.text.syntax.tagged_family import TaggedFamily
 
 _CALLS = "function_calls"
 

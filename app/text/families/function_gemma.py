@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.gemma_calls import GemmaCalls
-from app.text.gemma_rules import gemma_syntax
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.gemma_calls import GemmaCalls
+from app.text.syntax.gemma_rules import gemma_syntax
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 

@@ -9,7 +9,7 @@
 Source: MeetKai's chat template of Functionary medium v2.2.
 """
 
-from app.text.recipients import RecipientFamily
+from app.text.syntax.recipients import RecipientFamily
 
 
 class Family(RecipientFamily):

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.gemma_calls import GemmaCalls
-from app.text.gemma_rules import gemma_syntax
-from app.text.marked_calls import marked_call
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.gemma_calls import GemmaCalls
+from app.text.syntax.gemma_rules import gemma_syntax
+from app.text.syntax.marked_calls import marked_call
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"

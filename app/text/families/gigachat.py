@@ -11,11 +11,11 @@ Source: Sber's chat template of GigaChat 3, which knows one call a turn.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import Outcome, call_object, spell_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import Outcome, call_object, spell_object
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _END_OF_TURN, _END_OF_ROLE = "<|message_sep|>", "<|role_sep|>"
 _CALL_TURN = f"\n\nfunction call{_END_OF_ROLE}\n"

@@ -19,10 +19,10 @@ from dataclasses import replace
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, Json, Spell, Tags
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
-from app.text.tagged_call import CallTags, TaggedCalls
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.tagged_call import CallTags, TaggedCalls
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<atem:function_calls>",

@@ -11,8 +11,8 @@ From GLM 4.7 on there are no line ends in it.
 Source: the chat templates of these models.
 """
 
-from app.text.tagged_call import CallTags
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<tool_call>",

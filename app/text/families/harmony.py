@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.json_arguments import json_arguments
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Take, Wait
+from app.text.syntax.json_arguments import json_arguments
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Take, Wait
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

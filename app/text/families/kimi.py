@@ -13,12 +13,12 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import Outcome
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.json_arguments import json_arguments
-from app.text.marked_calls import marked_call
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import Outcome
+from app.text.syntax.json_arguments import json_arguments
+from app.text.syntax.marked_calls import marked_call
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _CALL_END = (

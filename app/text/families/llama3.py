@@ -8,11 +8,11 @@ Source: Meta's chat templates of Llama 3.1 to 4.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import spell_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.llama_calls import END, START, TAG, llama_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import spell_object
+from app.text.syntax.llama_calls import END, START, TAG, llama_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 
 class Family(ChatFamily):

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.llama_calls import END, START, TAG, llama_calls
-from app.text.pieces import Pieces
-from app.text.python_calls import python_syntax
-from app.text.reader import Reader, Wait
+from app.text.syntax.llama_calls import END, START, TAG, llama_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.python_calls import python_syntax
+from app.text.syntax.reader import Reader, Wait
 
 _LLAMA = ("<|start_header_id|>", "<|header_start|>")
 

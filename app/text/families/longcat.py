@@ -9,8 +9,8 @@ Source: the chat templates of LongCat-Flash.
 """
 
 from app.text.family import Tags
-from app.text.tagged_call import CallTags
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<longcat_tool_call>",

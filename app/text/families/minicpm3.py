@@ -15,12 +15,12 @@ Source: the chat template of MiniCPM3-4B.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import Outcome
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.python_calls import python_calls, python_syntax
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import Outcome
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.python_calls import python_calls, python_syntax
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _THOUGHT, _THOUGHT_END = "<|thought_start|>", "<|thought_end|>"

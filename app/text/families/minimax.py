@@ -9,8 +9,8 @@
 Source: MiniMax's guide to the tool calls of M2, and its chat template.
 """
 
-from app.text.tagged_call import CallTags
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<minimax:tool_call>",

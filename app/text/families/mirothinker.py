@@ -16,12 +16,12 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import Outcome
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.json_arguments import json_arguments
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_object import Outcome
+from app.text.syntax.json_arguments import json_arguments
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<use_mcp_tool>", "</use_mcp_tool>"
 _SERVER, _SERVER_END = "<server_name>", "</server_name>"

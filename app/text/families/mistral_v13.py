@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, Json, Spell
-from app.text.mistral_calls import ARGUMENTS, CALL_ID, CALLS, MistralFamily
+from app.text.syntax.mistral_calls import ARGUMENTS, CALL_ID, CALLS, MistralFamily
 
 
 class Family(MistralFamily):

@@ -8,9 +8,9 @@ Source: mistral-common's tokenizers v3 and v7. The id, which may stand there, is
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_object import spell_object
 from app.text.family import CallSyntax, Json, Spell
-from app.text.mistral_calls import ARGUMENTS, CALLS, MistralFamily
+from app.text.syntax.call_object import spell_object
+from app.text.syntax.mistral_calls import ARGUMENTS, CALLS, MistralFamily
 
 
 class Family(MistralFamily):

@@ -8,12 +8,12 @@ Source: NVIDIA's chat templates of Nemotron Nano 2; those of Llama Nemotron writ
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.call_list import call_list
-from app.text.call_object import spell_object
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.reader import Reader, Wait
+from app.text.syntax.call_list import call_list
+from app.text.syntax.call_object import spell_object
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
 
 _CALLS, _CALLS_END = "<TOOLCALL>", "</TOOLCALL>"
 

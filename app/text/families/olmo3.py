@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.marked_calls import marked_calls
-from app.text.pieces import Pieces
-from app.text.python_calls import python_calls, python_syntax
-from app.text.reader import Reader, Wait
+from app.text.syntax.marked_calls import marked_calls
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.python_calls import python_calls, python_syntax
+from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 

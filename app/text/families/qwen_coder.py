@@ -12,8 +12,8 @@ function and for each parameter, values as they are, on lines of their own.
 Source: the chat templates of these models.
 """
 
-from app.text.tagged_call import CallTags
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<tool_call>",

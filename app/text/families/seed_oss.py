@@ -10,8 +10,8 @@ Source: the model's chat template. Lists and objects stand there as Python print
 """
 
 from app.text.family import Tags
-from app.text.tagged_call import CallTags
-from app.text.tagged_family import TaggedFamily
+from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
     before="<seed:tool_call>",

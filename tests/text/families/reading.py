@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, Tags
-from app.text.pieces import Arguments, Called, Piece, Said, Thought
+from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
 from tests.text.families.rows import Row
 
 

@@ -7,9 +7,9 @@ from app.text.families.deepseek_v31 import Family
 from app.text.family import Tags
 from tests.text.families.reading import (
     calls,
+    check_prose,
     check_row,
     check_text,
-    check_prose,
     content,
     mixtures,
     prose,
@@ -47,8 +47,11 @@ def test_what_its_models_wrote_is_read(shared):
 
 
 def test_a_second_group_of_calls_is_read_too():
-    call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    pieces = check_text(FAMILY, f"a {call.format('f')} b {call.format('g')}", tools=[WEATHER])
+    def group(name: str) -> str:
+        call = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"
+        return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
+
+    pieces = check_text(FAMILY, f"a {group('f')} b {group('g')}", tools=[WEATHER])
     assert [call.name for call in calls(pieces)] == ["f", "g"]
     assert content(pieces) == "ab"
 

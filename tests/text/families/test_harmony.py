@@ -136,15 +136,14 @@ def test_what_its_grammar_produces_are_calls_that_satisfy_their_schemas():
 
 
 def test_its_grammar_accepts_the_documented_spelling():
-    walk = Walk(FAMILY, TOOLS)
-    text = CALL.removesuffix("<|call|>")
-    assert walk.accepts(text)
-    assert walk.accepts(f"{NEXT}{text}")
+    assert Walk(FAMILY, TOOLS).accepts(CALL.removesuffix("<|call|>"))
 
 
-def test_its_reasoning_and_its_answer_are_put_together_as_the_model_does():
     assert TAGS is not None
-    text = f"{TAGS.open}Look it up.{TAGS.close}{FAMILY.restart}{FAMILY.lead}It rains."
-    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS)
-    assert text == f"{THOUGHT}{NEXT}{FINAL}".removesuffix("<|return|>")
-    assert (reasoning(pieces), content(pieces)) == ("Look it up.", "It rains.")
+    thought = f"{TAGS.open}Look it up.{TAGS.close}{FAMILY.restart}"
+    assert f"{thought}{FAMILY.lead}It rains." == f"{THOUGHT}{NEXT}{FINAL}".removesuffix(
+        "<|return|>"
+    )
+    for text, said in ((f"{thought}{FAMILY.lead}It rains.", "It rains."), (thought + CALL, "")):
+        pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS)
+        assert (reasoning(pieces), content(pieces)) == ("Look it up.", said)

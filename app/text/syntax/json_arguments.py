@@ -1,0 +1,30 @@
+"""A call's arguments as JSON text between markers, where the name stands outside of it.
+
+Knows: what becomes of arguments that are not the JSON they should be. Must not know: any family's
+markers.
+"""
+
+from app.text.syntax.json_reader import json_value
+from app.text.syntax.pieces import Pieces
+from app.text.syntax.reader import Reader, Wait
+
+
+def json_arguments(reader: Reader, pieces: Pieces, *ends: str) -> Wait[str | None]:
+    """Hand on the arguments of the call that was just begun, up to one of these markers, which is
+    not taken. Which it is; None where the text ends without one.
+
+    A marker within a JSON string is no end. What is no JSON, or stands behind it, is handed on as
+    it is, so that nothing of it is lost. Nothing at all is the empty object.
+    """
+
+    def take(text: str, at: int) -> None:
+        pieces.arguments(text)
+
+    yield from reader.space()
+    met = yield from reader.meets(*ends)
+    if met is not None:
+        pieces.arguments("{}")
+        return met
+    if (yield from json_value(reader, take)) == "whole":
+        yield from reader.space()
+    return (yield from reader.before(*ends, take=take))

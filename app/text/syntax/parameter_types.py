@@ -1,0 +1,242 @@
+"""The types that a tool's schema gives its parameters, and values that are written without quotes.
+
+Knows: JSON Schema's keywords that say what type a value is of. Must not know: how a family marks a
+parameter. What is checked here is the type only; that a value satisfies its schema is the
+business of grammars.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from app.text.syntax.literal_reader import literal, quoted
+
+Types = frozenset[str]
+"""Of JSON Schema's seven, those that a value may be of."""
+
+STRING: Types = frozenset({"string"})
+ALL: Types = STRING | {"number", "integer", "boolean", "null", "object", "array"}
+
+# what may stand in a schema without asking anything of a value
+REMARKS = frozenset(
+    {"title", "description", "default", "example", "examples", "$comment"}
+    | {"deprecated", "readOnly", "writeOnly"}
+)
+
+_NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
+_DEPTH = 16  # of references that lead to references
+
+# by the first character of a value, what it may be other than a string
+_BEGINS = {
+    **dict.fromkeys("0123456789+-", frozenset({"number", "integer"})),
+    **dict.fromkeys("tTfF", frozenset({"boolean"})),
+    **dict.fromkeys("nN", frozenset({"null"})),
+    "{": frozenset({"object"}),
+    "[": frozenset({"array"}),
+}
+
+
+def types_of(parameters: Mapping[str, Any], name: str) -> Types | None:
+    """What a tool's schema says of one parameter; None where it says nothing."""
+    return _property(parameters, name, parameters, _DEPTH)
+
+
+def schema_types(schema: Any, root: Mapping[str, Any]) -> Types | None:
+    """What a schema says of a value. root: the document that its references are in."""
+    return _types(schema, root, _DEPTH)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a reference within its document leads to; the schema itself if it is none,
+    says more than that, or leads nowhere."""
+    found = schema
+    for _ in range(_DEPTH):
+        if not isinstance(found, Mapping):
+            return schema if found is None else found
+        found = cast(Mapping[str, Any], found)
+        if "$ref" not in found or not found.keys() <= REMARKS | {"$ref"}:
+            return found
+        found = _at(root, found["$ref"])
+    return schema
+
+
+def may_be_other(first: str, types: Types | None) -> bool:
+    """Whether a value that begins with this character may be something else than a string."""
+    if types == STRING:
+        return False
+    if types is not None and "string" not in types:
+        return True
+    if first.isspace() or not first or (types is None and first == '"'):
+        return True
+    return bool(_BEGINS.get(first, frozenset[str]()) & (ALL if types is None else types))
+
+
+def to_json(raw: str, types: Types | None) -> str:
+    """A value as it was written, without quotes → JSON text: of one of these types if it can be, a
+    string where it cannot. Where a string is allowed beside others, the others come first: they
+    would not be in the schema if a number was to stay a string.
+
+    Where nothing is said it is what its JSON says, if it is JSON.
+    """
+    text = raw.strip()
+    if types is None:
+        return _untyped(text) or _string(raw)
+    return (_unquoted(text, types) if types != STRING else None) or _string(raw)
+
+
+def _untyped(text: str) -> str | None:
+    """As what it can be read as; None if that is nothing but a string."""
+    if _is_json(text):
+        return text
+    if text[:1] in ("{", "[") or text in ("True", "False", "None"):
+        written = literal(text)
+        return written if _is_json(written) else None
+    return None
+
+
+def _unquoted(text: str, types: Types) -> str | None:
+    """As one of these types other than a string; None if it is none of them."""
+    word = text.lower()
+    # without a string to fall back on there is nothing else that "null" could stand for
+    if word in ("null", "none") and ("null" in types or "string" not in types):
+        return "null"
+    if "boolean" in types and word in ("true", "false"):
+        return word
+    if types & {"number", "integer"} and (match := _NUMBER.fullmatch(text)):
+        sign, whole, rest = match.groups()
+        if not rest or "number" in types or "string" not in types:
+            return ("-" if sign == "-" else "") + whole + rest
+    kind = {"{": "object", "[": "array"}.get(text[:1])
+    if kind in types and _is_json(written := literal(text)):
+        return written
+    return None
+
+
+def _string(text: str) -> str:
+    return f'"{quoted(text)}"'
+
+
+def _is_json(text: str) -> bool:
+    try:
+        # what json reads beyond JSON
+        json.loads(text, parse_constant=_no_constant, parse_int=str)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _property(schema: Any, name: str, root: Mapping[str, Any], depth: int) -> Types | None:
+    """What an object's schema says of one property, in all of its parts."""
+    if depth == 0 or not isinstance(schema, Mapping):
+        return None
+    schema = cast(Mapping[str, Any], schema)
+    found: Types | None = None
+    declared = schema.get("properties")
+    if isinstance(declared, Mapping) and name in declared:
+        found = _types(cast(Mapping[str, Any], declared)[name], root, depth - 1)
+    elif isinstance(schema.get("additionalProperties"), Mapping):
+        found = _types(schema["additionalProperties"], root, depth - 1)
+    if "$ref" in schema:
+        found = _both(found, _property(_at(root, schema["$ref"]), name, root, depth - 1))
+    for part in _schemas(schema.get("allOf")):
+        found = _both(found, _property(part, name, root, depth - 1))
+    for keyword in ("anyOf", "oneOf"):
+        said = [_property(part, name, root, depth - 1) for part in _schemas(schema.get(keyword))]
+        # alternatives without the property have nothing to say about it
+        found = _both(found, _any(types for types in said if types is not None))
+    return found
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types | None:
+    if depth == 0 or not isinstance(schema, Mapping):
+        return None
+    schema = cast(Mapping[str, Any], schema)
+    found = _declared(schema)
+    if "$ref" in schema:
+        found = _both(found, _types(_at(root, schema["$ref"]), root, depth - 1))
+    for part in _schemas(schema.get("allOf")):
+        found = _both(found, _types(part, root, depth - 1))
+    for keyword in ("anyOf", "oneOf"):
+        found = _both(
+            found, _any(_types(p, root, depth - 1) for p in _schemas(schema.get(keyword)))
+        )
+    if found is not None and schema.get("nullable") is True:  # OpenAPI 3.0
+        found |= {"null"}
+    return found
+
+
+def _declared(schema: Mapping[str, Any]) -> Types | None:
+    """What a schema says by itself."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        declared = [declared]
+    if isinstance(declared, list):
+        return (ALL & {name for name in cast(list[Any], declared) if isinstance(name, str)}) or None
+    if isinstance(schema.get("enum"), list):
+        return frozenset(map(_type_of, schema["enum"])) or None
+    if "const" in schema:
+        return frozenset({_type_of(schema["const"])})
+    if isinstance(schema.get("properties"), Mapping):
+        return frozenset({"object"})
+    return frozenset({"array"}) if "items" in schema else None
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case None:
+            return "null"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _both(one: Types | None, other: Types | None) -> Types | None:
+    """What both allow; what one does where they contradict each other."""
+    if one is None or other is None:
+        return other if one is None else one
+    return (_with_integers(one) & _with_integers(other)) or one
+
+
+def _with_integers(types: Types) -> Types:
+    return types | {"integer"} if "number" in types else types
+
+
+def _any(parts: Iterable[Types | None]) -> Types | None:
+    """What one of them allows; None where one says nothing, or there are none."""
+    found: Types = frozenset()
+    for part in parts:
+        if part is None:
+            return None
+        found |= part
+    return found or None
+
+
+def _schemas(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else []
+
+
+def _at(root: Mapping[str, Any], reference: Any) -> Any:
+    """What a reference within the document points to; None if there is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or step not in found:
+            return None
+        found = cast(Mapping[str, Any], found)[step]
+    return found

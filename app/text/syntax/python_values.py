@@ -1,0 +1,148 @@
+"""Python's literals as models write them, handed on as JSON while they are being written.
+
+Models write them loosely, and chat templates print strings without escaping what is in them. So
+JSON's `true`, `false` and `null` count too; a string may run over several lines; an escape that
+Python does not know stands for itself, but for JSON's `\\/`; and a quotation mark ends a string
+only where something follows that can stand behind one.
+
+Knows: Python's literals (language reference, 2.4 and 6.2) and what each is as JSON. Must not know:
+calls.
+"""
+
+import json
+import re
+
+from app.text.syntax.literal_reader import quoted
+from app.text.syntax.nested_values import Notation, Path, Write
+from app.text.syntax.reader import Reader, Wait
+
+_WORD = re.compile(r"[\w.+-]*")
+_WORDS = {
+    "True": "true",
+    "true": "true",
+    "False": "false",
+    "false": "false",
+    "None": "null",
+    "null": "null",
+}
+_DECIMAL = re.compile(r"([+-]?)(?:(0|[1-9][0-9]*)(?:\.([0-9]*))?|\.([0-9]+))((?:[eE][+-]?[0-9]+)?)")
+_OTHER_BASES = re.compile(r"[+-]?0([xX][0-9a-fA-F]{1,64}|[oO][0-7]{1,64}|[bB][01]{1,64})")
+_QUOTES = ('"""', "'''", '"', "'")
+_SIMPLE_ESCAPES = {
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "/": "/",
+    "a": "\a",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+    "v": "\v",
+    "\n": "",  # goes on in the next line
+}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def _dictionary_key(reader: Reader) -> Wait[str | None]:
+    """JSON knows no keys but strings: others are written as one."""
+    held = reader.hold()
+    pieces: list[str] = []
+    whole = yield from _scalar(reader, pieces.append)
+    yield from reader.space()
+    if not whole or (yield from reader.accept(":")) is None:
+        reader.rewind(held)
+        return None
+    reader.release()
+    text = "".join(pieces)
+    return text if text.startswith('"') else json.dumps(text)
+
+
+def _scalar(reader: Reader, write: Write, path: Path = ()) -> Wait[bool]:
+    raw = yield from reader.meets(*(f"r{quote}" for quote in _QUOTES))
+    if raw is not None:
+        reader.take(1)
+    quote = yield from reader.accept(*_QUOTES)
+    if quote is not None:
+        return (yield from _string(reader, write, quote, raw=raw is not None))
+    word = yield from reader.match(_WORD)
+    converted = _WORDS.get(word) or _number(word)
+    if converted is None:
+        return False
+    reader.take(len(word))
+    write(converted)
+    return True
+
+
+def _number(word: str) -> str | None:
+    """A Python number as JSON. None if it is none, or none that JSON has."""
+    word = word.replace("_", "")
+    if _OTHER_BASES.fullmatch(word):
+        return str(int(word, 0))
+    match = _DECIMAL.fullmatch(word)
+    if match is None:
+        return None
+    sign, whole, fraction, only_fraction, exponent = match.groups()
+    digits = fraction if only_fraction is None else only_fraction
+    text = ("-" if sign == "-" else "") + (whole or "0")
+    if digits is not None:
+        text += f".{digits or '0'}"
+    return text + exponent
+
+
+def _string(reader: Reader, write: Write, quote: str, *, raw: bool) -> Wait[bool]:
+    """What follows the opening quotation marks, to the closing ones."""
+    write('"')
+    while True:
+        mark = yield from reader.until(quote, "\\", take=lambda text, _: write(quoted(text)))
+        if mark is None:
+            return False
+        if mark == "\\":
+            write((yield from _raw_escape(reader)) if raw else (yield from _escape(reader)))
+        elif (yield from _ends_value(reader)):
+            write('"')
+            return True
+        else:
+            write(quoted(quote))
+
+
+def _ends_value(reader: Reader) -> Wait[bool]:
+    """Whether something follows that can stand behind a value: nothing is taken."""
+    seen = 0
+    while True:
+        rest = reader.ahead[seen:].lstrip()
+        if rest or reader.ended:
+            return not rest or rest[0] in ",)]}:"
+        seen = len(reader.ahead)
+        yield from reader.more()
+
+
+def _raw_escape(reader: Reader) -> Wait[str]:
+    """In a raw string, a backslash stands for itself, and so does a quotation mark behind it."""
+    character = yield from reader.peek()
+    return quoted("\\" + reader.take(len(character)))
+
+
+def _escape(reader: Reader) -> Wait[str]:
+    """What follows a backslash, as JSON writes it within a string."""
+    character = yield from reader.peek()
+    if character in _SIMPLE_ESCAPES:
+        reader.take(1)
+        return quoted(_SIMPLE_ESCAPES[character])
+    size = _HEX_ESCAPES.get(character, 0)
+    while size and len(reader.ahead) <= size and (yield from reader.more()):
+        pass
+    digits = reader.ahead[1 : size + 1]
+    if not size or len(digits) < size or not _HEX.issuperset(digits):
+        return "\\\\"
+    code = int(digits, 16)
+    if code > 0x10FFFF:
+        return "\\\\"
+    reader.take(size + 1)
+    # half of a pair, as JSON writes characters beyond U+FFFF: the other half follows
+    return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else quoted(chr(code))
+
+
+PYTHON = Notation(lists={"[": "]", "(": ")"}, key=_dictionary_key, scalar=_scalar)

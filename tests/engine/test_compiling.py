@@ -1,0 +1,258 @@
+"""Grammars of every kind, compiled: what they allow, what is refused, what hostile ones cost."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.engine.grammar import GrammarError
+from tests import tiny
+from tests.engine.driving import grammars, job, make_loop, run, tiny_model
+from tests.engine.test_grammar import ids_of
+
+ENDS = frozenset({tiny.END})
+GBNF = r"""
+# an answer, as llama.cpp's examples write it
+root   ::= answer (", " answer){0,2} "\u002e"
+answer ::= "yes" | "no" | [a-c]+ "\x21" | "é" | [\u0416]
+"""
+
+
+def follows(grammar: Grammar, text: str) -> bool:
+    """Whether the whole text does."""
+    matcher = grammars().compile(grammar, ENDS)
+    try:
+        for byte in text.encode():
+            matcher.accept(byte)
+    except GrammarError:
+        return False
+    return matcher.done or tiny.END in ids_of(matcher)
+
+
+def refused(grammar: Grammar) -> AppError:
+    with pytest.raises(AppError) as caught:
+        grammars().compile(grammar, ENDS)
+    assert caught.value.kind is Kind.INVALID
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("grammar", "followed", "not_followed"),
+    [
+        (Regex(pattern=r"\d{2}/[a-z]+"), ["12/a", "12/abc"], ["1/a", "12/", "12/a "]),
+        (Regex(pattern="^(a|b)$"), ["a", "b"], ["", "ab", "^a$"]),
+        (Regex(pattern="(?i)yes\n"), ["YES\n"], ["yes"]),
+        (Choice(options=("a", "ab", "c")), ["a", "ab", "c"], ["", "b", "abc"]),
+        (Choice(options=('q"\\/\n', "\u2028é🙂")), ['q"\\/\n', "\u2028é🙂"], ['q"']),
+        (Lark(text='start: "(" start ")" | "x"'), ["x", "((x))"], ["((x)", ""]),
+        (Lark(text='start: "a" %json {"const": 1}'), ["a1"], ["a2", "1"]),
+        (Lark(text='start: "<" @inner ">"', inner=Lark(text=GBNF)), ["<yes.>"], ["yes.", "<yes>"]),
+        (Lark(text=GBNF), ["yes.", "no, abc!, é.", "Ж."], ["yes", "no, no, no, no.", "abc."]),
+        (JsonSchema(text="true"), ["1", "[null]"], ["x", ""]),
+    ],
+    ids=str,
+)
+def test_each_kind_allows_what_it_says_and_nothing_else(
+    grammar: Grammar, followed: list[str], not_followed: list[str]
+) -> None:
+    for text in followed:
+        assert follows(grammar, text), text
+    for text in not_followed:
+        assert not follows(grammar, text), text
+
+
+def test_random_weights_follow_each_kind() -> None:
+    kinds: dict[str, Grammar] = {
+        "regex": Regex(pattern="[a-f]{3,9}-[0-9]{2}"),
+        "choice": Choice(options=("left", "right", "straight on")),
+        "lark": Lark(text='start: "(" start ")" | /[xyz]/\n'),
+        "gbnf": Lark(text=GBNF),
+        "free, then bound": Lark(
+            text='start: thought "=" answer\nthought[max_tokens=9]: /(?s:.*)/\n'
+            'answer: %json {"type": "boolean"}\n'
+        ),
+    }
+    jobs = [
+        job(f"{name} {seed}", name.encode(), grammar=kinds[name], temperature=1.2, seed=seed)
+        for name in kinds
+        for seed in range(4)
+    ]
+    loop = make_loop(tiny_model(), running=8, policy="radix")
+    outcomes = run(loop, *jobs)
+    ended = [one for one in jobs if outcomes[one.id].reason == "stop"]
+    assert len(ended) > len(jobs) / 2
+    for one in ended:
+        assert one.grammar is not None
+        assert follows(one.grammar, bytes(outcomes[one.id].ids).decode())
+    for seed in range(4):
+        assert b"=" in bytes(outcomes[f"free, then bound {seed}"].ids)[:10]
+
+
+def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
+    matcher = grammars().compile(Lark(text='start: "a" %json {"type": "object"}'), ENDS)
+    for token in b"a{\n\n" + b" " * 20:
+        matcher.accept(token)
+    assert ids_of(matcher) == {*b'"}'}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "param", "reason"),
+    [
+        (Regex(pattern="(", at="guided_regex"), "guided_regex", "unclosed group"),
+        (Regex(pattern="(?=a)b", at="guided_regex"), "guided_regex", "look-ahead"),
+        (Regex(pattern="\ud800", at="guided_regex"), "guided_regex", "surrogate"),
+        (Choice(options=("\ud800",), at="guided_choice"), "guided_choice", "surrogate"),
+        (Lark(text="start: nobody", at="guided_grammar"), "guided_grammar", "unknown name"),
+        (Lark(text="x ::= y", at="guided_grammar"), "guided_grammar", "not GBNF"),
+        (Lark(text="start: <|nobody|>", at="guided_grammar"), "guided_grammar", "nobody"),
+        (JsonSchema(text="{", at="a.schema"), "a.schema", "not JSON"),
+        (JsonSchema(text='{"not": {}}', at="a.schema"), "a.schema.not", "not is not supported"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_where_and_why(grammar: Grammar, param: str, reason: str) -> None:
+    error = refused(grammar)
+    assert (error.param, reason in error.message) == (param, True), error.message
+    assert "\n" not in error.message
+
+
+def test_a_composed_grammar_is_refused_at_the_part_that_is_wrong() -> None:
+    good = JsonSchema(text='{"type": "object"}', at="tools.0.function.parameters")
+    wrong = JsonSchema(text='{"items": {"not": {}}}', at="tools.1.function.parameters")
+    pattern = Regex(pattern="(", at="guided_regex")
+    text = f"start: %json {good.text} %json {wrong.text}"
+    error = refused(Lark(text=text, parts=(good, wrong)))
+    assert error.param == "tools.1.function.parameters.items.not"
+    error = refused(Lark(text="start: /(/", parts=(good, pattern)))
+    assert error.param == "guided_regex"
+    inner = Lark(text="start: nobody", at="guided_grammar")
+    assert refused(Lark(text="start: @inner", inner=inner)).param == "guided_grammar"
+
+
+def test_what_would_break_behind_the_first_token_is_found_before_it() -> None:
+    """A row of the parser may be too long, or a lexer's state too large, only there."""
+    large = JsonSchema(text='{"type": "string", "pattern": "^a*$", "minLength": 1000000}')
+    assert "too many" in refused(large).message
+
+
+def test_many_optional_properties_are_followed() -> None:
+    """llguidance allows some 500 by itself, and says so behind the first brace."""
+    properties = {f"p{i}": {"type": "null"} for i in range(2000)}
+    wide = JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
+    assert follows(wide, '{"p0":null,"p999":null,"p1998":null,"other":1}')
+    assert not follows(wide, '{"p999":null,"p0":null}')
+
+
+def _chain(length: int) -> dict[str, Any]:
+    links = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/0", "$defs": {**links, f"{length}": {}}}
+
+
+def _merged_chain(length: int) -> dict[str, Any]:
+    links = {
+        f"{i}": {
+            "properties": {"x": {"$ref": f"#/$defs/{i + 1}"}},
+            "allOf": [{"properties": {"x": {"type": "object"}}}],
+        }
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/0", "$defs": {**links, f"{length}": {}}}
+
+
+def hostile() -> Iterator[tuple[str, Grammar]]:
+    schemas: dict[str, Any] = {
+        "most properties": {"properties": {f"p{i}": {} for i in range(4999)}},
+        "values": {"enum": [{"a": [i, {"b": i}]} for i in range(4999)]},
+        "items": {"type": "array", "minItems": 10**9, "items": {"minItems": 10**9}},
+        "lengths": {"type": "string", "maxLength": 10**9, "minLength": 10**9},
+        "branches": {
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i} {j}": {"type": "null"}}} for i in range(9)]}
+                for j in range(9)
+            ]
+        },
+        "patterns": {"allOf": [{"pattern": f"a.{{{10 * i}}}b"} for i in range(9)]},
+        "references": _chain(4990),
+        "merged references": _merged_chain(900),
+        "a table": {"allOf": [{"multipleOf": each} for each in (9973, 9967)]},
+    }
+    for name, schema in schemas.items():
+        yield name, JsonSchema(text=json.dumps(schema))
+    yield "levels", JsonSchema(text='{"allOf":[' * 10**5)
+    yield "repetitions", Regex(pattern="((((a{100}){100}){100}){100}){100}")
+    yield "backtracking", Regex(pattern="((a+)+)+b|(a|b)*a(a|b){200}|(.*)*c")
+    yield "groups", Regex(pattern="(" * 60_000)
+    yield "rules", Lark(text="start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(4000)))
+    yield (
+        "terms",
+        Lark(
+            text="start: A0\n"
+            + "".join(f'A{i}:A{i + 1} "b"\n' for i in range(3900))
+            + 'A3900: "c"\n'
+        ),
+    )
+    yield "parentheses", Lark(text="start: " + "(" * 60_000)
+    yield (
+        "doubling",
+        Lark(
+            text="start: A0\n"
+            + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(60))
+            + 'A60: "b"'
+        ),
+    )
+
+
+# Each of them ends a process, or takes it minutes or gigabytes, without one limit or other. So they
+# are tried in a process of their own, on a thread as small as a server's.
+_SCRIPT = """
+import resource, sys, threading, time
+from app.core.errors import AppError
+from tests.engine.driving import grammars
+from tests.engine.test_compiling import ENDS, hostile
+
+def attempt():
+    for name, grammar in hostile():
+        begun = time.process_time()
+        try:
+            grammars().compile(grammar, ENDS)
+            said = "compiled"
+        except AppError as error:
+            said = error.kind.value
+        print(f"{name}: {said}, {time.process_time() - begun:.2f}", flush=True)
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+thread = threading.Thread(target=attempt)
+thread.start()
+thread.join()
+"""
+
+
+def test_hostile_grammars_are_compiled_or_refused_in_time_and_memory() -> None:
+    """Seconds of the processor, for all cores together; and kB, or on macOS bytes."""
+    script = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False
+    )
+    lines = script.stdout.splitlines()
+    names = [name for name, _ in hostile()]
+    assert [line.split(":")[0] for line in lines] == [*names, lines[-1]], script.stderr
+    for line in lines[:-1]:
+        assert float(line.split(", ")[1]) < 10, line
+    assert int(lines[-1].split()[1]) >> (10 if sys.platform == "darwin" else 0) < 2 << 20
+
+
+def test_a_grammar_that_means_one_text_in_many_ways_cannot_hold_up_a_step() -> None:
+    """Nobody else's answer goes on while a mask is computed."""
+    matcher = grammars().compile(Lark(text="start: e\ne: e e | e e e | /[a-z]/ | \n"), ENDS)
+    longest = 0.0
+    with pytest.raises(GrammarError, match="too complex|consider|items|row"):
+        for _ in range(300):
+            begun = time.thread_time()
+            matcher.accept(ord("a"))
+            longest = max(longest, time.thread_time() - begun)
+    assert longest < 1

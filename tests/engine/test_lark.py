@@ -1,0 +1,97 @@
+"""Grammars in Lark and GBNF, before they are compiled."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.lark import MOST_TEXT, followable
+from app.engine.schema import Refused
+
+BOUNDED = r" |\n{1,2}[ \t]{0,20}"
+
+
+def schemas_in(text: str) -> list[dict[str, object]]:
+    """Of a grammar that has been gone through, whose only braces begin schemas."""
+    decoder, found, end = json.JSONDecoder(), list[dict[str, object]](), 0
+    while (start := text.find("%json {", end)) >= 0:
+        value, end = decoder.raw_decode(text, start + len("%json "))
+        found.append(value)
+    return found
+
+
+def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself() -> None:
+    text = followable(
+        'start: a "x" b\n'
+        'a: %json {"type": "object", "x-guidance": {"lenient": true}}\n'
+        'b: "y" %json{"const": "%json {}"} "z"\n'
+        "c: %json true\n"
+    )
+    found = schemas_in(text.replace('"%json {}"', '"other"').replace("%json{", "%json {"))
+    assert len(found) == 3
+    for schema in found:
+        assert schema["x-guidance"] == {"whitespace_pattern": BOUNDED, "lenient": False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "%json { not one"',
+        'start: /%json {"a/ "b" // %json {\n',
+        "start: <%json> # %json {",
+        'start: "\\"%json {" </think> "%json {"\n',
+        'start: "/" /"/ "a" %regex {"substring_chars": "%json"}',
+    ],
+)
+def test_what_only_looks_like_a_schema_stays(text: str) -> None:
+    assert followable(text) == text
+
+
+@given(st.text('"/<>#%{}\\ \nja', max_size=40))
+def test_any_text_is_gone_through(text: str) -> None:
+    """What is left of one without schemas is the text itself."""
+    try:
+        assert followable(text) == text
+    except Refused as refused:
+        assert "%json" in text or "%regex" in text, refused
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("start: %json {", "not JSON"),
+        ("start: %json [1]", "JSON object"),
+        ("start: %json " + '{"items":' * 5000, "nested too deep"),
+        ('start: %json {"multipleOf": 1000003}', "table"),
+        ("start: /(a{101}){100}/", "10000 times"),
+        ('start: a\na[temperature=0.5]: "x"', "temperature of a rule"),
+        ("start: a 'x'\na[capture, stop = \"x\"]: /.*/", "stop of a rule"),
+        ("start: " + "a " * MOST_TEXT, "longer than"),
+        ("root ::= " + "a " * MOST_TEXT, "longer than"),
+        ("root ::= nobody", "'nobody' not found"),
+        ('root ::= "a', "not GBNF"),
+        ('root ::= "\\ud800"', "no character"),
+        ("root ::= " + "(" * 5000, "nested too deep"),
+        ('other ::= "a"', "root"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(Refused, match=".*") as caught:
+        followable(text)
+    assert reason in caught.value.reason
+
+
+def test_schemas_do_not_count_as_the_grammars_text() -> None:
+    large = json.dumps({"const": "a" * MOST_TEXT})
+    assert followable(f"start: %json {large}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"' * MOST_TEXT, '"\\' * (MOST_TEXT // 2), "<" * MOST_TEXT, "/a\n" * (MOST_TEXT // 3)],
+    ids=["quotes", "escapes", "angles", "slashes"],
+)
+def test_a_hostile_text_takes_no_longer_than_it_is_long(text: str) -> None:
+    """Each of these took seconds with a scanner that tries everything from every place."""
+    assert followable(text) == text

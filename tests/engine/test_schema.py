@@ -1,0 +1,104 @@
+"""JSON Schemas as documents: what is read, and what is too much."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.engine.schema import MOST_ENTRIES, MOST_TEXT, Refused, at, everywhere, read
+
+
+def refusal(schema: Any) -> Refused:
+    with pytest.raises(Refused) as caught:
+        read(schema if isinstance(schema, str) else json.dumps(schema))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ('{"const": NaN}', "NaN is no number"),
+        ('{"maximum": 1e999}', "too large"),
+        ("9" * 5000, "not JSON"),
+        ("[1]", "JSON object"),
+        ("false", "JSON object"),
+        ('{"const": "' + "a" * MOST_TEXT + '"}', "longer than"),
+        ('{"items":' * 99 + "[[]]" + "}" * 99, "nested deeper"),
+        ('{"items":' * 5000 + "{}" + "}" * 5000, "nested deeper"),
+    ],
+)
+def test_what_is_no_schema_is_refused_with_the_reason(text: str, reason: str) -> None:
+    assert reason in refusal(text).reason
+
+
+def test_true_is_a_schema_that_asks_for_nothing() -> None:
+    assert read("true") == {}
+
+
+def test_entries_count_wherever_they_are() -> None:
+    half = {f"p{i}": {} for i in range(MOST_ENTRIES // 2)}
+    assert read(json.dumps({"properties": {"a": {"properties": half}, "b": {"enum": [1]}}}))
+    values = list(range(MOST_ENTRIES // 2))
+    more = {"items": {"properties": half}, "$defs": {"a": {"enum": values}}}
+    assert "more than" in refusal(more).reason
+
+
+@pytest.mark.parametrize(
+    "multiples", [[0.01, 0.25, 5, 12, 1000], [99_991], [0], [-3], [1e-20], ["x"], [True]]
+)
+def test_multiples_of_a_usual_size_pass(multiples: list[Any]) -> None:
+    """What is no multiple at all is refused where it is compiled."""
+    assert read(json.dumps({"anyOf": [{"multipleOf": each} for each in multiples]}))
+
+
+@pytest.mark.parametrize("multiples", [[1_000_003], [9973, 9967], [1.000001], [1e300]])
+def test_multiples_that_take_a_large_table_are_refused(multiples: list[float]) -> None:
+    """9973 and 9967 in an allOf took native code more than 20 s and all memory."""
+    path = refusal({"allOf": [{"multipleOf": each} for each in multiples]}).path
+    assert path[0] == "allOf"
+    assert path[-1] == "multipleOf"
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"a": {"pattern": "(a{101}){100}"}}}, "properties.a.pattern"),
+        ({"patternProperties": {"a{10001}": {}}}, "patternProperties.a{10001}"),
+        ({"items": {"minProperties": 2, "required": []}}, "items.minProperties"),
+        ({"$defs": {"a": {"minProperties": 3, "required": ["a"]}}}, "$defs.a.minProperties"),
+    ],
+)
+def test_a_keyword_that_asks_too_much_is_named(schema: Any, path: str) -> None:
+    assert ".".join(refusal(schema).path) == path
+
+
+def test_values_are_not_taken_for_schemas() -> None:
+    value = {"properties": {"a": {"pattern": "a{99999}", "multipleOf": 1_000_003}}}
+    assert read(json.dumps({"const": value, "default": value, "enum": [value]}))
+
+
+def test_every_schema_is_found_with_its_path() -> None:
+    document = {
+        "properties": {"a/b": {"items": [{}, True]}},
+        "$defs": {"x": {"anyOf": [{"not": {}}]}},
+        "enum": [{"items": {}}],
+    }
+    found = {"/".join(path) for path, _ in everywhere(document)}
+    assert found == {
+        "",
+        "properties/a/b",
+        "properties/a/b/items/0",
+        "$defs/x",
+        "$defs/x/anyOf/0",
+        "$defs/x/anyOf/0/not",
+    }
+
+
+def test_a_reference_within_the_document_is_followed() -> None:
+    document = {"$defs": {"a/b ~%": {"items": [1, {"const": 2}]}}}
+    assert at(document, "#") == ((), document)
+    pointer = "#/$defs/a~1b%20~0%25/items/1"
+    assert at(document, pointer) == (("$defs", "a/b ~%", "items", "1"), {"const": 2})
+    for other in ("#/$defs/nobody", "#/$defs/a~1b%20~0%25/items/2", "#anchor", "https://x/#/a"):
+        assert at(document, other) is None

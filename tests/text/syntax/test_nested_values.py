@@ -1,0 +1,55 @@
+"""Lists and mappings in any notation."""
+
+import pytest
+
+from app.text.syntax.nested_values import Notation, nested_value
+from app.text.syntax.reader import Reader
+
+
+def letter_key(reader):
+    key = yield from reader.peek()
+    if not key.isalpha():
+        return None
+    reader.take(2)
+    return f'"{key}"'
+
+
+def digit(reader, write, path):
+    """Written with the path that leads to it."""
+    character = yield from reader.peek()
+    if not character.isdigit():
+        return False
+    reader.take(1)
+    write("/".join("-" if key is None else key for key in path) + "=" + character)
+    return True
+
+
+NOTATION = Notation(lists={"[": "]", "<": ">"}, key=letter_key, scalar=digit)
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "whole"),
+    [
+        ("1", "=1", True),
+        ("[1,<2>,]", "[-=1, [-/-=2]]", True),
+        ("{a:1,b:{c:[2]}}", '{"a": a=1, "b": {"c": [b/c/-=2]}}', True),
+        (" [ ] ", "[]", True),
+        ("<>", "[]", True),
+        ("{}", "{}", True),
+        ("[,]", "[", False),
+        ("[1 2]", "[-=1", False),
+        ("[1,?]", "[-=1", False),
+        ("{a:?}", '{"a": ', False),
+        ("{?}", "{", False),
+        ("[1>", "[-=1", False),
+        ("[1", "[-=1", False),
+    ],
+)
+def test_brackets_are_json_s_whatever_they_were(text, written, whole):
+    reader, pieces = Reader(), []
+    reader.push(text)
+    reader.end()
+    steps = nested_value(NOTATION, reader, pieces.append)
+    with pytest.raises(StopIteration) as stopped:
+        next(steps)
+    assert ("".join(pieces), stopped.value.value) == (written, whole)

@@ -1,0 +1,122 @@
+"""Calls as Python writes them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.requests import Tool
+from app.text.family import ChatFamily
+from app.text.syntax.python_calls import python_calls, python_list, python_syntax
+from tests.text.families.reading import calls, check_text, content
+from tests.text.families.walking import Walk, arguments_of, check_walks, spell
+
+
+class Lists(ChatFamily):
+    """Nothing but a list of calls; what is none is text."""
+
+    read = staticmethod(python_list)
+
+    def body(self, reader, pieces, tools):
+        held = reader.hold()
+        outcome = yield from self.read(reader, pieces)
+        if outcome == "none":
+            reader.rewind(held)
+        take = pieces.say if outcome != "broken" else lambda text, _: pieces.arguments(text)
+        yield from reader.until(take=take)
+
+    def syntax(self, tools, spell, json):
+        return python_syntax(tools, spell, json, before="[", between=", ", after="]", trigger="[")
+
+
+class Lines(Lists):
+    read = staticmethod(python_calls)
+
+
+def read(text, family=None):
+    pieces = check_text(family or Lists(), text, tools=())
+    return [(call.name, call.arguments) for call in calls(pieces)], content(pieces)
+
+
+@given(st.text("fg(),='\"[]{}:\\ \n1aTrue", max_size=30))
+def test_anything_can_be_read(text):
+    read(f"[f({text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "rest"),
+    [
+        ("[f(), g(a=1)]", [("f", "{}"), ("g", '{"a": 1}')], ""),
+        ("[ f( ) , ] so", [("f", "{}")], ", ] so"),
+        ("[f(a=1) so", [("f", '{"a": 1}')], "so"),
+        ("[f(a=1), g]", [("f", '{"a": 1}')], ", g]"),
+        ("[f]", [], "[f]"),
+        ("[]", [], "[]"),
+        ("f()", [], "f()"),
+        ("[f(a=b)]", [("f", '{"a": b)]')], ""),
+        ("[f(1)]", [("f", "{1)]")], ""),
+        ("[f(a=1 b=2)]", [("f", '{"a": 1b=2)]')], ""),
+        ("[f(a={'b': c})]", [("f", '{"a": {"b": c})]')], ""),
+        ("[f(a='b", [("f", '{"a": "b')], ""),
+        ("[f(a=", [("f", '{"a": ')], ""),
+        ("[f(a=" + "[" * 80, [("f", '{"a": ' + "[" * 80)], ""),
+    ],
+)
+def test_what_is_no_call_stays_text_and_what_goes_wrong_in_one_stays_in_it(text, found, rest):
+    assert read(text) == (found, rest)
+
+
+def test_calls_may_stand_one_a_line():
+    assert read("f(a=1)\ng()\n\nh(b=2), i() so", Lines()) == (
+        [("f", '{"a": 1}'), ("g", "{}"), ("h", '{"b": 2}'), ("i", "{}")],
+        "so",
+    )
+
+
+def test_only_functions_of_these_names_are_called():
+    class Named(Lists):
+        def read(self, reader, pieces):
+            return python_list(reader, pieces, names={"f"})
+
+    assert read("[f(), g()]", Named()) == ([("f", "{}")], ", g()]")
+    assert read("[g()]", Named()) == ([], "[g()]")
+
+
+def tool(**parameters):
+    return Tool(name="f", description=None, parameters={"type": "object", **parameters})
+
+
+def test_a_schema_is_held_to_parameter_by_parameter():
+    tree = {"type": "object", "properties": {"part": {"$ref": "#/$defs/tree"}}}
+    properties = {
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+        "kind": {"enum": ["a", 1, None]},
+        "tree": {"$ref": "#/$defs/tree"},
+        "any": True,
+    }
+    definitions = {"tree": {**tree, "additionalProperties": False}}
+    required = ["code", "kind", "tree"]
+    held = tool(**{"properties": properties, "required": required, "$defs": definitions})
+    check_walks(Lists(), [held])
+
+
+def test_each_optional_parameter_may_be_left_out():
+    walk = Walk(Lists(), [tool(properties={name: {"type": "boolean"} for name in "abc"})])
+    for inside in ("", "a=true", "b=true", "c=true", "a=true, c=false", "a=true, b=true, c=true"):
+        assert walk.accepts(f"[f({inside})]"), inside
+    for inside in ("b=true, a=true", "a=true, ", ", a=true", "a=true b=true"):
+        assert not walk.accepts(f"[f({inside})]"), inside
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"anyOf": [{"required": ["a"]}]},
+        {"required": ["a"]},
+        {"properties": {"a b": {}}},
+        {"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}},
+        {"properties": {"a": {"properties": {"b": {"$id": "x"}}}}},
+        {"properties": [], "required": 3},
+    ],
+)
+def test_what_cannot_be_promised_is_left_to_json(parameters):
+    assert Lists().syntax([tool(**parameters)], spell, arguments_of) is None
