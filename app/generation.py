@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import assert_never
 
+from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import (
     Event,
@@ -33,6 +34,7 @@ from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
 from app.core.requests import GenerateRequest
 from app.core.room import Room
 from app.core.settings import Settings
+from app.embedding import Embedding
 from app.preparation import Preparation, Prepared
 from app.text.answer import Answer, scored
 
@@ -52,6 +54,7 @@ class Generation:
         self._runner = runner
         self._preparation = Preparation(files, settings)
         self._tokenizer = self._preparation.tokenizer
+        self._embedding = Embedding(files, runner, self._tokenizer, self._room)
         self._fingerprint = _fingerprint(files, settings)
 
     @asynccontextmanager
@@ -76,6 +79,9 @@ class Generation:
                 said.append(self._events(line))
             # left first, so that nobody listens to a submission that is being left
             yield await stack.enter_async_context(aclosing(_merged(said)))
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        return await self._embedding.embed(request)
 
     async def tokenize(self, text: str) -> Sequence[int]:
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True)

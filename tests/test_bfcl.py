@@ -159,7 +159,7 @@ def write(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
     """A model of two layers, which has the family's markers as tokens. The `logit_bias` that brings
     its answers to an end."""
     tags = set(CLOSING_TAG.findall(template)) - set(family.markers)
-    tagged = sorted(tags | {f"\n{tag}" for tag in tags})
+    tagged = sorted({*tags, *(f"\n{tag}" for tag in tags), "\n]"})
     tokenizer = shortened(SHARED / "tokenizers" / "gpt2" / "tokenizer.json", tagged)
     markers = [AddedToken(text, special=True) for text in ("<s>", "</s>", *family.markers)]
     tokenizer.add_special_tokens(markers)

@@ -29,7 +29,7 @@ _TRIED = 8
 # property that may come next, and they cost little. A grammar that means one text in many ways has
 # as many, and each costs: at 2000 a step takes seconds, in which nobody's answer goes on
 _ROOMY = 30_000
-_TIGHT = 1_000
+_TIGHT = 500
 
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 # where what follows is for whoever sees the grammar as llguidance does

@@ -5,7 +5,8 @@ Knows: when no instance can satisfy two schemas at once. Must not know: llguidan
 llguidance takes `oneOf` where it can see that its branches exclude each other, but does not look
 through references: so the tagged unions that pydantic writes would all be refused. Where branches
 are seen to be apart, with references followed, `oneOf` says what `anyOf` says. And it refuses
-keywords that it does not implement even where they forbid nothing.
+keywords that it does not implement even where they forbid nothing, and lets one format through that
+validators do not.
 """
 
 import json
@@ -34,6 +35,8 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "not": (False,),
 }
+# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @
+_NARROWER: dict[str, Schema] = {"email": {"pattern": r"^[^@]{1,64}@"}}
 # what does not keep a reference from being all that its schema says
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 
@@ -55,6 +58,10 @@ def _rewritten(schema: Any, document: Schema) -> Any:
         held = {("anyOf" if key == "oneOf" else key): value for key, value in held.items()}
     for key, value in held.items():
         held[key] = _below(key, value, document)
+    narrower = _NARROWER.get(str(held.get("format")))
+    if narrower is not None:
+        also = held.get("allOf")
+        held["allOf"] = [*(cast(list[Any], also) if isinstance(also, list) else []), narrower]
     return held
 
 

@@ -67,6 +67,7 @@ class Answer:
         self._cut: int | None = None  # where the answer was cut off, when it was
         self._count = 0
         self.calls = 0
+        self._call_ids: set[str] = set()
         self.reasoning_tokens = 0
         self.stopped = False
         self.stop: str | None = None
@@ -150,7 +151,10 @@ class Answer:
 
     def _called(self, piece: Called) -> CallDelta:
         call, self.calls = self.calls, self.calls + 1
-        id = piece.id or self._reading.call_id(call) or f"call_{os.urandom(12).hex()}"
+        id = piece.id or self._reading.call_id(call)
+        if id is None or id in self._call_ids:  # a model that has lost its way repeats itself
+            id = f"call_{os.urandom(12).hex()}"
+        self._call_ids.add(id)
         return CallDelta(choice=self._choice, call=call, id=id, name=piece.name)
 
     def _close_text(self) -> list[Delta]:

@@ -57,9 +57,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Json] | None = None,
         documents: Sequence[Json] | None = None,
+        spelled: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt. options: whatever else the template asks for, such as enable_thinking.
+        """The prompt. spelled: calls get their arguments as text. options: whatever else the
+        template asks for, such as enable_thinking.
 
         Raises AppError(INVALID) when the template refuses the conversation or fails on it.
         """
@@ -68,14 +70,29 @@ class ChatTemplate:
             **self._special,
             **options,
             "messages": [
-                _message(message, f"messages.{place}", template.source)
+                _message(message, f"messages.{place}", template.source, spelled=spelled)
                 for place, message in enumerate(messages)
             ],
             "tools": tools,
             "documents": documents,
+            **self._in_words(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         return template.render(context, now=self._now)
+
+    def _in_words(self, tools: Sequence[Json] | None) -> dict[str, Any]:
+        """Firefunction's template wants the tools written out, and what time it is."""
+        if tools is None:
+            return {}
+        functions = [tool.get("function", tool) for tool in tools]
+        return {
+            "functions": json.dumps(functions, indent=4, ensure_ascii=False),
+            "datetime": self._now().strftime("%Y-%m-%d %H:%M:%S"),
+        }
+
+    def variables(self, *, tools: bool) -> frozenset[str]:
+        """What that template looks for in its context."""
+        return self._chosen(tools=tools).variables
 
     def _chosen(self, *, tools: bool) -> Template:
         default = self._templates["default"]
@@ -121,7 +138,7 @@ def _special_tokens(config: Json) -> dict[str, Any]:
     return tokens
 
 
-def _message(message: Message, field: str, template: str) -> dict[str, Any]:
+def _message(message: Message, field: str, template: str, *, spelled: bool) -> dict[str, Any]:
     """A message as the template expects it. "developer" is OpenAI's newer word for "system"."""
     renamed = message.role == "developer" and "developer" not in template
     said: dict[str, Any] = {
@@ -136,7 +153,7 @@ def _message(message: Message, field: str, template: str) -> dict[str, Any]:
         said |= dict.fromkeys(_reasoning_names(message, template), message.reasoning)
     if message.tool_calls:
         said["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls.{place}.function.arguments")
+            _tool_call(call, f"{field}.tool_calls.{place}.function.arguments", spelled=spelled)
             for place, call in enumerate(message.tool_calls)
         ]
     return said
@@ -151,8 +168,8 @@ def _reasoning_names(message: Message, template: str) -> Iterator[str]:
             yield name
 
 
-def _tool_call(call: CalledTool, field: str) -> dict[str, Any]:
-    """Each template writes arguments in its model's own syntax, so it wants the object. An empty
+def _tool_call(call: CalledTool, field: str, *, spelled: bool) -> dict[str, Any]:
+    """Most templates write arguments in their models' own syntax, so they want the object. An empty
     text, which some clients send for a tool without parameters, is the empty object."""
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
@@ -165,5 +182,10 @@ def _tool_call(call: CalledTool, field: str) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.name, "arguments": cast("dict[str, Any]", arguments)},
+        "function": {
+            "name": call.name,
+            "arguments": (call.arguments.strip() or "{}")
+            if spelled
+            else cast("dict[str, Any]", arguments),
+        },
     }

@@ -4,9 +4,9 @@ Knows: the model's template and family, tools, reasoning, what fills in. Must no
 length, the engine, sampling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
@@ -14,6 +14,7 @@ from app.core.requests import Conversation, GenerateRequest, Grammar, Message, N
 from app.text.chat import ChatTemplate
 from app.text.constraint import Asked, Turn, constraint
 from app.text.family import ChatFamily, Tags, family_of
+from app.text.manners import manners
 from app.text.plain_calls import Plain, told
 from app.text.syntax.pieces import Splitter
 from app.text.thinking import check_budget, options
@@ -53,7 +54,7 @@ class Conversations:
         source = self._template.source(tools=True)
         self._family = family_of(source) or self._plain
         self._tags = self._family.tags(source)
-        self._knows_tools = "tools" in source
+        self._manners = manners(self._template.render)
 
     def write(self, request: GenerateRequest, conversation: Conversation) -> Written:
         """Raises AppError(INVALID)."""
@@ -61,7 +62,7 @@ class Conversations:
         _check_choice(request)
         reasons = self._tags is not None
         check_budget(request.thinking, reasons=reasons)
-        text = self._render(request, self._with_system(conversation.messages), tools)
+        text, offered = self._render(request, self._with_system(conversation.messages), tools)
         turn = self._turn(request, text)
         asked = Asked(
             grammar=request.grammar,
@@ -69,7 +70,9 @@ class Conversations:
             choice=request.tool_choice,
             parallel=request.parallel_tool_calls,
         )
-        follows = constraint(asked, turn, self._family, self._tokenizer.added_id)
+        # whoever was told of tools in words answers in those words
+        reader = self._family if offered or not tools else self._plain
+        follows = constraint(asked, turn, reader, self._tokenizer.added_id)
         family = follows.family
         return Written(
             text=text,
@@ -84,24 +87,38 @@ class Conversations:
 
     def _render(
         self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> str:
-        template = self._template
-        variables = {
-            **options(
-                request.thinking,
-                template.source(tools=bool(tools)),
-                reasons=self._tags is not None,
-            ),
-            **request.template_options,
-        }
-        if self._knows_tools:
-            given = [_as_sent(tool) for tool in tools] or None
-            return template.render(messages, tools=given, **variables)
+    ) -> tuple[str, bool]:
+        """The prompt, and whether the tools were offered as the template does it: what it has no
+        words for, or fails on, is told in ours. Raises its refusal of what it refuses anyway."""
+        manners = self._manners
         calls = any(message.tool_calls or message.role == "tool" for message in messages)
-        if not tools and not calls:
-            return template.render(messages, **variables)
-        return _first_that_renders(
-            lambda turns: template.render(turns, **variables), told(messages, tools)
+        recounts = manners.recounts if tools else manners.recounts_alone
+        offered = manners.offers and bool(tools)
+        if (tools and not offered) or (calls and not recounts):
+            messages = told(messages, () if offered else tools)
+        try:
+            return self._rendered(request, messages, tools if offered else ()), offered
+        except AppError:
+            if not tools and not calls:
+                raise
+            with suppress(AppError):
+                return self._rendered(request, told(messages, tools), ()), False
+            raise
+
+    def _rendered(
+        self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> str:
+        template, manners = self._template, self._manners
+        variables = options(
+            request.thinking,
+            template.variables(tools=bool(tools)),
+            reasons=self._tags is not None,
+        )
+        return template.render(
+            manners.turns(messages),
+            tools=manners.tools(tools),
+            spelled=manners.spelled,
+            **{**variables, **request.template_options},
         )
 
     def _turn(self, request: GenerateRequest, text: str) -> Turn:
@@ -129,26 +146,3 @@ def _check_choice(request: GenerateRequest) -> None:
     if isinstance(choice, NamedTool) and all(t.name != choice.name for t in request.tools):
         message = f"tool_choice names {choice.name!r}, which is none of the tools"
         raise AppError(Kind.INVALID, message, param="tool_choice")
-
-
-def _as_sent(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's shape, which is what templates expect."""
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = dict(tool.parameters)
-    return {"type": "function", "function": function}
-
-
-def _first_that_renders(
-    render: Callable[[Sequence[Message]], str], messages: Sequence[Message]
-) -> str:
-    """Some templates refuse system messages: then the user says what stands in it."""
-    try:
-        return render(messages)
-    except AppError:
-        if len(messages) < 2 or messages[0].role not in _SYSTEM or messages[1].role != "user":
-            raise
-        system, user, *rest = messages
-        joined = Message(role="user", content=f"{system.content}\n\n{user.content or ''}")
-        return render([joined, *rest])

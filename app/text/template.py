@@ -23,6 +23,7 @@ import jinja2
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.filters import make_attrgetter
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -50,7 +51,7 @@ _NOT_HERE = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class Template:
-    """A compiled template; immutable."""
+    """A compiled template; immutable. variables: what it looks for in its context."""
 
     def __init__(self, source: str, *, place: str, seconds: float = RENDER_SECONDS) -> None:
         """place: where it stands, for whoever has to mend it. seconds: how long one render may
@@ -64,7 +65,9 @@ class Template:
             message = f"the chat template in {place} has more than {_LONGEST} characters"
             raise AppError(Kind.MODEL_FILES, message)
         try:
-            self._code = self._sandbox().compile(source)
+            sandbox = self._sandbox()
+            self._code = sandbox.compile(source)
+            self.variables = frozenset(find_undeclared_variables(sandbox.parse(source)))
         except Exception as error:  # Jinja's, or Python's about what Jinja made of it
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             message = f"the chat template in {place} is broken{line}: {_clause(error)}"

@@ -3,34 +3,30 @@
 Knows: the variables by which templates switch reasoning on and off. Must not know: tokens, tags.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from app.core.errors import AppError, Kind
 from app.core.requests import Thinking
 
-# Names of the switch, most used first. The second is a common word, so it must be asked for.
-_SWITCHES = (
-    ("enable_thinking", re.compile(r"\benable_thinking\b")),
-    ("thinking", re.compile(r"(?<![.\w'\"])thinking\s+(is\s+(not\s+)?(un)?defined|%\}|and\b)")),
-)
+_SWITCHES = ("enable_thinking", "thinking")
 
 _OFF = ("none",)
 
 
-def options(thinking: Thinking, template: str, *, reasons: bool) -> Mapping[str, Any]:
-    """Variables for the template. reasons: whether its models reason.
+def options(thinking: Thinking, variables: Set[str], *, reasons: bool) -> Mapping[str, Any]:
+    """Variables for the template. variables: those that it looks for. reasons: whether its models
+    reason.
 
     Raises AppError(INVALID) for an effort that would change nothing.
     """
     effort = thinking.effort
     if effort is None:
         return {}
-    switch = next((name for name, found in _SWITCHES if found.search(template)), None)
+    switch = next((name for name in _SWITCHES if name in variables), None)
     if effort in _OFF and switch is not None:
         return {switch: False}
-    if re.search(r"\breasoning_effort\b", template):
+    if "reasoning_effort" in variables:
         told = {"reasoning_effort": effort}
         return told if switch is None else {switch: True, **told}
     if switch is not None:

@@ -1,5 +1,6 @@
 """Grammars of every kind, compiled: what they allow, what is refused, what hostile ones cost."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -167,8 +168,8 @@ def _merged_chain(length: int) -> dict[str, Any]:
 
 def hostile() -> Iterator[tuple[str, Grammar]]:
     schemas: dict[str, Any] = {
-        "most properties": {"properties": {f"p{i}": {} for i in range(4999)}},
-        "values": {"enum": [{"a": [i, {"b": i}]} for i in range(4999)]},
+        "most properties": {"properties": {f"p{i}": {} for i in range(3000)}},
+        "values": {"enum": [{"a": [i, {"b": i}]} for i in range(2000)]},
         "items": {"type": "array", "minItems": 10**9, "items": {"minItems": 10**9}},
         "lengths": {"type": "string", "maxLength": 10**9, "minLength": 10**9},
         "branches": {
@@ -188,7 +189,10 @@ def hostile() -> Iterator[tuple[str, Grammar]]:
     yield "repetitions", Regex(pattern="((((a{100}){100}){100}){100}){100}")
     yield "backtracking", Regex(pattern="((a+)+)+b|(a|b)*a(a|b){200}|(.*)*c")
     yield "groups", Regex(pattern="(" * 60_000)
-    yield "rules", Lark(text="start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(4000)))
+    yield (
+        "rules",
+        Lark(text="start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(4000)) + "a4000:/b/"),
+    )
     yield (
         "terms",
         Lark(
@@ -249,10 +253,11 @@ def test_hostile_grammars_are_compiled_or_refused_in_time_and_memory() -> None:
 def test_a_grammar_that_means_one_text_in_many_ways_cannot_hold_up_a_step() -> None:
     """Nobody else's answer goes on while a mask is computed."""
     matcher = grammars().compile(Lark(text="start: e\ne: e e | e e e | /[a-z]/ | \n"), ENDS)
-    longest = 0.0
-    with pytest.raises(GrammarError, match="too complex|consider|items|row"):
-        for _ in range(300):
+    times = list[float]()
+    with contextlib.suppress(GrammarError):
+        while len(times) < 300:
             begun = time.thread_time()
             matcher.accept(ord("a"))
-            longest = max(longest, time.thread_time() - begun)
-    assert longest < 1
+            times.append(time.thread_time() - begun)
+    assert 8 < len(times) < 300
+    assert max(times) < 0.5

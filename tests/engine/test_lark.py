@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.engine.lark import MOST_TEXT, followable
@@ -51,10 +51,8 @@ def test_what_only_looks_like_a_schema_stays(text: str) -> None:
 @given(st.text('"/<>#%{}\\ \nja', max_size=40))
 def test_any_text_is_gone_through(text: str) -> None:
     """What is left of one without schemas is the text itself."""
-    try:
-        assert followable(text) == text
-    except Refused as refused:
-        assert "%json" in text or "%regex" in text, refused
+    assume("%json" not in text)
+    assert followable(text) == text
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_any_text_is_gone_through(text: str) -> None:
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:
-    with pytest.raises(Refused, match=".*") as caught:
+    with pytest.raises(Refused) as caught:
         followable(text)
     assert reason in caught.value.reason
 

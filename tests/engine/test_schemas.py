@@ -27,7 +27,7 @@ TOGETHER = 50
 MOST_TOKENS = 80
 
 # what brings an answer to its end, the shortest way first; what only some patterns want comes early
-_CLOSING = tuple(f'"{wanted}}}]0123456789eE.-+:,[{{tfn'.encode() for wanted in ("b", "@"))
+_CLOSING = tuple(f'"{wanted}}}]0123456789eE.-+:,[{{tfn'.encode() for wanted in "b@:")
 # no schema needs more
 _MOST_CLOSING = 300
 
