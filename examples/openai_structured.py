@@ -45,7 +45,7 @@ def main() -> None:
 
     # Any JSON object; a text that matches a pattern; one of several texts (named as in vLLM).
     anything = client.chat.completions.create(
-        **{**asked, "max_tokens": 400}, response_format={"type": "json_object"}
+        **{**asked, "max_tokens": 150}, response_format={"type": "json_object"}
     ).choices[0]
     print("any object:", anything.message.content)
     if anything.finish_reason == "stop":

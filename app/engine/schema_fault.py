@@ -23,6 +23,8 @@ Refusal = Callable[[Schema], str | None]
 _MOST_TRIALS = 200
 _PATIENCE = 1.0
 
+# keywords that others are read beside
+_BROAD = frozenset({"type", "properties", "items", "prefixItems", "anyOf", "$ref"})
 # keywords that forbid nothing
 _SILENT = frozenset({"$defs", "definitions", "title", "description", "default"})
 
@@ -105,8 +107,8 @@ class _Search:
             alone = self._try({key: held[key]})
             if alone is not None:
                 return Refused(alone, (*path, key))
-        # from its end: what narrows a type stands behind it
-        for key in reversed(said):
+        # what narrows is rather to blame than what it narrows
+        for key in sorted(said, key=lambda key: key in _BROAD):
             others = {name: held[name] for name in said if name != key}
             if self._try(others) is None:
                 return Refused(reason, (*path, key))
@@ -123,7 +125,7 @@ class _Search:
         held = cast(Schema, value)
         ref = held.get("$ref")
         moved = {key: self._moved(each) for key, each in held.items()}
-        if isinstance(ref, str) and ref.startswith("#"):
+        if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
             moved["$ref"] = f"#/$defs/whole{ref[1:]}"
             found = at(self._document, ref)
             if found is not None and found[0] in self._seen:

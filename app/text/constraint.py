@@ -130,7 +130,7 @@ class _Composer:
         own = family.syntax(tools, self.spell, self._arguments)
         if own is not None:
             return family, own
-        plain = Plain()
+        plain = Plain(family.restart)
         syntax = plain.syntax(tools, self.spell, self._arguments)
         assert syntax is not None
         return plain, syntax

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Message, Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
+from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
 from app.text.syntax.call_object import call_object
 from app.text.syntax.pieces import Pieces
 from app.text.syntax.reader import Reader, Wait
@@ -23,8 +23,19 @@ _FORM = '{"name": "…", "arguments": {…}}'
 class Plain(ChatFamily):
     """A call is a JSON object at the beginning of a line, which names one of the tools."""
 
+    def __init__(self, restart: str = "") -> None:
+        """restart: of the family whose models reason as they always do before such calls."""
+        self.restart = restart
+
     def claims(self, template: str) -> bool:
         return False
+
+    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
+        # white space before the tag has been read already, where the tag begins with some
+        bare = replace(tags, open=tags.open.lstrip())
+        yield from super().reasoning(reader, pieces, bare, opened=opened)
+        if self.restart and (yield from reader.accept(self.restart)) is not None:
+            pieces.mark()
 
     def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
         names = {tool.name for tool in tools}

@@ -50,9 +50,9 @@ class Conversations:
         self._system = files.system
         self._tokenizer = tokenizer
         self._template = ChatTemplate(files)
-        self._plain = Plain()
         source = self._template.source(tools=True)
-        self._family = family_of(source) or self._plain
+        self._family = family_of(source) or Plain()
+        self._plain = Plain(self._family.restart)
         self._tags = self._family.tags(source)
         self._manners = manners(self._template.render)
 

@@ -61,8 +61,10 @@ def test_a_keyword_that_is_wrong_by_itself_is_named(schema: Any, keyword: str) -
 
 
 def test_of_keywords_that_contradict_each_other_one_is_named() -> None:
-    assert blamed({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.maximum"
-    assert blamed({"const": "a", "type": "integer"}) == "schema.type"
+    assert blamed({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.minimum"
+    assert blamed({"const": "a", "type": "integer"}) == "schema.const"
+    counted = {"type": "object", "maxProperties": 1, "properties": {"a": {}, "b": {}}}
+    assert blamed(counted) == "schema.maxProperties"
 
 
 def test_a_fault_behind_a_reference_is_named_where_it_stands() -> None:
@@ -75,6 +77,14 @@ def test_a_fault_behind_a_reference_is_named_where_it_stands() -> None:
     }
     schema = {"properties": {"first": {"$ref": "#/$defs/a~1b c"}}, "$defs": {"a/b c": node}}
     assert blamed(schema) == "schema.$defs.a/b c.properties.tags.uniqueItems"
+
+
+def test_an_anchor_does_not_mislead_the_search() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#here"}, "b": {"not": {}}},
+        "$defs": {"x": {"$anchor": "here", "type": "null"}},
+    }
+    assert blamed(schema) == "schema.properties.b.not"
 
 
 def test_references_in_a_ring_are_an_end_too() -> None:

@@ -1,0 +1,19 @@
+"""Templates that know of no calls, such as Gemma 2's: what the model says is what it says."""
+
+from pathlib import Path
+
+from app.text.family import family_of
+from app.text.plain_calls import Plain
+from tests.text.families.reading import check_row
+from tests.text.families.rows import law, llamacpp, template
+
+NAME = "google-gemma-2-2b-it.jinja"
+
+
+def test_nobody_claims_such_a_template(shared: Path):
+    assert family_of(template(shared, NAME)) is None
+
+
+def test_its_rows_are_text(shared: Path):
+    for row in law(llamacpp(shared, NAME), {}):
+        check_row(Plain(), row)
