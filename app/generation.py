@@ -70,6 +70,7 @@ class Generation:
             )
         # a long prompt, or a long stop string, takes a while: the event loop must not
         prepared = await asyncio.to_thread(self._preparation.prepare, request, self._room())
+        self._check_choices(len(prepared), "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
             said: list[AsyncGenerator[Event]] = []
             for choice in prepared:
@@ -79,6 +80,17 @@ class Generation:
                 said.append(self._events(line))
             # left first, so that nobody listens to a submission that is being left
             yield await stack.enter_async_context(aclosing(_merged(said)))
+
+    def _check_choices(self, count: int, param: str) -> None:
+        """More than can be here at once would be told to come again for ever."""
+        capacity = self._runner.status().capacity
+        if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
+            return
+        message = (
+            f"the request asks for {count} answers, and this server has places for {most}: ask for "
+            "fewer, or start it with a greater --max-queue"
+        )
+        raise AppError(Kind.INVALID, message, param=param)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)

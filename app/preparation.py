@@ -17,7 +17,7 @@ from app.core.room import Room
 from app.core.settings import Settings
 from app.core.shift import kept, truncated
 from app.text.answer import Answer, Reading
-from app.text.infill import infill
+from app.text.infill import ends, infill
 from app.text.prompt import Conversations, Written
 from app.text.tokenizer import Tokenizer, stops
 
@@ -58,11 +58,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """One prompt: its ids, its text where there is one, and how a conversation's answer is read."""
+    """One prompt: its ids, its text where there is one, and how a conversation's answer is read.
+    ends: ids that end the answer, besides the model's."""
 
     ids: tuple[int, ...]
     text: str | None = None
     written: Written | None = None
+    ends: frozenset[int] = frozenset()
 
 
 class Preparation:
@@ -91,17 +93,19 @@ class Preparation:
 
     def _choice(self, request: GenerateRequest, begun: _Begun, number: int, room: Room) -> Prepared:
         written = begun.written
-        text = begun.text if begun.text is not None else self.tokenizer.decode(begun.ids)
         return Prepared(
             choice=number * request.n,
             prompt=number,
             job=self._job(request, begun, room),
             reading=self._reading(request, written),
             written=written,
-            echo=text if request.echo else None,
+            echo=self._echo(begun) if request.echo else None,
             tell_ids=request.return_ids,
             silent=request.max_tokens == 0,
         )
+
+    def _echo(self, begun: _Begun) -> str:
+        return self.tokenizer.decode(begun.ids) if begun.text is None else begun.text
 
     def _begun(self, request: GenerateRequest, prompt: Prompt, param: str, room: Room) -> _Begun:
         """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
@@ -112,8 +116,8 @@ class Preparation:
                 ids = self._encode(written.text, param, room, add_special=written.add_special)
                 return _Begun(ids=tuple(ids), text=written.text, written=written)
             case str(text) if request.suffix:
-                ids = infill(self.tokenizer, text, request.suffix)
-                return _Begun(ids=tuple(self._fitting(ids, param, room)), text=text)
+                ids = self._infilled(text, request.suffix, param, room)
+                return _Begun(ids=tuple(ids), text=text, ends=ends(self.tokenizer))
             case str(text):
                 return _Begun(
                     ids=tuple(self._encode(text, param, room, add_special=True)), text=text
@@ -133,6 +137,7 @@ class Preparation:
         sampling = Sampling.layered(self._defaults.sampling, request.sampling)
         for token, _ in sampling.logit_bias:
             self._check_id(token, "logit_bias", self._files.sampled_ids)
+        grammar = _grammar(request, begun.written)
         scored = request.echo and request.top_logprobs is not None
         return Job(
             id=uuid.uuid4().hex,
@@ -140,11 +145,11 @@ class Preparation:
             sampling=sampling,
             max_tokens=self._max_tokens(request, room.context, len(ids)),
             min_tokens=request.min_tokens,
-            stop_ids=frozenset() if request.ignore_eos else self._stops.ids,
+            stop_ids=frozenset() if request.ignore_eos else self._stops.ids | begun.ends,
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.top_logprobs if scored else None,
             reuse=request.reuse,
-            grammar=_grammar(request, begun.written),
+            grammar=grammar,
             keep=kept(keep, length=len(ids), context=room.context),
         )
 
@@ -177,15 +182,35 @@ class Preparation:
         return left if asked is None else min(asked, left)
 
     def _encode(self, text: str, param: str, room: Room, *, add_special: bool) -> Sequence[int]:
-        whole = text
-        if not self._shifts:  # else the end counts, however long the text is
-            text = self.tokenizer.enough_of(whole, room.context)
-        ids = self.tokenizer.encode(text, add_special=add_special)
+        try:
+            read = self._enough_of(text, room)
+            ids = self.tokenizer.encode(read, add_special=add_special)
+        except AppError as error:
+            raise AppError(error.kind, str(error), param=param) from error
         self._check_rows(ids, param)
-        return self._fitting(ids, param, room, more=len(text) < len(whole))
+        return self._fitting(ids, param, room, more=len(read) < len(text))
+
+    def _infilled(self, text: str, suffix: str, param: str, room: Room) -> Sequence[int]:
+        head, tail = self._enough_of(text, room), self._enough_of(suffix, room)
+        ids = infill(self.tokenizer, head, tail)
+        self._check_rows(ids, param)
+        return self._fitting(
+            ids, param, room, more=(head, tail) != (text, suffix), what="prompt with its suffix"
+        )
+
+    def _enough_of(self, text: str, room: Room) -> str:
+        if self._shifts:  # then the end counts, however long the text is
+            return text
+        return self.tokenizer.enough_of(text, room.context)
 
     def _fitting(
-        self, ids: Sequence[int], param: str, room: Room, *, more: bool = False
+        self,
+        ids: Sequence[int],
+        param: str,
+        room: Room,
+        *,
+        more: bool = False,
+        what: str = "prompt",
     ) -> Sequence[int]:
         """more: the prompt goes on behind these ids."""
         if not ids:
@@ -193,7 +218,7 @@ class Preparation:
                 Kind.INVALID, "the prompt has no tokens: there is nothing to continue", param=param
             )
         if len(ids) >= room.context and not self._shifts:
-            has = f"the prompt has {'more than ' if more else ''}{len(ids)} tokens"
+            has = f"the {what} has {'more than ' if more else ''}{len(ids)} tokens"
             raise AppError(Kind.CONTEXT_LENGTH, f"{has}, {room.refusal(len(ids))}", param=param)
         return ids
 
@@ -218,7 +243,15 @@ class Preparation:
 
 
 def _grammar(request: GenerateRequest, written: Written | None) -> Grammar | None:
-    return request.grammar if written is None else written.grammar
+    """Raises AppError(INVALID) where the request wants an answer to go on that is over."""
+    grammar = request.grammar if written is None else written.grammar
+    if grammar is None:
+        return None
+    for name, given in (("min_tokens", request.min_tokens), ("ignore_eos", request.ignore_eos)):
+        if given:
+            message = f"{name} cannot be combined with what the answer must follow: leave out one"
+            raise AppError(Kind.INVALID, message, param=name)
+    return grammar
 
 
 def _sibling(first: Prepared, copy: int, request: GenerateRequest) -> Prepared:

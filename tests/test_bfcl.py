@@ -45,9 +45,9 @@ AT_ONCE = 8
 # Random weights write strings without an end, and numbers, and lists. What closes them is made
 # likelier, so that most answers come to their end; which of it may stand where is for the grammar
 # to say all the same. A string has thousands of ways to go on, a number only dozens.
-CLOSES = {'"': 28.0, "</s>": 28.0, "}": 20.0, "]": 20.0, ")": 20.0, ",": 14.0}
+CLOSES = {'"': 28.0, "</s>": 28.0, "}": 20.0, "]": 20.0, "\n]": 20.0, ")": 20.0, ",": 14.0}
 # where strings end with a tag, and a quotation mark is mostly text
-CLOSES_TAGGED = CLOSES | {'"': 20.0, "</": 24.0}
+CLOSES_TAGGED = CLOSES | {'"': 20.0, "</": 28.0}
 MARKER = 28.0
 CLOSING_TAG = re.compile(r"</[^\s<>{}'\"]*(?:parameter|value)>")
 
@@ -159,8 +159,8 @@ def write(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
     """A model of two layers, which has the family's markers as tokens. The `logit_bias` that brings
     its answers to an end."""
     tags = set(CLOSING_TAG.findall(template)) - set(family.markers)
-    tagged = sorted({*tags, *(f"\n{tag}" for tag in tags), "\n]"})
-    tokenizer = shortened(SHARED / "tokenizers" / "gpt2" / "tokenizer.json", tagged)
+    tagged = sorted({*tags, *(f"\n{tag}" for tag in tags)})
+    tokenizer = shortened(SHARED / "tokenizers" / "gpt2" / "tokenizer.json", [*tagged, "\n]"])
     markers = [AddedToken(text, special=True) for text in ("<s>", "</s>", *family.markers)]
     tokenizer.add_special_tokens(markers)
     end = tokenizer.token_to_id("</s>")
@@ -169,7 +169,8 @@ def write(folder: Path, family: ChatFamily, template: str) -> dict[str, float]:
     described = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     closes = CLOSES_TAGGED if tags or "DSML" in template else CLOSES
-    biases = closes | dict.fromkeys((*map(_spelled, tagged), *family.markers), MARKER)
+    biases = {_spelled(text): bias for text, bias in closes.items()}
+    biases |= dict.fromkeys((*map(_spelled, tagged), *family.markers), MARKER)
     ids = {tokenizer.token_to_id(text): bias for text, bias in biases.items()}
     return {str(id): bias for id, bias in ids.items() if id is not None}
 

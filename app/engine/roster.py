@@ -85,6 +85,7 @@ class Roster:
                 shared=sequence.shared_with(other),
                 evaluated=other.evaluated,
                 least=self._limits.prefill,
+                length=len(sequence.ids),
             )
             for other in self._running
             if other.unread

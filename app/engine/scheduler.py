@@ -24,10 +24,12 @@ def admissions(*, waiting: int, running: int, limits: Limits) -> int:
     return max(0, min(waiting, limits.running - running))
 
 
-def worth_waiting(*, shared: int, evaluated: int, least: int) -> bool:
-    """Whether a prompt had better start later, since another one, of which `evaluated` ids are
-    done, is on its way through `shared` ids that both begin with. least: fewer are not worth it."""
-    return shared - evaluated >= least
+def worth_waiting(*, shared: int, evaluated: int, least: int, length: int) -> bool:
+    """Whether a prompt of `length` ids had better start later, since another one, of which
+    `evaluated` ids are done, is on its way through `shared` ids that both begin with. least: fewer
+    are not worth it, unless they are all but the one that must be evaluated anyway (choices of one
+    request)."""
+    return shared - evaluated >= (1 if shared >= length - 1 else least)
 
 
 def prefill_shares(remaining: Sequence[int], limits: Limits) -> list[int]:

@@ -64,6 +64,7 @@ class Answer:
         self._tokens: list[Token] = []  # whose logprobs or ids have not been told
         self._told = 0  # tokens whose have
         self._read = 0  # characters given to the splitter
+        self._given = 0  # before which nothing was held back when the last were
         self._cut: int | None = None  # where the answer was cut off, when it was
         self._count = 0
         self.calls = 0
@@ -105,6 +106,7 @@ class Answer:
         return min(settled, self._shown.settled(settled))
 
     def _take(self, found: Found) -> list[Delta]:
+        self._given = self._settled
         at, self._read = self._read, self._read + len(found.text)
         if self._splitter is None:
             pieces: list[Piece] = [Said(text=found.text, at=at)] if found.text else []
@@ -143,7 +145,8 @@ class Answer:
                 if self.stopped:
                     return before
                 if self.calls and not self._reading.parallel:
-                    self._end(min(self._settled, self._read))
+                    # it began behind all that had been given out before this text was read
+                    self._end(self._given)
                     return before
                 return [*before, self._called(piece)]
             case Arguments(text=text):

@@ -168,9 +168,10 @@ def _reasoning_names(message: Message, template: str) -> Iterator[str]:
             yield name
 
 
-def _tool_call(call: CalledTool, field: str, *, spelled: bool) -> dict[str, Any]:
-    """Most templates write arguments in their models' own syntax, so they want the object. An empty
-    text, which some clients send for a tool without parameters, is the empty object."""
+def arguments_of(call: CalledTool, field: str) -> dict[str, Any]:
+    """The object that the arguments of a call in the history are. An empty text, which some clients
+    send for a tool without parameters, is the empty object. Raises AppError(INVALID) for any other
+    text, with `field` as the place."""
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -179,13 +180,17 @@ def _tool_call(call: CalledTool, field: str, *, spelled: bool) -> dict[str, Any]
     if not isinstance(arguments, dict):
         message = f"{field} is JSON but not an object: send arguments by name"
         raise AppError(Kind.INVALID, message, param=field)
+    return cast("dict[str, Any]", arguments)
+
+
+def _tool_call(call: CalledTool, field: str, *, spelled: bool) -> dict[str, Any]:
+    """Most templates write arguments in their models' own syntax, so they want the object."""
+    arguments = arguments_of(call, field)
     return {
         "id": call.id,
         "type": "function",
         "function": {
             "name": call.name,
-            "arguments": (call.arguments.strip() or "{}")
-            if spelled
-            else cast("dict[str, Any]", arguments),
+            "arguments": (call.arguments.strip() or "{}") if spelled else arguments,
         },
     }

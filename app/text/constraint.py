@@ -31,10 +31,16 @@ from app.text.plain_calls import Plain
 # can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
 _GUIDANCE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False}
 
-# Prose none of whose lines begins as a call without markers might.
-_NO_CALL = r"/([ \t]*([^ \t\n{\[<][^\n]*)?\n)*[ \t]*([^ \t\n{\[<][^\n]*)?/"
+# Prose none of whose lines begins as a call in plain JSON might; prose that does not.
+_LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
+_NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
+_NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
 
 _ANY = "/(?s:.*)/"
+
+# White space that templates put before reasoning and calls, and models after them: it is of the
+# answer where their prompt ends right behind a role (GLM 4.5 begins a line there).
+_GAP = r"/[ \n]{0,2}/"
 
 _TO_SPELL = re.compile(r"\\.|/|\n", re.DOTALL)
 
@@ -106,7 +112,7 @@ def _wanted(asked: Asked) -> Sequence[Tool]:
 class _Composer:
     def __init__(self, token: Callable[[str], int | None]) -> None:
         self._token = token
-        self._rules: dict[str, str] = {"prose": _ANY}
+        self._rules: dict[str, str] = {"prose": _ANY, "gap": _GAP}
         self._more: list[str] = []
         self._parts: list[JsonSchema | Regex] = []
         self._inner: Lark | None = None
@@ -142,12 +148,14 @@ class _Composer:
         one = isinstance(asked.choice, NamedTool) or not asked.parallel
         self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
         if forced:
-            return _joined(syntax, "call", one=one)
+            # where every answer has a beginning of its own, calls have too
+            calls = _joined(syntax, "call", one=one)
+            return calls if family.lead else f"gap {calls}"
         if asked.grammar is not None:
             # nothing before a call: prose would be no answer in this format
             return f"({_joined(syntax, 'call', one=one)} | {self.format(asked.grammar, family)})"
         if syntax.trigger is None:
-            self._rules["calm"] = _NO_CALL
+            self._rules["calm"] = _NO_LEADING_CALL if syntax.leading else _NO_CALL
             calm = self._framed("prose" if family.lead else "calm", family)
             return f"({_joined(syntax, 'call', one=one)} | {calm})"
         return self._triggered(syntax, syntax.trigger, one=one)
@@ -247,8 +255,8 @@ class _Composer:
             return ""
         again = self.spell(family.restart) or "gap"
         closed = f"{self._thought(turn.tags, turn.budget)} {again}"
-        self._rules["gap"] = r"/[ \n]{0,2}/"
-        return closed if turn.opened else f"({self.spell(turn.tags.open)} {closed})?"
+        before = "" if family.lead else "gap "
+        return closed if turn.opened else f"({before}{self.spell(turn.tags.open)} {closed})?"
 
     def _thought(self, tags: Tags, budget: int | None) -> str:
         close = self.spell(tags.close)

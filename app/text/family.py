@@ -8,13 +8,15 @@ It is chosen by the markers in the model's own chat template, never by the model
 trains a model further may call it anything, but renders its turns as it was rendered.
 """
 
+import json as jsons
 import pkgutil
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-from app.core.requests import Tool
+from app.core.requests import CalledTool, Tool
 from app.text import families
 from app.text.syntax.pieces import Pieces, Splitter
 from app.text.syntax.reader import Reader, Wait
@@ -44,7 +46,8 @@ class CallSyntax:
 
     calls: one for each tool, in the order of the tools. between: None where an answer holds one
     call at most. trigger: the text that begins every call, marker enough that no prose holds it;
-    None where calls begin as prose might. rules: further Lark rules that the expressions name.
+    None where calls begin as prose might. leading: then, whether they are only read where an answer
+    begins; else where any line does. rules: further Lark rules that the expressions name.
     """
 
     calls: tuple[str, ...]
@@ -52,7 +55,13 @@ class CallSyntax:
     between: str | None = None
     after: str = ""
     trigger: str | None = None
+    leading: bool = False
     rules: str = ""
+
+
+# one literal of Lark's, which is a string of JSON's; several
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LITERALS = re.compile(rf"(?:\s*{_LITERAL.pattern})*\s*")
 
 
 class ChatFamily:
@@ -92,6 +101,33 @@ class ChatFamily:
         """How calls must be spelled. None where this syntax cannot hold one of the tools to its
         schema; then calls are asked for in plain JSON, which can."""
         return None
+
+    def written(self, calls: Sequence[CalledTool]) -> str | None:
+        """Calls of an earlier turn as the model wrote them, for templates that have no words for
+        those. None where only the template could place them, or where the syntax says no more than
+        which values there may be."""
+        if self.lead:
+            return None
+        taken: list[str] = []
+
+        def arguments(tool: Tool) -> str:
+            taken.append(calls[int(tool.at)].arguments.strip() or "{}")
+            return jsons.dumps(taken[-1])
+
+        tools = [
+            Tool(name=call.name, description=None, parameters={}, at=str(place))
+            for place, call in enumerate(calls)
+        ]
+        syntax = self.syntax(tools, jsons.dumps, arguments)
+        if syntax is None or len(taken) < len(calls):
+            return None
+        if len(calls) > 1 and syntax.between is None:
+            return None
+        between = f" {syntax.between or ''} "
+        expression = f"{syntax.before} {between.join(syntax.calls)} {syntax.after}"
+        if not _LITERALS.fullmatch(expression):
+            return None
+        return "".join(map(jsons.loads, _LITERAL.findall(expression)))
 
     def opened(self, prompt: str, tags: Tags) -> bool:
         """Whether a rendered prompt ends within reasoning."""

@@ -23,6 +23,16 @@ class _Form:
     middle: str | None
 
 
+# With these the models end what they fill in, whether or not their turns end with them; the last
+# four say that another file would follow (llama.cpp's vocabulary has the same list).
+_ENDS = (
+    *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
+    *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+)
+
+# no text begins with it
+_SEAM = "\u263a"
+
 _FORMS = (
     _Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     _Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -47,7 +57,7 @@ def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
             continue
         begin = tokenizer.encode("", add_special=True)
         head = tokenizer.encode(prefix, add_special=False)
-        tail = tokenizer.encode(suffix, add_special=False)
+        tail = _continued(tokenizer, suffix)
         if middle is None:
             return [*begin, between, *tail, before, *head]
         return [*begin, before, *head, between, *tail, middle]
@@ -57,3 +67,23 @@ def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
         "and a suffix; leave suffix out",
         param="suffix",
     )
+
+
+def ends(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end what is filled in, besides those that end every answer."""
+    ids = (tokenizer.token_id(text) for text in _ENDS)
+    return frozenset(id for id in ids if id is not None)
+
+
+def _continued(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    """Ids of a text that begins in the middle: without the space that some tokenizers put before
+    every text. Code Llama and Codestral were trained so (mistral-common, `encode_infilling`)."""
+    if tokenizer.spelling is None or not tokenizer.spelling.strips_space:
+        return tokenizer.encode(text, add_special=False)
+    ids = tokenizer.encode(_SEAM + text, add_special=False)
+    seam, read = _SEAM.encode(), b""
+    for place, id in enumerate(ids):
+        read += tokenizer.token_bytes(id)
+        if read.lstrip(b" ") == seam:
+            return ids[place + 1 :]
+    return tokenizer.encode(text, add_special=False)

@@ -53,7 +53,8 @@ class Render(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manners:
     """system: system messages are rendered. developer: so are the developer's. offers: tools are.
-    recounts: calls and their results are, beside tools; recounts_alone: without any.
+    recounts: calls and their results are, beside tools; recounts_alone: without any. results: where
+    calls are not, their results are.
 
     Where they are, but not as they come: listed: no tools must be an empty list of them. described:
     every tool needs a description. spelled: arguments must be text. brief: ids must be nine letters
@@ -65,6 +66,7 @@ class Manners:
     offers: bool = False
     recounts: bool = False
     recounts_alone: bool = False
+    results: bool = False
     listed: bool = False
     described: bool = False
     spelled: bool = False
@@ -85,7 +87,7 @@ class Manners:
 
     def turns(self, messages: Iterable[Message]) -> list[Message]:
         """The conversation, so that the template can render it."""
-        turns = list(_named(messages))
+        turns = list(named(messages))
         if self.singly:
             turns = list(_singly(turns))
         if self.brief:
@@ -129,7 +131,9 @@ def _recounting(trial: "_Trial", known: Manners) -> Manners:
         if not trial.shows(tried, two, tools) and trial.shows(alike, two, tools):
             return alike
         return tried
-    return known
+    # a call that was said in so many words
+    said = [_ASKED, Message(role="assistant", content=_place("1")), *_round("1")[1:]]
+    return replace(known, results=trial.shows(known, said, [_TOOL] if known.offers else []))
 
 
 class _Trial:
@@ -185,7 +189,7 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(names, size)
 
 
-def _named(messages: Iterable[Message]) -> Iterator[Message]:
+def named(messages: Iterable[Message]) -> Iterator[Message]:
     """Results with the names of their functions, which OpenAI's clients leave out."""
     names: dict[str, str] = {}
     for message in messages:

@@ -4,6 +4,7 @@ Knows: the model's template and family, tools, reasoning, what fills in. Must no
 length, the engine, sampling.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from app.core.requests import Conversation, GenerateRequest, Grammar, Message, N
 from app.text.chat import ChatTemplate
 from app.text.constraint import Asked, Turn, constraint
 from app.text.family import ChatFamily, Tags, family_of
-from app.text.manners import manners
+from app.text.history import recounted
+from app.text.manners import manners, named
 from app.text.plain_calls import Plain, told
 from app.text.syntax.pieces import Splitter
 from app.text.thinking import check_budget, options
 from app.text.tokenizer import Tokenizer
 
 _SYSTEM = ("system", "developer")
+
+_NONE = re.compile(r"""(['"])none\1""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +98,11 @@ class Conversations:
         calls = any(message.tool_calls or message.role == "tool" for message in messages)
         recounts = manners.recounts if tools else manners.recounts_alone
         offered = manners.offers and bool(tools)
-        if (tools and not offered) or (calls and not recounts):
-            messages = told(messages, () if offered else tools)
+        messages = list(named(messages))
+        if offered and calls and not recounts:
+            messages = recounted(messages, self._family, results=manners.results)
+        elif (tools and not offered) or (calls and not recounts):
+            messages = told(messages, tools)
         try:
             return self._rendered(request, messages, tools if offered else ()), offered
         except AppError:
@@ -113,6 +120,7 @@ class Conversations:
             request.thinking,
             template.variables(tools=bool(tools)),
             reasons=self._tags is not None,
+            knows_none=_NONE.search(template.source(tools=bool(tools))) is not None,
         )
         return template.render(
             manners.turns(messages),

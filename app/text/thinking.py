@@ -9,24 +9,39 @@ from typing import Any
 from app.core.errors import AppError, Kind
 from app.core.requests import Thinking
 
-_SWITCHES = ("enable_thinking", "thinking")
+# most used first; the last is Cohere's
+_SWITCHES = ("enable_thinking", "thinking", "reasoning")
+
+# Seed-OSS's: it was trained to keep to it, and thinks nothing where it is 0
+_BUDGET = "thinking_budget"
 
 _OFF = ("none",)
 
 
-def options(thinking: Thinking, variables: Set[str], *, reasons: bool) -> Mapping[str, Any]:
+def options(
+    thinking: Thinking, variables: Set[str], *, reasons: bool, knows_none: bool
+) -> Mapping[str, Any]:
     """Variables for the template. variables: those that it looks for. reasons: whether its models
-    reason.
+    reason. knows_none: whether it knows the effort "none".
 
-    Raises AppError(INVALID) for an effort that would change nothing.
+    Raises AppError(INVALID) for an effort that cannot be made, or that nobody makes.
     """
-    effort = thinking.effort
+    budget = {} if thinking.budget is None else {_BUDGET: thinking.budget}
+    told = budget if _BUDGET in variables else {}
+    return {**told, **_effort(thinking.effort, variables, reasons=reasons, knows_none=knows_none)}
+
+
+def _effort(
+    effort: str | None, variables: Set[str], *, reasons: bool, knows_none: bool
+) -> Mapping[str, Any]:
     if effort is None:
         return {}
     switch = next((name for name in _SWITCHES if name in variables), None)
     if effort in _OFF and switch is not None:
         return {switch: False}
-    if "reasoning_effort" in variables:
+    if effort in _OFF and _BUDGET in variables:
+        return {_BUDGET: 0}
+    if "reasoning_effort" in variables and (knows_none or effort not in _OFF):
         told = {"reasoning_effort": effort}
         return told if switch is None else {switch: True, **told}
     if switch is not None:

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.scheduler import Limits, admissions, growers, preemptions, prefill_shares
+from app.engine.scheduler import (
+    Limits,
+    admissions,
+    growers,
+    preemptions,
+    prefill_shares,
+    worth_waiting,
+)
 
 Counts = st.integers(0, 50)
 Remaining = st.lists(st.integers(1, 400), max_size=8)
@@ -120,3 +127,21 @@ def test_streams_that_came_together_grow_one_after_the_other() -> None:
         left = [1000 if i in grown[-1] else positions - 1 for i, positions in enumerate(left)]
     assert max(map(len, grown)) == 1
     assert sorted(i for chosen in grown for i in chosen) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("shared", "evaluated", "length", "waits"),
+    [
+        (600, 0, 900, True),  # a chunk's worth is being evaluated by another
+        (100, 0, 900, False),
+        (600, 500, 900, False),
+        (40, 0, 40, True),  # another choice of the same request: all but one id
+        (39, 10, 40, True),
+        (40, 40, 40, False),
+        (38, 0, 40, False),
+    ],
+)
+def test_a_prompt_waits_for_one_that_does_its_work(
+    shared: int, evaluated: int, length: int, waits: bool
+) -> None:
+    assert worth_waiting(shared=shared, evaluated=evaluated, least=512, length=length) == waits

@@ -1,15 +1,22 @@
 """From tokens to what a client is shown: text, log-probabilities, and how much of it was seen."""
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
+from app.core.events import CallDelta, ReasoningDelta, TextDelta
 from app.core.jobs import Token
 from app.text.answer import Answer, Reading
+from app.text.families.hermes import Family
+from app.text.family import Tags
 from app.text.tokenizer import Tokenizer
 from tests import tiny
+from tests.text.templates import WEATHER
 
 TOKENIZER = Tokenizer(tiny.tokenizer())
 Text = st.text(st.sampled_from("abé🎉"), max_size=12)
@@ -23,7 +30,7 @@ def answer(text: str | bytes, *stops: str, logprobs: bool = False) -> tuple[Answ
     return made, fed(made, raw, logprobs=logprobs)
 
 
-def fed(made: Answer, raw: bytes, *, logprobs: bool = False) -> list[Any]:
+def fed(made: Answer, raw: Iterable[int], *, logprobs: bool = False) -> list[Any]:
     deltas: list[Any] = []
     for id in raw:
         score = -0.25 if logprobs else None
@@ -63,3 +70,207 @@ def test_broken_bytes_are_told_at_the_end_with_their_logprobs(raw: bytes, text: 
     _, deltas = answer(raw, logprobs=True)
     assert joined(deltas) == text
     assert b"".join(entry.raw for delta in deltas for entry in delta.logprobs) == raw
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a日"}}\n</tool_call>'
+THINK = Tags(open="<think>", close="</think>")
+Ends = st.lists(st.text(st.sampled_from("ab日🎉"), min_size=1, max_size=3), max_size=3)
+Segments = st.lists(
+    st.one_of(
+        st.just(CALL),
+        st.text(st.sampled_from("ab日🎉 \n"), min_size=1, max_size=6),
+        st.sampled_from(["<think>", "</think>", "<tool_call>", "</", "<tool"]),
+    ),
+    max_size=6,
+)
+
+
+def hermes(*stops: str, opened: bool = False, choice: int = 0, **reading: Any) -> Answer:
+    """An answer of a model that reasons and calls."""
+    return Answer(
+        TOKENIZER,
+        choice=choice,
+        prompt=(65,),
+        reading=Reading(asked=stops, **reading),
+        splitter=Family().split(tools=[WEATHER], tags=THINK, opened=opened),
+    )
+
+
+def folded(deltas: list[Any]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls with their arguments."""
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for delta in deltas:
+        match delta:
+            case TextDelta():
+                content += delta.text
+            case ReasoningDelta():
+                reasoning += delta.text
+            case CallDelta(name=str(name)):
+                assert delta.call == len(calls)
+                assert delta.id
+                calls.append((name, delta.arguments))
+            case CallDelta():
+                name, arguments = calls[delta.call]
+                calls[delta.call] = (name, arguments + delta.arguments)
+            case _:
+                raise AssertionError(delta)
+    return content, reasoning, calls
+
+
+def told_ids(deltas: list[Any]) -> list[int]:
+    return [id for delta in deltas if isinstance(delta, TextDelta) for id in delta.ids]
+
+
+def wide(text: str, places: list[int]) -> tuple[Tokenizer, list[int]]:
+    """A tokenizer that has each piece of the text as a token, and the text in these tokens."""
+    ends = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
+    pieces = [text[a:b] for a, b in pairwise(ends)]
+    inner = tiny.tokenizer()
+    inner.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(pieces)])
+    made = Tokenizer(inner)
+    return made, [made.added_id(piece) or 0 for piece in pieces]
+
+
+@given(segments=Segments, stops=Ends, places=st.lists(st.integers(0, 500), max_size=8))
+def test_an_answer_is_the_same_however_it_is_cut_into_tokens(
+    segments: list[str], stops: list[str], places: list[int]
+) -> None:
+    text = "".join(segments)
+    one = hermes(*stops)
+    bytewise = folded(fed(one, text.encode()))
+    tokenizer, ids = wide(text, places)
+    two = Answer(
+        tokenizer,
+        choice=0,
+        prompt=(65,),
+        reading=Reading(asked=tuple(stops)),
+        splitter=Family().split(tools=[WEATHER], tags=THINK, opened=False),
+    )
+    assert folded(fed(two, ids)) == bytewise
+    assert (one.stopped, one.stop, one.calls) == (two.stopped, two.stop, two.calls)
+
+
+@given(segments=Segments, stops=Ends, parallel=st.booleans())
+def test_tokens_are_told_once_and_in_order_and_none_behind_the_end(
+    segments: list[str], stops: list[str], parallel: bool
+) -> None:
+    raw = "".join(segments).encode()
+    made = hermes(*stops, ids=True, parallel=parallel)
+    deltas = fed(made, raw, logprobs=True)
+    ids = told_ids(deltas)
+    assert ids == list(raw[: len(ids)])
+    assert ids == [entry.raw[0] for d in deltas if isinstance(d, TextDelta) for entry in d.logprobs]
+    assert len(ids) == (made.visible_tokens if made.stopped else len(raw))
+
+
+@given(segments=Segments, stops=Ends)
+def test_a_stop_string_ends_content_and_nothing_else(segments: list[str], stops: list[str]) -> None:
+    raw = "".join(segments).encode()
+    free, made = hermes(), hermes(*stops)
+    all_of_it, ended = folded(fed(free, raw)), folded(fed(made, raw))
+    assert all_of_it[0].startswith(ended[0])
+    assert all_of_it[1].startswith(ended[1])
+    if not made.stopped:
+        assert ended == all_of_it
+    else:
+        assert made.stop in stops
+        assert all_of_it[2][: len(ended[2])] == ended[2]
+
+
+class TestWhereAStopStringStands:
+    def test_in_reasoning_it_ends_nothing(self) -> None:
+        made = hermes("stop")
+        assert folded(fed(made, b"<think>stop</think>go stop on")) == ("go ", "stop", [])
+        assert made.stop == "stop"
+
+    def test_in_a_call_it_ends_nothing(self) -> None:
+        made = hermes("city")
+        content, _, calls = folded(fed(made, CALL.encode()))
+        assert (content, calls, made.stopped) == (
+            "",
+            [("get_weather", '{"city": "a日"}')],
+            False,
+        )
+
+    def test_it_does_not_reach_over_a_call(self) -> None:
+        made = hermes("ab")
+        content, _, calls = folded(fed(made, f"a{CALL}b".encode()))
+        assert (content, len(calls), made.stopped) == ("ab", 1, False)
+
+    def test_tokens_before_it_are_counted_with_the_reasoning(self) -> None:
+        made = hermes("!")
+        fed(made, b"<think>hm</think>\n\nyes! no")
+        assert made.visible_tokens == len(b"<think>hm</think>\n\nyes")
+        assert made.reasoning_tokens == len(b"<think>hm")
+
+    def test_in_the_first_tokens_it_ends_nothing(self) -> None:
+        made = hermes("a", min_tokens=3)
+        assert folded(fed(made, b"aabbab"))[0] == "aabb"
+
+
+def test_the_models_own_end_ends_reasoning_and_calls_too() -> None:
+    for text in ("<think>so<end>more", f"{CALL[:60]}<end>more", "some<end>more"):
+        made = hermes(stops=("<end>",))
+        deltas = fed(made, text.encode())
+        assert made.stopped
+        assert made.stop is None
+        assert "more" not in repr(folded(deltas))
+        assert made.visible_tokens == text.index("<end>")
+
+
+def test_a_second_call_ends_an_answer_that_may_hold_one() -> None:
+    made = hermes(parallel=False, ids=True)
+    raw = f"Look. {CALL}\n{CALL} done".encode()
+    deltas = fed(made, raw)
+    assert folded(deltas) == ("Look.", "", [("get_weather", '{"city": "a日"}')])
+    assert made.stopped
+    assert made.stop is None
+    first = len(f"Look. {CALL}".encode())
+    assert first <= made.visible_tokens <= first + 1  # the line break is no part of either
+
+
+def test_a_second_call_is_cut_off_where_tokens_are_wide_too() -> None:
+    """However much of it the token that brought its name brought with it."""
+    text = f"{CALL}\n{CALL}"
+    tokenizer, ids = wide(text, [len(CALL), len(CALL) + 1])
+    made = Answer(
+        tokenizer,
+        choice=0,
+        prompt=(65,),
+        reading=Reading(ids=True, parallel=False),
+        splitter=Family().split(tools=[WEATHER], tags=None, opened=False),
+    )
+    assert tokenizer.added_id(CALL) == ids[-1]
+    deltas = fed(made, ids)
+    assert len(folded(deltas)[2]) == 1
+    assert len(told_ids(deltas)) == made.visible_tokens < len(ids)
+
+
+def test_special_tokens_are_read_where_they_mark_something_and_never_else() -> None:
+    inner = tiny.tokenizer()
+    inner.add_special_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(inner)
+    begin, end = (tokenizer.added_id(text) or 0 for text in ("<think>", "</think>"))
+    raw = [begin, *b"hm", end, *b"yes", tiny.BOS]
+
+    def read(shown: frozenset[int]) -> tuple[str, str, list[tuple[str, str]]]:
+        made = Answer(
+            tokenizer,
+            choice=0,
+            prompt=(65,),
+            reading=Reading(shown=shown),
+            splitter=Family().split(tools=[], tags=THINK, opened=False),
+        )
+        return folded(fed(made, raw))
+
+    assert read(frozenset({begin, end})) == ("yes", "hm", [])
+    assert read(frozenset()) == ("hmyes", "", [])
+
+
+def test_ids_that_a_family_gives_twice_are_given_once() -> None:
+    made = hermes(call_id=lambda _: "same")
+    deltas = fed(made, f"{CALL}\n{CALL}".encode())
+    ids = [delta.id for delta in deltas if isinstance(delta, CallDelta) and delta.id]
+    assert ids[0] == "same"
+    assert len(set(ids)) == 2

@@ -88,19 +88,20 @@ class Family(ChatFamily):
                 yield from _content(reader, pieces, pieces.say if said else pieces.think)
 
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        """One call, which ends the answer: the model knows no others."""
+        """One call, which ends the answer: the model knows no others. The recipient stands behind
+        the channel, where the model puts it mostly, or before it, where the template does."""
+        kind = f"({spell(f' {_CONSTRAIN}json')} | {spell(' json')})?"
         return CallSyntax(
             calls=tuple(
-                " ".join(
-                    (
-                        spell(f"{_CHANNEL}commentary {_TO}functions.{tool.name} "),
-                        spell(f"{_CONSTRAIN}json{_MESSAGE}"),
-                        json(tool),
-                    )
-                )
+                " ".join((_heads(tool.name, spell), kind, spell(_MESSAGE), json(tool)))
                 for tool in tools
             ),
         )
+
+
+def _heads(name: str, spell: Spell) -> str:
+    channel, to = f"{_CHANNEL}commentary", f" {_TO}functions.{name}"
+    return f"({spell(channel + to)} | {spell(to + channel)})"
 
 
 def _header(reader: Reader) -> Wait[_Header | None]:

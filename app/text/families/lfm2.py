@@ -8,13 +8,13 @@ LFM2.5 and LFM2.5-VL, and Liquid AI's documentation of tool use.
 
 from collections.abc import Collection, Sequence
 
-from app.core.requests import Tool
+from app.core.requests import CalledTool, Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
 from app.text.syntax.call_list import call_list
 from app.text.syntax.call_object import Outcome, call_object
 from app.text.syntax.marked_calls import marked_call
 from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_list, python_syntax
+from app.text.syntax.python_calls import python_list, python_syntax, written_call
 from app.text.syntax.reader import Reader, Wait
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -52,6 +52,9 @@ class Family(ChatFamily):
             after=f"]{_CLOSE}",
             trigger=_OPEN,
         )
+
+    def written(self, calls: Sequence[CalledTool]) -> str | None:
+        return f"{_OPEN}[{', '.join(map(written_call, calls))}]{_CLOSE}"
 
 
 def _list(reader: Reader, pieces: Pieces) -> Wait[Outcome]:

@@ -28,5 +28,6 @@ class Family(ChatFamily):
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         """The template knows one call a turn."""
         return CallSyntax(
-            calls=tuple(spell_object(tool, spell, json, arguments="parameters") for tool in tools)
+            calls=tuple(spell_object(tool, spell, json, arguments="parameters") for tool in tools),
+            leading=True,
         )

@@ -32,4 +32,4 @@ class Family(ChatFamily):
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
         syntax = python_syntax(tools, spell, json, before="[", between=", ", after="]", trigger="[")
         # prose holds brackets
-        return syntax and replace(syntax, trigger=None)
+        return syntax and replace(syntax, trigger=None, leading=True)

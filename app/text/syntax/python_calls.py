@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from app.core.requests import Tool
+from app.core.requests import CalledTool, Tool
 from app.text.family import CallSyntax, Json, Spell
 from app.text.syntax.call_list import call_list
 from app.text.syntax.call_object import Outcome
 from app.text.syntax.keyword_rules import Rules, keyword_rules, standing_alone
 from app.text.syntax.nested_values import nested_pairs
 from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_values import PYTHON
+from app.text.syntax.python_values import PYTHON, written
 from app.text.syntax.reader import Reader, Wait
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")
@@ -97,6 +97,13 @@ def python_syntax(
         trigger=trigger,
         rules="\n".join(rules),
     )
+
+
+def written_call(call: CalledTool) -> str:
+    """One call, whose arguments must be a JSON object."""
+    arguments: dict[str, Any] = json.loads(call.arguments.strip() or "{}")
+    pairs = (f"{name}={written(value)}" for name, value in arguments.items())
+    return f"{call.name}({', '.join(pairs)})"
 
 
 def _argument_rules(tool: Tool, spell: Spell, json_of: Json, *, prefix: str) -> Rules | None:

@@ -11,6 +11,7 @@ calls.
 
 import json
 import re
+from typing import Any, cast
 
 from app.text.syntax.literal_reader import quoted
 from app.text.syntax.nested_values import Notation, Path, Write
@@ -146,3 +147,17 @@ def _escape(reader: Reader) -> Wait[str]:
 
 
 PYTHON = Notation(lists={"[": "]", "(": ")"}, key=_dictionary_key, scalar=_scalar)
+
+
+def written(value: Any) -> str:
+    """A value of JSON's as Python writes it, strings in double quotes."""
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case dict():
+            pairs = cast(dict[str, Any], value).items()
+            return f"{{{', '.join(f'{written(key)}: {written(one)}' for key, one in pairs)}}}"
+        case list():
+            return f"[{', '.join(map(written, cast(list[Any], value)))}]"
+        case _:
+            return repr(value)

@@ -17,6 +17,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# characters of a name or a number. What is longer is matched again with every piece of it
+_LONGEST = 4096
+
 # what `yield from` of it gives: suspended while the text ahead is not known
 Wait = Generator[None, None, T]
 
@@ -33,6 +36,7 @@ class Reader:
         self._known = ""
         self._start = 0  # position of the first character of _known
         self._held: int | None = None
+        self._mark = (0, 0)  # where the last one that `until` took begins and ends
 
     def push(self, text: str) -> None:
         """More text is known."""
@@ -51,8 +55,11 @@ class Reader:
 
     @property
     def settled(self) -> int:
-        """Position before which nothing will be read again."""
-        return self.at if self._held is None else min(self.at, self._held)
+        """Position before which nothing will be read again, nor turn out to be text. A mark may,
+        as long as what stands behind it is held."""
+        settled = self.at if self._held is None else min(self.at, self._held)
+        begins, ends = self._mark
+        return begins if settled == ends else settled
 
     def take(self, count: int) -> str:
         """The next characters, which must be known."""
@@ -119,10 +126,11 @@ class Reader:
 
     def match(self, pattern: re.Pattern[str]) -> Wait[str]:
         """The longest text ahead that the pattern matches, not taken; "" for none. The pattern goes
-        on matching where more of what it matches comes."""
+        on matching where more of what it matches comes; what gets too long for a name or a number
+        is no match."""
         while True:
             match = pattern.match(self.ahead)
-            if match is None and self.ahead:
+            if (match is None and self.ahead) or (match and match.end() > _LONGEST):
                 return ""
             if (match and match.end() < len(self.ahead)) or self.ended:
                 return match[0] if match else ""
@@ -150,7 +158,8 @@ class Reader:
                 at = self.at
                 take(self.take(clear), at)
             if match and begins < open_:
-                self.at += len(match[0])
+                begins, self.at = self.at, self.at + len(match[0])
+                self._mark = (begins, self.at)
                 return match[0]
             if self.ended:
                 return None

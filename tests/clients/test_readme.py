@@ -1,0 +1,58 @@
+"""The programs of README.md, as a reader would run them: only the server's address is another."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serving import PATIENCE, ROOT, Served
+
+ADDRESS = "http://127.0.0.1:8080"
+
+FENCES = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+COMMANDS = [body for language, body in FENCES if language == "sh" and ADDRESS in body]
+
+
+def run(command: list[str], surroundings: dict[str, str], folder: Path, server: Served) -> str:
+    """What it printed."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=surroundings,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n--- the server ---\n{server.text()[-4000:]}"
+    return done.stdout
+
+
+def test_the_programs_run_one_behind_the_other(
+    surroundings: dict[str, str], tmp_path: Path, server: Served
+):
+    """Later ones use the client that the first one has made."""
+    programs = [body for language, body in FENCES if language == "python"]
+    assert len(programs) == 4
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(programs).replace(ADDRESS, server.url), "utf-8")
+    said = run([sys.executable, str(script)], surroundings, tmp_path, server)
+    assert "mlxrunner" in said
+    assert "name='get_weather'" in said
+    assert re.search(r"city='(Oslo|Rome)' rain=(True|False)", said)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_is_answered(
+    command: str, surroundings: dict[str, str], tmp_path: Path, server: Served
+):
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    asked = command.replace("curl ", "curl --fail-with-body ").replace(ADDRESS, server.url)
+    said = run(["sh", "-c", asked], surroundings, tmp_path, server)
+    assert "mlxrunner is" in said
