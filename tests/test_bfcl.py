@@ -38,14 +38,14 @@ from tests.serving import PATIENCE
 # the other's macros look for the variable of a loop
 UNABLE = ("fireworks-ai-llama-3-firefunction-v2", "MiroThinker")
 
-MAX_TOKENS = 200
+MAX_TOKENS = 160
 MERGES = 4000
 AT_ONCE = 8
 
 # Random weights write strings without an end, and numbers, and lists. What closes them is made
 # likelier, so that most answers come to their end; which of it may stand where is for the grammar
 # to say all the same. A string has thousands of ways to go on, a number only dozens.
-CLOSES = {'"': 28.0, "</s>": 28.0, "}": 20.0, "]": 20.0, "\n]": 20.0, ")": 20.0, ",": 14.0}
+CLOSES = {'"': 28.0, "</s>": 34.0, "}": 20.0, "]": 20.0, "\n]": 20.0, ")": 20.0, ",": 14.0}
 # where strings end with a tag, and a quotation mark is mostly text
 CLOSES_TAGGED = CLOSES | {'"': 20.0, "</": 28.0}
 MARKER = 28.0

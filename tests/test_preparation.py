@@ -1,4 +1,4 @@
-"""Requests → jobs: prompts in every form, what fits, and whose fault it is when something does not."""
+"""Requests → jobs: prompts in every form, what fits, and what is named where it does not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from app.preparation import Preparation, Prepared
 from tests import tiny
 
 ROOM = Room(model=256, asked=None, capacity=None)
+PLAIN = Settings()
 SHIFTING = Settings(cache="slots", context_shift=True, context=256)
 
 
@@ -36,8 +37,8 @@ def filling(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Mode
 
 def prepared(
     files: ModelFiles,
-    settings: Settings = Settings(),
-    **changes: Any,  # noqa: B008  # frozen
+    settings: Settings = PLAIN,
+    **changes: Any,
 ) -> list[Prepared]:
     request = GenerateRequest(**{"model": "tiny", "prompt": "hello", **changes})
     return Preparation(files, settings).prepare(request, ROOM)

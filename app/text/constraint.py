@@ -9,7 +9,7 @@ their ids, tensors, who samples.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,9 @@ _NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
 _NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
 
 _ANY = "/(?s:.*)/"
+
+# of an answer that must call: a model that has lost its way calls and calls
+_MOST_CALLS = 64
 
 # White space that templates put before reasoning and calls, and models after them: it is of the
 # answer where their prompt ends right behind a role (GLM 4.5 begins a line there).
@@ -132,11 +135,14 @@ class _Composer:
     # calls
 
     def syntax(self, family: ChatFamily, tools: Sequence[Tool]) -> tuple[ChatFamily, CallSyntax]:
-        """The family's own where it can hold the tools to their schemas, else plain JSON."""
+        """The family's own where it can hold the tools to their schemas, else plain JSON, behind
+        what the family's begin with: a model that is about to call writes that."""
         own = family.syntax(tools, self.spell, self._arguments)
         if own is not None:
             return family, own
-        plain = Plain(family.restart)
+        nothing = Tool(name="f", description=None, parameters={"type": "object", "properties": {}})
+        usual = family.syntax([nothing], self.spell, lambda _: '""')
+        plain = Plain(family.restart, trigger=None if usual is None else usual.trigger)
         syntax = plain.syntax(tools, self.spell, self._arguments)
         assert syntax is not None
         return plain, syntax
@@ -146,7 +152,7 @@ class _Composer:
         if syntax.rules:
             self._more.append(syntax.rules)
         one = isinstance(asked.choice, NamedTool) or not asked.parallel
-        self._rules["call"] = " | ".join(f"({call})" for call in syntax.calls)
+        self._rules["call"] = _either(syntax.calls)
         if forced:
             # where every answer has a beginning of its own, calls have too
             calls = _joined(syntax, "call", one=one)
@@ -167,8 +173,9 @@ class _Composer:
             inner = replace(syntax, before=_without(syntax.before, spelled))
             follows = _joined(inner, "call", one=one)
         else:
-            calls = (_without(call, spelled) for call in syntax.calls)
-            self._rules["first"] = " | ".join(f"({call})" for call in calls)
+            # once: with a hundred tools the grammar is long
+            self._rules["first"] = _either(_without(call, spelled) for call in syntax.calls)
+            self._rules["call"] = f"{spelled} first"
             follows = f"first {syntax.after}"
         self._rules["rest"] = "/(?s:.+)/"
         self._rules["calls"] = f"{self._prose_until(trigger)} {follows}"
@@ -277,8 +284,13 @@ class _Composer:
         return f"thought {close}"
 
 
+def _either(expressions: Iterable[str]) -> str:
+    return " | ".join(f"({expression})" for expression in expressions)
+
+
 def _joined(syntax: CallSyntax, call: str, *, one: bool) -> str:
-    more = "" if one or syntax.between is None else f"({syntax.between} call)*"
+    more = f"({syntax.between} call){{0,{_MOST_CALLS - 1}}}"
+    more = "" if one or syntax.between is None else more
     return " ".join(filter(None, (syntax.before, call, more, syntax.after)))
 
 

@@ -1,8 +1,8 @@
 """Calls of earlier turns, for templates that offer tools and have no words for what came of them.
 
-Such templates expect that the text of an answer with calls is sent back as it was written (those of
-LFM2, Granite and SmolLM3 do). OpenAI's clients send the calls apart from it, so it is written again:
-what a model finds in its own turns is how it goes on.
+Such templates expect that an answer with calls is sent back as it was written (those of LFM2,
+Granite and SmolLM3 do). OpenAI's clients send the calls apart from the text, so they are written
+again: what a model finds in its own turns is how it goes on.
 
 Knows: that a family can write its calls. Must not know: any family's syntax, templates.
 """

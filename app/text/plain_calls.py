@@ -14,18 +14,25 @@ from dataclasses import replace
 from app.core.requests import Message, Tool
 from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
 from app.text.syntax.call_object import call_object
+from app.text.syntax.marked_calls import marked_calls
 from app.text.syntax.pieces import Pieces
 from app.text.syntax.reader import Reader, Wait
+
+# what models put around JSON
+_FENCES, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
 
 _FORM = '{"name": "…", "arguments": {…}}'
 
 
 class Plain(ChatFamily):
-    """A call is a JSON object at the beginning of a line, which names one of the tools."""
+    """A call is a JSON object at the beginning of a line, which names one of the tools; a block of
+    Markdown around it belongs to it. Or it stands behind a trigger, and only there."""
 
-    def __init__(self, restart: str = "") -> None:
-        """restart: of the family whose models reason as they always do before such calls."""
+    def __init__(self, restart: str = "", *, trigger: str | None = None) -> None:
+        """restart: of the family whose models reason as they always do before such calls. trigger:
+        what their own calls begin with."""
         self.restart = restart
+        self._trigger = trigger
 
     def claims(self, template: str) -> bool:
         return False
@@ -39,9 +46,14 @@ class Plain(ChatFamily):
 
     def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
         names = {tool.name for tool in tools}
+        if self._trigger is not None:
+            yield from marked_calls(reader, pieces, tools, read=call_object, open=self._trigger)
+            return
+        fenced = False
         while (yield from reader.peek()):
             start = reader.hold()
             space = yield from reader.space()
+            opens = names and (yield from reader.accept(*_FENCES)) is not None
             begins = names and (yield from reader.peek()) == "{"
             outcome = "none"
             if begins:
@@ -55,16 +67,32 @@ class Plain(ChatFamily):
             if outcome == "broken":
                 yield from reader.until(take=lambda text, _: pieces.arguments(text))
             pieces.mark()
+            fenced = (fenced or opens) and not (yield from _fence_ends(reader))
 
     def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+        before = self._trigger or ""
         return CallSyntax(
-            calls=tuple(f"{spell(_begin(tool.name))} {json(tool)} {spell('}')}" for tool in tools),
+            calls=tuple(
+                f"{spell(before + _begin(tool.name))} {json(tool)} {spell('}')}" for tool in tools
+            ),
             between=spell("\n"),
+            trigger=self._trigger,
         )
 
 
 def _begin(name: str) -> str:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+
+
+def _fence_ends(reader: Reader) -> Wait[bool]:
+    """Whether the block does behind a call; then its end is taken."""
+    behind = reader.hold()
+    yield from reader.space()
+    if (yield from reader.accept(_FENCE_END)) is not None:
+        reader.release()
+        return True
+    reader.rewind(behind)
+    return False
 
 
 def _line(reader: Reader, pieces: Pieces) -> Wait[None]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -316,3 +317,58 @@ def test_streams_are_framed_with_line_feeds():
     assert b"\r" not in reply.body
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-store"
+
+
+SEVERAL: dict[str, Any] = {**ASK, "stream": True, "n": 2}
+
+
+class TestSeveralChoices:
+    """Events of choices come in any order; the end comes once, behind all of them."""
+
+    SCRIPT: Script = (
+        replace(text("Hel"), choice=1),
+        text("a"),
+        finish(),
+        replace(text("lo"), choice=1),
+        replace(finish("length"), choice=1),
+    )
+
+    def test_a_stream_goes_on_until_the_last_has_finished(self):
+        reply, generate = converse(self.SCRIPT, CHAT, SEVERAL)
+        *frames, done, end = reply.body.split(b"\n\n")
+        assert (done, end) == (b"data: [DONE]", b"")
+        assert reply.body.count(b"[DONE]") == 1
+        chunks = [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
+        said = {0: "", 1: ""}
+        reasons: dict[int, str] = {}
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                assert choice["index"] not in reasons, "nothing follows a choice's end"
+                said[choice["index"]] += choice["delta"].get("content") or ""
+                if choice["finish_reason"]:
+                    reasons[choice["index"]] = choice["finish_reason"]
+        assert said == {0: "a", 1: "Hello"}
+        assert reasons == {0: "stop", 1: "length"}
+        assert generate.left == 1
+
+    def test_a_whole_answer_has_them_in_their_order(self):
+        reply, _ = converse(self.SCRIPT, CHAT, {**ASK, "n": 2})
+        choices = reply.json["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1]
+        assert [choice["message"]["content"] for choice in choices] == ["a", "Hello"]
+
+    def test_an_error_of_one_ends_the_stream_of_all(self):
+        reply, generate = converse([*self.SCRIPT[:3], BROKEN], CHAT, SEVERAL)
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        assert b"out of memory" in reply.body
+        assert generate.left == 1
+
+    def test_usage_comes_once_at_the_end(self):
+        body = {**SEVERAL, "stream_options": {"include_usage": True}}
+        reply, _ = converse(self.SCRIPT, CHAT, body)
+        *_, last, done, _ = reply.body.split(b"\n\n")
+        assert done == b"data: [DONE]"
+        counted = json.loads(last.removeprefix(b"data: "))
+        assert counted["choices"] == []
+        assert counted["usage"]["completion_tokens"] == 4
+        assert counted["usage"]["prompt_tokens"] == 7, "both answer one prompt"

@@ -14,9 +14,18 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.errors import AppError
-from app.core.requests import Choice, Grammar, JsonSchema, Lark, NamedTool, Regex, Tool
+from app.core.requests import (
+    Choice,
+    Grammar,
+    JsonSchema,
+    Lark,
+    NamedTool,
+    Regex,
+    Tool,
+    ToolChoice,
+)
 from app.text.constraint import Asked, Constraint, Turn, constraint
-from app.text.families import glm, harmony, hermes
+from app.text.families import glm, harmony, hermes, llama3, minimax
 from app.text.family import ChatFamily, Tags
 from app.text.plain_calls import Plain
 from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
@@ -320,12 +329,42 @@ def test_nothing_is_followed_where_nothing_is_asked() -> None:
         assert writer.follows(asked, Turn(tags=THINK), hermes.Family()).grammar is None
 
 
-def test_functions_that_the_syntax_cannot_hold_to_their_schema_are_called_in_json() -> None:
-    coded = tool("code", of={"type": "string", "pattern": "^[A-Z]{3}$"})
-    follows = Writer(tokens=True).follows(
-        Asked(tools=(coded,), choice="required"), Turn(tags=None), glm.Family()
-    )
+CODED = tool("code", strict=True, of={"type": "string", "pattern": "^[A-Z]{3}$"})
+CODE = '<minimax:tool_call>{"name": "code", "arguments": {"of": "ABC"}}'
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_functions_that_the_syntax_cannot_hold_to_their_schema_are_called_in_json(
+    writer: Writer, choice: ToolChoice
+) -> None:
+    """Behind the family's own marker, which is what a model writes that wants to call."""
+    asked = Asked(tools=(CODED,), choice=choice)
+    follows = writer.follows(asked, Turn(tags=None), minimax.Family())
     assert isinstance(follows.family, Plain)
+    matcher = writer.guided(follows.grammar)
+    ids = writer.tokenizer.encode(CODE, add_special=False)
+    assert matcher.validate_tokens(ids) == len(ids)
+    pieces = read(follows.family, Turn(tags=None), asked.tools, CODE)
+    assert [piece for piece in pieces if not isinstance(piece, Arguments)] == [Called(name="code")]
+
+
+def test_where_a_role_ends_the_prompt_a_line_may_begin_before_a_call(writer: Writer) -> None:
+    """GLM 4.5's answers begin with a line end, Mistral's first ones with a space."""
+    follows = writer.follows(Asked(tools=TOOLS, choice="required"), Turn(tags=THINK), glm.Family())
+    text = "\n<think></think>\n<tool_call>count\n<arg_key>to</arg_key>\n<arg_value>3</arg_value>"
+    ids = writer.tokenizer.encode(text, add_special=False)
+    assert writer.guided(follows.grammar).validate_tokens(ids) == len(ids)
+
+
+def test_prose_beside_strict_calls_of_llamas_may_hold_braces_but_not_begin_with_one(
+    writer: Writer,
+) -> None:
+    follows = writer.follows(Asked(tools=STRICT), Turn(tags=None), llama3.Family())
+    matcher = writer.guided(follows.grammar)
+    code = list(b"Look:\n{\n  [a]\n</b>\n}")
+    assert matcher.validate_tokens(code) == len(code)
+    assert matcher.validate_tokens(list(b'{"name": "x')) == len('{"name": "')
+    assert matcher.validate_tokens(list(b"\n [")) == 2
 
 
 def test_a_composed_grammar_names_the_schemas_it_was_made_of(writer: Writer) -> None:

@@ -81,3 +81,22 @@ def test_text_without_calls_stays_as_it_is(text: str) -> None:
 
 def test_what_its_syntax_produces_is_read_back() -> None:
     check_walks(FAMILY, TOOLS)
+
+
+def test_a_block_of_markdown_around_calls_belongs_to_them() -> None:
+    pieces = check_text(FAMILY, f"Sure:\n```json\n{CALL}\n{CALL}\n```\nDone.", tools=[WEATHER])
+    assert len([piece for piece in pieces if isinstance(piece, Called)]) == 2
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
+    assert said == "Sure:Done."
+
+
+def test_other_blocks_of_markdown_stay_as_they_are() -> None:
+    check_prose(FAMILY, f"```json\n{{}}\n```\n```\ntext {CALL}\n```", tools=[WEATHER])
+
+
+def test_behind_a_trigger_and_nowhere_else_a_call_is_read() -> None:
+    family = Plain(trigger="<call>")
+    pieces = check_text(family, f"{CALL}\n<call>{CALL}\n<call> no", tools=[WEATHER])
+    assert len([piece for piece in pieces if isinstance(piece, Called)]) == 1
+    said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
+    assert said == f"{CALL}<call> no"

@@ -5,7 +5,9 @@ know: any family's tags.
 
 A value that is no string is JSON, and JSON's grammar holds it to its schema. A string is free text
 up to its closing tag, which no regular expression of a schema's can be put in: where a schema says
-more of a string than that it is one of a few, there is no syntax.
+more of a string than that it is one of a few, the call is a JSON object between the outer tags,
+which models write too that have seen much of it. Where these are around all calls there is no
+syntax then.
 """
 
 import json as jsons
@@ -16,6 +18,7 @@ from typing import Any, cast
 
 from app.core.requests import Tool
 from app.text.family import CallSyntax, Json, Spell
+from app.text.syntax.call_object import spell_object
 from app.text.syntax.parameter_types import REMARKS, STRING, Types, resolved, schema_types
 from app.text.syntax.tagged_call import CallTags
 
@@ -36,10 +39,10 @@ def tagged_syntax(
 ) -> CallSyntax | None:
     writer = _Writer(tags, spell, json)
     calls = [writer.call(tool) for tool in tools]
-    if any(call is None for call in calls):
+    if tags.grouped and any(call is None for call in calls):
         return None
     syntax = CallSyntax(
-        calls=tuple(call for call in calls if call is not None),
+        calls=tuple(call or writer.object(tool) for tool, call in zip(tools, calls, strict=True)),
         between=writer.gap,
         trigger=tags.before,
         rules=writer.rules(),
@@ -76,6 +79,12 @@ class _Writer:
             required = name in tool.parameters.get("required", ())
             parts.append(parameter if required else f"({parameter})?")
         return " ".join((*parts, self._tail()))
+
+    def object(self, tool: Tool) -> str:
+        """One of any tool's, in JSON."""
+        tags = self._tags
+        before, after = f"{tags.before}{tags.gap}", f"{tags.gap}{tags.after}"
+        return spell_object(tool, self._spell, self._json, before=before, after=after)
 
     def rules(self) -> str:
         """Those that calls name."""

@@ -35,11 +35,14 @@ def calls_in(family: TaggedFamily, text: str, *, tools: Sequence[Tool] = TOOLS) 
 
 def check_syntax(family: TaggedFamily, rows: Sequence[Row], *, begin: str | None = None) -> None:
     """What the family's grammar produces is read back as calls that satisfy their schemas; it
-    accepts what models write from `begin` on, mostly the tag; and there is none for strings of a
-    certain form."""
+    accepts what models write from `begin` on, mostly the tag. Calls whose strings must be of a
+    certain form are JSON, but there is no grammar of those where one tag is around all calls."""
     check_walks(family, TOOLS, endings=[family.call_tags.value_close])
     assert rows
     for row in rows:
         start = row.output.index(begin or family.call_tags.before)
         assert Walk(family, row.tools).accepts(row.output[start:].rstrip()), row.id
-    assert family.syntax([WEATHER, FORMS], spell, arguments_of) is None
+    if family.call_tags.grouped:
+        assert family.syntax([WEATHER, FORMS], spell, arguments_of) is None
+    else:
+        check_walks(family, (WEATHER, FORMS))

@@ -139,6 +139,19 @@ def test_its_grammar_accepts_the_documented_spelling():
     assert Walk(FAMILY, TOOLS).accepts(CALL.removesuffix("<|call|>"))
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        " to=functions.now<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.now json<|message|>",
+        "<|channel|>commentary to=functions.now<|message|>",
+    ],
+)
+def test_its_grammar_accepts_the_recipient_where_the_template_puts_it_and_no_type(header):
+    assert Walk(FAMILY, (WEATHER, NOW)).accepts(f"{header}{{}}")
+    pieces = check_text(FAMILY, f"{header}{{}}", tools=(WEATHER, NOW))
+    assert [call.name for call in calls(pieces)] == ["now"]
+
     assert TAGS is not None
     thought = f"{TAGS.open}Look it up.{TAGS.close}{FAMILY.restart}"
     assert f"{thought}{FAMILY.lead}It rains." == f"{THOUGHT}{NEXT}{FINAL}".removesuffix(

@@ -66,7 +66,10 @@ def test_what_its_syntax_produces_is_read_back():
     check_walks(FAMILY, TOOLS)
 
 
-def test_its_syntax_is_what_the_templates_write_without_the_ids(shared):
+def test_its_syntax_is_what_the_templates_write_with_the_ids_or_without(shared):
     for row in roundtrip(shared, *TEMPLATES):
         text = row.output.replace(', "id": "call00000"', "").replace(', "id": "call00001"', "")
-        assert Walk(FAMILY, row.tools).accepts(text), row.id
+        walk = Walk(FAMILY, row.tools)
+        assert walk.accepts(text), row.id
+        assert walk.accepts(row.output), row.id
+        assert walk.accepts(text.replace("[TOOL_CALLS][", "[TOOL_CALLS] [")), row.id

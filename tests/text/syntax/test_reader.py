@@ -113,15 +113,26 @@ def test_a_pattern_matches_as_much_as_there_is_and_takes_nothing(given_):
     )
 
 
+@pytest.mark.parametrize(("length", "found"), [(4096, 4096), (4097, 0)])
+@pytest.mark.parametrize("end", ["", "!"])
+def test_a_word_that_does_not_end_is_none(length, found, end):
+    """Matched again with every piece of it, 80,000 letters behind a marker took 17 seconds."""
+    text = "a" * length + end
+    for chunks in ([text], list(text)):
+        word, _ = run(chunks, lambda reader: reader.match(re.compile("a+")))
+        assert len(word) == found
+
+
 @given(cut_texts())
 def test_a_text_can_be_read_again_from_where_it_was_held(given_):
     text, chunks = given_
 
     def parse(reader: Reader) -> Wait[tuple[str, str]]:
-        yield from reader.text_until("b")
+        _, mark = yield from reader.text_until("b")
         held = reader.hold()
         first, _ = yield from reader.text_until()
-        assert reader.settled == held
+        # the mark in front of it may turn out to be text as well
+        assert reader.settled == held - len(mark or "")
         reader.rewind(held)
         again, _ = yield from reader.text_until()
         return first, again

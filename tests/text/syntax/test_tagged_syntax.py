@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from app.core.requests import Tool
 from app.text.families.glm import Family as Glm
 from app.text.families.qwen_coder import Family
-from tests.text.families.walking import Walk, arguments_of, check_walks, grammar, spell
+from tests.text.families.walking import NOW, Walk, arguments_of, check_walks, grammar, spell
 
 FAMILY = Family()
 
@@ -60,8 +60,20 @@ def test_what_it_produces_satisfies_the_schema(schema):
         Tool(name="f", description=None, parameters={"anyOf": [{"type": "object"}]}),
     ],
 )
-def test_there_is_none_where_it_could_not_hold_to_the_schema(tool):
-    assert FAMILY.syntax([tool], spell, arguments_of) is None
+def test_where_it_could_not_hold_to_the_schema_the_call_is_json_between_the_tags(tool):
+    syntax = FAMILY.syntax([tool], spell, arguments_of)
+    assert syntax is not None
+    [call] = syntax.calls
+    assert call.startswith(spell('<tool_call>\n{"name": "f", "arguments": '))
+    assert call.endswith(spell("}\n</tool_call>"))
+
+
+def test_calls_in_json_and_in_tags_stand_side_by_side():
+    tools = [tool({"type": "string", "pattern": "^a{2}$"}), NOW]
+    check_walks(FAMILY, tools, times=8)
+    walk = Walk(FAMILY, tools)
+    dated = '<tool_call>\n{"name": "f", "arguments": {"p": "aa"}}\n</tool_call>'
+    assert walk.accepts(f"{dated}\n<tool_call>\n<function=now>\n</function>\n</tool_call>")
 
 
 def test_optional_parameters_may_be_left_out():
