@@ -31,6 +31,9 @@ _TRIED = 8
 _ROOMY = 30_000
 _TIGHT = 500
 
+# characters at either end of what llguidance says
+_SHOWN = 200
+
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 # where what follows is for whoever sees the grammar as llguidance does
 _DRAWING = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
@@ -81,7 +84,15 @@ def reason_of(error: str) -> str:
     if unsupported is not None:
         return f"{unsupported[1]} is not supported; leave it out"
     clause = _DRAWING.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[0]
-    return " ".join(clause.split())
+    # expressions are quoted in full
+    return " ".join(_middle_cut(clause).split())
+
+
+def _middle_cut(text: str) -> str:
+    """What is wrong is said at the end, after what it is wrong with."""
+    if len(text) <= 2 * _SHOWN:
+        return text
+    return f"{text[:_SHOWN]} … {text[-_SHOWN:]}"
 
 
 class _Compiler:

@@ -14,15 +14,20 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from app.engine.pattern import MOST_REPETITIONS, repetitions
+from app.engine.schema import MOST_TEXT as MOST_SCHEMA_TEXT
 from app.engine.schema import Refused, checked
 from app.engine.schema_union import followable as followable_schema
 
 # characters of a grammar, the schemas in it left out: native code goes as deep as rules are many
 MOST_TEXT = 1 << 16
 
-# a token's name · a string · a comment · a regular expression · a schema · another structure
+# with the schemas in it, which may be those of many tools
+_MOST_IN_ALL = 4 * MOST_SCHEMA_TEXT
+
+# a token's name · a string · a comment · a regular expression · a schema · another structure.
+# Possessive, so that a long string is a few steps: a search holds the interpreter until it is done
 _PARTS = re.compile(
-    r"""<[^<>\s]+> | "(?:\\.|[^"\\])*"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n])+)/?"""
+    r"""<[^<>\s]+> | "(?:\\.|[^"\\]++)*+"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n]++)++)/?"""
     r"""| (%json\b\s*) | (%regex\b\s*)""",
     re.DOTALL | re.VERBOSE,
 )
@@ -39,6 +44,8 @@ _TOO_LONG = f"it is longer than {MOST_TEXT} characters"
 
 def followable(text: str) -> str:
     """The grammar in Lark, as llguidance takes it. Raises Refused."""
+    if len(text) > _MOST_IN_ALL:
+        raise Refused(f"it is longer than {_MOST_IN_ALL} characters, schemas included")
     return _with_schemas(_lark(text))
 
 

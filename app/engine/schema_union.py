@@ -37,27 +37,42 @@ _SILENT: dict[str, tuple[Any, ...]] = {
 }
 # what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @
 _NARROWER: dict[str, Schema] = {"email": {"pattern": r"^[^@]{1,64}@"}}
+# beside these, or under allOf, properties are not all that an object is told about
+_SHARED = frozenset(
+    {
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"),
+        *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"),
+    }
+)
 # what does not keep a reference from being all that its schema says
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 
 
 def followable(document: Schema) -> Schema:
     """The same schema, as llguidance takes it; white space between its parts is bounded, and
-    nothing that it says is ignored. document: as `schema.checked` gives it."""
-    rewritten = cast(Schema, _rewritten(document, document))
+    nothing that it says is ignored. document: as `schema.checked` gives it.
+
+    An object that lists its properties has no others, unless it says so: JSON Schema would let a
+    model go on inventing some, and weak ones do. llama.cpp and xgrammar read schemas so too."""
+    closes = '"allOf"' not in json.dumps(document)
+    rewritten = cast(Schema, _rewritten(document, document, closes=closes))
     # last, so that no schema has a say in how strictly it is taken
     rewritten["x-guidance"] = {"whitespace_pattern": _SPACE, "lenient": False}
     return rewritten
 
 
-def _rewritten(schema: Any, document: Schema) -> Any:
+def _rewritten(schema: Any, document: Schema, *, closes: bool) -> Any:
+    """closes: whether an object here may be held to the properties that it lists."""
     if not isinstance(schema, dict):
         return schema
     held = {key: value for key, value in cast(Schema, schema).items() if not _silent(key, value)}
     if isinstance(held.get("oneOf"), list) and "anyOf" not in held and _apart(held, document):
         held = {("anyOf" if key == "oneOf" else key): value for key, value in held.items()}
+    if closes and _lists_all(held):
+        held["additionalProperties"] = False
     for key, value in held.items():
-        held[key] = _below(key, value, document)
+        beside = key in ("anyOf", "oneOf") and "properties" in held
+        held[key] = _below(key, value, document, closes=closes and not beside)
     narrower = _NARROWER.get(str(held.get("format")))
     if narrower is not None:
         also = held.get("allOf")
@@ -65,17 +80,26 @@ def _rewritten(schema: Any, document: Schema) -> Any:
     return held
 
 
-def _below(key: str, value: Any, document: Schema) -> Any:
+def _lists_all(schema: Schema) -> bool:
+    """Whether the properties that it lists can be all that an instance has."""
+    return (
+        isinstance(schema.get("properties"), dict)
+        and _SHARED.isdisjoint(schema)
+        and set(_required(schema)) <= set(_properties(schema))
+    )
+
+
+def _below(key: str, value: Any, document: Schema, *, closes: bool) -> Any:
     match key:
         case "properties" | "patternProperties" | "$defs" | "definitions" if isinstance(
             value, dict
         ):
             named = cast(Schema, value)
-            return {name: _rewritten(each, document) for name, each in named.items()}
+            return {name: _rewritten(each, document, closes=closes) for name, each in named.items()}
         case "allOf" | "anyOf" | "oneOf" | "prefixItems" | "items" if isinstance(value, list):
-            return [_rewritten(each, document) for each in cast(list[Any], value)]
+            return [_rewritten(each, document, closes=closes) for each in cast(list[Any], value)]
         case "items" | "additionalItems" | "additionalProperties":
-            return _rewritten(value, document)
+            return _rewritten(value, document, closes=closes)
         case _:
             return value
 

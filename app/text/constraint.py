@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from app.core.errors import AppError, Kind
 from app.core.requests import (
@@ -26,10 +25,6 @@ from app.core.requests import (
 )
 from app.text.family import CallSyntax, ChatFamily, Tags
 from app.text.plain_calls import Plain
-
-# Between two parts of a JSON text: nothing, this, and nothing else. A model that has lost its way
-# can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
-_GUIDANCE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False}
 
 # Prose none of whose lines begins as a call in plain JSON might; prose that does not.
 _LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
@@ -197,8 +192,9 @@ class _Composer:
         schema = dict(tool.parameters)
         schema.setdefault("type", "object")
         at = f"{tool.at}.parameters"
-        self._parts.append(JsonSchema(text=json.dumps(schema), at=at))
-        return _json(schema)
+        text = json.dumps(schema)
+        self._parts.append(JsonSchema(text=text, at=at))
+        return f"%json {text}"
 
     # formats
 
@@ -220,7 +216,7 @@ class _Composer:
         match grammar:
             case JsonSchema(text=text):
                 self._parts.append(grammar)
-                self._rules["format"] = _json(json.loads(text))
+                self._rules["format"] = f"%json {text}"
             case Regex(pattern=pattern):
                 self._parts.append(grammar)
                 self._rules["format"] = "FORMAT"
@@ -303,12 +299,6 @@ def _without(expression: str, spelled: str) -> str:
     assert expression.startswith(head), f"{expression} does not begin with {spelled}"
     rest = f'"{expression[len(head) :]}'
     return rest.removeprefix('""').lstrip()
-
-
-def _json(schema: Any) -> str:
-    if isinstance(schema, dict):
-        return f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}"
-    return f"%json {json.dumps(schema)}"
 
 
 def _quoted(text: str) -> str:

@@ -255,15 +255,18 @@ class _Automaton:
         assert stop
         self.stop = stop
         self.matched = 0
-        # borders[n]: the longest proper prefix of stop[:n] that also ends it.
+        # borders[n]: the longest proper prefix of stop[:n] that also ends it. Only those up to
+        # `matched` are looked at, so a stop string costs no more than the text that it is held
+        # against, however long it is.
         self._borders = [0, 0]
-        for character in stop[1:]:
-            self._borders.append(self._next(self._borders[-1], character))
 
     def step(self, character: str) -> bool:
         """Whether this character completes the stop string."""
         self.matched = self._next(self.matched, character)
         if self.matched < len(self.stop):
+            if self.matched == len(self._borders):
+                border = self._next(self._borders[-1], self.stop[self.matched - 1])
+                self._borders.append(border)
             return False
         self.matched = 0  # whatever follows starts later, and so is not the first
         return True

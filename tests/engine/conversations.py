@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from app.core.jobs import Job
 from models.base import Model
 from tests.engine.driving import Outcome, Visit, job, make_loop, play
 
@@ -34,7 +35,9 @@ class Told:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return self.visit.job.ids
+        job = self.visit.job
+        assert isinstance(job, Job)
+        return job.ids
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -123,6 +123,14 @@ def test_a_refusal_says_where_and_why(grammar: Grammar, param: str, reason: str)
     assert "\n" not in error.message
 
 
+def test_a_refusal_is_short_however_long_the_expression_is() -> None:
+    """llguidance quotes the whole of it, twice."""
+    with pytest.raises(AppError) as caught:
+        grammars().compile(Regex(pattern="(" * 5000 + "a" + ")" * 5000), ENDS)
+    assert len(caught.value.message) < 500
+    assert "nested" in caught.value.message
+
+
 def test_a_composed_grammar_is_refused_at_the_part_that_is_wrong() -> None:
     good = JsonSchema(text='{"type": "object"}', at="tools.0.function.parameters")
     wrong = JsonSchema(text='{"items": {"not": {}}}', at="tools.1.function.parameters")
@@ -146,8 +154,32 @@ def test_many_optional_properties_are_followed() -> None:
     """llguidance allows some 500 by itself, and says so behind the first brace."""
     properties = {f"p{i}": {"type": "null"} for i in range(2000)}
     wide = JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
-    assert follows(wide, '{"p0":null,"p999":null,"p1998":null,"other":1}')
+    assert follows(wide, '{"p0":null,"p999":null,"p1998":null}')
     assert not follows(wide, '{"p999":null,"p0":null}')
+
+
+LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+MORE = '{"a":1,"b":2}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "open_"),
+    [
+        (LISTED, False),
+        ({**LISTED, "additionalProperties": True}, True),
+        ({**LISTED, "additionalProperties": {"type": "integer"}}, True),
+        ({**LISTED, "patternProperties": {"^b$": {}}}, True),
+        ({**LISTED, "required": ["b"]}, True),
+        ({"type": "object"}, True),
+        ({"allOf": [LISTED, {"properties": {"b": {"type": "integer"}}}]}, True),
+        ({**LISTED, "anyOf": [{"properties": {"b": {"const": 2}}}]}, True),
+        ({"anyOf": [LISTED]}, False),
+        ({"$ref": "#/$defs/x", "$defs": {"x": LISTED}}, False),
+    ],
+)
+def test_an_object_has_the_properties_that_it_lists(schema: dict[str, Any], open_: bool) -> None:
+    """Unless it says that it has more, or is not told all of itself in one place."""
+    assert follows(JsonSchema(text=json.dumps(schema)), MORE) == open_
 
 
 def _chain(length: int) -> dict[str, Any]:

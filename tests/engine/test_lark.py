@@ -72,6 +72,8 @@ def test_any_text_is_gone_through(text: str) -> None:
         ('root ::= "\\ud800"', "no character"),
         ("root ::= " + "(" * 5000, "nested too deep"),
         ('other ::= "a"', "root"),
+        ("start: " + "%json {} " * MOST_TEXT, "longer than"),
+        ("start: " + "%json {} " * (4 * MOST_TEXT), "schemas included"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:

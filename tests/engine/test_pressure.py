@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from app.core.jobs import Job
 from app.engine.memory import measured
 from models.base import Model
 from tests.engine import hybrid
@@ -80,8 +81,10 @@ def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> Non
     for visit in visits:
         outcome = play(loop, [visit])[visit.job.id]
         assert outcome.reason in ("length", "cancelled")
+    prompts = {v.job.id: v.job.ids for v in visits if isinstance(v.job, Job)}
     again = [
-        Visit(job=job(f"again {v.job.id}", v.job.ids, max_tokens=5, stop_ids=NONE)) for v in visits
+        Visit(job=job(f"again {id}", ids, max_tokens=5, stop_ids=NONE))
+        for id, ids in prompts.items()
     ]
     assert all(len(o.tokens) == 5 for o in play(loop, again).values())
 

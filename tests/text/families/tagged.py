@@ -45,4 +45,4 @@ def check_syntax(family: TaggedFamily, rows: Sequence[Row], *, begin: str | None
     if family.call_tags.grouped:
         assert family.syntax([WEATHER, FORMS], spell, arguments_of) is None
     else:
-        check_walks(family, (WEATHER, FORMS))
+        check_walks(family, (WEATHER, FORMS), endings=[family.call_tags.value_close])
