@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import assert_never
 
@@ -30,6 +29,7 @@ from app.core.events import (
 )
 from app.core.files import ModelFiles
 from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
+from app.core.merged import merged
 from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
 from app.core.requests import GenerateRequest
 from app.core.room import Room
@@ -79,7 +79,7 @@ class Generation:
                 line = _Line(choice, submission, own, choice.answer(self._tokenizer), arrived)
                 said.append(self._events(line))
             # left first, so that nobody listens to a submission that is being left
-            yield await stack.enter_async_context(aclosing(_merged(said)))
+            yield await stack.enter_async_context(aclosing(merged(said)))
 
     def _check_choices(self, count: int, param: str) -> None:
         """More than can be here at once would be told to come again for ever."""
@@ -264,49 +264,6 @@ class _Clock:
             eval_ns=self.ended - first,
             total_ns=self.ended - self.arrived,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Over:
-    """A choice has said its last; error: what it broke off with."""
-
-    error: BaseException | None = None
-
-
-async def _merged(choices: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
-    """What all of them say, as it comes; over when all are. The first that fails ends it."""
-    if len(choices) == 1:
-        async with aclosing(choices[0]) as events:
-            async for event in events:
-                yield event
-        return
-    heard: asyncio.Queue[Event | _Over] = asyncio.Queue()
-
-    async def listen(events: AsyncGenerator[Event]) -> None:
-        error: BaseException | None = None
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    heard.put_nowait(event)
-        except Exception as raised:
-            error = raised
-        heard.put_nowait(_Over(error))
-
-    listeners = [asyncio.create_task(listen(events)) for events in choices]
-    try:
-        left = len(choices)
-        while left:
-            event = await heard.get()
-            if not isinstance(event, _Over):
-                yield event
-            elif event.error is not None:
-                raise event.error
-            else:
-                left -= 1
-    finally:
-        for listener in listeners:
-            listener.cancel()
-        await asyncio.gather(*listeners, return_exceptions=True)
 
 
 def _fingerprint(files: ModelFiles, settings: Settings) -> str:
