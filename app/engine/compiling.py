@@ -116,6 +116,8 @@ class _Compiler:
         if len(options) > MOST_ENTRIES or sum(map(len, options)) > MOST_TEXT:
             raise Refused(f"it has more than {MOST_ENTRIES} options or {MOST_TEXT} characters")
         spelled = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        # the one character that may stand in JSON's strings as it is, and not in Lark's
+        spelled = spelled.replace("\x7f", "\\u007f")
         return self._made(_spec(f"start: OPTION\nOPTION: {spelled}"))
 
     def lark(self, grammar: Lark) -> LLMatcher:

@@ -95,6 +95,8 @@ class Grammars:
         """stop_ids: those of the job. Raises AppError(INVALID) for what is no grammar, or none that
         can be followed, with the keyword as `param`; AppError(BUSY) when others are compiled for
         too long; AppError(MODEL_FILES) when the tokenizer is of no use for any."""
+        # seconds for a large vocabulary, once: they are not the grammar's
+        tokenizer = self._tokenizer(stop_ids)
         future = self._compiling(grammar, stop_ids)
         name = _NAMES[type(grammar)]
         try:
@@ -110,7 +112,7 @@ class Grammars:
         with self._lock:
             inner = first.deep_copy()
         try:
-            return Matcher(inner, hidden=frozenset(self._tokenizer(stop_ids).eos_tokens) - stop_ids)
+            return Matcher(inner, hidden=frozenset(tokenizer.eos_tokens) - stop_ids)
         except GrammarError as error:
             message = f"this {name} cannot be followed: {error}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error

@@ -8,8 +8,7 @@ their ids, tensors, who samples.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from app.core.errors import AppError, Kind
@@ -24,6 +23,7 @@ from app.core.requests import (
     ToolChoice,
 )
 from app.text.family import CallSyntax, ChatFamily, Tags
+from app.text.lark import Speller, either, escaped, quoted, regex, without
 from app.text.plain_calls import Plain
 
 # Prose none of whose lines begins as a call in plain JSON might; prose that does not.
@@ -39,8 +39,6 @@ _MOST_CALLS = 64
 # White space that templates put before reasoning and calls, and models after them: it is of the
 # answer where their prompt ends right behind a role (GLM 4.5 begins a line there).
 _GAP = r"/[ \n]{0,2}/"
-
-_TO_SPELL = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +108,7 @@ def _wanted(asked: Asked) -> Sequence[Tool]:
 class _Composer:
     def __init__(self, token: Callable[[str], int | None]) -> None:
         self._token = token
+        self._spell = Speller(token)
         self._rules: dict[str, str] = {"prose": _ANY, "gap": _GAP}
         self._more: list[str] = []
         self._parts: list[JsonSchema | Regex] = []
@@ -132,13 +131,13 @@ class _Composer:
     def syntax(self, family: ChatFamily, tools: Sequence[Tool]) -> tuple[ChatFamily, CallSyntax]:
         """The family's own where it can hold the tools to their schemas, else plain JSON, behind
         what the family's begin with: a model that is about to call writes that."""
-        own = family.syntax(tools, self.spell, self._arguments)
+        own = family.syntax(tools, self._spell, self._arguments)
         if own is not None:
             return family, own
         nothing = Tool(name="f", description=None, parameters={"type": "object", "properties": {}})
-        usual = family.syntax([nothing], self.spell, lambda _: '""')
+        usual = family.syntax([nothing], self._spell, lambda _: '""')
         plain = Plain(family.restart, trigger=None if usual is None else usual.trigger)
-        syntax = plain.syntax(tools, self.spell, self._arguments)
+        syntax = plain.syntax(tools, self._spell, self._arguments)
         assert syntax is not None
         return plain, syntax
 
@@ -147,7 +146,7 @@ class _Composer:
         if syntax.rules:
             self._more.append(syntax.rules)
         one = isinstance(asked.choice, NamedTool) or not asked.parallel
-        self._rules["call"] = _either(syntax.calls)
+        self._rules["call"] = either(syntax.calls)
         if forced:
             # where every answer has a beginning of its own, calls have too
             calls = _joined(syntax, "call", one=one)
@@ -163,13 +162,13 @@ class _Composer:
 
     def _triggered(self, syntax: CallSyntax, trigger: str, *, one: bool) -> str:
         """Prose, until a trigger says that a call follows; and so on."""
-        spelled = self.spell(trigger)
+        spelled = self._spell(trigger)
         if syntax.before:
-            inner = replace(syntax, before=_without(syntax.before, spelled))
+            inner = replace(syntax, before=without(syntax.before, spelled))
             follows = _joined(inner, "call", one=one)
         else:
             # once: with a hundred tools the grammar is long
-            self._rules["first"] = _either(_without(call, spelled) for call in syntax.calls)
+            self._rules["first"] = either(without(call, spelled) for call in syntax.calls)
             self._rules["call"] = f"{spelled} first"
             follows = f"first {syntax.after}"
         self._rules["rest"] = "/(?s:.+)/"
@@ -180,7 +179,7 @@ class _Composer:
         id = self._token(trigger)
         if id is not None:
             # nor is the trigger spelled in letters: whoever reads the answer sees only its text
-            inner = _escaped(trigger)
+            inner = escaped(trigger)
             self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
             self._rules["text"] = "TEXT"
             self._rules["rest"] = "text"
@@ -210,7 +209,7 @@ class _Composer:
         return self._framed("format", family)
 
     def _framed(self, answer: str, family: ChatFamily) -> str:
-        return " ".join(filter(None, (self.spell(family.lead), answer, self.spell(family.tail))))
+        return " ".join(filter(None, (self._spell(family.lead), answer, self._spell(family.tail))))
 
     def _format(self, grammar: Grammar) -> None:
         match grammar:
@@ -220,49 +219,25 @@ class _Composer:
             case Regex(pattern=pattern):
                 self._parts.append(grammar)
                 self._rules["format"] = "FORMAT"
-                self._rules["FORMAT"] = _regex(pattern)
+                self._rules["FORMAT"] = regex(pattern)
             case Choice(options=options):
-                self._rules["format"] = " | ".join(map(_quoted, options))
+                self._rules["format"] = " | ".join(map(quoted, options))
             case Lark():
                 self._inner = grammar
                 self._rules["format"] = "@inner"
-
-    def spell(self, text: str) -> str:
-        """A Lark expression for a text, in which added tokens stand as such."""
-        expressions: list[str] = []
-        rest = text
-        while rest:
-            at, size = self._next_token(rest)
-            if at:
-                expressions.append(_quoted(rest[:at]))
-            if size:
-                expressions.append(f"<[{self._token(rest[at : at + size])}]>")
-            rest = rest[at + size :]
-        return " ".join(expressions)
-
-    def _next_token(self, text: str) -> tuple[int, int]:
-        """Where the first marker that is a token begins, and how long it is; else the end, 0. No
-        marker begins like a word: what was added besides markers mostly does."""
-        for start, first in enumerate(text):
-            if first.isalnum() or first.isspace():
-                continue
-            for end in range(len(text), start + 1, -1):
-                if self._token(text[start:end]) is not None:
-                    return start, end - start
-        return len(text), 0
 
     # reasoning
 
     def _reasoning(self, turn: Turn, family: ChatFamily) -> str:
         if turn.tags is None:
             return ""
-        again = self.spell(family.restart) or "gap"
+        again = self._spell(family.restart) or "gap"
         closed = f"{self._thought(turn.tags, turn.budget)} {again}"
         before = "" if family.lead else "gap "
-        return closed if turn.opened else f"({before}{self.spell(turn.tags.open)} {closed})?"
+        return closed if turn.opened else f"({before}{self._spell(turn.tags.open)} {closed})?"
 
     def _thought(self, tags: Tags, budget: int | None) -> str:
-        close = self.spell(tags.close)
+        close = self._spell(tags.close)
         is_token = close.startswith("<[")
         if not is_token and budget is not None:
             raise AppError(
@@ -280,38 +255,7 @@ class _Composer:
         return f"thought {close}"
 
 
-def _either(expressions: Iterable[str]) -> str:
-    return " | ".join(f"({expression})" for expression in expressions)
-
-
 def _joined(syntax: CallSyntax, call: str, *, one: bool) -> str:
     more = f"({syntax.between} call){{0,{_MOST_CALLS - 1}}}"
     more = "" if one or syntax.between is None else more
     return " ".join(filter(None, (syntax.before, call, more, syntax.after)))
-
-
-def _without(expression: str, spelled: str) -> str:
-    """An expression, without the literal that it begins with."""
-    if spelled.startswith("<["):
-        assert expression.startswith(spelled)
-        return expression[len(spelled) :].lstrip()
-    head = spelled[:-1]
-    assert expression.startswith(head), f"{expression} does not begin with {spelled}"
-    rest = f'"{expression[len(head) :]}'
-    return rest.removeprefix('""').lstrip()
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """A text as a regular expression."""
-    return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _regex(pattern: str) -> str:
-    """Between slashes, where a slash must be escaped and a line cannot end."""
-    spelled = {"/": r"\/", "\n": r"\n"}
-    inner = _TO_SPELL.sub(lambda found: spelled.get(found[0], found[0]), pattern)
-    return f"/{inner}/"
