@@ -50,7 +50,7 @@ def refused(grammar: Grammar) -> AppError:
         (Regex(pattern="^(a|b)$"), ["a", "b"], ["", "ab", "^a$"]),
         (Regex(pattern="(?i)yes\n"), ["YES\n"], ["yes"]),
         (Choice(options=("a", "ab", "c")), ["a", "ab", "c"], ["", "b", "abc"]),
-        (Choice(options=('q"\\\/\n', "\u2028é🙂\x7f")), ['q"\\\/\n', "\u2028é🙂\x7f"], ['q"']),
+        (Choice(options=('q"\\/\n', "\u2028é🙂\x7f")), ['q"\\/\n', "\u2028é🙂\x7f"], ['q"']),
         (Lark(text='start: "(" start ")" | "x"'), ["x", "((x))"], ["((x)", ""]),
         (Lark(text='start: "a" %json {"const": 1}'), ["a1"], ["a2", "1"]),
         (Lark(text='start: "<" @inner ">"', inner=Lark(text=GBNF)), ["<yes.>"], ["yes.", "<yes>"]),
