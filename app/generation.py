@@ -141,7 +141,8 @@ class Generation:
                     case Prefilled():
                         yield Progress(done=update.done, total=len(job.ids))
                     case PromptScores():
-                        yield self._echoed(prepared, update)
+                        # a long prompt has a million rivals: the others must not wait for that
+                        yield await asyncio.to_thread(self._echoed, prepared, update)
                     case Token() if prepared.silent:
                         clock.first = update.at
                     case Token():

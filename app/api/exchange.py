@@ -69,9 +69,13 @@ class JsonLines:
 
 @dataclass(frozen=True, slots=True)
 class WholeBody:
-    """One JSON object when all is said: a fold over the events that a stream would have shown."""
+    """One JSON object when all is said: a fold over the events that a stream would have shown.
+
+    collect: called on a thread, since an answer may have a million log-probabilities. keep: called
+    on the event loop with what is about to be sent."""
 
     collect: Callable[[Sequence[Spoken]], JsonObject]
+    keep: Callable[[JsonObject], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,10 @@ class GenerateEndpoint:
                     return
                 case _:
                     assert_never(reply)
-        await send_json(reply.collect(said), scope, send)
+        content = await asyncio.to_thread(reply.collect, said)
+        if reply.keep is not None:
+            reply.keep(content)
+        await send_json(content, scope, send)
 
 
 class _Quiet(Enum):

@@ -14,6 +14,7 @@ a reader is better served by what was good; so we, like SentencePiece, replace o
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import tokenizers
@@ -21,6 +22,9 @@ import tokenizers
 from app.core.errors import AppError, Kind
 from app.core.files import Json, ModelFiles
 from app.text.spelling import Spelling
+
+# tokens whose bytes are remembered, 100 B each
+_SPELLED = 1 << 15
 
 
 class Tokenizer:
@@ -47,6 +51,8 @@ class Tokenizer:
         )
         self._prefix = _prefix(inner, bos, add_bos)
         self._suffix = _suffix(inner)
+        # twenty rivals of each token are mostly the same few
+        self._spelled = lru_cache(_SPELLED)(self._spell)
 
     @staticmethod
     def load(files: ModelFiles) -> "Tokenizer":
@@ -145,6 +151,9 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """Exactly what one token spells in the middle of a text: its leading space included, half
         a character where it is half of one, b"" for an id that is no token."""
+        return self._spelled(id)
+
+    def _spell(self, id: int) -> bytes:
         token = self._token(id)
         if token is None:
             return b""

@@ -81,7 +81,7 @@ def told(events: list[Any], error: AppError | None = None) -> list[Any]:
 
 
 def whole(events: list[Any]) -> Any:
-    return collect(Answer(HEAD), lambda _: None, events)
+    return collect(Answer(HEAD), events)
 
 
 def anonymous(response: Any) -> str:

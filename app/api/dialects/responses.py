@@ -39,7 +39,7 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
         if wish.stream:
             reply = EventStream(ResponseFrames(answer, keep))
         else:
-            reply = WholeBody(lambda said: collect(answer, keep, said))
+            reply = WholeBody(lambda said: collect(answer, said), keep)
         return Ask(request=wish.request, reply=reply)
 
     async def retrieve(request: Request) -> Response:

@@ -197,14 +197,12 @@ class ResponseFrames:
         return b"event: " + type_.encode() + b"\n" + event_frame(numbered)
 
 
-def collect(answer: Answer, keep: Keep, events: Sequence[Spoken]) -> JsonObject:
+def collect(answer: Answer, events: Sequence[Spoken]) -> JsonObject:
     """The body of a response that is not streamed."""
     for event in events:
         for _ in answer.feed(event):
             pass
-    response = answer.whole()
-    keep(response)
-    return response
+    return answer.whole()
 
 
 def _usage(usage: Usage) -> JsonObject:
