@@ -1,6 +1,7 @@
 """Several answers to one request: beside each other, each for itself, and all over together."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,10 +10,18 @@ from typing import Any
 
 import pytest
 
-from app import store
+from app import generation, store
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
-from app.core.events import CallDelta, Event, Finish, Prompt, ReasoningDelta, TextDelta
+from app.core.events import (
+    CallDelta,
+    Event,
+    Finish,
+    Prompt,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+)
 from app.core.files import ModelFiles
 from app.core.jobs import Ended, EngineStats, Job, PromptScores, Started, Token, Update
 from app.core.ports import RunnerStatus
@@ -20,6 +29,8 @@ from app.core.requests import Conversation, Message, Several, Tool
 from app.core.settings import Settings
 from app.generation import Generation
 from app.runners.local import LocalRunner
+from app.text.answer import scored
+from app.text.tokenizer import Tokenizer
 from tests.test_generation import PLAIN, FakeRunner, capacity, events, refusal, request, text_of
 
 
@@ -221,6 +232,21 @@ class TestEcho:
         assert [entry.text for entry in told] == [*"abcxy"]
         assert [entry.logprob for entry in told] == [None, -0.5, -0.5, -0.25, -0.25]
         assert text_of(found) == "abcxy"
+
+    def test_its_logprobs_are_spelled_beside_the_event_loop(
+        self, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A prompt of ten thousand tokens has two hundred thousand rivals."""
+        spelled: list[int] = []
+
+        def noting(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
+            spelled.append(threading.get_ident())
+            return scored(tokenizer, token)
+
+        monkeypatch.setattr(generation, "scored", noting)
+        events(files, Lines("xy"), prompt="abc", echo=True, top_logprobs=1)
+        assert len(spelled) == 2
+        assert threading.get_ident() not in spelled
 
     @pytest.mark.parametrize("top", [None, 0])
     def test_alone_it_is_all_there_is(self, files: ModelFiles, top: int | None) -> None:

@@ -66,8 +66,9 @@ class Template:
             raise AppError(Kind.MODEL_FILES, message)
         try:
             sandbox = self._sandbox()
-            self._code = sandbox.compile(source)
-            self.variables = frozenset(find_undeclared_variables(sandbox.parse(source)))
+            parsed = sandbox.parse(source)
+            self._code = sandbox.compile(parsed)
+            self.variables = frozenset(find_undeclared_variables(parsed))
         except Exception as error:  # Jinja's, or Python's about what Jinja made of it
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             message = f"the chat template in {place} is broken{line}: {_clause(error)}"

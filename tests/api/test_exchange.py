@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 
 import app.api.exchange
 from app.api.app import build_app
+from app.api.exchange import Ask, GenerateEndpoint, WholeBody
 from app.core.errors import AppError, Kind
 from app.core.events import Progress
+from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, leftovers
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
@@ -69,6 +72,27 @@ def test_an_answer_leaves_its_context_once(path: str, body: Any):
     assert reply.status == 200
     assert reply.complete
     assert len(generate.opened) == generate.left == 1
+
+
+def test_a_whole_answer_is_put_together_beside_the_event_loop():
+    """Sixty echoed prompts with their log-probabilities took two seconds, and nobody else was
+    answered meanwhile. What is kept of an answer is the event loop's, though."""
+    loops, kept = threading.get_ident(), list[tuple[int, Any]]()
+    request = GenerateRequest(model="fake/model", prompt="hi")
+    reply = WholeBody(
+        lambda said: {"events": len(said), "beside": threading.get_ident() != loops},
+        lambda body: kept.append((threading.get_ident(), body)),
+    )
+    generate = FakeGenerate(HELLO)
+    endpoint = GenerateEndpoint(lambda _: Ask(request=request, reply=reply), generate, Settings())
+
+    async def run() -> Reply:
+        return await Conversation(endpoint, "POST", "/", b"{}").end()
+
+    told = asyncio.run(run()).json
+    assert told["beside"]
+    assert told["events"] > 1
+    assert kept == [(loops, told)]
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)

@@ -14,6 +14,6 @@ SCHEMA.app = build_app(FakeGenerate(), Settings())
 
 
 @SCHEMA.parametrize()
-@examples(50)
+@examples(30)
 def test_every_answer_is_as_documented(case: Any):
     case.call_and_validate(checks=ACCEPTING_CHECKS)

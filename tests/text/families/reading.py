@@ -19,7 +19,6 @@ from app.text.family import ChatFamily, Tags
 from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
 from tests.text.families.rows import Row
 
-
 # Each costs a reading of the whole; character by character, a row is read in any case.
 MOST_PARTINGS = 40
 
