@@ -1,5 +1,6 @@
 """Messages of every role, and their mistakes."""
 
+import json
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ def test_tool_calls_and_their_results_pass():
     assert result == Message(role="tool", content="42", tool_call_id="c1")
 
 
+@pytest.mark.parametrize("broken", ['{"a": ', "[1]", "two"])
+def test_arguments_that_the_model_got_wrong_come_back_as_they_were(broken):
+    """Who called it answers with what went wrong, and the call is part of the conversation."""
+    call = {**CALL, "function": {"name": "f", "arguments": broken}}
+    [message] = read({"role": "assistant", "tool_calls": [call]})
+    assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": broken}
+
+
 def test_a_call_without_arguments_has_an_empty_object():
     call = {**CALL, "function": {"name": "f", "arguments": ""}}
     message = read({"role": "assistant", "tool_calls": [call]})[0]
@@ -167,8 +176,7 @@ WRONG: list[tuple[Any, str]] = [
     (function(name=None), "messages.0.tool_calls.0.function.name"),
     (function(x=1), "messages.0.tool_calls.0.function.x"),
     (function(arguments=None), "messages.0.tool_calls.0.function.arguments"),
-    (function(arguments="{bad"), "messages.0.tool_calls.0.function.arguments"),
-    (function(arguments="[]"), "messages.0.tool_calls.0.function.arguments"),
+    (function(arguments={}), "messages.0.tool_calls.0.function.arguments"),
     ({"role": "tool", "content": "42"}, "messages.0.tool_call_id"),
     ({"role": "tool", "tool_call_id": "c"}, "messages.0.content"),
 ]

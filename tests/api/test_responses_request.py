@@ -168,8 +168,7 @@ def test_a_refusal_is_something_that_was_said():
         ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0.type"),
         ({"role": "user", "content": [{"type": "output_text", "text": ""}]}, None),
         ({"role": "user", "content": 5}, "input.0.content"),
-        (CALL | {"arguments": "[]"}, "input.0.arguments"),
-        (CALL | {"arguments": "{"}, "input.0.arguments"),
+        (CALL | {"arguments": {}}, "input.0.arguments"),
         (CALL | {"namespace": "n"}, "input.0.namespace"),
         (CALL | {"status": "late"}, "input.0.status"),
         (OUTPUT | {"output": None}, "input.0.output"),
@@ -262,16 +261,17 @@ def test_only_the_new_items_are_kept_again():
     assert wish.previous == "resp_2"
 
 
-def test_an_earlier_call_with_broken_arguments_is_told_to_whoever_continues():
+def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
     store = ResponseStore()
     body = (
         b'{"output":[{"type":"function_call","id":"f","call_id":"c","name":"n",'
         b'"arguments":"{oops","status":"completed"}]}'
     )
     store.keep(Kept(id="r", previous=None, input=b"[]", body=body, items=("f",)))
-    with pytest.raises(AppError, match="no JSON object") as raised:
-        read(store, previous_response_id="r")
-    assert raised.value.param == "previous_response_id"
+    wish = read(store, previous_response_id="r")
+    assert isinstance(wish.request.prompt, Conversation)
+    [called] = wish.request.prompt.messages[0].tool_calls
+    assert called.arguments == '{"invalid_arguments":"{oops"}'
 
 
 @pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "m2"}, {"id": "m2"}])

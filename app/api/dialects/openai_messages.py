@@ -4,10 +4,7 @@ Knows every field of every documented role. What a text model cannot take (image
 refused by its place in the request. Must not know: chat templates.
 """
 
-from typing import Any
-
-import orjson
-
+from app.api.dialects.openai_arguments import sent_arguments
 from app.api.fields import Fields, as_array, invalid, shown
 from app.core.requests import CalledTool, Conversation, Message
 
@@ -120,18 +117,7 @@ def _tool_call(fields: Fields) -> CalledTool:
     function = Fields.of(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
     function.value("parsed_arguments")  # what the SDK has read out of them
-    # Clients send "" for a call without arguments.
-    arguments = function.required_string("arguments").strip() or "{}"
-    if not isinstance(_parsed(arguments), dict):
-        path = function.path("arguments")
-        raise invalid(path, f"{path} must be the text of a JSON object, not {shown(arguments)}")
+    arguments = sent_arguments(function.required_string("arguments"))
     function.close()
     fields.close()
     return CalledTool(id=id_, name=name, arguments=arguments)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None

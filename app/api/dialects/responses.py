@@ -45,6 +45,8 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     async def retrieve(request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise invalid("stream", "stream: a response is not told again piece by piece here")
+        if "starting_after" in request.query_params:
+            raise invalid("starting_after", "starting_after: only for a stream, which is not told")
         kept = _kept(store, request)
         store.use(kept.id)
         return Response(kept.body, media_type="application/json")

@@ -9,9 +9,6 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
-
-import orjson
 
 from app.api.fields import Fields, as_array, invalid, shown
 from app.api.wire import JsonObject
@@ -27,15 +24,6 @@ Resolve = Callable[[str], JsonObject | None]
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{os.urandom(24).hex()}"
-
-
-def arguments_of(text: str) -> dict[str, Any] | None:
-    """None where it is not the text of a JSON object. Clients send "" for no arguments."""
-    try:
-        read: Any = orjson.loads(text.strip() or "{}")
-    except orjson.JSONDecodeError:
-        return None
-    return cast("dict[str, Any]", read) if isinstance(read, dict) else None
 
 
 def read_input(fields: Fields, resolve: Resolve) -> list[JsonObject]:
@@ -147,9 +135,6 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
 def _call(fields: Fields) -> JsonObject:
     status = _status(fields)
     arguments = fields.required_string("arguments")
-    if status != "incomplete" and arguments_of(arguments) is None:
-        path = fields.path("arguments")
-        raise invalid(path, f"{path} must be the text of a JSON object, not {shown(arguments)}")
     fields.refuse("async", False)
     fields.refuse("caller", {"type": "direct"})
     fields.refuse("namespace")

@@ -7,8 +7,7 @@ where they come from, chat templates.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from app.api.dialects.responses_items import arguments_of
-from app.api.fields import invalid
+from app.api.dialects.openai_arguments import sent_arguments
 from app.api.wire import JsonObject
 from app.core.requests import CalledTool, Message
 
@@ -88,15 +87,7 @@ def _told(item: JsonObject, names: dict[str, str]) -> Message:
 
 
 def _called(item: JsonObject) -> CalledTool:
-    arguments: str = item["arguments"].strip() or "{}"
-    if arguments_of(arguments) is None:
-        # one that was just sent has been looked at
-        raise invalid(
-            "previous_response_id",
-            f"the call {item['call_id']!r} of an earlier response has arguments which are no JSON "
-            "object, and cannot be told to the model: send the conversation as input instead, "
-            "with the call mended or left out",
-        )
+    arguments = sent_arguments(item["arguments"])
     return CalledTool(id=item["call_id"], name=item["name"], arguments=arguments)
 
 
