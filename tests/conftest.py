@@ -13,7 +13,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TIES = pytest.StashKey[list[int]]()
 
 # the same examples on every run: a red build must be red again when somebody looks
-settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("reproducible")
 
 

@@ -47,11 +47,11 @@ _WORDS = {
 
 
 class Refusal(Refused):
-    """Refused, and known where. at: the path in the request, if it was told."""
+    """Refused, and known which: of a composed grammar, the part that cannot be followed."""
 
-    def __init__(self, cause: Refused, at: str | None) -> None:
+    def __init__(self, cause: Refused, grammar: Grammar) -> None:
         super().__init__(cause.reason, cause.path)
-        self.at = at
+        self.grammar = grammar
 
 
 def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
@@ -70,9 +70,9 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     except Refusal:
         raise
     except UnicodeEncodeError:
-        raise Refusal(Refused("it holds half a surrogate pair"), grammar.at) from None
+        raise Refusal(Refused("it holds half a surrogate pair"), grammar) from None
     except Refused as refused:
-        raise Refusal(refused, grammar.at) from refused
+        raise Refusal(refused, grammar) from refused
 
 
 def reason_of(error: str) -> str:

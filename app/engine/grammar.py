@@ -102,7 +102,7 @@ class Grammars:
         try:
             first = future.result(_PATIENCE)
         except Refusal as refused:
-            raise _invalid(name, refused) from refused
+            raise _invalid(refused) from refused
         except (TimeoutError, CancelledError) as error:
             if future.cancel() or future.cancelled():
                 busy = "the server is busy with other grammars; try again in a moment"
@@ -179,10 +179,11 @@ class Grammars:
             raise AppError(Kind.MODEL_FILES, message) from error
 
 
-def _invalid(name: str, refused: Refusal) -> AppError:
+def _invalid(refused: Refusal) -> AppError:
+    name, start = _NAMES[type(refused.grammar)], refused.grammar.at
     at = f" at {'.'.join(refused.path)}" if refused.path else ""
     message = f"this {name} cannot be followed{at}: {refused.reason}"
-    param = ".".join((refused.at, *refused.path) if refused.at else refused.path)
+    param = ".".join((start, *refused.path) if start else refused.path)
     return AppError(Kind.INVALID, message, param=param or None)
 
 

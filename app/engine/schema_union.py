@@ -71,8 +71,9 @@ def _rewritten(schema: Any, document: Schema, *, closes: bool) -> Any:
     if closes and _lists_all(held):
         held["additionalProperties"] = False
     for key, value in held.items():
-        beside = key in ("anyOf", "oneOf") and "properties" in held
-        held[key] = _below(key, value, document, closes=closes and not beside)
+        # of branches that may both hold, one that is closed could seem to be the only one
+        shared = key == "oneOf" or (key == "anyOf" and "properties" in held)
+        held[key] = _below(key, value, document, closes=closes and not shared)
     narrower = _NARROWER.get(str(held.get("format")))
     if narrower is not None:
         also = held.get("allOf")

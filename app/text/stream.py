@@ -119,7 +119,7 @@ class _Words:
         self._given: list[int] = []
         self._fresh: list[int] = []
         for id in reversed(prompt):
-            if len(self._given) == _CHARACTER:
+            if len(self._given) >= _CHARACTER and not self._begins_amid():
                 break
             if tokenizer.shows(id):
                 self._given.insert(0, id)
@@ -144,6 +144,13 @@ class _Words:
     def flush(self) -> str:
         text, self._fresh = self._added(), []
         return text
+
+    def _begins_amid(self) -> bool:
+        """Whether the ids before may begin within a character, which spoils the bytes behind it for
+        the library. A character's other bytes are no further away than three ids."""
+        return len(self._given) < 2 * _CHARACTER - 1 and "\ufffd" in self._tokenizer.decode(
+            self._given
+        )
 
     def _marker(self, id: int) -> str:
         """A special token, as it is written; words on its two sides are no neighbours."""

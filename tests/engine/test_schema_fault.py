@@ -63,7 +63,8 @@ def test_a_keyword_that_is_wrong_by_itself_is_named(schema: Any, keyword: str) -
 def test_of_keywords_that_contradict_each_other_one_is_named() -> None:
     assert blamed({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.minimum"
     assert blamed({"const": "a", "type": "integer"}) == "schema.const"
-    counted = {"type": "object", "maxProperties": 1, "properties": {"a": {}, "b": {}}}
+    optional = {"properties": {"a": {}, "b": {}}, "additionalProperties": True}
+    counted = {"type": "object", "maxProperties": 1, **optional}
     assert blamed(counted) == "schema.maxProperties"
 
 

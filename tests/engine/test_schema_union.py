@@ -11,7 +11,8 @@ from app.engine.schema_union import followable
 
 
 def branch(kind: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"kind": kind}, "required": ["kind"], **more}
+    closed = {"additionalProperties": False}
+    return {"type": "object", "properties": {"kind": kind}, "required": ["kind"], **closed, **more}
 
 
 CAT, DOG = branch({"const": "cat"}), branch({"enum": ["dog", "wolf"]})
@@ -49,6 +50,14 @@ def test_branches_that_exclude_each_other_are_any_of(branches: list[Any]) -> Non
 def test_branches_that_may_both_hold_stay(branches: list[Any]) -> None:
     ring = {"$defs": {**DEFINED["$defs"], "ring": {"$ref": "#/$defs/ring"}}}
     assert followable({"oneOf": branches, **ring})["oneOf"] == branches
+
+
+def test_an_object_of_branches_that_may_both_hold_is_not_closed() -> None:
+    """Closed, each would exclude the other, and what satisfies both would be let through."""
+    one, other = ({"type": "object", "properties": {name: {}}} for name in "ab")
+    assert followable({"oneOf": [one, other]})["oneOf"] == [one, other]
+    closed = {"additionalProperties": False}
+    assert followable({"anyOf": [one, other]})["anyOf"] == [one | closed, other | closed]
 
 
 def test_a_name_that_a_reference_leads_through_stays() -> None:

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.text.stream import Detokenizer, StopFinder, VisibleTokens
@@ -48,6 +48,7 @@ class TestDetokenizer:
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
     @given(places=PLACES, start=PLACES)
+    @example(places=[0.75, 0.5], start=[0.75, 0.5, 0.75, 0.5, 0.25])
     def test_continues_the_prompt(self, library, places, start):
         tokenizer = Tokenizer(library)
         ids, prompt = ids_at(tokenizer, places), ids_at(tokenizer, start)
