@@ -43,6 +43,7 @@ MERGES = 4000
 AT_ONCE = 16
 
 # whether an answer is streamed, by the question's place
+# ((True, False),) asks all of them both ways, which takes half as long again
 WAYS = ((True, False), (True,), (False,))
 
 # Random weights write strings without an end, and numbers, and lists. What closes them is made
