@@ -58,13 +58,7 @@ class Embedding:
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Raises AppError(INVALID) for what this model has no vectors of, AppError(CONTEXT_LENGTH)
         naming the input that is too long, and whatever the runner raises."""
-        if request.model != self._files.name:
-            raise AppError(
-                Kind.MODEL_NOT_FOUND,
-                f"the model {request.model[:200]!r} is not served here; "
-                f"this server has {self._files.name!r}",
-                param="model",
-            )
+        self._files.check_asked(request.model)
         pooling = self._pooling(request)
         inputs = await asyncio.to_thread(self._encoded, request.inputs, self._room())
         if (capacity := self._runner.status().capacity) is not None:

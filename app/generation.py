@@ -60,14 +60,7 @@ class Generation:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         arrived = time.monotonic_ns()
-        # Ollama's clients write out the tag that a name without one stands for
-        if request.model.removesuffix(":latest") != self._files.name:
-            raise AppError(
-                Kind.MODEL_NOT_FOUND,
-                f"the model {request.model[:200]!r} is not served here; "
-                f"this server has {self._files.name!r}",
-                param="model",
-            )
+        self._files.check_asked(request.model)
         # a long prompt, or a long stop string, takes a while: the event loop must not
         prepared = await asyncio.to_thread(self._preparation.prepare, request, self._room())
         self._check_choices(len(prepared), "prompt" if request.n == 1 else "n")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.core.errors import AppError, Kind
+
 Json = Mapping[str, Any]
 
 
@@ -37,6 +39,16 @@ class ModelFiles:
     context: int | None = None
     tokens: int | None = None
     stored: int = 0
+
+    def check_asked(self, model: str) -> None:
+        """Raises AppError(MODEL_NOT_FOUND) if a request asks for another model. Ollama's clients
+        write out the tag that a name without one stands for."""
+        if model.removesuffix(":latest") != self.name:
+            raise AppError(
+                Kind.MODEL_NOT_FOUND,
+                f"the model {model[:200]!r} is not served here; this server has {self.name!r}",
+                param="model",
+            )
 
     @property
     def context_length(self) -> int:
