@@ -75,7 +75,7 @@ class ChatTemplate:
             ],
             "tools": tools,
             "documents": documents,
-            **self._in_words(tools),
+            **(self._in_words(tools) if "functions" in template.variables else {}),
             "add_generation_prompt": add_generation_prompt,
         }
         return template.render(context, now=self._now)
