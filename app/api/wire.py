@@ -97,7 +97,12 @@ MANNERS: Mapping[Kind, Manner] = {
     Kind.METHOD: Manner(405, "invalid_request_error", "method_not_supported"),
     Kind.MEDIA_TYPE: Manner(415, "invalid_request_error", "unsupported_media_type"),
     Kind.TOO_LARGE: Manner(413, "invalid_request_error", "request_too_large"),
+    Kind.UNAUTHORIZED: Manner(401, "invalid_request_error", "invalid_api_key"),
+    Kind.FORBIDDEN: Manner(403, "invalid_request_error", "forbidden"),
+    Kind.TIMEOUT: Manner(408, "invalid_request_error", "request_timeout"),
+    Kind.DEADLINE: Manner(504, "api_error", "deadline_exceeded"),
     Kind.LOADING: Manner(503, "api_error", "model_loading"),
+    Kind.STOPPING: Manner(503, "api_error", "server_stopping"),
     # OpenAI's words for "too much at the moment"; vLLM answers 503, which means "not at all"
     Kind.BUSY: Manner(429, "rate_limit_error", "server_busy"),
     Kind.ENGINE: Manner(500, "api_error", "engine_error"),
@@ -106,7 +111,7 @@ MANNERS: Mapping[Kind, Manner] = {
 
 
 # What trying again helps against. The SDKs obey the Retry-After that these are told with.
-PASSING = frozenset({Kind.LOADING, Kind.BUSY})
+PASSING = frozenset({Kind.LOADING, Kind.STOPPING, Kind.BUSY})
 
 
 def envelope(error: AppError) -> JsonObject:

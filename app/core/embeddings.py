@@ -22,12 +22,15 @@ class EmbedInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """Vectors that a client wants, one to each input. pooling: None leaves it to the model.
-    dimensions: only so many of the first numbers; None for all."""
+    dimensions: only so many of the first numbers; None for all. keep_alive, caller: as in
+    `GenerateRequest`."""
 
     model: str
     inputs: tuple[EmbedInput, ...]
     pooling: Pooling | None = None
     dimensions: int | None = None
+    keep_alive: float | None = None
+    caller: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,17 @@ class Finish:
     stop: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """The model is not in memory yet; told now and then while the request waits for it. progress:
+    0 to 100. waits: whether it has not begun, because another model is loaded before it or has to
+    leave first."""
+
+    progress: int
+    waits: bool = False
+
+
 # what an answer is made of
 Spoken = Prompt | TextDelta | ReasoningDelta | CallDelta | Finish
 
-Event = Progress | Spoken
+Event = Progress | Loading | Spoken

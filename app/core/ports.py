@@ -10,6 +10,7 @@ from app.core.events import Event
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, EngineStats, Job, Miss, Update
 from app.core.requests import GenerateRequest
+from app.core.residents import ModelState
 from app.core.shift import Shifted
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
@@ -20,7 +21,8 @@ class RunnerStatus:
     """The last thing a runner is known to have said; reading it waits for nothing.
     progress: 0 to 100 while loading. error: one sentence when the state is "failed" or "stalled"
     (loaded, but the engine has not turned for too long). capacity: None until loaded. rejected:
-    jobs that were refused since the start because too many waited."""
+    jobs that were refused since the start because too many waited. pid: of the process that it has
+    for itself, if it has one."""
 
     state: RunnerState
     progress: int
@@ -28,6 +30,7 @@ class RunnerStatus:
     error: str | None = None
     capacity: Capacity | None = None
     rejected: int = 0
+    pid: int | None = None
 
 
 class Submission(Protocol):
@@ -61,7 +64,14 @@ class Runner(Protocol):
 
     def status(self) -> RunnerStatus: ...
 
-    async def stop(self) -> None: ...
+    async def over(self) -> str:
+        """Returns when a runner that was ready can serve nobody any more, though nobody stopped it:
+        one sentence that says why. Any number may wait."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends it, whatever it is at. Its jobs end in errors. May be called again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +107,32 @@ class Generate(Protocol):
         """Raises AppError(INVALID) for an id outside the vocabulary."""
         ...
 
-    def models(self) -> Sequence[ModelCard]: ...
+    async def look_for(self, model: str) -> None:
+        """To be called with the name in a request before `models` is asked: what was installed
+        since the last look is found now. Finding nothing is no error yet."""
+        ...
 
-    def status(self) -> RunnerStatus: ...
+    def models(self) -> Sequence[ModelCard]:
+        """Those that a request may name, the first one being the server's own choice."""
+        ...
+
+    def status(self) -> RunnerStatus:
+        """Of the whole server: how it stands with the models that are to be loaded always, and the
+        figures of all that are."""
+        ...
+
+    def states(self) -> Sequence[ModelState]:
+        """In the order of `models`."""
+        ...
+
+    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+        """Returns when it is ready. Raises AppError."""
+        ...
+
+    async def unload(self, model: str) -> ModelState:
+        """Returns when it has left memory; its requests are answered first. Raises AppError for an
+        unknown one and for a pinned one."""
+        ...
 
 
 class LayerKV(Protocol):

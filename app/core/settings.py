@@ -3,7 +3,8 @@
 Knows: names, defaults, units. Frozen: nobody changes a setting while the server runs.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.core.errors import AppError, Kind
@@ -15,36 +16,89 @@ MEBIBYTE = 1 << 20
 
 CachePolicy = Literal["single", "slots", "radix"]
 Bits = Literal[4, 8]
+RunnerKind = Literal["process", "thread"]
+LogFormat = Literal["human", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+FOREVER = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """One model that was named at start, and what holds for it alone; None is what holds for all.
+
+    name: a folder, a hub id or an Ollama name. alias: what clients call it; None is its own name.
+    preload: load it at start, without waiting for a request. pinned: never evict it."""
+
+    name: str
+    alias: str | None = None
+    preload: bool = False
+    pinned: bool = False
+    keep_alive: float | None = None
+    quantize: Bits | None = None
+    parallel: int | None = None
+    context: int | None = None
+    memory: int | None = None
+    cache: CachePolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """model: a folder, a hub id or an Ollama name; None serves the built-in model. pull: download
-    a model that is not here without asking. quantize: bits that unquantised weights are brought
-    to while they are loaded. host, port: where to listen. cors_origins: further origins of
-    browser pages that may call us (loopback always may).
+    """models: those that are served; none is the built-in model, and the first one is loaded at
+    start. installed: serve every model that is on this machine, on demand. pull: download a model
+    that is not here without asking. runner: whether a model runs in a process of its own or on a
+    thread of ours. keep_alive: seconds that a model stays loaded without requests; None is forever
+    for those named at start and five minutes for others. max_loaded: models in memory at once.
+    load_timeout: seconds that a load may take without getting on. load_wait: seconds that a
+    request which is not streamed waits for its model.
+
+    host, port: where to listen. tls_cert, tls_key: PEM files. cors_origins: further origins of
+    browser pages that may call us (loopback always may). allowed_hosts: further names under which
+    we may be addressed. api_keys: file of hashed keys. allow_anyone: listen beyond loopback though
+    there are no keys.
+
+    quantize: bits that unquantised weights are brought to while they are loaded.
 
     parallel: sequences that run at once; None suits memory and device. max_queue: requests that may
     wait for one of these places; one more is refused. context: positions of one sequence; None is
     what the model was made for. context_shift: a sequence that fills its context goes on without
     the older half of it (slots only). memory: bytes for weights, KV caches, cached prefixes and
-    working space together; None suits the device.
+    working space together, of all models; None suits the device.
 
     cache: the prefix cache policy; None is single for one sequence, else radix. multi_user: slots
     are chosen for many users, not for one. exact: prefill on a fixed grid of positions, so that a
     cached answer equals an uncached one to the bit. prefill_chunk: prompt tokens per engine step,
     and so the longest stretch that cannot be cancelled; None suits the device.
 
-    watchdog: seconds without a turn of the engine after which it is reported as stalled. max_body:
-    bytes of a request body. keep_alive: seconds of silence on a stream before a comment is sent.
-    debug: log what helps to find a fault, pieces of prompts included."""
+    watchdog: seconds without a turn of the engine after which it is reported as stalled, and in a
+    process of its own replaced. max_body: bytes of a request body. max_connections: open at once.
+    header_timeout, body_timeout: seconds in which a request's head, and its body, must be here.
+    max_per_key: answers that one key may have in the making at once. deadline: seconds from a
+    request's arrival to the end of its answer; past it, an error. max_time: seconds of generation,
+    and max_tokens: tokens, after which an answer is cut like one that reached its own limit.
+    drain: seconds that running answers get to end when the server is told to stop. ping: seconds
+    of silence on a stream before a comment is sent.
 
-    model: str | None = None
+    log_format, log_level, access_log: how and what is logged. otlp: address of an OpenTelemetry
+    collector for traces. debug: log what helps to find a fault, pieces of prompts included."""
+
+    models: tuple[ModelSettings, ...] = ()
+    installed: bool = False
     pull: bool = False
-    quantize: Bits | None = None
+    runner: RunnerKind = "process"
+    keep_alive: float | None = None
+    max_loaded: int | None = None
+    load_timeout: float = 300.0
+    load_wait: float = 60.0
     host: str = "127.0.0.1"
     port: int = 8080
+    tls_cert: str | None = None
+    tls_key: str | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    api_keys: str | None = None
+    allow_anyone: bool = False
+    quantize: Bits | None = None
     parallel: int | None = None
     max_queue: int = 64
     context: int | None = None
@@ -56,7 +110,19 @@ class Settings:
     prefill_chunk: int | None = None
     watchdog: float = 60.0
     max_body: int = 10 * MEBIBYTE
-    keep_alive: float = 10.0
+    max_connections: int = 1024
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    max_per_key: int | None = None
+    deadline: float | None = None
+    max_time: float | None = None
+    max_tokens: int | None = None
+    drain: float = 30.0
+    ping: float = 10.0
+    log_format: LogFormat = "human"
+    log_level: LogLevel = "info"
+    access_log: bool = True
+    otlp: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +147,23 @@ class Settings:
                 f"--cache single is for one sequence, and --parallel asks for {self.parallel}: "
                 "use --cache slots or --cache radix",
             ),
+            (
+                (self.tls_cert is None) != (self.tls_key is None),
+                "--tls-cert and --tls-key belong together: give both or neither",
+            ),
+            (
+                self.runner == "thread" and (self.installed or len(self.models) > 1),
+                "--runner thread serves one model: several need --runner process",
+            ),
         ):
             if refused:
                 raise AppError(Kind.INVALID, why)
+
+    def of(self, model: ModelSettings) -> "Settings":
+        """What holds for one model: its own where it has some, else everybody's."""
+        own = {
+            name: value
+            for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
+            if (value := getattr(model, name)) is not None
+        }
+        return replace(self, models=(model,), installed=False, **own)

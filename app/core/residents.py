@@ -1,0 +1,63 @@
+"""Models that may be in memory, and what is known of each.
+
+Knows: names, bytes, seconds. Must not know: who loads them, how they generate.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from app.core.jobs import EngineStats
+from app.core.settings import Settings
+
+# unloaded: on disk only · queued: to be loaded, but another one is before it or has to leave first
+# · unloading: its process is on its way out · refused: it broke too often, see `error`
+ModelPhase = Literal[
+    "unloaded", "queued", "loading", "ready", "stalled", "failed", "unloading", "refused"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model that clients may name. name: what they call it. source: what `store.find` finds it
+    by; None is the built-in model. settings: what holds for it, `Settings.of`. keep_alive: seconds
+    that it stays without requests, math.inf for ever. pinned: never evicted."""
+
+    name: str
+    source: str | None
+    settings: Settings
+    keep_alive: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes that a model asks for before it is loaded, KV caches included. least: with less it
+    cannot be served as it was asked for. wanted: what suits it; more helps only the prefix cache.
+    budget: what the device could give to models now, those of ours that are loaded not counted."""
+
+    least: int
+    wanted: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """One model, now. progress: 0 to 100 while loading. leases: requests that hold it or wait for
+    it. share: bytes that it may use; None while it is not loaded, or has the whole device. expires:
+    Unix time at which it will be unloaded if nobody asks for it; None while somebody does, while it
+    is not loaded, and for ever. restarts: times that its runner had to be started again."""
+
+    name: str
+    phase: ModelPhase
+    progress: int = 0
+    stats: EngineStats = EngineStats()
+    context: int | None = None
+    parallel: int | None = None
+    leases: int = 0
+    rejected: int = 0
+    pinned: bool = False
+    share: int | None = None
+    expires: float | None = None
+    restarts: int = 0
+    error: str | None = None
+    pid: int | None = None
