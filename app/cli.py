@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, get_args
 
 from app.core.errors import AppError
-from app.core.settings import MEBIBYTE, Bits, CachePolicy, Settings
+from app.core.settings import MEBIBYTE, Bits, CachePolicy, ModelSettings, Settings
 
 GIBIBYTE = 1 << 30
 
@@ -80,7 +80,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 def _of_the_model(arguments: argparse.Namespace) -> dict[str, Any]:
     """Settings that say which model, and how much of it at once."""
     return {
-        "model": arguments.model,
+        "models": () if arguments.model is None else (ModelSettings(name=arguments.model),),
         "quantize": arguments.quantize,
         "parallel": arguments.parallel,
         "context": arguments.context,
@@ -103,7 +103,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         prefill_chunk=arguments.prefill_chunk,
         watchdog=arguments.watchdog,
         max_body=int(arguments.max_body * MEBIBYTE),
-        keep_alive=arguments.keep_alive,
+        ping=arguments.ping,
         debug=arguments.debug,
     )
 
@@ -247,9 +247,9 @@ def _add_limits(serve: argparse.ArgumentParser, default: Settings) -> None:
         help="largest request body (%(default)g)",
     )
     serve.add_argument(
-        "--keep-alive",
+        "--ping",
         type=_amount,
-        default=default.keep_alive,
+        default=default.ping,
         metavar="SECONDS",
         help="silence on a stream after which a comment is sent (%(default)g)",
     )

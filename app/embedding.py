@@ -1,6 +1,6 @@
 """Texts → vectors: encode → a job for the runner → vectors.
 
-Knows: the tokenizer, what the model's folder says of pooling, the `Runner` protocol. Must not know:
+Knows: the tokenizer, what the model's folder says of pooling, the `Engine` protocol. Must not know:
 HTTP, tensors, how hidden states are pooled. Whoever stops waiting cancels the job.
 """
 
@@ -16,7 +16,7 @@ from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, 
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity
-from app.core.ports import Runner
+from app.core.ports import Engine
 from app.core.room import Room
 from app.text.tokenizer import Tokenizer
 
@@ -47,10 +47,10 @@ class Embedding:
     """For one model. room: how long an input may be, asked anew for each request."""
 
     def __init__(
-        self, files: ModelFiles, runner: Runner, tokenizer: Tokenizer, room: Callable[[], Room]
+        self, files: ModelFiles, engine: Engine, tokenizer: Tokenizer, room: Callable[[], Room]
     ) -> None:
         self._files = files
-        self._runner = runner
+        self._engine = engine
         self._tokenizer = tokenizer
         self._room = room
         self._recipe = recipe(files)
@@ -61,12 +61,12 @@ class Embedding:
         self._files.check_asked(request.model)
         pooling = self._pooling(request)
         inputs = await asyncio.to_thread(self._encoded, request.inputs, self._room())
-        if (capacity := self._runner.status().capacity) is not None:
+        if (capacity := self._engine.status().capacity) is not None:
             _check_width(request, capacity)
         job = EmbedJob(
             id=uuid.uuid4().hex, inputs=inputs, pooling=pooling, dimensions=request.dimensions
         )
-        vectors = await self._runner.embed(job)
+        vectors = await self._engine.embed(job)
         return Embeddings(vectors=tuple(vectors), tokens=sum(map(len, inputs)))
 
     def _pooling(self, request: EmbedRequest) -> Pooling:

@@ -1,6 +1,6 @@
 """One request's life: prepare → submit → stream ids → text → events.
 
-Knows: preparation, the text room, the `Runner` protocol. Must not know: HTTP, tensors, where the
+Knows: preparation, the text room, the `Engine` protocol. Must not know: HTTP, tensors, where the
 model runs. Cancellation has one place: leaving `open` leaves the submissions, which cancels the
 jobs. A choice that has ended leaves its own, so that nobody computes what nobody will see.
 """
@@ -30,7 +30,7 @@ from app.core.events import (
 from app.core.files import ModelFiles
 from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
 from app.core.merged import merged
-from app.core.ports import ModelCard, Runner, RunnerStatus, Submission
+from app.core.ports import Engine, Submission
 from app.core.requests import GenerateRequest
 from app.core.room import Room
 from app.core.settings import Settings
@@ -40,22 +40,34 @@ from app.text.answer import Answer, scored
 
 log = logging.getLogger(__name__)
 
+# settings that may change how an answer is computed
+_ENGINE_SETTINGS = (
+    "quantize",
+    "parallel",
+    "context",
+    "context_shift",
+    "memory",
+    "cache",
+    "multi_user",
+    "exact",
+    "prefill_chunk",
+)
+
 # tokens of text that a log line shows on each side of a place
 _AROUND = 8
 
 
 class Generation:
-    """Implements `Generate` for one model."""
+    """Generates from one model. Outlives what runs its jobs: the engine may be a handle."""
 
-    def __init__(self, files: ModelFiles, runner: Runner, settings: Settings) -> None:
+    def __init__(self, files: ModelFiles, engine: Engine, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES) when tokenizer, template or recommendations are broken."""
         self._settings = settings
         self._files = files
-        self._runner = runner
+        self._engine = engine
         self._preparation = Preparation(files, settings)
         self._tokenizer = self._preparation.tokenizer
-        self._embedding = Embedding(files, runner, self._tokenizer, self._room)
-        self._fingerprint = _fingerprint(files, settings)
+        self._embedding = Embedding(files, engine, self._tokenizer, self._room)
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
@@ -68,7 +80,7 @@ class Generation:
             said: list[AsyncGenerator[Event]] = []
             for choice in prepared:
                 own = await stack.enter_async_context(AsyncExitStack())
-                submission = await own.enter_async_context(self._runner.submit(choice.job))
+                submission = await own.enter_async_context(self._engine.submit(choice.job))
                 line = _Line(choice, submission, own, choice.answer(self._tokenizer), arrived)
                 said.append(self._events(line))
             # left first, so that nobody listens to a submission that is being left
@@ -76,7 +88,7 @@ class Generation:
 
     def _check_choices(self, count: int, param: str) -> None:
         """More than can be here at once would be told to come again for ever."""
-        capacity = self._runner.status().capacity
+        capacity = self._engine.status().capacity
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
             return
         message = (
@@ -94,25 +106,16 @@ class Generation:
     async def detokenize(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode_verbatim, ids)
 
-    def models(self) -> Sequence[ModelCard]:
-        files = self._files
-        return [
-            ModelCard(
-                id=files.name,
-                created=files.created,
-                context_length=self._room().context,
-                fingerprint=self._fingerprint,
-            )
-        ]
-
-    def status(self) -> RunnerStatus:
-        return self._runner.status()
+    @property
+    def context(self) -> int:
+        """Positions of one sequence, as far as it is known."""
+        return self._room().context
 
     def _room(self) -> Room:
         return Room(
             model=self._files.context_length,
             asked=self._files.served_context(self._settings.context),
-            capacity=self._runner.status().capacity,
+            capacity=self._engine.status().capacity,
         )
 
     async def _events(self, line: "_Line") -> AsyncGenerator[Event]:
@@ -260,15 +263,15 @@ class _Clock:
         )
 
 
-def _fingerprint(files: ModelFiles, settings: Settings) -> str:
+def fingerprint(files: ModelFiles, settings: Settings) -> str:
     """Changes with whatever may change the answer to a seed: the model, our version and that of
-    what computes, and the settings."""
+    what computes, and the settings that the engine reads."""
     parts = (
         version("mlxrunner"),
         version("mlx"),
         files.name,
         str(files.stored),
         repr(sorted((name, str(value)) for name, value in files.config.items())),
-        repr(settings),
+        repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
     )
     return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

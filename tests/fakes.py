@@ -21,6 +21,7 @@ from app.core.events import (
 from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerStatus
 from app.core.requests import GenerateRequest, Several
+from app.core.residents import ModelState
 
 STATS = EngineStats(
     memory=123_456,
@@ -101,6 +102,9 @@ class FakeGenerate:
     opened: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
     left: int = 0
     embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
+    looked: list[str] = field(default_factory=list[str])
+    loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
+    unloaded: list[str] = field(default_factory=list[str])
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
@@ -135,13 +139,47 @@ class FakeGenerate:
         tokens = sum(len(one.content) for one in request.inputs)
         return Embeddings(vectors=tuple(vectors), tokens=tokens)
 
-    async def tokenize(self, text: str) -> Sequence[int]:
+    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
         return list(text.encode())
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         if any(id_ > 255 for id_ in ids):
             raise AppError(Kind.INVALID, "there are only 256 tokens", param="tokens")
         return bytes(ids).decode(errors="replace")
+
+    async def look_for(self, model: str) -> None:
+        self.looked.append(model)
+
+    def states(self) -> Sequence[ModelState]:
+        """Every model stands as the whole does."""
+        now = self.now
+        phase = "loading" if now.state == "loading" else now.state
+        return [
+            ModelState(
+                name=card.id,
+                phase=phase,
+                progress=now.progress,
+                stats=now.stats,
+                rejected=now.rejected,
+                context=card.context_length,
+                parallel=now.capacity.parallel if now.capacity else None,
+                error=now.error,
+            )
+            for card in self.cards
+        ]
+
+    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+        if self.refusal is not None:
+            raise self.refusal
+        self.loaded.append((model, keep_alive))
+        return next(state for state in self.states() if state.name == model)
+
+    async def unload(self, model: str) -> ModelState:
+        if self.refusal is not None:
+            raise self.refusal
+        self.unloaded.append(model)
+        state = next(state for state in self.states() if state.name == model)
+        return replace(state, phase="unloaded")
 
     def models(self) -> Sequence[ModelCard]:
         return self.cards

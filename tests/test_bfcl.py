@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from app import store
 from app.api.app import build_app
-from app.core.settings import Settings
+from app.core.settings import ModelSettings, Settings
 from app.engine.describe import complete
 from app.generation import Generation
 from app.runners.local import LocalRunner
@@ -125,8 +125,8 @@ def _add(calls: list[tuple[str, str]], piece: dict[str, Any]) -> None:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     """The application with a real engine, without a socket."""
-    settings = Settings(model=str(folder), parallel=AT_ONCE, memory=1 << 30)
-    files = complete(store.resolve(settings.model))
+    settings = Settings(models=(ModelSettings(name=str(folder)),), parallel=AT_ONCE, memory=1 << 30)
+    files = complete(store.resolve(str(folder)))
     runner = LocalRunner(settings)
     generation = Generation(files, runner, settings)
     await runner.start(files)

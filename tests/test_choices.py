@@ -27,7 +27,7 @@ from app.core.jobs import Ended, EngineStats, Job, PromptScores, Started, Token,
 from app.core.ports import RunnerStatus
 from app.core.requests import Conversation, Message, Several, Tool
 from app.core.settings import Settings
-from app.generation import Generation
+from app.generation import Generation, fingerprint
 from app.runners.local import LocalRunner
 from app.text.answer import scored
 from app.text.tokenizer import Tokenizer
@@ -311,7 +311,7 @@ class TestCallsAndReasoning:
 
 def test_the_fingerprint_changes_with_what_changes_answers(files: ModelFiles) -> None:
     def told(files: ModelFiles, settings: Settings = PLAIN) -> str:
-        return Generation(files, FakeRunner("x"), settings).models()[0].fingerprint
+        return fingerprint(files, settings)
 
     assert told(files) == told(files)
     others = {

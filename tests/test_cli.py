@@ -11,7 +11,7 @@ import pytest
 
 from app import cli, server
 from app.core.errors import AppError, Kind
-from app.core.settings import Settings
+from app.core.settings import ModelSettings, Settings
 
 
 @pytest.fixture
@@ -45,12 +45,12 @@ def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
         "serve folder --pull --quantize 4 --host ::1 --port 9 "
         "--cors-origin https://a --cors-origin https://b "
         "--parallel 3 --max-queue 0 --context 2048 --context-shift --memory 6.5 --cache slots "
-        "--multi-user --prefill-chunk 64 --watchdog 2.5 --max-body 2 --keep-alive 0.5 --debug"
+        "--multi-user --prefill-chunk 64 --watchdog 2.5 --max-body 2 --ping 0.5 --debug"
     )
     assert cli.main(line.split()) == 0
     assert served == [
         Settings(
-            model="folder",
+            models=(ModelSettings(name="folder"),),
             pull=True,
             quantize=4,
             host="::1",
@@ -66,7 +66,7 @@ def test_every_option_reaches_its_setting(served: list[Settings]) -> None:
             prefill_chunk=64,
             watchdog=2.5,
             max_body=2 << 20,
-            keep_alive=0.5,
+            ping=0.5,
             debug=True,
         )
     ]
@@ -124,7 +124,7 @@ def test_options_that_exclude_each_other_are_refused_by_name(
         "serve --watchdog 0",
         "serve --max-body -1",
         "serve --max-body nan",
-        "serve --keep-alive inf",
+        "serve --ping inf",
         "serve --memory 1e300",
         "serve --max-body 1e300",
         "serve --cache lots",

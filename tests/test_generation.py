@@ -403,9 +403,9 @@ def test_the_context_that_the_makers_want_is_promised_until_the_model_is_loaded(
     files: ModelFiles,
 ) -> None:
     short = replace(files, context=64)
-    assert Generation(short, FakeRunner("x"), PLAIN).models()[0].context_length == 64
+    assert Generation(short, FakeRunner("x"), PLAIN).context == 64
     longer = Generation(short, FakeRunner("x"), Settings(context=128))
-    assert longer.models()[0].context_length == 128
+    assert longer.context == 128
     message = refusal(short, prompt="x" * 64).message
     assert "the server's context is 64 tokens" in message
     assert "--context" in message
@@ -458,13 +458,6 @@ def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
         run(files, lambda g: g.detokenize([9999]))
 
 
-def test_the_model_card_and_status_are_told(files: ModelFiles) -> None:
-    generation = Generation(files, FakeRunner("x"), PLAIN)
-    (card,) = generation.models()
-    assert (card.id, card.context_length, card.created) == ("tiny", 4096, files.created)
-    assert generation.status().state == "ready"
-
-
 def capacity(context: int, **changes: Any) -> Capacity:
     """An engine in which a position takes one KiB."""
     given: dict[str, Any] = {"parallel": 2, "kv_budget": 1 << 30, "kv_bytes": context << 10}
@@ -473,7 +466,7 @@ def capacity(context: int, **changes: Any) -> Capacity:
 
 def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=100))
-    assert generation.models()[0].context_length == 100
+    assert generation.context == 100
     error = refusal(files, Settings(context=100), prompt="x" * 100)
     assert "100 tokens, but the server's context is 100 tokens" in error.message
     assert "the model's own is 4096" in error.message
@@ -482,12 +475,12 @@ def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) 
 
 def test_a_context_beyond_the_models_own_does_not_stretch_it(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=9999))
-    assert generation.models()[0].context_length == 4096
+    assert generation.context == 4096
 
 
 def test_what_the_engine_can_do_is_what_is_promised_and_granted(files: ModelFiles) -> None:
     runner = FakeRunner("x", capacity=capacity(50))
-    assert Generation(files, runner, PLAIN).models()[0].context_length == 50
+    assert Generation(files, runner, PLAIN).context == 50
     events(files, runner, prompt="x" * 20)
     events(files, runner, prompt="x" * 20, max_tokens=1000)
     assert [job.max_tokens for job in runner.jobs] == [30, 30]

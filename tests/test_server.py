@@ -18,7 +18,7 @@ import schemathesis
 
 from app.core.errors import AppError
 from app.core.files import ModelFiles
-from app.core.settings import Settings
+from app.core.settings import ModelSettings, Settings
 from app.runners.local import LocalRunner
 from app.server import serve
 from tests import tiny
@@ -345,7 +345,7 @@ def test_a_load_that_breaks_ends_the_server(
     monkeypatch.setattr(LocalRunner, "start", broken)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
-        serve(Settings(model=str(tiny_model), port=0))
+        serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0))
 
 
 def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol, Self, assert_never
 
@@ -18,7 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.wire import (
     JsonObject,
+    caller_of,
     comment_frame,
+    model_named_in,
     read_json,
     send_event_stream,
     send_json,
@@ -26,7 +28,7 @@ from app.api.wire import (
     while_connected,
 )
 from app.core.errors import AppError, Kind
-from app.core.events import Event, Progress, Spoken
+from app.core.events import Event, Loading, Progress, Spoken
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
@@ -35,6 +37,9 @@ log = logging.getLogger(__name__)
 
 # Prefill can take minutes and report hundreds of chunks; a person wants to see that it moves.
 PROGRESS_EVERY = 1.0
+
+# Seconds that a client is told to leave a model that takes longer to load than it waits.
+_LOADING_AGAIN = 10
 
 
 class Frames(Protocol):
@@ -100,10 +105,12 @@ class GenerateEndpoint:
         self._parse = parse
         self._generate = generate
         self._max_body = settings.max_body
-        self._keep_alive = settings.keep_alive
+        self._ping = settings.ping
+        self._load_wait = settings.load_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await read_json(scope, receive, self._max_body)
+        await self._generate.look_for(model_named_in(content))
         # a body may hold hundreds of thousands of messages: the others must not wait for that
         ask = await asyncio.to_thread(self._parse, content)
 
@@ -114,17 +121,19 @@ class GenerateEndpoint:
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
         reply = ask.reply
-        async with self._generate.open(ask.request) as events:
+        request = replace(ask.request, caller=caller_of(scope))
+        async with self._generate.open(request) as events:
             match reply:
                 case WholeBody():
-                    said = [event async for event in events if not isinstance(event, Progress)]
+                    said = [event async for event in _said(events, self._load_wait)]
                 case EventStream(frames):
                     async with _Listener(events) as listener:
-                        body = _speak(listener, frames, self._keep_alive)
+                        body = _speak(listener, frames, self._ping)
                         await _stream(body, frames, scope, send, send_event_stream)
                     return
                 case JsonLines(frames):
-                    await _stream(_list(events, frames), frames, scope, send, send_lines)
+                    async with aclosing(_said(events, self._load_wait)) as said:
+                        await _stream(_list(said, frames), frames, scope, send, send_lines)
                     return
                 case _:
                     assert_never(reply)
@@ -190,6 +199,8 @@ async def _speak(
                 progress_at = now()
             case Progress():
                 frame = b""
+            case Loading(progress=progress, waits=waits):
+                frame = comment_frame("waiting to load" if waits else f"loading {progress} %")
             case _:
                 frame = frames.feed(event)
         if frame:
@@ -199,11 +210,24 @@ async def _speak(
             return
 
 
-async def _list(events: AsyncIterator[Event], frames: Frames) -> AsyncGenerator[bytes, None]:
-    """JSON lines. There is no comment in JSON, so these wait for as long as it takes."""
+async def _said(events: AsyncIterator[Event], patience: float) -> AsyncGenerator[Spoken, None]:
+    """What an answer is made of, for a client to whom nothing can be told before. Raises
+    AppError(LOADING) if its model is not there within `patience` seconds: it may ask again, and
+    the load goes on."""
+    now = asyncio.get_running_loop().time
+    began = now()
     async for event in events:
-        if isinstance(event, Progress):
-            continue
+        if isinstance(event, Loading):
+            if now() - began >= patience:
+                message = f"the model is still loading ({event.progress} %): try again, or stream"
+                raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN)
+        elif not isinstance(event, Progress):
+            yield event
+
+
+async def _list(events: AsyncIterator[Spoken], frames: Frames) -> AsyncGenerator[bytes, None]:
+    """JSON lines. There is no comment in JSON, so that nothing can be told before an answer is."""
+    async for event in events:
         if frame := frames.feed(event):
             yield frame
     if frame := frames.end():

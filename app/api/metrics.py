@@ -28,6 +28,7 @@ from app.core.events import Event, Finish, Progress, TextDelta
 from app.core.jobs import HIT_BOUNDS, EngineStats
 from app.core.ports import Generate, ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
+from app.core.residents import ModelState
 
 # Seconds. A queue, and a prompt, take from nothing to minutes.
 WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -108,11 +109,23 @@ class Measured:
         finally:
             self._figures.ended.labels(outcome).inc()
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        return await self._generate.tokenize(text)
+    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
+        return await self._generate.tokenize(text, model)
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        return await self._generate.detokenize(ids)
+    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+        return await self._generate.detokenize(ids, model)
+
+    async def look_for(self, model: str) -> None:
+        await self._generate.look_for(model)
+
+    def states(self) -> Sequence[ModelState]:
+        return self._generate.states()
+
+    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+        return await self._generate.load(model, keep_alive)
+
+    async def unload(self, model: str) -> ModelState:
+        return await self._generate.unload(model)
 
     def models(self) -> Sequence[ModelCard]:
         return self._generate.models()

@@ -6,7 +6,7 @@ is no dialect's own uses. Must not know: any dialect's requests or answers, or w
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 from sse_starlette import EventSourceResponse
@@ -72,6 +72,17 @@ async def read_json(scope: Scope, receive: Receive, limit: int) -> object:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise AppError(Kind.INVALID, f"the body is not valid JSON: {error}") from None
+
+
+def model_named_in(body: object) -> str:
+    """The model that a body which nobody has understood yet seems to ask for."""
+    model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else ""
+
+
+def caller_of(scope: Scope) -> str:
+    """Who asks, by the name of the key; "" where there are none."""
+    return scope.get("state", {}).get("caller", "")
 
 
 def _too_large(limit: int) -> AppError:

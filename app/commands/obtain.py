@@ -16,7 +16,7 @@ def obtain(settings: Settings) -> ModelFiles:
     """What is not here is downloaded where --pull says so, or a person at the terminal. Raises
     AppError."""
     try:
-        return store.resolve(settings.model)
+        return store.resolve(settings.models[0].name if settings.models else None)
     except NotHere as missing:
         # nothing is asked, of a person or of the hub, where nobody sits
         if missing.hub is None or not (settings.pull or _somebody_sits_here()):

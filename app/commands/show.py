@@ -24,7 +24,7 @@ _GIB = 1 << 30
 def show(settings: Settings, *, as_json: bool) -> int:
     """The exit status. settings: the model, and with what it would be served. Raises AppError for
     a model that could not be."""
-    files = complete(store.find(settings.model))
+    files = complete(store.find(settings.models[0].name if settings.models else None))
     holds, fits = contents(files), fit(files, settings)
     if as_json:
         print(json.dumps(_facts(files, holds, fits), indent=2))

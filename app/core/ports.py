@@ -43,12 +43,8 @@ class Submission(Protocol):
         ...
 
 
-class Runner(Protocol):
-    """Keeps one model in memory and generates from it."""
-
-    async def start(self, files: ModelFiles) -> None:
-        """Returns when the model is ready. Raises AppError(MODEL_FILES) if it cannot be."""
-        ...
+class Engine(Protocol):
+    """What runs jobs of one model: a runner, or the handle of one that comes and goes."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
         """Leaving the context early cancels the job, within one prefill chunk or two steps.
@@ -63,6 +59,14 @@ class Runner(Protocol):
         ...
 
     def status(self) -> RunnerStatus: ...
+
+
+class Runner(Engine, Protocol):
+    """Keeps one model in memory and generates from it."""
+
+    async def start(self, files: ModelFiles) -> None:
+        """Returns when the model is ready. Raises AppError(MODEL_FILES) if it cannot be."""
+        ...
 
     async def over(self) -> str:
         """Returns when a runner that was ready can serve nobody any more, though nobody stopped it:
@@ -99,11 +103,12 @@ class Generate(Protocol):
         request."""
         ...
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        """The ids which `text` would be evaluated as, were it a plain prompt."""
+    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
+        """The ids which `text` would be evaluated as, were it a plain prompt. model: None is the
+        server's own choice; it need not be loaded."""
         ...
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         """Raises AppError(INVALID) for an id outside the vocabulary."""
         ...
 

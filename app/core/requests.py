@@ -172,9 +172,9 @@ class GenerateRequest:
     never discards; a negative number is all of them, None leaves it to the server. grammar: what
     the answer must follow, from its first token (behind the reasoning, where there is any) to its
     last. echo: answers begin with the prompt. suffix: what will stand behind the answer.
-    template_options: more words for the chat template. return_ids: tell the prompt's ids. keep_alive:
-    seconds that the model stays loaded after this; None leaves it to the server. caller: who asks,
-    by the name of the key; the server's own word, not the client's.
+    template_options: more words for the chat template. return_ids: tell the prompt's ids.
+    keep_alive: seconds that the model stays loaded after this; None leaves it to the server.
+    caller: who asks, by the name of the key; the server's own word, not the client's.
     """
 
     model: str

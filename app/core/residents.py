@@ -3,7 +3,7 @@
 Knows: names, bytes, seconds. Must not know: who loads them, how they generate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from app.core.jobs import EngineStats
@@ -50,7 +50,7 @@ class ModelState:
     name: str
     phase: ModelPhase
     progress: int = 0
-    stats: EngineStats = EngineStats()
+    stats: EngineStats = field(default_factory=EngineStats)
     context: int | None = None
     parallel: int | None = None
     leases: int = 0

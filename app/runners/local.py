@@ -110,6 +110,7 @@ class LocalRunner:
         self._thread: EngineThread | None = None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._broke = asyncio.Event()
 
     async def start(self, files: ModelFiles) -> None:
         loop = asyncio.get_running_loop()
@@ -170,7 +171,13 @@ class LocalRunner:
             rejected=self._rejected,
         )
 
+    async def over(self) -> str:
+        await self._broke.wait()
+        assert self._known.error is not None
+        return self._known.error
+
     async def stop(self) -> None:
+        self._end_jobs("the server is stopping")
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -269,14 +276,20 @@ class LocalRunner:
             over.set_result(embedded)
 
     def _fail(self, error: Exception) -> None:
+        was_ready = self._known.state == "ready"
         self._known = replace(self._known, state="failed", progress=0, error=str(error))
-        for job, submission in self._submissions.items():
-            submission.put(
-                Ended(job=job, reason="error", at=time.monotonic_ns(), error="the engine stopped")
-            )
-        for job in self._embedding:
-            self._hand_over(Embedded(job=job, error="the engine stopped"))
+        self._end_jobs("the engine stopped")
+        if was_ready:
+            self._broke.set()
         self._resolve(error)
+
+    def _end_jobs(self, why: str) -> None:
+        for job, submission in self._submissions.items():
+            if submission.ended is None:
+                at = time.monotonic_ns()
+                submission.put(Ended(job=job, reason="error", at=at, error=why))
+        for job in self._embedding:
+            self._hand_over(Embedded(job=job, error=why))
 
     def _resolve(self, error: Exception | None) -> None:
         assert self._ready is not None

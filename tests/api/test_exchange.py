@@ -133,7 +133,7 @@ def test_a_client_that_leaves_without_having_read_cancels(path: str, body: Any):
 
 def test_a_client_that_leaves_between_keep_alives_cancels():
     act = leave_after(b"keep-alive\n\n: keep-alive")
-    _, generate = converse([FOREVER], *STREAM, act, keep_alive=0.02)
+    _, generate = converse([FOREVER], *STREAM, act, ping=0.02)
     assert generate.left == 1
 
 
@@ -312,7 +312,7 @@ def test_progress_does_not_show_where_there_are_no_comments():
 def test_silence_is_broken_and_the_answer_goes_on():
     """Waiting with a time limit must not cancel what is waited for."""
     script = [Pause(0.07), text("Hel"), Pause(0.07), text("lo"), finish()]
-    reply, _ = converse(script, *STREAM, keep_alive=0.03)
+    reply, _ = converse(script, *STREAM, ping=0.03)
     before, amid = reply.body.split(b"Hel")
     assert before.count(b": keep-alive\n\n") == 2
     assert amid.count(b": keep-alive\n\n") == 2
@@ -322,7 +322,7 @@ def test_silence_is_broken_and_the_answer_goes_on():
 def test_text_that_is_held_back_is_silence_too():
     """Events alone do not keep a connection alive: bytes do."""
     held = [step for _ in range(8) for step in (text(""), Pause(0.01))]
-    reply, _ = converse([text("a"), *held, *HELLO], *STREAM, keep_alive=0.03)
+    reply, _ = converse([text("a"), *held, *HELLO], *STREAM, ping=0.03)
     assert b": keep-alive" in reply.body
 
 
@@ -333,7 +333,7 @@ def test_headers_of_a_stream_come_no_later_than_the_first_keep_alive():
         assert reply.body == b": keep-alive\n\n"
         conversation.hang_up()
 
-    converse([FOREVER], *STREAM, act, keep_alive=0.02)
+    converse([FOREVER], *STREAM, act, ping=0.02)
 
 
 def test_streams_are_framed_with_line_feeds():

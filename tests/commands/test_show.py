@@ -8,7 +8,7 @@ import pytest
 
 from app.commands.show import show
 from app.core.errors import AppError
-from app.core.settings import Settings
+from app.core.settings import ModelSettings, Settings
 from tests import tiny
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
 
@@ -25,7 +25,9 @@ def test_the_words_stay_within_80_columns(
         ollama.json("params", parameters),
     ]
     ollama.write("tiny:4b", [*layers, *more])
-    assert show(Settings(model="tiny:4b", memory=1 << 30), as_json=False) == 0
+    assert (
+        show(Settings(models=(ModelSettings(name="tiny:4b"),), memory=1 << 30), as_json=False) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     text = "\n".join(lines)
     assert lines[0] == "tiny:4b"
@@ -53,12 +55,15 @@ def test_the_words_stay_within_80_columns(
 def test_it_says_whether_it_fits(
     tiny_model: Path, memory: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show(Settings(model=str(tiny_model), memory=memory), as_json=False)
+    show(Settings(models=(ModelSettings(name=str(tiny_model)),), memory=memory), as_json=False)
     assert words in capsys.readouterr().out
 
 
 def test_programs_get_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(Settings(model=str(tiny_model), context=1024, parallel=2), as_json=True)
+    show(
+        Settings(models=(ModelSettings(name=str(tiny_model)),), context=1024, parallel=2),
+        as_json=True,
+    )
     found = json.loads(capsys.readouterr().out)
     count = sum(array.size for array in tiny.weights().values())
     assert (found["parameters"], found["bits"]) == (count, 32.0)
@@ -69,10 +74,10 @@ def test_programs_get_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[st
 
 def test_no_tensor_is_read(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = mx.get_active_memory()
-    show(Settings(model=str(tiny_model)), as_json=False)
+    show(Settings(models=(ModelSettings(name=str(tiny_model)),)), as_json=False)
     assert mx.get_active_memory() == before
 
 
 def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(AppError, match=r"has no config\.json: it is not a model folder"):
-        show(Settings(model=str(tmp_path)), as_json=False)
+        show(Settings(models=(ModelSettings(name=str(tmp_path)),)), as_json=False)

@@ -9,16 +9,23 @@ import asyncio
 import base64
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.dialects.openai_caller import read_model
+from app.api.dialects.openai_caller import read_keep_alive, read_model
 from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
-from app.api.wire import JsonObject, read_json, send_json, while_connected
+from app.api.wire import (
+    JsonObject,
+    caller_of,
+    model_named_in,
+    read_json,
+    send_json,
+    while_connected,
+)
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, Pooling
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -50,11 +57,13 @@ class EmbedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await read_json(scope, receive, self._max_body)
+        await self._generate.look_for(model_named_in(content))
         served = {card.id for card in self._generate.models()}
         wish = await asyncio.to_thread(parse, content, served)  # there may be millions of ids
 
         async def exchange(send: Send) -> None:
-            found = await self._generate.embed(wish.request)
+            request = replace(wish.request, caller=caller_of(scope))
+            found = await self._generate.embed(request)
             body = await asyncio.to_thread(written, wish, found)
             await send_json(body, scope, send)
 
@@ -72,6 +81,7 @@ def parse(body: object, models: Collection[str]) -> Wish:
             inputs=inputs,
             pooling=_pooling(fields),
             dimensions=fields.integer("dimensions", 1, INT32_MAX),
+            keep_alive=read_keep_alive(fields),
         ),
         encoding=_encoding(fields),
     )

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.dialects.lifecycle import told
 from app.api.dialects.openai_caller import unknown_model
 from app.api.dialects.openai_chat import ChatChunks, collect_chat
 from app.api.dialects.openai_completion import CompletionChunks, collect_completion
@@ -19,12 +20,17 @@ from app.api.dialects.openai_request import Wish, parse_chat, parse_completion
 from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
 from app.api.wire import JsonObject, json_reply
 from app.core.ports import Generate, ModelCard
+from app.core.residents import ModelState
 from app.core.settings import Settings
 
 
 def routes(generate: Generate, settings: Settings) -> list[Route]:
     def served() -> dict[str, ModelCard]:
         return {card.id: card for card in generate.models()}
+
+    def described() -> list[JsonObject]:
+        states = {state.name: state for state in generate.states()}
+        return [_model(card, states[card.id]) for card in generate.models()]
 
     def ask_chat(body: object) -> Ask:
         cards = served()
@@ -45,13 +51,15 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
         )
 
     async def list_models(request: Request) -> Response:
-        return json_reply({"object": "list", "data": [_model(card) for card in generate.models()]})
+        await generate.look_for("")
+        return json_reply({"object": "list", "data": described()})
 
     async def retrieve_model(request: Request) -> Response:
         id_ = request.path_params["id"]
-        for card in generate.models():
-            if card.id == id_:
-                return json_reply(_model(card))
+        await generate.look_for(id_)
+        for model in described():
+            if model["id"] == id_:
+                return json_reply(model)
         raise unknown_model(id_)
 
     return [
@@ -89,10 +97,10 @@ def _head(prefix: str, wish: Wish, card: ModelCard) -> Head:
     )
 
 
-def _model(card: ModelCard) -> JsonObject:
+def _model(card: ModelCard, state: ModelState) -> JsonObject:
+    """OpenAI's four, what a client has to know besides, and how the model stands."""
     return {
-        "id": card.id,
-        "object": "model",
+        **told(state),
         "created": card.created,
         "owned_by": "mlxrunner",
         "context_length": card.context_length,

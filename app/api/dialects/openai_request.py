@@ -9,7 +9,13 @@ where they are known).
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from app.api.dialects.openai_caller import check_caller, check_metadata, read_model, read_tier
+from app.api.dialects.openai_caller import (
+    check_caller,
+    check_metadata,
+    read_keep_alive,
+    read_model,
+    read_tier,
+)
 from app.api.dialects.openai_format import read_grammar
 from app.api.dialects.openai_messages import read_conversation
 from app.api.dialects.openai_prompt import prompts_of, read_count, read_prompt, within_limit
@@ -113,6 +119,7 @@ def _wish(fields: Fields, request: GenerateRequest, *, constrained: bool) -> Wis
         stop=ending.stop,
         reuse=fields.boolean("cache_prompt") is not False,
         return_ids=fields.boolean("return_token_ids") or False,
+        keep_alive=read_keep_alive(fields),
     )
     return Wish(
         request=request,

@@ -14,6 +14,7 @@ from app.api.dialects.openai_caller import (
     TIER,
     check_caller,
     check_metadata,
+    read_keep_alive,
     read_model,
     read_tier,
 )
@@ -87,6 +88,7 @@ def parse(body: object, models: Collection[str], history: History, *, shifts: bo
         stop=ending.stop,
         top_logprobs=_logprobs(fields),
         reuse=fields.boolean("cache_prompt") is not False,
+        keep_alive=read_keep_alive(fields),
         # an answer that must call holds no text which could have a form
         grammar=None if toolbox.must_call else grammar,
         tools=toolbox.tools,

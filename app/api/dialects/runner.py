@@ -33,18 +33,24 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
             raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")
         return Ask(request=parse(body, cards[0].id), reply=JsonLines(Lines()))
 
+    async def which(request: Request) -> str | None:
+        model = request.query_params.get("model")
+        if model is not None:
+            await generate.look_for(model)
+        return model
+
     async def tokenize(request: Request) -> Response:
         body = await read_body(request.scope, request.receive, settings.max_body)
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise invalid(None, f"the body is not valid UTF-8: {error}") from None
-        return json_reply(list(await generate.tokenize(text)))
+        return json_reply(list(await generate.tokenize(text, await which(request))))
 
     async def detokenize(request: Request) -> Response:
         body = await read_json(request.scope, request.receive, settings.max_body)
         ids = await asyncio.to_thread(parse_ids, body)  # there may be millions
-        return json_reply({"content": await generate.detokenize(ids)})
+        return json_reply({"content": await generate.detokenize(ids, await which(request))})
 
     return [
         Route("/completion", GenerateEndpoint(ask, generate, settings), methods=["POST"]),

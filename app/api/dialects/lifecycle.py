@@ -1,0 +1,51 @@
+"""Models in memory: /v1/models/load and /v1/models/unload, for whoever runs the server.
+
+Knows the two bodies and what a model's state looks like in JSON. Must not know: how models are
+loaded, who may ask (that is decided before a request gets here).
+"""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api.dialects.openai_caller import read_keep_alive
+from app.api.fields import Fields
+from app.api.wire import JsonObject, json_reply, read_json
+from app.core.ports import Generate
+from app.core.residents import ModelState
+from app.core.settings import Settings
+
+
+def routes(generate: Generate, settings: Settings) -> list[Route]:
+    async def load(request: Request) -> Response:
+        fields = Fields.of(await read_json(request.scope, request.receive, settings.max_body))
+        model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
+        fields.close()
+        await generate.look_for(model)
+        return json_reply(told(await generate.load(model, keep_alive)))
+
+    async def unload(request: Request) -> Response:
+        fields = Fields.of(await read_json(request.scope, request.receive, settings.max_body))
+        model = fields.required_string("model")
+        fields.close()
+        return json_reply(told(await generate.unload(model)))
+
+    return [
+        Route("/v1/models/load", load, methods=["POST"]),
+        Route("/v1/models/unload", unload, methods=["POST"]),
+    ]
+
+
+def told(state: ModelState) -> JsonObject:
+    """What `GET /v1/models` says beside what OpenAI does. expires_at: Unix time, null while the
+    model is in use, not loaded, or stays for ever."""
+    return {
+        "id": state.name,
+        "object": "model",
+        "state": state.phase,
+        "progress": state.progress if state.phase in ("loading", "queued") else None,
+        "pinned": state.pinned,
+        "memory": state.stats.memory,
+        "expires_at": None if state.expires is None else int(state.expires),
+        "error": state.error,
+    }

@@ -1,0 +1,141 @@
+"""Which models a request may name, and where their files are.
+
+Knows: the models named at start, those that are installed, how long each stays. Must not know: what
+is in memory, HTTP. Everything here runs on the event loop but for looks at the disk, which take
+threads of their own.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.residents import Served
+from app.core.settings import ModelSettings, Settings
+from app.engine.describe import complete
+
+log = logging.getLogger(__name__)
+
+# seconds that a model stays which nobody named at start, as at Ollama
+_STAYS = 300.0
+
+# seconds between two looks at what is installed
+_LOOK_AGAIN = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A model that can be asked for. files: as they were when it was last looked at."""
+
+    served: Served
+    files: ModelFiles
+
+
+def named(model: ModelSettings | None, files: ModelFiles, settings: Settings) -> Entry:
+    """One of those named at start; None is the built-in model."""
+    model = model or ModelSettings(name=files.name)
+    own = settings.of(model)
+    name = model.alias or files.name
+    return Entry(
+        served=Served(
+            name=name,
+            source=model.name,
+            settings=own,
+            keep_alive=math.inf if own.keep_alive is None else own.keep_alive,
+            pinned=model.pinned,
+        ),
+        files=replace(files, name=name),
+    )
+
+
+class Catalogue:
+    """entries: the models named at start, in their order. With `settings.installed` all others that
+    are on this machine stand behind them."""
+
+    def __init__(self, entries: Sequence[Entry], settings: Settings) -> None:
+        """Raises AppError(INVALID) for two models of one name."""
+        self._settings = settings
+        self._named: Mapping[str, Entry] = {entry.served.name: entry for entry in entries}
+        self._installed: Mapping[str, Entry] = {}
+        self._looked = -math.inf
+        self._look: asyncio.Task[None] | None = None
+        if len(self._named) < len(entries):
+            twice = sorted(e.served.name for e in entries if self._named[e.served.name] is not e)
+            raise AppError(
+                Kind.INVALID,
+                f"two models would be called {twice[0]!r}: give one of them another alias",
+            )
+
+    def entries(self) -> Iterator[Entry]:
+        """Those named at start first."""
+        yield from self._named.values()
+        yield from self._installed.values()
+
+    def find(self, name: str) -> Entry | None:
+        """By the name that clients use. Ollama's clients write out the tag that a name without one
+        stands for."""
+        for spelled in (name, name.removesuffix(":latest")):
+            entry = self._named.get(spelled) or self._installed.get(spelled)
+            if entry is not None:
+                return entry
+        return None
+
+    async def look_for(self, name: str) -> None:
+        """See whether a model of that name was installed meanwhile; all that were, in fact."""
+        if self.find(name) is None and self._settings.installed:
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look at all that is installed, if nobody did just now. Who asks meanwhile waits for the
+        same look."""
+        if self._look is None or self._look.done():
+            if time.monotonic() - self._looked < _LOOK_AGAIN:
+                return
+            self._look = asyncio.create_task(self._see())
+        await asyncio.shield(self._look)
+
+    async def files(self, served: Served) -> ModelFiles:
+        """As they are on the disk now, their digests checked. Raises AppError."""
+        return replace(await asyncio.to_thread(_verified, served.source), name=served.name)
+
+    async def _see(self) -> None:
+        found = await asyncio.to_thread(_readable, self._installed)
+        self._installed = {
+            name: self._entry(name, files) for name, files in found if name not in self._named
+        }
+        self._looked = time.monotonic()
+
+    def _entry(self, name: str, files: ModelFiles) -> Entry:
+        keep_alive = self._settings.keep_alive
+        return Entry(
+            served=Served(
+                name=name,
+                source=name,
+                settings=self._settings.of(ModelSettings(name=name)),
+                keep_alive=_STAYS if keep_alive is None else keep_alive,
+            ),
+            files=replace(files, name=name),
+        )
+
+
+def _verified(source: str | None) -> ModelFiles:
+    return complete(store.resolve(source))
+
+
+def _readable(known: Iterable[str]) -> list[tuple[str, ModelFiles]]:
+    """Installed models that could be served, by their names. known: names which are no news."""
+    found: list[tuple[str, ModelFiles]] = []
+    known = set(known)
+    for entry in store.installed():
+        try:
+            found.append((entry.name, complete(entry.read())))
+        except AppError as error:
+            log.debug("%s is installed and cannot be served: %s", entry.name, error.message)
+    for name in sorted({name for name, _ in found} - known):
+        log.debug("%s is installed and can be asked for", name)
+    return found

@@ -1,0 +1,211 @@
+"""One `Generate` in front of many models: who is asked, is it in memory, then let it answer.
+
+Knows: the catalogue, the pool, that a model's text room takes a while to make. Must not know: HTTP,
+tensors, who is evicted for whom.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import fields
+from typing import TypeVar
+
+from app.catalogue import Catalogue, Entry
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError, Kind
+from app.core.events import Event
+from app.core.jobs import EngineStats, Ledger
+from app.core.ports import ModelCard, RunnerState, RunnerStatus
+from app.core.requests import GenerateRequest
+from app.core.residents import ModelPhase, ModelState, Served
+from app.generation import Generation, fingerprint
+from app.runners.pool import Lease, Pool
+
+Result = TypeVar("Result")
+
+# seconds between two words to a request that waits for its model
+_TELL_EVERY = 1.0
+
+# How a server stands whose models stand so, the worst one first. One that is not loaded, because
+# it had to make room or nobody asked for it, will be when somebody asks.
+_WORST: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
+    ("failed", frozenset({"failed", "refused"})),
+    ("stalled", frozenset({"stalled"})),
+    ("loading", frozenset({"loading", "queued"})),
+)
+
+
+class Front:
+    """Implements `Generate`. preload: names of models that are loaded at the start, by which the
+    server's health is told."""
+
+    def __init__(self, catalogue: Catalogue, pool: Pool, preload: Sequence[str]) -> None:
+        self._catalogue = catalogue
+        self._pool = pool
+        self._preload = preload
+        self._texts: dict[str, asyncio.Task[Generation]] = {}
+        pool.on_unloaded = self._forget
+
+    async def start(self) -> None:
+        """Returns when all that is to be preloaded is. Raises AppError for what could not be."""
+        for name in self._preload:
+            await self.load(name)
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+        entry = self._entry(request.model)
+        async with self._pool.lease(entry.served, request.keep_alive) as lease:
+            if lease.ready:
+                generation = await self._generation(entry)
+                async with generation.open(request) as events:
+                    yield events
+                return
+            async with aclosing(self._when_loaded(entry, lease, request)) as events:
+                yield events
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        entry = self._entry(request.model)
+        async with self._pool.lease(entry.served, request.keep_alive) as lease:
+            await lease.wait()
+            generation = await self._generation(entry)
+            return await generation.embed(request)
+
+    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
+        return await self._with_text(model, lambda generation: generation.tokenize(text))
+
+    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+        return await self._with_text(model, lambda generation: generation.detokenize(ids))
+
+    async def look_for(self, model: str) -> None:
+        await self._catalogue.look_for(model)
+
+    def models(self) -> Sequence[ModelCard]:
+        return [self._card(entry) for entry in self._catalogue.entries()]
+
+    def states(self) -> Sequence[ModelState]:
+        return [self._pool.state(entry.served) for entry in self._catalogue.entries()]
+
+    def status(self) -> RunnerStatus:
+        states = self.states()
+        kept = [state for state in states if state.name in self._preload]
+        phases = {state.phase for state in kept}
+        worst = next((state for state, bad in _WORST if phases & bad), "ready")
+        loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
+        errors = [f"{state.name}: {state.error}" for state in kept if state.error is not None]
+        first = self._pool.resident(next(self._catalogue.entries()).served).status()
+        return RunnerStatus(
+            state=worst,
+            progress=min(loading, default=100),
+            stats=summed([state.stats for state in states]),
+            error="; ".join(errors) or None,
+            capacity=first.capacity,
+            rejected=sum(state.rejected for state in states),
+        )
+
+    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+        entry = self._entry(model)
+        async with self._pool.lease(entry.served, keep_alive) as lease:
+            await asyncio.gather(lease.wait(), self._generation(entry))
+        return self._pool.state(entry.served)
+
+    async def unload(self, model: str) -> ModelState:
+        entry = self._entry(model)
+        await self._pool.unload(entry.served)
+        return self._pool.state(entry.served)
+
+    def _entry(self, model: str) -> Entry:
+        entry = self._catalogue.find(model)
+        if entry is None:
+            raise AppError(
+                Kind.MODEL_NOT_FOUND,
+                f"the model {model[:200]!r} is not served here: GET /v1/models lists what is",
+                param="model",
+            )
+        return entry
+
+    def _card(self, entry: Entry) -> ModelCard:
+        settings, files = entry.served.settings, entry.files
+        state = self._pool.state(entry.served)
+        return ModelCard(
+            id=entry.served.name,
+            created=files.created,
+            context_length=state.context or files.served_context(settings.context),
+            fingerprint=fingerprint(files, settings),
+        )
+
+    async def _when_loaded(
+        self, entry: Entry, lease: Lease, request: GenerateRequest
+    ) -> AsyncGenerator[Event]:
+        """`Loading` now and then until the model is there, then its own events."""
+        # its tokenizer and templates are read while its weights are
+        loaded = asyncio.gather(lease.wait(), self._generation(entry))
+        try:
+            while not loaded.done():
+                yield lease.loading()
+                await asyncio.wait({loaded}, timeout=_TELL_EVERY)
+            _, generation = loaded.result()
+        finally:
+            loaded.cancel()
+            await asyncio.gather(loaded, return_exceptions=True)
+        async with generation.open(request) as events:
+            async for event in events:
+                yield event
+
+    async def _with_text(
+        self, model: str | None, use: Callable[[Generation], Awaitable[Result]]
+    ) -> Result:
+        """What needs no model in memory, only how it reads and writes."""
+        entry = next(self._catalogue.entries()) if model is None else self._entry(model)
+        try:
+            return await use(await self._generation(entry))
+        finally:
+            if self._pool.state(entry.served).phase == "unloaded":
+                self._forget(entry.served)
+
+    async def _generation(self, entry: Entry) -> Generation:
+        """The text room of a model: made once, for as long as the model stays in memory. Raises
+        AppError where tokenizer or templates are broken."""
+        name = entry.served.name
+        task = self._texts.get(name)
+        if task is None:
+            task = self._texts[name] = asyncio.create_task(self._made(entry.served))
+        try:
+            # others may wait for the same one
+            return await asyncio.shield(task)
+        except Exception:
+            if self._texts.get(name) is task:
+                del self._texts[name]
+            raise
+
+    async def _made(self, served: Served) -> Generation:
+        files = await self._catalogue.files(served)
+        engine = self._pool.resident(served)
+        return await asyncio.to_thread(Generation, files, engine, served.settings)
+
+    def _forget(self, served: Served) -> None:
+        """Its tokenizer takes memory too. Whoever uses it just now goes on with it."""
+        self._texts.pop(served.name, None)
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """The figures of several engines as one's."""
+    misses: dict[str, int] = {}
+    for one in stats:
+        for reason, count in one.misses:
+            misses[reason] = misses.get(reason, 0) + count
+    plain = {
+        field.name: sum(getattr(one, field.name) for one in stats)
+        for field in fields(EngineStats)
+        if field.type == "int" or field.type is int
+    }
+    ledger = {
+        field.name: sum(getattr(one.ledger, field.name) for one in stats)
+        for field in fields(Ledger)
+    }
+    hits = [one.hits for one in (EngineStats(), *stats)]
+    return EngineStats(
+        **plain,
+        ledger=Ledger(**ledger),
+        hits=tuple(map(sum, zip(*hits, strict=True))),
+        misses=tuple(misses.items()),  # pyright: ignore[reportArgumentType]  # the same reasons
+    )
