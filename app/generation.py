@@ -247,12 +247,15 @@ class _Clock:
         self.ended = arrived
         self.cached = 0
         self.tokens = 0
+        self.gaps: list[int] = []
 
     def tick(self, at: int) -> None:
         self.tokens += 1
-        self.ended = at
         if self.first is None:
             self.first = at
+        else:
+            self.gaps.append(at - self.ended)
+        self.ended = at
 
     def timings(self) -> Timings:
         first = self.ended if self.first is None else self.first
@@ -260,6 +263,7 @@ class _Clock:
             prompt_ns=first - self.started,
             eval_ns=self.ended - first,
             total_ns=self.ended - self.arrived,
+            gaps_ns=tuple(self.gaps),
         )
 
 

@@ -7,13 +7,15 @@ not know: architectures, caches.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError
 from models.layers import GatedMLP, PackedStack
+from models.sharding import INNER, WHOLE, Cut
 
 # gate, up -> what the down projection takes
 Gating = Callable[[mx.array, mx.array], mx.array]
@@ -81,6 +83,9 @@ class QuantizedExpertLinear(PackedStack):
 class Experts(nn.Module):
     """Gated MLPs, of which each token passes through those that were chosen for it."""
 
+    # what they say is added up first, so that ranks sum one vector a token
+    cut: ClassVar[Cut] = replace(INNER, partial=True)
+
     def __init__(
         self,
         hidden: int,
@@ -125,6 +130,8 @@ class SparseMLP(nn.Module):
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """
+
+    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ mlx-lm (0.32) lets all layers see everything.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ import mlx.nn as nn
 from models import base, decoder
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
+from models.sharding import HEADS, Cut
 from models.window import RotatingKVCache
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -62,6 +63,8 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = HEADS
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads

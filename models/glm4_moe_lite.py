@@ -8,6 +8,7 @@ not their shares.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from models.latent import HeadLinear, LatentCache, split_projection
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Rope, rope_settings
+from models.sharding import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,16 @@ class Attention(nn.Module):
         self.unembed_out = HeadLinear(self.latent, self.value_size, heads)
         self.o_proj = nn.Linear(heads * self.value_size, hidden, bias=bias)
         self.rope = config.rope()
+
+    @property
+    def cut(self) -> Cut:
+        """Latents are every head's, and so whole."""
+        return Cut(
+            rows=("q_proj" if "q_proj" in self else "q_b_proj",),
+            columns=("o_proj",),
+            firsts=("embed_q", "unembed_out"),
+            counts=("heads",),
+        )
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         plain, rotary = mx.split(self._queries(x), [self.plain], axis=-1)
@@ -205,6 +217,8 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
+    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         inner, experts = config.moe_intermediate_size, config.n_routed_experts

@@ -9,7 +9,8 @@ Source of the layouts: the released checkpoints and their model card.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +21,7 @@ from models.experts import Experts, Gating, top_experts
 from models.kv import AttentionCache
 from models.layers import merge_heads, split_heads
 from models.prenorm import PreNormBlock
+from models.sharding import HEADS, WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = replace(HEADS, firsts=("sinks",))
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
@@ -71,6 +75,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, experts = config.hidden_size, config.num_local_experts

@@ -4,10 +4,12 @@ Knows: tensors. Must not know: architectures, caches, checkpoints.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from models.sharding import INNER, Cut
 
 Activation = Callable[[mx.array], mx.array]
 
@@ -52,6 +54,8 @@ class PackedStack(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    cut: ClassVar[Cut] = INNER
 
     def __init__(
         self, hidden: int, inner: int, *, bias: bool = False, activation: Activation = nn.silu

@@ -5,7 +5,7 @@ Its last norm goes by the name of `embedding_norm`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +15,7 @@ from models.conv import CausalConv, channels_last
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import merge_heads, split_heads
 from models.recurrent import RecurrentCache
+from models.sharding import Cut
 
 # what `layer_types` calls a layer with a convolution
 CONV = "conv"
@@ -58,6 +59,10 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = Cut(
+        rows=("q_proj", "k_proj", "v_proj"), columns=("out_proj",), counts=("heads", "kv_heads")
+    )
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
@@ -89,6 +94,16 @@ class ShortConv(nn.Module):
         self.conv = CausalConv(hidden, config.conv_L_cache, bias=bias)
         self.out_proj = nn.Linear(hidden, hidden, bias=bias)
 
+    @property
+    def cut(self) -> Cut:
+        hidden = self.conv.weight.shape[0]
+        return Cut(
+            rows=("in_proj",),
+            columns=("out_proj",),
+            firsts=("conv",),
+            segments={"in_proj": (hidden, 2 * hidden)},
+        )
+
     def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
         """The cache's slot: the convolution's tail."""
         before, after, x = mx.split(self.in_proj(x), 3, axis=-1)
@@ -99,6 +114,8 @@ class ShortConv(nn.Module):
 
 class MLP(nn.Module):
     """As `models.layers.GatedMLP`, under the names that LFM2 gives its parts."""
+
+    cut: ClassVar[Cut] = Cut(rows=("w1", "w3"), columns=("w2",))
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()

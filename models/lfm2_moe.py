@@ -31,6 +31,8 @@ class Config(lfm2.Config):
 class SparseMLP(nn.Module):
     """Each expert is scored by itself; the bias has a say in who is chosen, not in the shares."""
 
+    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         experts, self.chosen = config.num_experts, config.num_experts_per_tok

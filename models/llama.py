@@ -4,6 +4,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gate
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ from models.kv import AttentionCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import NoRope, Rope
+from models.sharding import HEADS, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = HEADS
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads

@@ -6,6 +6,7 @@ of a position as one vector.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from models import decoder, llama
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
+from models.sharding import WHOLE, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class Config(llama.Config):
 
 
 class Attention(llama.Attention):
+    # a norm over all heads needs all of them
+    cut: ClassVar[Cut] = WHOLE
+
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
         self.q_norm = nn.RMSNorm(self.heads * config.head_size, config.rms_norm_eps)

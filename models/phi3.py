@@ -14,6 +14,7 @@ from models.kv import AttentionCache
 from models.layers import Activation, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Scaling
+from models.sharding import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
         self.rope = config.rope()
 
+    @property
+    def cut(self) -> Cut:
+        return Cut(
+            rows=("qkv_proj",),
+            columns=("o_proj",),
+            segments={"qkv_proj": tuple(self.ends)},
+            counts=("heads", "kv_heads", "ends"),
+        )
+
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         queries, keys, values = mx.split(self.qkv_proj(x), self.ends, axis=-1)
         queries = self.rope(split_heads(queries, self.heads), kv.offset)
@@ -58,6 +68,13 @@ class MLP(nn.Module):
         self.activation = activation
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    @property
+    def cut(self) -> Cut:
+        inner = self.gate_up_proj.weight.shape[0] // 2
+        return Cut(
+            rows=("gate_up_proj",), columns=("down_proj",), segments={"gate_up_proj": (inner,)}
+        )
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)

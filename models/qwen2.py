@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama whose queries, keys and values have biases."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,6 +10,7 @@ from models import decoder
 from models.kv import AttentionCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
+from models.sharding import HEADS, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = HEADS
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads

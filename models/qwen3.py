@@ -5,6 +5,7 @@ is rotated.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,7 @@ from models import decoder, qwen2
 from models.kv import AttentionCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
+from models.sharding import HEADS, Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Config(qwen2.Config):
 
 
 class Attention(nn.Module):
+    cut: ClassVar[Cut] = HEADS
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads

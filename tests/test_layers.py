@@ -34,7 +34,13 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.preparation": frozenset({"app.core", "app.text"}),
     "app.embedding": frozenset({"app.core", "app.text"}),
     "app.generation": frozenset({"app.core", "app.embedding", "app.preparation", "app.text"}),
+    "app.catalogue": frozenset({"app.core", "app.store", "app.engine.describe"}),
+    "app.front": frozenset({"app.core", "app.catalogue", "app.generation", "app.runners.pool"}),
     "app.api": frozenset({"app.core"}),
+    # puts together what a request passes on its way in
+    "app.api.app": frozenset({"app.api", "app.core", "app.door"}),
+    # its refusals look like all others
+    "app.door": frozenset({"app.api.wire", "app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -65,7 +71,10 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.preparation": frozenset(),
     "app.embedding": frozenset(),
     "app.generation": frozenset(),
+    "app.catalogue": frozenset(),
+    "app.front": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
+    "app.door": frozenset({"starlette"}),
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
     "app.api.wire": frozenset({"starlette", "orjson", "sse_starlette"}),
     # what is counted, and how that is written, is the affair of one module

@@ -80,8 +80,9 @@ def test_every_reference_leads_somewhere_and_every_component_is_used():
         f"#/components/{kind}/{name}"
         for kind, entries in DOCUMENT["components"].items()
         for name in entries
+        if kind != "securitySchemes"  # which are named without a path
     }
-    assert components == used
+    assert components == {"/".join(reference.split("/")[:4]) for reference in used}
 
 
 def test_every_schema_is_a_schema():

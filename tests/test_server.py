@@ -198,7 +198,7 @@ def test_a_warm_prompt_is_told_to_be_cached(server: Served) -> None:
 def hang_up(server: Served, path: str, body: dict[str, Any], after: bytes | None) -> None:
     """Send a request, read until `after` has come (None: nothing at all), and cut the line."""
     payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as line:
         line.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         seen = b""

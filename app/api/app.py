@@ -1,6 +1,7 @@
 """The ASGI application: routes, what surrounds them, and the shape of every error.
 
-Knows starlette's handlers and middlewares. Must not know: dialects, or who builds `generate`.
+Knows starlette's handlers and middlewares, and in which order a request passes those of app/door.
+Must not know: dialects, who builds `generate`, where keys come from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,10 @@ from app.api.wire import ClientLeft, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import LOOPBACK_ORIGINS, Settings
+from app.door.access import Access
+from app.door.hosts import AllowedHosts, HostCheck
+from app.door.keyring import Keyring
+from app.door.origins import AllowedOrigins, OriginCheck
 
 # The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them,
 # and the one by which a request names itself.
@@ -33,6 +38,7 @@ SDK_HEADERS = (
     "OpenAI-Organization",
     "OpenAI-Project",
     "User-Agent",
+    "X-API-Key",
     HEADER,
     "X-Stainless-Arch",
     "X-Stainless-Async",
@@ -77,8 +83,14 @@ class _Application(Starlette):
 
 
 def build_app(
-    generate: Generate, settings: Settings, lifespan: Lifespan[Starlette] | None = None
+    generate: Generate,
+    settings: Settings,
+    lifespan: Lifespan[Starlette] | None = None,
+    keyring: Keyring | None = None,
 ) -> Starlette:
+    """keyring: None is one without keys. Raises AppError(INVALID) for names and origins in settings
+    that are none."""
+    origins = AllowedOrigins.of(settings)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
@@ -86,10 +98,20 @@ def build_app(
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=SDK_HEADERS,
         expose_headers=TOLD_HEADERS,
+        # a page that may call us may do so from a network that is not ours
+        allow_private_network=True,
     )
     app = _Application(
         routes=routes(generate, settings),
-        outer=[Middleware(RequestIds), cors],
+        # CORS before the keys: browsers send none with a preflight, and a page that may call us
+        # may also read why it was refused
+        outer=[
+            Middleware(RequestIds),
+            Middleware(HostCheck, AllowedHosts.of(settings)),
+            cors,
+            Middleware(OriginCheck, origins),
+            Middleware(Access, Keyring() if keyring is None else keyring),
+        ],
         exception_handlers={
             AppError: _problem,
             ClientLeft: _nobody,

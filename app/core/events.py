@@ -103,11 +103,13 @@ class Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Nanoseconds. prompt: from admission to the first token; evaluation: from the first token to
-    the last; total: from the arrival of the request, so that waiting is in it."""
+    the last; total: from the arrival of the request, so that waiting is in it. gaps: between each
+    two tokens that followed each other."""
 
     prompt_ns: int
     eval_ns: int
     total_ns: int
+    gaps_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

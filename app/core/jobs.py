@@ -139,7 +139,8 @@ class EngineStats:
     """Counters since the engine started, and gauges of now. memory: bytes held by the allocator,
     its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt token that
     was ever started on; the first is work skipped, the second work done (again, for a sequence that
-    was preempted). generated_tokens: reported ones. embedding: jobs whose inputs are embedded or
+    was preempted). looked_up_tokens: of prompts that were looked up in the prefix cache, whole.
+    generated_tokens: reported ones. embedding: jobs whose inputs are embedded or
     wait for it; embedded_tokens: computed for such. hits: lookups by cached length, one count for
     each of HIT_BOUNDS and one beyond. misses: lookups by the reason why they did not get more.
     evictions: cached prefixes given up for room. preemptions: sequences that had to begin again
@@ -149,6 +150,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     cached_tokens: int = 0
+    looked_up_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     embedding: int = 0

@@ -159,11 +159,19 @@ class Settings:
             if refused:
                 raise AppError(Kind.INVALID, why)
 
+    @property
+    def several(self) -> bool:
+        """Whether more than one model may be in memory, so that they share the device."""
+        return self.installed or len(self.models) > 1
+
     def of(self, model: ModelSettings) -> "Settings":
-        """What holds for one model: its own where it has some, else everybody's."""
+        """What holds for one model: its own where it has some, else everybody's. The memory of all
+        is not that of one, where there are several."""
         own = {
             name: value
             for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
             if (value := getattr(model, name)) is not None
         }
+        if self.several:
+            own.setdefault("memory", None)
         return replace(self, models=(model,), installed=False, **own)

@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
+from app.core.residents import Need
 from app.core.settings import Settings
 from app.engine.device import device_budget
 from app.engine.memory import Footprint, Memory, Working, longest_that, query_heads
@@ -27,6 +28,9 @@ from models.base import Model, ModelError
 
 # sequences at once when nobody says how many
 MOST_PARALLEL = 8
+
+# the length that each of several sequences is given room for when nobody says how many there are
+USUAL_LENGTH = 4096
 
 # what a step holds of a token at a time, in rows as wide as the widest result of a layer and in
 # rows of hidden states: measured on Llamas of 288 to 2048 wide, and rounded up
@@ -73,37 +77,36 @@ def fit(files: ModelFiles, settings: Settings) -> Fit:
     return foretold(open_model(files, settings.quantize), files, settings)
 
 
+def need(files: ModelFiles, settings: Settings) -> Need:
+    """What to give a model that shares the device with others; as `fit`, for the rest. Where it was
+    said how much memory it shall have, that is what it needs: whether it can do with so much is
+    seen when it is loaded."""
+    if settings.memory is not None:
+        return Need(least=settings.memory, wanted=settings.memory, budget=device_budget())
+    sizes = _Sizes(open_model(files, settings.quantize), files, settings)
+    context = files.served_context(settings.context)
+    usual = min(context, USUAL_LENGTH)
+    many = settings.parallel or MOST_PARALLEL
+    asked = sizes.together(many if settings.parallel else 1, context)
+    least = asked if settings.context else sizes.together(1, usual)
+    return Need(
+        least=least,
+        wanted=max(asked, sizes.together(many, usual)),
+        budget=device_budget(),
+    )
+
+
 def foretold(model: Model, files: ModelFiles, settings: Settings) -> Fit:
     """The same of a model whose weights may have been read or not."""
-    kv = model.make_kv()
-    try:
-        hidden = model(mx.array([[0]]), kv)
-        vocab = model.logits(hidden[:, -1]).size
-    except ModelError as error:
-        raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
-    chunk = prefill_chunk(settings)
-    working = Working(
-        token=_token_bytes(model, files.config, hidden, vocab),
-        chunk=chunk,
-        rows=settings.parallel or MOST_PARALLEL,
-        vocab=vocab,
-        heads=query_heads(files.config),
-        layers=kv,
-    )
-    weights = sum(array.nbytes for array in parameters(model))
+    sizes = _Sizes(model, files, settings)
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
-    footprint = Footprint(kv, chunk)
     context = files.served_context(settings.context)
-
-    def room(length: int) -> bool:
-        return weights + working(length) + sequences * footprint(length) <= budget
-
-    longest = longest_that(room, context)
+    longest = longest_that(lambda length: sizes.together(sequences, length) <= budget, context)
     return Fit(
-        weights=weights,
-        kv_per_context=footprint(context),
-        working=working(context),
+        weights=sizes.weights,
+        kv_per_context=sizes.footprint(context),
+        working=sizes.working(context),
         budget=budget,
         context=context,
         sequences=sequences,
@@ -152,6 +155,33 @@ def refuse(found: Fit, files: ModelFiles) -> None:
     else:
         advice = "no context fits, however short: raise --memory, or serve a smaller model"
     raise AppError(Kind.MODEL_FILES, f"{needs}: {advice}")
+
+
+class _Sizes:
+    """What a model takes, in bytes. working, footprint: functions of a sequence's length."""
+
+    def __init__(self, model: Model, files: ModelFiles, settings: Settings) -> None:
+        """Raises AppError(MODEL_FILES)."""
+        kv = model.make_kv()
+        try:
+            hidden = model(mx.array([[0]]), kv)
+            vocab = model.logits(hidden[:, -1]).size
+        except ModelError as error:
+            raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
+        chunk = prefill_chunk(settings)
+        self.weights = sum(array.nbytes for array in parameters(model))
+        self.footprint = Footprint(kv, chunk)
+        self.working = Working(
+            token=_token_bytes(model, files.config, hidden, vocab),
+            chunk=chunk,
+            rows=settings.parallel or MOST_PARALLEL,
+            vocab=vocab,
+            heads=query_heads(files.config),
+            layers=kv,
+        )
+
+    def together(self, sequences: int, length: int) -> int:
+        return self.weights + self.working(length) + sequences * self.footprint(length)
 
 
 def _token_bytes(model: Model, config: Mapping[str, Any], hidden: mx.array, vocab: int) -> int:

@@ -16,7 +16,15 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.ports import PrefixCache
 from app.core.settings import Settings
-from app.engine.fit import MOST_PARALLEL, Fit, corrected, foretold, prefill_chunk, refuse
+from app.engine.fit import (
+    MOST_PARALLEL,
+    USUAL_LENGTH,
+    Fit,
+    corrected,
+    foretold,
+    prefill_chunk,
+    refuse,
+)
 from app.engine.loop import Loop
 from app.engine.memory import Memory, measured, query_heads
 from app.engine.prefix.radix import RadixPrefixCache
@@ -27,9 +35,6 @@ from app.engine.weights import Report, open_model, read
 from models.base import Model
 from models.kv import LayerCache
 from models.layout import suit_device
-
-# the length that each of several sequences is given room for when nobody says how many there are
-_USUAL_LENGTH = 4096
 
 
 def load(files: ModelFiles, settings: Settings, report: Report) -> Loop:
@@ -104,7 +109,7 @@ def _suitable_parallel(settings: Settings, memory: Memory, context: int) -> int:
     one entry, or where bits count: kernels round differently for a batch."""
     if settings.exact or settings.cache == "single":
         return 1
-    usual = memory.footprint(min(context, _USUAL_LENGTH))
+    usual = memory.footprint(min(context, USUAL_LENGTH))
     return max(1, min(MOST_PARALLEL, memory.kv_budget // usual))
 
 

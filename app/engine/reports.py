@@ -50,7 +50,7 @@ class Reports:
 
     def start(self, sequence: Sequence) -> None:
         job, lease = sequence.job, sequence.lease
-        self._tally.lookup(lease.cached, lease.miss)
+        self._tally.lookup(len(job.ids), lease.cached, lease.miss)
         self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
         left = len(job.ids) - lease.cached
         log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)

@@ -13,13 +13,14 @@ class Tally:
     """Counters since the engine started."""
 
     def __init__(self) -> None:
-        self.cached = self.prefilled = self.generated = 0
+        self.cached = self.looked_up = self.prefilled = self.generated = 0
         self.preemptions = self.failures = self.steps = 0
         self._hits = [0] * (len(HIT_BOUNDS) + 1)
         self._misses: Counter[MissReason] = Counter()
 
-    def lookup(self, cached: int, miss: Miss | None) -> None:
-        """A prompt was looked up in the prefix cache."""
+    def lookup(self, length: int, cached: int, miss: Miss | None) -> None:
+        """A prompt of `length` tokens was looked up in the prefix cache."""
+        self.looked_up += length
         self.cached += cached
         self._hits[bisect_left(HIT_BOUNDS, cached)] += 1
         if miss is not None:
@@ -41,6 +42,7 @@ class Tally:
             running=running,
             waiting=waiting,
             cached_tokens=self.cached,
+            looked_up_tokens=self.looked_up,
             prefilled_tokens=self.prefilled,
             generated_tokens=self.generated,
             embedding=embedding,

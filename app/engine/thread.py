@@ -14,53 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError
-from app.core.jobs import Capacity, EngineStats, Job, Step
+from app.core.errors import AppError, Kind
+from app.core.jobs import Job
+from app.core.messages import IDLE, Failed, Heartbeat, Loading, Message, Ready
 from app.engine.grammar import Matcher
 from app.engine.loop import Loop
 
 log = logging.getLogger(__name__)
-
-IDLE = "idle"
-
-
-class Heartbeat(NamedTuple):
-    """at: monotonic ns. doing: what the thread began then, such as "decode of 8 sequences"; `IDLE`
-    while it waits for something to do, for as long as that takes."""
-
-    at: int
-    doing: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """progress: 0 to 100. memory: bytes held by the allocator."""
-
-    progress: int
-    memory: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """stats: those of an engine that has done nothing yet, its ledger above all."""
-
-    stats: EngineStats
-    capacity: Capacity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The thread has ended. error: what loading, or an assertion of ours, had to say."""
-
-    error: Exception
-
-
-Message = Loading | Ready | Failed | Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +67,7 @@ class EngineThread:
         self._post = post
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._stopping = False  # written by the thread itself only, like the heartbeat
-        self._heartbeat = Heartbeat(time.monotonic_ns(), IDLE)
+        self._heartbeat = Heartbeat(at=time.monotonic_ns(), doing=IDLE)
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
 
     def start(self) -> None:
@@ -137,10 +101,11 @@ class EngineThread:
         try:
             self._live()
         except AppError as error:
-            self._post(Failed(error=error))
+            self._post(Failed(kind=error.kind, message=error.message))
         except Exception as error:
             log.exception("the engine thread ended")
-            self._post(Failed(error=error))
+            message = f"{type(error).__name__}: {error}"
+            self._post(Failed(kind=Kind.ENGINE, message=message, ours=True))
         finally:
             gc.collect()
             mx.clear_cache()
@@ -158,7 +123,7 @@ class EngineThread:
             self._post(loop.step())
 
     def _begin(self, doing: str) -> None:
-        self._heartbeat = Heartbeat(time.monotonic_ns(), doing)
+        self._heartbeat = Heartbeat(at=time.monotonic_ns(), doing=doing)
 
     def _obey(self, loop: Loop) -> None:
         """Carry out what has been asked; with nothing to do, wait until something is."""

@@ -48,7 +48,7 @@ class Conversation:
         body: bytes | None = b"",
         headers: dict[str, str] | None = None,
     ) -> None:
-        sent = {"content-type": "application/json", **(headers or {})}
+        sent = {"host": "127.0.0.1", "content-type": "application/json", **(headers or {})}
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},

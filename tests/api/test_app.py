@@ -55,8 +55,26 @@ def test_models_are_listed_and_found_by_an_id_with_a_slash(call: Any):
         "created": 1_700_000_000,
         "owned_by": "mlxrunner",
         "context_length": 4096,
+        "state": "ready",
+        "progress": None,
+        "pinned": False,
+        "memory": 123_456,
+        "expires_at": None,
+        "error": None,
     }
     assert call("GET", "/v1/models/fake/model").json == model
+
+
+def test_what_was_installed_meanwhile_is_looked_for(call: Any, generate: FakeGenerate):
+    for method, path, body in [
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/models/a/b", None),
+        ("POST", CHAT, {"model": "c/d"}),
+        ("POST", "/v1/embeddings", {"model": "e/f"}),
+        ("POST", "/v1/models/load", {"model": "fake/model"}),
+    ]:
+        call(method, path, body)
+    assert generate.looked == ["", "a/b", "c/d", "e/f", "fake/model"]
 
 
 @pytest.mark.parametrize("name", ["fake", "none", "../etc", "a" * 3000, ""])

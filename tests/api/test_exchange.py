@@ -13,7 +13,7 @@ import app.api.exchange
 from app.api.app import build_app
 from app.api.exchange import Ask, GenerateEndpoint, WholeBody
 from app.core.errors import AppError, Kind
-from app.core.events import Progress
+from app.core.events import Loading, Progress
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, leftovers
@@ -396,3 +396,49 @@ class TestSeveralChoices:
         assert counted["choices"] == []
         assert counted["usage"]["completion_tokens"] == 4
         assert counted["usage"]["prompt_tokens"] == 7, "both answer one prompt"
+
+
+WAITING: Script = [Loading(progress=0, waits=True), Loading(progress=40)]
+
+
+def test_a_stream_tells_that_its_model_is_being_loaded():
+    reply, _ = converse([*WAITING, *HELLO], *STREAM)
+    comments = [line for line in reply.body.decode().split("\n\n") if line.startswith(":")]
+    assert comments == [": waiting to load", ": loading 40 %"]
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("path", "body"), [WHOLE, JSONL])
+def test_who_can_be_told_nothing_waits_for_a_model_only_so_long(path: str, body: Any):
+    """A proxy would give up on a connection that is silent for minutes, and hide why."""
+    soon, _ = converse([*WAITING, *HELLO], path, body)
+    assert soon.status == 200
+    assert b"load" not in soon.body
+    late, generate = converse([*WAITING, FOREVER], path, body, load_wait=0)
+    assert (late.status, late.error["code"]) == (503, "model_loading")
+    assert int(late.headers["retry-after"]) > 1
+    assert generate.left == 1
+
+
+@pytest.mark.parametrize(("path", "body"), WAYS)
+def test_a_model_that_cannot_be_loaded_has_a_status_if_nothing_was_told(path: str, body: Any):
+    error = AppError(Kind.MODEL_FILES, "it broke", retry_after=7)
+    reply, _ = converse([error], path, body)
+    assert (reply.status, reply.error["message"]) == (500, "it broke")
+    assert reply.headers["retry-after"] == "7"
+
+
+def test_who_asks_is_known_by_the_name_of_the_key():
+    generate = FakeGenerate(HELLO)
+
+    async def run() -> None:
+        app = build_app(generate, Settings())
+
+        async def door(scope: Any, receive: Any, send: Any) -> None:
+            scope["state"] = {"caller": "laptop"}
+            await app(scope, receive, send)
+
+        await Conversation(door, "POST", CHAT, json.dumps(ASK).encode()).end()
+
+    asyncio.run(run())
+    assert generate.opened[0].caller == "laptop"

@@ -1,10 +1,17 @@
 """Who asks, for which model, and for what records."""
 
+import math
 from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_caller import check_caller, check_metadata, read_model, read_tier
+from app.api.dialects.openai_caller import (
+    check_caller,
+    check_metadata,
+    read_keep_alive,
+    read_model,
+    read_tier,
+)
 from app.api.fields import Fields
 from app.core.errors import AppError, Kind
 
@@ -58,3 +65,34 @@ def test_a_wrong_record_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         check(**given)
     assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (0, 0),
+        (90, 90),
+        (1.5, 1.5),
+        (-1, math.inf),
+        ("00", 0),
+        ("300", 300),
+        ("-2", math.inf),
+        ("90s", 90),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5h", 5400),
+        ("250ms", 0.25),
+        ("-1m", math.inf),
+    ],
+)
+def test_a_model_is_kept_for_as_long_as_ollamas_clients_say(given: Any, seconds: float | None):
+    assert read_keep_alive(Fields.of({"keep_alive": given})) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "m", "5 m", "5d", "1e3", "forever", True, [], "9" * 5000])
+def test_a_time_that_nobody_understands_is_refused(given: Any):
+    with pytest.raises(AppError) as caught:
+        read_keep_alive(Fields.of({"keep_alive": given}))
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "keep_alive")
+    assert len(caught.value.message) < 400

@@ -144,7 +144,7 @@ def hang_up(server: Served, folder: Path) -> str:
 
 def _leave(server: Served, model: str, prompt: str, awaited: bytes) -> None:
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 2000, "stream": True})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=client.TIMEOUT) as line:
         line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         seen = b""

@@ -20,7 +20,7 @@ from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine import fit as fitting
 from app.engine.describe import complete
-from app.engine.fit import fit, foretold, refuse
+from app.engine.fit import USUAL_LENGTH, fit, foretold, need, refuse
 from app.engine.memory import Footprint, measured, query_heads
 from app.engine.weights import open_model
 from models import llama
@@ -250,3 +250,28 @@ def test_a_footprint_needs_no_values(files: ModelFiles) -> None:
     model(mx.array([[0]]), kv)
     # two layers of keys and values, two heads of four float32, in steps of 256 positions
     assert Footprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512
+
+
+class TestWhatAModelNeedsAmongOthers:
+    def test_at_least_one_usual_sequence_at_best_several(self, files: ModelFiles) -> None:
+        plain, found = fit(files, Settings()), need(files, Settings())
+        base = plain.weights + plain.working
+        assert files.context_length == USUAL_LENGTH  # so that one number tells both
+        assert found.least == base + plain.kv_per_context
+        assert found.wanted == base + fitting.MOST_PARALLEL * plain.kv_per_context
+        assert found.budget > GIB / 4
+
+    def test_what_was_asked_for_is_the_least(self, files: ModelFiles) -> None:
+        asked = Settings(context=512, parallel=3)
+        found = need(files, asked)
+        assert found.least == found.wanted == fit(files, asked).needed
+
+    def test_memory_that_was_given_is_taken_at_its_word(self, files: ModelFiles) -> None:
+        found = need(files, Settings(memory=12345))
+        assert (found.least, found.wanted) == (12345, 12345)
+
+    def test_what_it_needs_is_enough_to_be_loaded(self, files: ModelFiles) -> None:
+        for settings in (Settings(), Settings(parallel=2), Settings(context=700, parallel=2)):
+            least = need(files, settings).least
+            given = fit(files, replace(settings, memory=least))
+            assert given.fits

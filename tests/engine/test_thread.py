@@ -10,8 +10,9 @@ import pytest
 
 from app.core.errors import AppError, Kind
 from app.core.jobs import Ended, Step, Token
+from app.core.messages import IDLE, Failed, Loading, Ready
 from app.engine.loop import Loop
-from app.engine.thread import IDLE, EngineThread, Failed, Loading, Ready
+from app.engine.thread import EngineThread
 from tests.engine.driving import job, make_loop, tiny_model
 
 PATIENCE = 20
@@ -92,7 +93,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started: 
         raise AppError(Kind.MODEL_FILES, "planted")
 
     thread, heard = started(fail)
-    assert heard.next(Failed).error.message == "planted"
+    assert heard.next(Failed) == Failed(kind=Kind.MODEL_FILES, message="planted")
     assert thread.join(PATIENCE)
 
 
@@ -109,7 +110,8 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
     thread, heard = started(load)
     heard.next(Ready)
     thread.submit(job("a", b"hello"))
-    assert str(heard.next(Failed).error) == "planted"
+    failed = heard.next(Failed)
+    assert (failed.message, failed.ours) == ("AssertionError: planted", True)
     assert thread.join(PATIENCE)
 
 

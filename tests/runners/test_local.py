@@ -17,7 +17,8 @@ from app.core.jobs import Ended, Job, Started, Token
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
-from app.runners.local import LocalRunner, Pace
+from app.runners.desk import Pace
+from app.runners.local import LocalRunner
 from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer
@@ -62,7 +63,10 @@ def test_when_the_engine_dies_its_jobs_end_with_an_error(
                 updates = [update async for update in submission]
             assert isinstance(updates[-1], Ended)
             assert (updates[-1].reason, updates[-1].error) == ("error", "the engine stopped")
-            assert (running.status().state, running.status().error) == ("failed", "planted")
+            assert (running.status().state, running.status().error) == (
+                "failed",
+                "AssertionError: planted",
+            )
 
     asyncio.run(run())
 

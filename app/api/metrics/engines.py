@@ -1,0 +1,234 @@
+"""What the engines count, model by model, read when somebody scrapes.
+
+Knows: prometheus_client, and which of vLLM's names means which of our figures. Must not know: how
+they are counted.
+
+A family is called vllm:… where vLLM has one of the same meaning (vllm/v1/metrics/loggers.py,
+docs/design/metrics.md), so that its dashboards work, and mlxrunner_… where it has none. No figure
+is told under two names.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.api.metrics.totals import Totals
+from app.core.jobs import HIT_BOUNDS
+from app.core.ports import Generate, RunnerState
+from app.core.residents import ModelPhase, ModelState
+
+# of every family that tells of a model. engine: vLLM's number of a replica, of which we have one
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+
+_SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)
+_PHASES: Sequence[ModelPhase] = get_args(ModelPhase)
+
+Row = tuple[str, str, Callable[[ModelState], float | None]]
+
+
+def _kv_usage(state: ModelState) -> float:
+    """The part that running sequences hold of all that is there for caches. What nobody runs on
+    counts as free, as vLLM counts it: it leaves when it is needed."""
+    ledger = state.stats.ledger
+    room = ledger.kv + ledger.prefix + ledger.free
+    return ledger.kv / room if room > 0 else 0.0
+
+
+# None: not known, and so not told
+GAUGES: Sequence[Row] = (
+    ("vllm:num_requests_running", "Requests in the engine", lambda s: s.stats.running),
+    (
+        "vllm:num_requests_waiting",
+        "Requests that wait for a place in the engine",
+        lambda s: s.stats.waiting,
+    ),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Part of the room for KV caches that running requests hold, 0 to 1",
+        _kv_usage,
+    ),
+    (
+        "mlxrunner_num_requests_embedding",
+        "Requests for vectors, waiting ones too",
+        lambda s: s.stats.embedding,
+    ),
+    (
+        "mlxrunner_model_leases",
+        "Requests that hold the model in memory or wait for it",
+        lambda s: s.leases,
+    ),
+    (
+        "mlxrunner_model_share_bytes",
+        "Memory that the model may use, where it has not the whole device",
+        lambda s: s.share,
+    ),
+    ("mlxrunner_max_num_seqs", "Requests that may run at once", lambda s: s.parallel),
+    ("mlxrunner_max_model_len", "Tokens that one request may have", lambda s: s.context),
+    (
+        "mlxrunner_memory_budget_bytes",
+        "What the engine may use in all",
+        lambda s: s.stats.ledger.budget,
+    ),
+    (
+        "mlxrunner_allocator_bytes",
+        "What the allocator holds, its free buffers too",
+        lambda s: s.stats.memory,
+    ),
+)
+
+# without the _total that their samples end on
+COUNTERS: Sequence[Row] = (
+    (
+        "vllm:prompt_tokens",
+        "Prompt tokens that were computed (again after a preemption) or taken from the prefix "
+        "cache, as it happens",
+        lambda s: s.stats.prefilled_tokens + s.stats.cached_tokens,
+    ),
+    ("vllm:generation_tokens", "Tokens of answers", lambda s: s.stats.generated_tokens),
+    (
+        "vllm:prefix_cache_queries",
+        "Tokens of prompts that were looked up in the prefix cache",
+        lambda s: s.stats.looked_up_tokens,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Tokens that the prefix cache had of them",
+        lambda s: s.stats.cached_tokens,
+    ),
+    (
+        "vllm:num_preemptions",
+        "Requests that began again for room",
+        lambda s: s.stats.preemptions,
+    ),
+    (
+        "mlxrunner_embedded_tokens",
+        "Tokens of inputs to vectors",
+        lambda s: s.stats.embedded_tokens,
+    ),
+    ("mlxrunner_engine_steps", "Turns of the engine's loop", lambda s: s.stats.steps),
+    (
+        "mlxrunner_engine_failures",
+        "Jobs lost to an error of the engine that went on",
+        lambda s: s.stats.failures,
+    ),
+    (
+        "mlxrunner_prefix_cache_evictions",
+        "Cached prefixes that were given up for room",
+        lambda s: s.stats.evictions,
+    ),
+    (
+        "mlxrunner_model_restarts",
+        "Times that the model's runner had to be started again",
+        lambda s: s.restarts,
+    ),
+)
+
+
+class EngineFigures(Collector):
+    """Keeps the counters of each model over the lives of its engines."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._totals: dict[str, Totals] = {}
+
+    def look(self) -> Sequence[ModelState]:
+        """How the models stand, with counters that only grow. To be called now and then, or what
+        an engine counted goes with it."""
+        states = self._generate.states()
+        for state in states:
+            self._totals[state.name] = self._totals.get(state.name, Totals()).then(state)
+        return [replace(state, stats=self._totals[state.name].stats) for state in states]
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: so that registering asks for no status, which may not be there yet."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._generate.status().state
+        whole = GaugeMetricFamily("mlxrunner_state", "1 for how the server stands", labels=["state"])
+        for name in _SERVER_STATES:
+            whole.add_metric([name], name == now)
+        yield whole
+        states = self.look()
+        yield _by("mlxrunner_model_state", "1 for how the model stands", "state", states, _phases)
+        for name, text, value in GAUGES:
+            yield _rows(GaugeMetricFamily(name, text, labels=LABELS), states, value)
+        for name, text, value in COUNTERS:
+            yield _rows(CounterMetricFamily(name, text, labels=LABELS), states, value)
+        yield _by(
+            "mlxrunner_memory_bytes",
+            "The engine's budget, line by line: their sum is mlxrunner_memory_budget_bytes",
+            "line",
+            states,
+            _ledger,
+        )
+        yield from _prefix_cache(states)
+
+
+def _phases(state: ModelState) -> Mapping[str, float]:
+    return {phase: phase == state.phase for phase in _PHASES}
+
+
+def _ledger(state: ModelState) -> Mapping[str, float]:
+    ledger = state.stats.ledger
+    return {
+        "weights": ledger.weights,
+        "kv": ledger.kv,
+        "prefix": ledger.prefix,
+        "working": ledger.working,
+        "free": ledger.free,
+    }
+
+
+def _prefix_cache(states: Iterable[ModelState]) -> Iterator[Metric]:
+    bounds = [*(str(float(bound)) for bound in HIT_BOUNDS), "+Inf"]
+    hits = HistogramMetricFamily(
+        "mlxrunner_prefix_cache_hit_tokens",
+        "Lookups, by how much of the prompt was cached",
+        labels=LABELS,
+    )
+    misses = CounterMetricFamily(
+        "mlxrunner_prefix_cache_misses",
+        "Lookups that found less than all, by the reason",
+        labels=[*LABELS, "reason"],
+    )
+    for state in states:
+        labels = [state.name, ENGINE]
+        buckets = list(zip(bounds, map(float, accumulate(state.stats.hits)), strict=True))
+        # what all lookups found together is what was cached
+        hits.add_metric(labels, buckets, sum_value=state.stats.cached_tokens)
+        for reason, count in state.stats.misses:
+            misses.add_metric([*labels, reason], count)
+    yield hits
+    yield misses
+
+
+def _rows(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    states: Iterable[ModelState],
+    value: Callable[[ModelState], float | None],
+) -> Metric:
+    for state in states:
+        if (figure := value(state)) is not None:
+            family.add_metric([state.name, ENGINE], figure)
+    return family
+
+
+def _by(
+    name: str,
+    text: str,
+    label: str,
+    states: Iterable[ModelState],
+    values: Callable[[ModelState], Mapping[str, float]],
+) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[*LABELS, label])
+    for state in states:
+        for key, value in values(state).items():
+            family.add_metric([state.name, ENGINE, key], value)
+    return family

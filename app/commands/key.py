@@ -1,0 +1,86 @@
+"""`mlxrunner key`: makes an API key, shows it once, and writes down what the server needs of it.
+
+Knows: the file's permissions, how lines are added to it. Must not know: the file's format, what
+keys are good for.
+"""
+
+import datetime
+import fcntl
+import os
+import stat
+import sys
+from pathlib import Path
+
+from app.core.errors import AppError, Kind
+from app.door import keys
+
+
+def make_key(name: str, *, admin: bool, file: Path | None) -> int:
+    """The exit status. The key goes to stdout and everything else to stderr, so that a program may
+    take it. Raises AppError(INVALID) for a name that is none, and for a file that cannot be used;
+    then there is no key."""
+    fresh = keys.fresh()
+    key = keys.Key(name=keys.checked_name(name), digest=keys.digest(fresh), admin=admin)
+    table = keys.written(key, f"made {datetime.date.today().isoformat()}")
+    if file is None:
+        told = f"Keep it: it is not shown again. In the file of --api-keys, add:\n\n{table}"
+    else:
+        before = append(file, table)
+        told = f"Keep it: it is not shown again. {file} holds its digest."
+        if any(other.name == key.name for other in before):
+            told += f" {name} has another key there, which stays good until you take it out."
+    print(fresh, flush=True)
+    print(told, file=sys.stderr)
+    return 0
+
+
+def append(file: Path, table: str) -> tuple[keys.Key, ...]:
+    """Adds a table to the file, which is made where there is none; the keys that it held before.
+
+    It is written in one piece behind what stands there, and taken back if that fails, so that a
+    server which looks at it just now reads all of it or nothing; and under a lock, so that two
+    commands at once lose no key. It keeps its owner, its comments, and what links to it. Raises
+    AppError(INVALID)."""
+    try:
+        # a pipe would wait for its reader
+        line = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise _problem(file, error) from None
+    try:
+        fcntl.flock(line, fcntl.LOCK_EX)
+        return _append(line, file, table)
+    except OSError as error:
+        raise _problem(file, error) from None
+    finally:
+        os.close(line)
+
+
+def _append(line: int, file: Path, table: str) -> tuple[keys.Key, ...]:
+    status = os.fstat(line)
+    if not stat.S_ISREG(status.st_mode):
+        raise AppError(Kind.INVALID, f"{file} is not a file")
+    size = status.st_size
+    content = os.pread(line, size, 0)
+    before: tuple[keys.Key, ...] = ()
+    if content.strip():
+        try:
+            before = keys.from_file(content.decode())
+        except AppError as error:
+            raise AppError(Kind.INVALID, f"{file} {error.message}") from None
+        except UnicodeDecodeError:
+            raise AppError(Kind.INVALID, f"{file} is not valid UTF-8") from None
+    lead = b"" if not content else b"\n" if content.endswith(b"\n") else b"\n\n"
+    whole = lead + table.encode()
+    try:
+        if os.write(line, whole) != len(whole):
+            raise OSError("the disk took only a part of it")
+        os.fsync(line)
+    except OSError:
+        os.ftruncate(line, size)
+        raise
+    return before
+
+
+def _problem(file: Path, error: OSError) -> AppError:
+    why = (error.strerror or str(error)).lower()
+    return AppError(Kind.INVALID, f"{file} cannot be written: {why}")

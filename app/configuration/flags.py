@@ -1,0 +1,100 @@
+"""The command line's flags, made from the table of options.
+
+Knows: argparse. Must not know: commands, the other sources.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from app.configuration.forms import Misread
+from app.configuration.options import GROUPS, OPTIONS, Option, nearest
+from app.configuration.sources import Found, Given
+from app.core.settings import ModelSettings
+
+
+def add_settings(command: argparse.ArgumentParser) -> None:
+    """Every setting. What is not given leaves no trace, so that another source may give it."""
+    command.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="a folder, org/name on the Hugging Face hub, or a name of Ollama's; several may be "
+        "named (default: the built-in model)",
+    )
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with more settings; flags count before the environment, and that before "
+        "the file (default: MLXRUNNER_CONFIG, else none)",
+    )
+    for group in GROUPS:
+        section = command.add_argument_group(group.title)
+        for option in group.options:
+            _add(section, option)
+
+
+def given(arguments: argparse.Namespace) -> Given:
+    found = {
+        option.field: Found(value=_value(option, arguments), place=option.flag)
+        for option in OPTIONS
+        if hasattr(arguments, option.field)
+    }
+    if arguments.models:
+        models = tuple(ModelSettings(name=name) for name in arguments.models)
+        found["models"] = Found(value=models, place="command line")
+    return found
+
+
+def parsed(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None
+) -> argparse.Namespace:
+    """Models may stand between flags, which argparse does not allow for; a flag that there is not
+    is refused with the one that was perhaps meant. Exits with 2 for what cannot be read."""
+    arguments, rest = parser.parse_known_args(words)
+    models: list[str] | None = getattr(arguments, "models", None)
+    strange = [word for word in rest if word.startswith("-") or models is None]
+    if strange:
+        [name, *_] = strange[0].split("=")
+        flags = (option.flag for option in OPTIONS) if models is not None else ()
+        parser.error(f"unrecognized arguments: {' '.join(strange)}{nearest(name, flags)}")
+    if models is not None:
+        models += rest
+    return arguments
+
+
+def _add(section: argparse._ArgumentGroup, option: Option) -> None:  # pyright: ignore[reportPrivateUsage] (argparse has no public name for what add_argument_group returns)
+    words = f"{option.help} (default: {option.shown(option.default)})".replace("%", "%%")
+    if bool in option.form.types:
+        section.add_argument(
+            option.flag,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=words,
+            dest=option.field,
+        )
+        return
+    section.add_argument(
+        option.flag,
+        action="extend" if option.form.many else "store",
+        type=_reader(option),
+        default=argparse.SUPPRESS,
+        metavar=option.metavar,
+        help=words,
+        dest=option.field,
+    )
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        try:
+            return option.read(word)
+        except Misread as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return read
+
+
+def _value(option: Option, arguments: argparse.Namespace) -> Any:
+    value = getattr(arguments, option.field)
+    return tuple(value) if option.form.many else value

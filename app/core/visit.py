@@ -1,0 +1,80 @@
+"""The HTTP request that is being answered, for whoever writes a log line or a trace about it.
+
+Knows: its name, who asks, what came of it so far. Must not know: HTTP, logging, what is answered.
+
+VISIT is the one variable of ours that stands in a module. Its value is no module's: every request
+is answered in a task of its own, which has a value of its own, and `asyncio.to_thread` hands a copy
+to the thread.
+"""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError
+from app.core.events import Event, Finish
+from app.core.requests import GenerateRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """One request. id: its name, fit for a header. traceparent: what the client sent under that
+    name (W3C Trace Context), unread. state: what others noted of the request as it went by.
+    finish: finish reasons, an error's kind or "cancelled"; "" for one that generates nothing. The
+    counts are of all choices."""
+
+    id: str
+    traceparent: str = ""
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    model: str = ""
+    finish: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def caller(self) -> str:
+        """Who asks, by the name of the key; "" where there are none."""
+        return self.state.get("caller", "")
+
+
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+class VisitWatch:
+    """Notes what comes of a generating request (`app.core.watched.Watch`)."""
+
+    def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
+        self._visit = VISIT.get() or Visit(id="")
+        self._visit.model = request.model
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._reasons: list[str] = []
+        self._error: str | None = None
+
+    def note(self, event: Event) -> None:
+        if not isinstance(event, Finish):
+            return
+        usage = event.usage
+        # a prompt counts once, however many answers it gets, as in the usage that clients are told
+        self._prompts.setdefault(event.prompt, (usage.prompt_tokens, usage.cached_tokens))
+        self._visit.prompt_tokens = sum(length for length, _ in self._prompts.values())
+        self._visit.cached_tokens = sum(cached for _, cached in self._prompts.values())
+        self._visit.completion_tokens += usage.completion_tokens
+        if event.reason not in self._reasons:
+            self._reasons.append(event.reason)
+
+    def embedded(self, found: Embeddings) -> None:
+        self._visit.prompt_tokens = found.tokens
+        self._reasons.append("embedded")
+
+    def fail(self, error: Exception) -> None:
+        kind = error.kind.value if isinstance(error, AppError) else "internal_error"
+        self._error = self._error or kind
+
+    def end(self, *, complete: bool) -> None:
+        if self._error is None and not complete:
+            self._error = "cancelled"
+        told = self._reasons if self._error is None else [*self._reasons, self._error]
+        self._visit.finish = ",".join(told)

@@ -1,0 +1,102 @@
+"""Whether a certificate and its key are fit to serve with, found out before anybody connects.
+
+Knows: the ssl module. The certificate is tried as clients try it, by a handshake in memory, because
+the module tells nothing of a certificate that was merely loaded. Must not know: who serves.
+"""
+
+import os
+import ssl
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.core.errors import AppError, Kind
+
+_DAY = 24 * 60 * 60
+
+# Days before its end at which it is spoken of. Those who renew by themselves do so earlier.
+_SOON = 14
+
+
+def check_certificate(cert: str, key: str, *, now: float | None = None) -> Sequence[str]:
+    """Sentences for the log: that it is over or soon will be, that others may read the key. Who
+    does not check certificates is served all the same, and a restart at night must not be what
+    makes an old certificate stop everything; so none of it is an error.
+
+    cert: PEM, the server's certificate first, then those between it and the root. key: PEM, without
+    a passphrase. now: Unix time. Raises AppError(INVALID) if it cannot be served with."""
+    server = _loaded(cert, key)
+    told: list[str] = []
+    if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        told.append(f"--tls-key: {key} can be read by other users of this machine: chmod 600 {key}")
+    problem, ends = _tried(server, cert)
+    if problem:
+        told.append(f"--tls-cert: clients that check it will refuse {cert}: {problem}")
+    elif ends - (time.time() if now is None else now) < _SOON * _DAY:
+        day = time.strftime("%Y-%m-%d", time.gmtime(ends))
+        told.append(f"--tls-cert: {cert} ends on {day}: renew it, and start the server again")
+    return told
+
+
+def _loaded(cert: str, key: str) -> ssl.SSLContext:
+    for option, file in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            content = Path(file).read_bytes()
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise AppError(Kind.INVALID, f"{option}: {file} cannot be read: {why}") from None
+        wanted = b"CERTIFICATE-----" if file == cert else b"PRIVATE KEY-----"
+        if wanted not in content and b"CERTIFICATE-----" not in content:
+            raise AppError(
+                Kind.INVALID,
+                f"{option}: {file} is no PEM file: it should hold a line -----BEGIN …"
+                f"{wanted.decode()}",
+            )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, password=_no_passphrase)
+    except AppError:
+        raise
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = f"--tls-key: {key} is not the key of the certificate in {cert}"
+        else:
+            why = f"--tls-cert, --tls-key: {cert} and {key} cannot be used: {error.reason or error}"
+        raise AppError(Kind.INVALID, why) from None
+    return context
+
+
+def _no_passphrase() -> str:
+    # OpenSSL would ask at the terminal, where nobody may be
+    raise AppError(
+        Kind.INVALID,
+        "--tls-key: the key has a passphrase, and there is nobody to ask: write it without one "
+        "(openssl pkey -in KEY -out NEW) and protect the file by its permissions",
+    )
+
+
+def _tried(server: ssl.SSLContext, cert: str) -> tuple[str, float]:
+    """What a client that trusts the certificate itself finds wrong with it, and the Unix time at
+    which it ends."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cert)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = server.wrap_bio(up, down, server_side=True)
+    theirs = client.wrap_bio(down, up)
+    try:
+        for _ in range(4):  # each side says two things, and then has heard all
+            for side in (theirs, ours):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message, 0.0
+    except ssl.SSLError as error:
+        return error.reason or str(error), 0.0
+    found = theirs.getpeercert()
+    assert found is not None, "a handshake that checked the certificate has it"
+    return "", ssl.cert_time_to_seconds(str(found["notAfter"]))

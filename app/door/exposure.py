@@ -1,0 +1,51 @@
+"""Whether a server may listen where it is told to, decided before it does.
+
+Knows: addresses, and what stands between an address and strangers. Must not know: how keys are
+checked, who listens.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+
+
+def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
+    """Sentences for the log, for what is allowed and should be known. Raises AppError(INVALID) for
+    a server that would serve strangers without anybody having said so."""
+    if has_keys:
+        if is_loopback(settings.host) or settings.tls_cert is not None:
+            return ()
+        return (
+            f"listening on {settings.host} without TLS: keys and prompts can be read on the way "
+            "unless a proxy or a tunnel protects them",
+        )
+    if "*" in settings.cors_origins and not settings.allow_anyone:
+        raise AppError(
+            Kind.INVALID,
+            "--cors-origin '*' without keys lets every web page that is opened on this machine use "
+            "the server: make a key with `mlxrunner key NAME --file FILE` and give --api-keys "
+            "FILE, or say --allow-anyone",
+            param="cors_origins",
+        )
+    if is_loopback(settings.host):
+        return ()
+    if not settings.allow_anyone:
+        raise AppError(
+            Kind.INVALID,
+            f"listening on {settings.host} would serve anyone who can reach it: make a key with "
+            "`mlxrunner key NAME --file FILE` and give --api-keys FILE, or say --allow-anyone",
+            param="host",
+        )
+    return (f"listening on {settings.host} without keys: anyone who can reach it can use it",)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. A name that is not `localhost` may be anything."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,148 @@
+"""The names under which we may be addressed: the defence against DNS rebinding.
+
+A page can have its own name resolve to 127.0.0.1 once it is loaded. For the browser we are then the
+page's own origin, and CORS has no say. What the page cannot change is the Host header: it holds the
+name that the page came under. So we answer only to names that no stranger can own.
+
+Knows: Host headers and request targets (RFC 9110, 7.2; RFC 9112, 3.2). Must not know: keys,
+origins, what is asked for.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api.wire import problem_reply
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+
+# uri-host [":" port]; an address of version 6 may name its zone (RFC 6874)
+_AUTHORITY = re.compile(
+    r"(?:\[(?P<six>[0-9a-f:.]+)(?:%(?:25)?[\w.~-]+)?\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?",
+    re.ASCII | re.IGNORECASE,
+)
+
+_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
+
+# the longest name that DNS has, and a port behind it
+_LONGEST = 255 + len(":65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedHosts:
+    """names: in small letters. domains: with the dot before them; all names within are allowed.
+
+    Always allowed are `localhost` and names within it, which no resolver may look up elsewhere (RFC
+    6761, 6.3), and every address: a rebound page comes under a name."""
+
+    names: frozenset[str] = frozenset()
+    domains: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The name that we listen on, and those of --allowed-host. Raises AppError(INVALID)."""
+        listed = [_checked(name) for name in settings.allowed_hosts]
+        own = host_of(settings.host)
+        return cls(
+            names=frozenset(name for name in (*listed, own) if name and name[0] != "."),
+            domains=tuple(name for name in listed if name[0] == "."),
+        )
+
+    def allow(self, host: str) -> bool:
+        """host: as `host_of` gives it."""
+        return (
+            host in self.names
+            or host == "localhost"
+            or host.endswith((".localhost", *self.domains))
+            or _is_address(host)
+        )
+
+
+def host_of(authority: str) -> str | None:
+    """The host of "host:port" in small letters, without the brackets of an address and the dot that
+    may end a name. None for what is neither."""
+    found = _AUTHORITY.fullmatch(authority) if len(authority) <= _LONGEST else None
+    if found is None:
+        return None
+    six = found["six"]
+    if six is not None:
+        return six.lower() if _is_address(six) else None
+    return found["name"].lower().removesuffix(".") or None
+
+
+def authorities(scope: Scope) -> Sequence[str]:
+    """Everything that says whom a request is for: the Host header, and the target where that names
+    somebody. Empty for HTTP/1.0 without either."""
+    told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    target = scope.get("raw_path") or b"/"
+    _, scheme, rest = target.partition(b"://")
+    if scheme and not target.startswith(b"/"):
+        told.append(rest.partition(b"/")[0].decode("latin-1"))
+    return told
+
+
+def check_host(scope: Scope, allowed: AllowedHosts) -> None:
+    """Raises AppError(FORBIDDEN) unless the request is for us."""
+    told = authorities(scope)
+    if not told:
+        # no browser speaks HTTP/1.0, and some health checks of load balancers speak nothing else
+        if scope["http_version"] == "1.0":
+            return
+        raise _refusal("a request must say in its Host header whom it is for")
+    if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+        raise _refusal("a request must have one Host header")
+    for authority in told:
+        host = host_of(authority)
+        if host is None:
+            raise _refusal(f"the Host header is no host: {authority[:200]!r}")
+        if not allowed.allow(host):
+            raise _refusal(
+                f"this server does not answer to the name {host!r}: if that is its name, start it "
+                f"with --allowed-host {host}; else address it by its IP address"
+            )
+
+
+class HostCheck:
+    """ASGI middleware, to stand before everything that answers."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_host(scope, self._allowed)
+            except AppError as error:
+                await problem_reply(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _checked(name: str) -> str:
+    """A name of --allowed-host, in small letters."""
+    lower = name.lower().removesuffix(".")
+    if _NAME.fullmatch(lower) is None or len(lower) > 255:
+        raise AppError(
+            Kind.INVALID,
+            f"--allowed-host takes a name such as chat.example.org, or .example.org for all names "
+            f"within, without scheme and port, and not {name!r} (addresses are always allowed)",
+            param="allowed_hosts",
+        )
+    return lower
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _refusal(message: str) -> AppError:
+    return AppError(Kind.FORBIDDEN, message, code="host_not_allowed")

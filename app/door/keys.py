@@ -1,0 +1,170 @@
+"""API keys: what one is, how it is written down, how a key that a client shows is found.
+
+Knows: the file's format, the environment's variables, digests. Must not know: HTTP, when the file
+is read, what a key is good for.
+
+A key is written down as its SHA-256. Keys that `mlxrunner key` makes have 256 random bits, which
+nobody finds by trying, so that the slow and salted digests for passwords would protect nothing and
+cost every request time.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+import tomllib
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.core.errors import AppError, Kind
+
+ONE, SEVERAL = "MLXRUNNER_API_KEY", "MLXRUNNER_API_KEYS"
+
+# whom the key of MLXRUNNER_API_KEY belongs to, in logs
+OWNER = "owner"
+
+# Tells a key of ours from others', for people and for programs that look for leaked ones.
+_PREFIX = "mr-"
+
+# A name stands in logs and in labels of metrics.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
+
+# RFC 6750, 2.1: what may stand behind "Bearer"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
+
+# Digits of hexadecimals would have 64 bits: more than anyone tries over a network.
+_SHORTEST = 16
+
+_FIELDS = frozenset({"name", "sha256", "admin", "comment"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """name: whom it belongs to; several keys may have one name. digest: SHA-256 of the key. admin:
+    it may load and unload models, and see figures."""
+
+    name: str
+    digest: bytes
+    admin: bool = False
+
+
+def fresh() -> str:
+    """A new key."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def match(keys: Sequence[Key], shown: str) -> Key | None:
+    """The key that `shown` is. Compares it with all of them, each in constant time, so that how
+    long it takes tells neither which one it was nor how much of it was right."""
+    seen = digest(shown)
+    found: Key | None = None
+    for key in keys:
+        if hmac.compare_digest(key.digest, seen):
+            found = key
+    return found
+
+
+def checked_name(name: str) -> str:
+    """Raises AppError(INVALID)."""
+    if _NAME.fullmatch(name) is None:
+        raise AppError(
+            Kind.INVALID,
+            f"{name[:100]!r} cannot be a key's name: it takes up to 64 letters, digits and ._@-, "
+            "and begins with a letter or a digit",
+        )
+    return name
+
+
+def from_environment(variables: MutableMapping[str, str]) -> tuple[Key, ...]:
+    """MLXRUNNER_API_KEY, one key that may do everything, and MLXRUNNER_API_KEYS, any number of
+    others, as "name=key,name=key". Both variables are taken out, so that no process which we start
+    gets them. Raises AppError(INVALID), which never tells a key."""
+    one, several = variables.pop(ONE, ""), variables.pop(SEVERAL, "")
+    found = [_given(OWNER, one.strip(), ONE, admin=True)] if one.strip() else []
+    listed = [entry for entry in several.split(",") if entry.strip()]
+    for place, entry in enumerate(listed, 1):
+        name, equals, key = entry.partition("=")
+        if not equals:
+            raise AppError(Kind.INVALID, f"{SEVERAL}: entry {place} is not of the form name=key")
+        found.append(_given(name.strip(), key.strip(), f"{SEVERAL}: entry {place}", admin=False))
+    return distinct(found)
+
+
+def from_file(text: str) -> tuple[Key, ...]:
+    """The keys of a file: TOML, a table [[keys]] for each with name, sha256 and, where wanted,
+    admin and comment. Raises AppError(INVALID), which names the entry and shows nothing of it."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise AppError(Kind.INVALID, f"is not valid TOML: {error}") from None
+    listed = content.pop("keys", None)
+    if content:
+        raise AppError(Kind.INVALID, "holds something else than tables [[keys]]")
+    if not isinstance(listed, list) or not listed:
+        raise AppError(Kind.INVALID, "holds no key: `mlxrunner key NAME --file FILE` adds one")
+    entries = cast("list[object]", listed)
+    return distinct(_entry(value, place) for place, value in enumerate(entries, 1))
+
+
+def distinct(keys: Iterable[Key]) -> tuple[Key, ...]:
+    """Raises AppError(INVALID) where one key stands twice, and so might have two scopes."""
+    known: dict[bytes, Key] = {}
+    for key in keys:
+        other = known.setdefault(key.digest, key)
+        if other is not key:
+            raise AppError(Kind.INVALID, f"{other.name} and {key.name} have one and the same key")
+    return tuple(known.values())
+
+
+def written(key: Key, comment: str) -> str:
+    """A table for the file. comment: letters that need no escape."""
+    lines = ["[[keys]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
+    if key.admin:
+        lines.append("admin = true")
+    return "\n".join([*lines, f'comment = "{comment}"', ""])
+
+
+def _given(name: str, key: str, where: str, *, admin: bool) -> Key:
+    """A key that somebody chose: it may be a bad one."""
+    if _NAME.fullmatch(name) is None:
+        raise AppError(
+            Kind.INVALID,
+            f"{where}: the name takes up to 64 letters, digits and ._@-, and begins with a letter "
+            "or a digit",
+        )
+    if len(key) < _SHORTEST or _TOKEN.fullmatch(key) is None:
+        raise AppError(
+            Kind.INVALID,
+            f"{where}: a key has {_SHORTEST} or more letters, digits and -._~+/ (= at its end); "
+            "`mlxrunner key NAME` makes one",
+        )
+    return Key(name=name, digest=digest(key), admin=admin)
+
+
+def _entry(value: object, place: int) -> Key:
+    if not isinstance(value, Mapping):
+        raise AppError(Kind.INVALID, f"key {place} is no table [[keys]]")
+    fields = cast("Mapping[str, Any]", value)
+    if unknown := sorted(fields.keys() - _FIELDS):
+        raise AppError(
+            Kind.INVALID,
+            f"key {place}: {unknown[0][:50]!r} is no field of a key, which are "
+            f"{', '.join(sorted(_FIELDS))}",
+        )
+    name, sha256, admin = fields.get("name"), fields.get("sha256"), fields.get("admin", False)
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise AppError(
+            Kind.INVALID, f"key {place}: name takes letters, digits and ._@-, at most 64 of them"
+        )
+    if not isinstance(sha256, str) or re.fullmatch("[0-9a-fA-F]{64}", sha256) is None:
+        raise AppError(
+            Kind.INVALID, f"key {place}: sha256 must be 64 hexadecimal digits, the key's SHA-256"
+        )
+    if not isinstance(admin, bool) or not isinstance(fields.get("comment", ""), str):
+        raise AppError(Kind.INVALID, f"key {place}: admin is true or false, and comment a string")
+    return Key(name=name, digest=bytes.fromhex(sha256), admin=admin)
