@@ -1,7 +1,20 @@
 # docker build -t mlxrunner .                           for the CPU
 # docker build -t mlxrunner --build-arg CUDA=1 .        for NVIDIA; run it with --gpus all
-# docker run -p 8080:8080 mlxrunner                     the built-in model
-# docker run -p 8080:8080 -v ~/models:/models mlxrunner /models/some-model
+#
+# Inside, the server listens on all addresses, and refuses to do so without a key unless it is told
+# that anyone may come in. What is published decides who can:
+#
+# docker run --init -p 127.0.0.1:8080:8080 mlxrunner --allow-anyone
+#                                                       the built-in model, for this machine only
+# docker run --init -p 8080:8080 -e MLXRUNNER_API_KEY=… -v ~/models:/models mlxrunner /models/some-model
+#                                                       for the network, with a key
+# docker run --rm --entrypoint mlxrunner mlxrunner key me
+#                                                       a key, and the line for a file of keys
+#
+# Everything that is written goes to /models (downloads, and what is known of files that were
+# checked) and /tmp: --read-only --tmpfs /tmp works, and with a read-only /models nothing can be
+# pulled. Docker kills ten seconds after it asks; --stop-timeout 45 lets answers end (--drain).
+# compose.yaml in deploy/ has all of this together.
 
 ARG BASE=python:3.13-slim-trixie
 
@@ -22,15 +35,22 @@ COPY app app
 RUN pip install --no-build-isolation --no-deps . && pip uninstall --yes setuptools
 
 FROM ${BASE}
-RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin mlxrunner
+# A home in which models are looked for and may be put: /models/.cache/huggingface is the Hugging
+# Face cache, /models/.ollama Ollama's store.
+RUN useradd --system --uid 10001 --home-dir /models --no-create-home --shell /usr/sbin/nologin \
+        mlxrunner && install --directory --owner=10001 --mode=755 /models && \
+    install --directory --owner=10001 --mode=700 /keys
 COPY --from=build /opt/mlxrunner /opt/mlxrunner
-ENV PATH=/opt/mlxrunner/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+ENV PATH=/opt/mlxrunner/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/models \
+    MLXRUNNER_HOST=0.0.0.0 MLXRUNNER_PORT=8080 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001
 WORKDIR /models
 VOLUME /models
 EXPOSE 8080
-# Status 0 is "ready"; a model that is still loading answers too, with another number.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
-    CMD ["python", "-c", "import json, urllib.request as web; status = json.load(web.urlopen('http://127.0.0.1:8080/v1/status', timeout=4)); raise SystemExit(status['Status'] != 0)"]
-ENTRYPOINT ["mlxrunner", "serve", "--host", "0.0.0.0"]
+STOPSIGNAL SIGTERM
+# 200 is "ready", and needs no key. Spoken plainly, without the proxies that a container may be told
+# of, and without TLS, which belongs before a container.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 \
+    CMD ["python", "-c", "import http.client, os; server = http.client.HTTPConnection('127.0.0.1', int(os.environ['MLXRUNNER_PORT']), timeout=4); server.request('GET', '/health'); raise SystemExit(server.getresponse().status != 200)"]
+ENTRYPOINT ["mlxrunner", "serve"]

@@ -148,16 +148,21 @@ class Generation:
                         if answer.stopped:
                             line.submission.keep(answer.visible_tokens)
                             break
+                        if clock.spent(self._settings.max_time):
+                            line.submission.keep(clock.tokens)
+                            line.reason = "length"
+                            break
                     case Ended():
                         if update.reason == "error":
                             raise AppError(Kind.ENGINE, update.error or "the engine failed")
                         assert update.reason != "cancelled", "nobody else may cancel a job"
                         clock.ended = update.at
-                        for delta in answer.flush():
-                            yield delta
-                        line.reason = "stop" if answer.stopped else update.reason
+                        line.reason = update.reason
                     case _:
                         assert_never(update)
+        if not answer.stopped:
+            for delta in answer.flush():
+                yield delta
         yield line.finish()
 
     def _echoed(self, prepared: Prepared, scores: PromptScores) -> TextDelta:
@@ -220,7 +225,9 @@ class _Line:
 
     def finish(self) -> Finish:
         clock, answer, job = self.clock, self.answer, self.prepared.job
-        reason: FinishReason = "length" if self.prepared.silent else self.reason
+        reason: FinishReason = "stop" if answer.stopped else self.reason
+        if self.prepared.silent:
+            reason = "length"
         if reason == "stop" and answer.calls:
             reason = "tool_calls"
         return Finish(
@@ -256,6 +263,14 @@ class _Clock:
         else:
             self.gaps.append(at - self.ended)
         self.ended = at
+
+    def spent(self, seconds: float | None) -> bool:
+        """Whether so much time has passed between the first token and the last."""
+        return (
+            seconds is not None
+            and self.first is not None
+            and self.ended - self.first >= seconds * 1e9
+        )
 
     def timings(self) -> Timings:
         first = self.ended if self.first is None else self.first

@@ -73,6 +73,7 @@ class Preparation:
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES) when tokenizer, template or recommendations are broken."""
         self._shifts = settings.context_shift
+        self._most = settings.max_tokens
         self._files = files
         self.tokenizer = Tokenizer.load(files)
         self._conversations = Conversations(files, self.tokenizer)
@@ -151,6 +152,7 @@ class Preparation:
             reuse=request.reuse,
             grammar=grammar,
             keep=kept(keep, length=len(ids), context=room.context),
+            caller=request.caller,
         )
 
     def _reading(self, request: GenerateRequest, written: Written | None) -> Reading:
@@ -175,11 +177,11 @@ class Preparation:
     def _max_tokens(self, request: GenerateRequest, context: int, prompt: int) -> int:
         if request.max_tokens == 0:
             return 1
-        asked = request.max_tokens or self._defaults.max_tokens
-        if self._shifts:
-            return asked or SHIFTED_CONTEXTS * context
-        left = context - prompt
-        return left if asked is None else min(asked, left)
+        left = SHIFTED_CONTEXTS * context if self._shifts else context - prompt
+        asked = request.max_tokens or self._defaults.max_tokens or left
+        if not self._shifts:
+            asked = min(asked, left)
+        return asked if self._most is None else min(asked, self._most)
 
     def _encode(self, text: str, param: str, room: Room, *, add_special: bool) -> Sequence[int]:
         try:

@@ -5,8 +5,8 @@ Knows: every room, and how they are plugged together. Must not know: anything th
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
+import os
 import sys
 from collections.abc import AsyncGenerator
 
@@ -17,6 +17,9 @@ from app.api.app import build_app
 from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
+from app.door.certificates import check_certificate
+from app.door.exposure import check_exposure
+from app.door.keyring import Keyring
 from app.engine.describe import complete
 from app.generation import Generation
 from app.runners.local import LocalRunner
@@ -32,7 +35,14 @@ _GRACE = 5
 
 
 def serve(settings: Settings) -> int:
-    """Serve until told to stop; the exit status. Raises AppError for a model that is not there."""
+    """Serve until told to stop; the exit status. Raises AppError for a model that is not there, for
+    keys and certificates that cannot be used, and where strangers would be served."""
+    keyring = Keyring.of(settings, os.environ)
+    for sentence in check_exposure(settings, has_keys=keyring.in_force):
+        log.warning("%s", sentence)
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        for sentence in check_certificate(settings.tls_cert, settings.tls_key):
+            log.warning("%s", sentence)
     files = complete(obtain(settings))
     if settings.context is not None and settings.context > files.context_length:
         log.warning(
@@ -69,10 +79,8 @@ def serve(settings: Settings) -> int:
         await runner.stop()
         await loading
 
-    app = build_app(generation, settings, lifespan=lifespan)
+    app = build_app(generation, settings, lifespan=lifespan, keyring=keyring)
     server = uvicorn.Server(_uvicorn(app, settings))
-    if not _is_loopback(settings.host):
-        log.warning("listening on %s: anyone who can reach it can use it", settings.host)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
     # which it has logged by then
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
@@ -91,12 +99,7 @@ def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         server_header=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=_GRACE,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

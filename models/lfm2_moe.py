@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +11,7 @@ from models import lfm2
 from models.base import ModelError
 from models.experts import Experts, stack_experts, top_experts
 from models.layers import GatedMLP
+from models.sharding import WHOLE, Cut
 
 # the makers' names of an MLP's parts -> those that converters for MLX give them
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

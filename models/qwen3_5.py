@@ -4,7 +4,9 @@ Dense, or with experts in all layers (qwen3_5_moe). Published ones see pictures 
 text are what they always were, whatever `mrope_section` says of those of a picture.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +25,8 @@ class Config(qwen3_next.Config):
 
 
 class DeltaNet(qwen3_next.DeltaNet):
+    projections: ClassVar[Sequence[str]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
     def __init__(self, config: qwen3_next.Config) -> None:
         super().__init__(config)
         hidden = config.hidden_size

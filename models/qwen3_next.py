@@ -7,6 +7,7 @@ what is used.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from models.kv import AttentionCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
+from models.sharding import HEADS, Cut
 
 # what `layer_types` calls a layer with a gated delta net
 LINEAR = "linear_attention"
@@ -84,6 +86,8 @@ class Config(decoder.Config):
 class Attention(nn.Module):
     """Each head's query comes with a gate for what the head will say."""
 
+    cut: ClassVar[Cut] = HEADS
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
@@ -120,7 +124,9 @@ class GatedNorm(nn.Module):
 
 class DeltaNet(nn.Module):
     """Keys, values and queries through a short convolution, then the gated delta rule. How they are
-    projected is the subclass's."""
+    projected is the subclass's. projections: the names of those linear layers."""
+
+    projections: ClassVar[Sequence[str]]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,6 +149,18 @@ class DeltaNet(nn.Module):
         self.dt_bias = mx.ones((self.value_heads,))
         self.norm = GatedNorm(self.value_size, config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_width, config.hidden_size, bias=False)
+
+    @property
+    def cut(self) -> Cut:
+        """Into key heads with all that belongs to them."""
+        kinds = (self.key_width, 2 * self.key_width)
+        return Cut(
+            rows=self.projections,
+            columns=("out_proj",),
+            firsts=("conv1d", "A_log", "dt_bias"),
+            segments={"conv1d": kinds, "in_proj_qkv": kinds},
+            counts=("key_heads", "value_heads", "key_width", "value_width"),
+        )
 
     def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """[B, L, D] -> queries, keys and values side by side [B, L, 2 keys + values]; gates of what
@@ -177,6 +195,8 @@ class DeltaNet(nn.Module):
 class FusedDeltaNet(DeltaNet):
     """One matrix for queries, keys, values and gates, one for steps and fading; in each, key head
     after key head with all that belongs to it."""
+
+    projections: ClassVar[Sequence[str]] = ("in_proj_qkvz", "in_proj_ba")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -72,9 +72,7 @@ class Cut:
 WHOLE = Cut()
 
 # grouped-query attention under the usual names
-HEADS = Cut(
-    rows=("q_proj", "k_proj", "v_proj"), columns=("o_proj",), counts=("heads", "kv_heads")
-)
+HEADS = Cut(rows=("q_proj", "k_proj", "v_proj"), columns=("o_proj",), counts=("heads", "kv_heads"))
 
 # a gated MLP, or many of them stacked
 INNER = Cut(rows=("gate_proj", "up_proj"), columns=("down_proj",))

@@ -28,6 +28,7 @@ STATS = EngineStats(
     running=2,
     waiting=3,
     cached_tokens=700,
+    looked_up_tokens=810,
     prefilled_tokens=90,
     generated_tokens=55,
     ledger=Ledger(budget=1000, weights=400, kv=250, prefix=100, working=50),

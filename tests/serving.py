@@ -1,13 +1,15 @@
 """A real server: the command, in a process of its own, on a port of its own."""
 
 import contextlib
+import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,19 +19,31 @@ PATIENCE = 60.0
 
 
 class Served:
-    """A running `mlxrunner serve`. log: what it wrote so far."""
+    """A running `mlxrunner serve`. log: what it wrote so far. variables: what its environment holds
+    beside ours. trust: who signed its certificate, for a client."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         command = [sys.executable, "-m", "app", "serve", "--port", "0", *arguments]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(variables or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.log: list[str] = []
         # one for all: a client of its own takes 30 ms to make, most of it for certificates
-        self._http = httpx.Client()
+        self._http = httpx.Client(verify=True if trust is None else trust)
         self._listening = threading.Event()
         self.port = 0
+        self._scheme = "http"
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -37,7 +51,7 @@ class Served:
     def url(self) -> str:
         assert self._listening.wait(PATIENCE), self.text()
         assert self.port, self.text()
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def text(self) -> str:
         return "".join(self.log)
@@ -68,16 +82,20 @@ class Served:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
-            if found := re.search(r"running on http://[^:]+:(\d+)", line):
-                self.port = int(found[1])
+            if found := re.search(r"running on (https?)://[^:]+:(\d+)", line):
+                self._scheme, self.port = found[1], int(found[2])
                 self._listening.set()
         self._listening.set()
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
+def serving(
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    trust: ssl.SSLContext | None = None,
+) -> Iterator[Served]:
     """Arguments of `mlxrunner serve`."""
-    server = Served(arguments)
+    server = Served(arguments, variables, trust)
     try:
         yield server.ready()
     finally:

@@ -41,6 +41,14 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.api.app": frozenset({"app.api", "app.core", "app.door"}),
     # its refusals look like all others
     "app.door": frozenset({"app.api.wire", "app.core"}),
+    "app.door.connections": frozenset(
+        {"app.api.request_id", "app.api.wire", "app.core", "app.door"}
+    ),
+    "app.limits": frozenset({"app.core"}),
+    # options, environment and file; commands and the root get the Settings
+    "app.configuration": frozenset({"app.core"}),
+    "app.logs": frozenset({"app.core"}),
+    "app.tracing": frozenset({"app.core"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -75,10 +83,18 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.front": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
     "app.door": frozenset({"starlette"}),
-    # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
-    "app.api.wire": frozenset({"starlette", "orjson", "sse_starlette"}),
-    # what is counted, and how that is written, is the affair of one module
+    # the two modules that know what carries HTTP, besides who starts it
+    "app.door.connections": frozenset({"h11", "starlette", "uvicorn"}),
+    "app.door.strict": frozenset({"h11", "starlette"}),
+    "app.door.draining": frozenset({"uvicorn"}),
+    "app.limits": frozenset(),
+    # what is counted, and how that is written, is the affair of one room
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),
+    # what `mlxrunner config --toml` writes with
+    "app.configuration": frozenset({"tomli_w"}),
+    "app.logs": frozenset(),
+    # an optional dependency, imported where traces are asked for
+    "app.tracing": frozenset({"opentelemetry"}),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),
     "app.cli": frozenset(),
@@ -209,7 +225,8 @@ def test_each_room_of_the_tables_exists():
 def test_every_package_in_the_table_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     declared = {
-        re.split(r"[^\w-]", dependency)[0].replace("-", "_")
+        # OpenTelemetry's distributions share one package
+        re.split(r"[^\w-]|(?<=^opentelemetry)-", dependency)[0].replace("-", "_")
         for dependency in chain(project["dependencies"], *project["optional-dependencies"].values())
     }
     served = set().union(*(row for room, row in THEIRS.items() if room != "models.builtin"))
@@ -249,9 +266,9 @@ PLANTED = {
         "import mlx.core as mx",
         "app.engine.scheduler may not",
     ),
-    "a second module with sse-starlette": (
+    "HTTP's bytes where its meaning is": (
         "app.api.meta",
-        "from sse_starlette import EventSourceResponse",
+        "from h11 import Connection",
         "app.api may not",
     ),
     "a second module that writes metrics": (

@@ -10,16 +10,19 @@ from importlib import import_module
 from starlette.routing import BaseRoute
 
 from app.api import dialects, meta
-from app.api.metrics import Metrics
+from app.api.metrics.registry import Metrics
 from app.core.ports import Generate
 from app.core.settings import Settings
+from app.core.visit import VisitWatch
+from app.core.watched import Watched
 
 
 def routes(generate: Generate, settings: Settings) -> list[BaseRoute]:
     metrics = Metrics(generate)
+    watched = Watched(generate, metrics.watch, VisitWatch)
     found: list[BaseRoute] = [*meta.routes(generate, settings), *metrics.routes()]
     for module in pkgutil.iter_modules(dialects.__path__):
         dialect = import_module(f"{dialects.__name__}.{module.name}")
         if hasattr(dialect, "routes"):
-            found += dialect.routes(metrics.measured, settings)
+            found += dialect.routes(watched, settings)
     return found

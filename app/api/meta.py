@@ -1,7 +1,10 @@
 """How the server is: /v1/status for programs that wait for a model and for people who wonder where
 their memory is, /health for whoever watches.
 
-Both answer at once, from what is known, also while a model is loading or the engine is busy.
+Both answer at once, from what is known, also while a model is loading or an engine is busy. So
+/v1/status is for a probe of liveness: whoever gets a 200 has a front door that runs, and restarting
+it would help nobody. /health is for one of readiness: 200 if requests that are sent now will be
+answered, 503 with the reason if they had better go elsewhere. Both are free without a key.
 """
 
 from collections.abc import Mapping
@@ -15,6 +18,7 @@ from app.api.wire import JsonObject, json_reply, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.jobs import HIT_BOUNDS, EngineStats
 from app.core.ports import Generate, RunnerState, RunnerStatus
+from app.core.residents import ModelState
 from app.core.settings import Settings
 
 # Of the numbers that Ollama's llm.ServerStatus gives to states, those which we can be in. The
@@ -26,17 +30,17 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     async def status(request: Request) -> Response:
         now = generate.status()
         cards = generate.models()
-        return json_reply(
-            {
-                "Status": STATUS[now.state],
-                "Progress": now.progress if now.state in ("loading", "failed") else 100,
-                "ContextLength": cards[0].context_length if cards else 0,
-                "Memory": now.stats.memory,
-                "Error": now.error,
-                **_requests(now, settings.max_queue),
-                **_engine(now.stats),
-            }
-        )
+        told: JsonObject = {
+            "Status": STATUS[now.state],
+            "Progress": now.progress if now.state in ("loading", "failed") else 100,
+            "ContextLength": cards[0].context_length if cards else 0,
+            "Memory": now.stats.memory,
+        }
+        # nobody has said who asks where nobody is kept out
+        if getattr(request.state, "admin", True):
+            told |= {"Error": now.error, **_requests(now, settings.max_queue), **_engine(now.stats)}
+            told["Models"] = [_model(state) for state in generate.states()]
+        return json_reply(told)
 
     async def health(request: Request) -> Response:
         now = generate.status()
@@ -88,6 +92,28 @@ def _engine(stats: EngineStats) -> JsonObject:
         "Preemptions": stats.preemptions,
         "Failures": stats.failures,
         "Steps": stats.steps,
+    }
+
+
+def _model(state: ModelState) -> JsonObject:
+    """One of those that a request may name."""
+    return {
+        "Name": state.name,
+        "Phase": state.phase,
+        "Progress": state.progress,
+        "Leases": state.leases,
+        "Running": state.stats.running,
+        "Waiting": state.stats.waiting,
+        "Rejected": state.rejected,
+        "Memory": state.stats.memory,
+        "Share": state.share,
+        "ContextLength": state.context,
+        "Parallel": state.parallel,
+        "Pinned": state.pinned,
+        "Expires": state.expires,
+        "Restarts": state.restarts,
+        "Error": state.error,
+        "Pid": state.pid,
     }
 
 

@@ -1,25 +1,47 @@
-"""A name for every request, told with its answer and in the log, whatever the answer is.
+"""A name for every request, told with its answer and in the log, and a line in the log when it is
+over.
 
 Knows the header that OpenAI's SDKs read (`x-request-id`; they show it as `_request_id` and in
-their exceptions). Must not know: routes, or what is answered.
+their exceptions), and that of W3C's Trace Context. Must not know: routes, or what is answered.
 """
 
+import json
 import logging
 import os
 import re
+import time
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-log = logging.getLogger(__name__)
+from app.core.visit import VISIT, Visit
+
+# its own, so that it can be switched off (app/logs.py)
+log = logging.getLogger("app.access")
 
 HEADER = "x-request-id"
 
-# What a client may call its request. It goes into a header and into the log as it is.
+# What a client may call its request. It goes into a header as it is.
 _SANE = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
-# Told with 503: nothing is wrong that anybody would have to look into.
-_LATER = 503
+# A value of the line that begins and ends where it seems to.
+_PLAIN = re.compile(r"[^\s\"=]+")
+
+# Asked every few seconds by those who watch.
+_PROBES = frozenset({"/health", "/metrics", "/v1/status"})
+
+# A server that loads, stops or has no time: nothing is wrong that anybody would have to look into.
+_PASSING = frozenset({503, 504})
+
+# What nginx writes for a client that left before it was answered.
+_LEFT = 499
+
+_LONGEST_PATH = 200
+
+
+def new_id() -> str:
+    return f"req_{os.urandom(16).hex()}"
 
 
 class RequestIds:
@@ -33,16 +55,72 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        name = given if _SANE.fullmatch(given) else f"req_{os.urandom(16).hex()}"
-        scope.setdefault("state", {})["request_id"] = name
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        given = headers.get(HEADER, "")
+        name = given if _SANE.fullmatch(given) else new_id()
+        state = scope.setdefault("state", {})
+        state["request_id"] = name
+        visit = Visit(id=name, traceparent=headers.get("traceparent", ""), state=state)
+        # never taken back: what the server logs of a fault when this is left belongs to it too
+        VISIT.set(visit)
+        status = _LEFT
 
         async def naming_send(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = name
                 status = message["status"]
-                if status >= 500 and status != _LATER:
-                    log.error("%s: %s %r: %d", name, scope["method"], scope["path"], status)
             await send(message)
 
-        await self._app(scope, receive, naming_send)
+        try:
+            await self._app(scope, receive, naming_send)
+        finally:
+            _note(scope, visit, status, time.monotonic() - began)
+
+
+def _note(scope: Scope, visit: Visit, status: int, seconds: float) -> None:
+    level = _level(scope["path"], status)
+    if not log.isEnabledFor(level):
+        return
+    fields = _fields(scope, visit, status, seconds)
+    first = ("method", "path", "status")
+    text = " ".join(_shown(fields[name]) for name in first)
+    rest = " ".join(f"{name}={_shown(fields[name])}" for name in fields if name not in first)
+    log.log(level, "%s %s", text, rest, extra={"fields": fields})
+
+
+def _level(path: str, status: int) -> int:
+    if status >= 500 and status not in _PASSING:
+        return logging.ERROR
+    return logging.DEBUG if path in _PROBES else logging.INFO
+
+
+def _shown(value: str | int) -> str:
+    """In quotes where it could be taken for more than one value."""
+    return str(value) if _PLAIN.fullmatch(str(value)) else json.dumps(value)
+
+
+def _fields(scope: Scope, visit: Visit, status: int, seconds: float) -> Mapping[str, str | int]:
+    """Without the query, which may hold anything, and without what there is nothing to say of.
+    The path is as the client wrote it, with its escapes."""
+    client = scope.get("client")
+    fields: dict[str, str | int] = {
+        "method": scope["method"],
+        "path": scope.get("raw_path", b"").decode("latin-1")[:_LONGEST_PATH],
+        "status": status,
+        "ms": round(1000 * seconds),
+    }
+    if client is not None:
+        fields["client"] = f"{client[0]}:{client[1]}"
+    if visit.caller:
+        fields["caller"] = visit.caller
+    if visit.finish:
+        fields |= {
+            "model": visit.model[:_LONGEST_PATH],
+            "prompt_tokens": visit.prompt_tokens,
+            "cached_tokens": visit.cached_tokens,
+            "completion_tokens": visit.completion_tokens,
+            "finish": visit.finish,
+        }
+    return fields

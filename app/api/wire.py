@@ -1,6 +1,6 @@
 """Bytes in, bytes out: request bodies, replies, frames of streams, and clients that leave.
 
-Knows starlette, sse_starlette, orjson, status codes and the error envelope which every reply that
+Knows starlette, orjson, status codes and the error envelope which every reply that
 is no dialect's own uses. Must not know: any dialect's requests or answers, or what is generated.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import orjson
-from sse_starlette import EventSourceResponse
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -44,10 +43,20 @@ def check_json(scope: Scope) -> None:
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole body, at most `limit` bytes of it.
 
-    Raises AppError(TOO_LARGE) as soon as the limit is known to be passed (what is left of the body
-    is the server's to discard), ClientLeft if the client did not wait for an answer.
+    Raises AppError(TOO_LARGE) as soon as the limit is known to be passed, AppError(MEDIA_TYPE) for
+    a compressed one, which may be a thousand times as long as what is sent; what is left of the
+    body is the server's to discard, and how long it may take too (app/door/connections.py).
+    ClientLeft if the client did not wait for an answer.
     """
-    length = Headers(scope=scope).get("content-length", "")
+    headers = Headers(scope=scope)
+    coding = headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise AppError(
+            Kind.MEDIA_TYPE,
+            f"the body must be sent as it is, not with Content-Encoding: {coding[:200]}",
+            code="unsupported_content_encoding",
+        )
+    length = headers.get("content-length", "")
     if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
         raise _too_large(limit)
     body = bytearray()
@@ -154,6 +163,9 @@ def problem_reply(
     if wait is None and error.kind in PASSING:
         wait = 1  # what a client that polls us would wait anyway
     told = {} if wait is None else {"Retry-After": str(wait)}
+    if error.kind is Kind.DEADLINE:
+        # OpenAI's SDKs repeat whatever is 500 or more, and it would take as long again
+        told["x-should-retry"] = "false"
     return json_reply(
         envelope(error), status or MANNERS[error.kind].status, {**told, **(headers or {})}
     )
@@ -178,15 +190,17 @@ def line_frame(payload: object) -> bytes:
 
 # Sending, inside `while_connected`
 
+# Nobody keeps a stream, and nginx passes each frame on as it comes.
+_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
 
 async def send_json(content: object, scope: Scope, send: Send) -> None:
     await json_reply(content)(scope, _receive_nothing, send)
 
 
 async def send_event_stream(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
-    # Keep-alives are ours (they know about progress) and frames come ready, so neither the
-    # library's ping nor its CRLF come into it.
-    await EventSourceResponse(frames, ping=0)(scope, _receive_nothing, send)
+    response = StreamingResponse(frames, headers=_UNBUFFERED, media_type="text/event-stream")
+    await response(scope, _receive_nothing, send)
 
 
 async def send_lines(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:

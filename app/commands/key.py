@@ -61,16 +61,14 @@ def _append(line: int, file: Path, table: str) -> tuple[keys.Key, ...]:
         raise AppError(Kind.INVALID, f"{file} is not a file")
     size = status.st_size
     content = os.pread(line, size, 0)
-    before: tuple[keys.Key, ...] = ()
-    if content.strip():
-        try:
-            before = keys.from_file(content.decode())
-        except AppError as error:
-            raise AppError(Kind.INVALID, f"{file} {error.message}") from None
-        except UnicodeDecodeError:
-            raise AppError(Kind.INVALID, f"{file} is not valid UTF-8") from None
     lead = b"" if not content else b"\n" if content.endswith(b"\n") else b"\n\n"
     whole = lead + table.encode()
+    try:
+        *before, _ = keys.from_file((content + whole).decode())
+    except AppError as error:
+        raise AppError(Kind.INVALID, f"{file} {error.message}") from None
+    except UnicodeDecodeError:
+        raise AppError(Kind.INVALID, f"{file} is not valid UTF-8") from None
     try:
         if os.write(line, whole) != len(whole):
             raise OSError("the disk took only a part of it")
@@ -78,7 +76,7 @@ def _append(line: int, file: Path, table: str) -> tuple[keys.Key, ...]:
     except OSError:
         os.ftruncate(line, size)
         raise
-    return before
+    return tuple(before)
 
 
 def _problem(file: Path, error: OSError) -> AppError:

@@ -13,8 +13,8 @@ from app.store.names import NotHere
 
 
 def obtain(settings: Settings) -> ModelFiles:
-    """What is not here is downloaded where --pull says so, or a person at the terminal. Raises
-    AppError."""
+    """settings: of one model, as `Settings.of` gives them. What is not here is downloaded where
+    --pull says so, or a person at the terminal. Raises AppError."""
     try:
         return store.resolve(settings.models[0].name if settings.models else None)
     except NotHere as missing:

@@ -22,17 +22,23 @@ _GIB = 1 << 30
 
 
 def show(settings: Settings, *, as_json: bool) -> int:
-    """The exit status. settings: the model, and with what it would be served. Raises AppError for
-    a model that could not be."""
-    files = complete(store.find(settings.models[0].name if settings.models else None))
+    """The exit status. settings: the models, and with what they would be served; in JSON one object
+    for each. Raises AppError for a model that could not be."""
+    for model in settings.models or (None,):
+        of_one = settings if model is None else settings.of(model)
+        _show(None if model is None else model.name, of_one, as_json=as_json)
+    return 0
+
+
+def _show(name: str | None, settings: Settings, *, as_json: bool) -> None:
+    files = complete(store.find(name))
     holds, fits = contents(files), fit(files, settings)
     if as_json:
         print(json.dumps(_facts(files, holds, fits), indent=2))
-        return 0
+        return
     print(files.name)
     for label, value in _lines(files, holds, fits):
         print(f"  {label:<13} {value}")
-    return 0
 
 
 def _facts(files: ModelFiles, holds: Contents, fits: Fit) -> Mapping[str, Any]:

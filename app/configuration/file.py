@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from app.configuration.forms import Misread
-from app.configuration.options import DEFAULT, MODEL_OPTIONS, OPTIONS, Option, nearest
+from app.configuration.option import Option, nearest
+from app.configuration.options import MODEL_OPTIONS, OPTIONS
 from app.configuration.sources import Found, Given
 from app.core.errors import AppError, Kind
 from app.core.settings import ModelSettings, Settings
@@ -71,7 +72,7 @@ class _Reader:
     def _models(self, value: object) -> Iterator[ModelSettings]:
         if not isinstance(value, list):
             wanted = "must be [[models]] tables, or a list of names"
-            raise _refused(self._place((None, "models")), wanted, "models")
+            raise _refused(self._place((None, "models"), (0, "")), wanted, "models")
         for index, item in enumerate(cast("Sequence[object]", value)):
             table = {"name": item} if isinstance(item, str) else item
             if not isinstance(table, dict) or "name" not in table:

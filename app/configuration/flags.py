@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.configuration.forms import Misread
-from app.configuration.options import GROUPS, OPTIONS, Option, nearest
+from app.configuration.option import Option, nearest
+from app.configuration.options import GROUPS, OPTIONS
 from app.configuration.sources import Found, Given
 from app.core.settings import ModelSettings
 
@@ -31,7 +32,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     for group in GROUPS:
         section = command.add_argument_group(group.title)
         for option in group.options:
-            _add(section, option)
+            _add(section.add_argument, option)
 
 
 def given(arguments: argparse.Namespace) -> Given:
@@ -46,9 +47,7 @@ def given(arguments: argparse.Namespace) -> Given:
     return found
 
 
-def parsed(
-    parser: argparse.ArgumentParser, words: Sequence[str] | None
-) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     """Models may stand between flags, which argparse does not allow for; a flag that there is not
     is refused with the one that was perhaps meant. Exits with 2 for what cannot be read."""
     arguments, rest = parser.parse_known_args(words)
@@ -63,10 +62,10 @@ def parsed(
     return arguments
 
 
-def _add(section: argparse._ArgumentGroup, option: Option) -> None:  # pyright: ignore[reportPrivateUsage] (argparse has no public name for what add_argument_group returns)
+def _add(add_argument: Callable[..., argparse.Action], option: Option) -> None:
     words = f"{option.help} (default: {option.shown(option.default)})".replace("%", "%%")
-    if bool in option.form.types:
-        section.add_argument(
+    if option.is_switch:
+        add_argument(
             option.flag,
             action=argparse.BooleanOptionalAction,
             default=argparse.SUPPRESS,
@@ -74,12 +73,12 @@ def _add(section: argparse._ArgumentGroup, option: Option) -> None:  # pyright: 
             dest=option.field,
         )
         return
-    section.add_argument(
+    add_argument(
         option.flag,
         action="extend" if option.form.many else "store",
         type=_reader(option),
         default=argparse.SUPPRESS,
-        metavar=option.metavar,
+        metavar=option.form.metavar,
         help=words,
         dest=option.field,
     )

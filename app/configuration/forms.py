@@ -9,7 +9,7 @@ import os.path
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from app.core import durations
@@ -42,12 +42,14 @@ class Misread(Exception):
 class Form:
     """One way to write values.
 
-    what: what a value has to be, in words. parse: a word to a value; raises ValueError. types: of
-    TOML, that may stand in a file. write: a value to what stands in a file. unit: of the number
-    that is written. private: a word is never told again, for it may hold a password. many: a value
-    is several of those, in a tuple: between commas in a word, in a list in a file."""
+    what: what a value has to be, in words. metavar: what stands for it in help. parse: a word to a
+    value; raises ValueError. types: of TOML, that may stand in a file. write: a value to what
+    stands in a file. unit: of the number that is written. private: a word is never told again, for
+    it may hold a password. many: a value is several of those, in a tuple: between commas in a word,
+    in a list in a file."""
 
     what: str
+    metavar: str
     parse: Callable[[str], Any]
     types: tuple[type, ...] = (str,)
     write: Callable[[Any], Any] = lambda value: value
@@ -67,8 +69,7 @@ class Form:
             return self._taken(value)
         if type(value) is not list:
             raise Misread(f"must be a list in brackets, not {_told(value)}")
-        items: list[object] = value
-        return tuple(self._taken(item) for item in items)
+        return tuple(self._taken(item) for item in cast("list[object]", value))
 
     def give(self, value: Any) -> Any:
         """What `take` takes for `value`."""
@@ -98,7 +99,13 @@ def whole(least: int, most: int | None = None, unit: str = "") -> Form:
         return count
 
     bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-    return Form(what=f"a whole number {bounds}", parse=parse, types=(int,), unit=unit)
+    return Form(
+        what=f"a whole number {bounds}",
+        metavar=unit.upper() or "N",
+        parse=parse,
+        types=(int,),
+        unit=unit,
+    )
 
 
 def size(unit: str, in_bytes: int) -> Form:
@@ -112,6 +119,7 @@ def size(unit: str, in_bytes: int) -> Form:
 
     return Form(
         what=f"a number of {unit} above 0, and at most {MOST:,}",
+        metavar=unit.upper(),
         parse=parse,
         types=(int, float),
         write=lambda value: _plain(value / in_bytes),
@@ -138,6 +146,7 @@ def time(*, zero: bool = False, forever: bool = False) -> Form:
     words = '"forever", ' if forever else ""
     return Form(
         what=f'{words}a number of seconds {least}, and at most {MOST:,}, or a text such as "5m"',
+        metavar="TIME",
         parse=parse,
         types=(int, float, str),
         write=lambda value: "forever" if math.isinf(value) else _plain(value),
@@ -152,7 +161,7 @@ def switch() -> Form:
             raise ValueError
         return known
 
-    return Form(what="true or false", parse=parse, types=(bool,))
+    return Form(what="true or false", metavar="", parse=parse, types=(bool,))
 
 
 def choice(*choices: str | int) -> Form:
@@ -164,10 +173,10 @@ def choice(*choices: str | int) -> Form:
         return by_word[word]
 
     kinds = tuple({type(choice) for choice in choices})
-    return Form(what=" or ".join(by_word), parse=parse, types=kinds)
+    return Form(what=" or ".join(by_word), metavar="|".join(by_word), parse=parse, types=kinds)
 
 
-def text(what: str, *, many: bool = False) -> Form:
+def text(what: str, metavar: str) -> Form:
     """Anything that can be seen. what: of such texts."""
 
     def parse(word: str) -> str:
@@ -175,10 +184,10 @@ def text(what: str, *, many: bool = False) -> Form:
             raise ValueError
         return word
 
-    return Form(what=what, parse=parse, many=many)
+    return Form(what=what, metavar=metavar, parse=parse)
 
 
-def path(what: str) -> Form:
+def path() -> Form:
     """Relative ones start where the command was started."""
 
     def parse(word: str) -> str:
@@ -186,7 +195,7 @@ def path(what: str) -> Form:
             raise ValueError
         return os.path.expanduser(word)
 
-    return Form(what=what, parse=parse)
+    return Form(what="the path of a file", metavar="FILE", parse=parse)
 
 
 def origins() -> Form:
@@ -196,7 +205,7 @@ def origins() -> Form:
         return word
 
     what = "an origin such as https://chat.example.org (no path, no slash at the end)"
-    return Form(what=what, parse=parse, many=True)
+    return Form(what=what, metavar="ORIGIN", parse=parse, many=True)
 
 
 def host_names() -> Form:
@@ -206,7 +215,7 @@ def host_names() -> Form:
         return word
 
     what = "a host name such as llm.example.org, or .example.org for all below it (no port)"
-    return Form(what=what, parse=parse, many=True)
+    return Form(what=what, metavar="NAME", parse=parse, many=True)
 
 
 def address() -> Form:
@@ -220,6 +229,7 @@ def address() -> Form:
 
     return Form(
         what="an address such as http://localhost:4318, without a password in it",
+        metavar="URL",
         parse=parse,
         private=True,
     )

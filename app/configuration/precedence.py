@@ -6,7 +6,6 @@ No file is looked for that nobody named: what a server does, and whom it lets in
 on the folder in which it was started or on what somebody left in a home.
 """
 
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,14 +29,24 @@ class Configuration:
 
 
 def decide(flags: Given, file: str | None, environment: Mapping[str, str]) -> Configuration:
-    """file: that the command line named; else the environment may. Raises AppError(INVALID)."""
-    said = from_environment(environment)
+    """file: the one that the command line names; else the environment may name one. Raises
+    AppError(INVALID)."""
+    of_environment = from_environment(environment)
     file = file or environment.get(CONFIG_VARIABLE)
-    found = ChainMap[str, object]({}).new_child() if False else ChainMap(flags, said, from_file(file) if file else {})
-    fields = [option.field for option in OPTIONS] + ["models"]
+    of_file: Given = from_file(file) if file else {}
+    found = {**of_file, **of_environment, **flags}
+    fields = (*(option.field for option in OPTIONS), "models")
     places = {name: found[name].place if name in found else DEFAULT_PLACE for name in fields}
     try:
         settings = Settings(**{name: one.value for name, one in found.items()})
     except AppError as error:
-        raise _placed(error, places) from error
+        raise _placed(error, places) from None
     return Configuration(settings=settings, places=places, secrets=secrets_in(environment))
+
+
+def _placed(error: AppError, places: Mapping[str, str]) -> AppError:
+    """What excludes something else, and was not typed just now, is told with its place."""
+    place = places.get(error.param or "", DEFAULT_PLACE)
+    if place == DEFAULT_PLACE or place.startswith("-"):
+        return error
+    return AppError(error.kind, f"{error.message} ({error.param}: {place})", param=error.param)

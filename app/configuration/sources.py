@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.configuration.forms import Misread
+from app.configuration.option import PREFIX, nearest
 from app.configuration.options import (
     CONFIG_VARIABLE,
     MODELS_VARIABLE,
     OPTIONS,
-    PREFIX,
     SECRET_VARIABLES,
-    nearest,
 )
 from app.core.errors import AppError, Kind
 from app.core.settings import ModelSettings

@@ -3,7 +3,6 @@
 Knows: units of time. Must not know: what is timed.
 """
 
-import math
 import re
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -22,15 +21,3 @@ def seconds(text: str) -> float | None:
         return None
     total = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
     return -total if text.startswith("-") else total
-
-
-def written(duration: float) -> str:
-    """What `seconds` reads as `duration`; "forever" for math.inf. The largest unit that it is a
-    whole number of."""
-    if math.isinf(duration):
-        return "forever"
-    for unit in ("h", "m", "s"):
-        count = duration / _UNITS[unit]
-        if count >= 1 and count == int(count):
-            return f"{int(count)}{unit}"
-    return f"{duration:.9f}".rstrip("0").rstrip(".")

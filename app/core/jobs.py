@@ -25,7 +25,8 @@ class Job:
     ids at the beginning that a context shift never discards. grammar: what the sampled ids must
     spell; a sequence that can only end ends there, with "stop". min_tokens: so many are sampled
     before one of stop_ids may be; 0 with a grammar. prompt_logprobs: like top_logprobs, for the
-    prompt's own ids: then `PromptScores` come before the first token."""
+    prompt's own ids: then `PromptScores` come before the first token. caller: whose it is; those
+    who wait take turns by it."""
 
     id: str
     ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class Job:
     grammar: Grammar | None = None
     min_tokens: int = 0
     prompt_logprobs: int | None = None
+    caller: str = ""
 
 
 # nothing cached begins like it · other ids follow · the ids match, but a layer has no state to go

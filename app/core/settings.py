@@ -4,8 +4,9 @@ Knows: names, defaults, units. Frozen: nobody changes a setting while the server
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from app.core.errors import AppError, Kind
 
@@ -126,38 +127,10 @@ class Settings:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Raises AppError(INVALID) where two settings exclude each other: whoever holds Settings
-        holds some that can be obeyed."""
-        for refused, why in (
-            (
-                self.context_shift and self.cache != "slots",
-                "--context-shift needs --cache slots: only slots are cut in their middle",
-            ),
-            (
-                self.context_shift and self.exact,
-                "--context-shift and --exact exclude each other: what stays behind a cut was "
-                "computed with what is gone",
-            ),
-            (
-                self.multi_user and self.cache != "slots",
-                "--multi-user needs --cache slots: it says how slots are chosen",
-            ),
-            (
-                self.cache == "single" and self.parallel not in (None, 1),
-                f"--cache single is for one sequence, and --parallel asks for {self.parallel}: "
-                "use --cache slots or --cache radix",
-            ),
-            (
-                (self.tls_cert is None) != (self.tls_key is None),
-                "--tls-cert and --tls-key belong together: give both or neither",
-            ),
-            (
-                self.runner == "thread" and (self.installed or len(self.models) > 1),
-                "--runner thread serves one model: several need --runner process",
-            ),
-        ):
-            if refused:
-                raise AppError(Kind.INVALID, why)
+        """Raises AppError(INVALID), whose param is the field to begin with, where settings exclude
+        each other: whoever holds Settings holds some that can be obeyed."""
+        for field, why in (*_conflicts(self), *_conflicts_of_models(self)):
+            raise AppError(Kind.INVALID, why, param=field)
 
     @property
     def several(self) -> bool:
@@ -167,11 +140,65 @@ class Settings:
     def of(self, model: ModelSettings) -> "Settings":
         """What holds for one model: its own where it has some, else everybody's. The memory of all
         is not that of one, where there are several."""
-        own = {
-            name: value
-            for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
-            if (value := getattr(model, name)) is not None
-        }
+        own = _own(model)
         if self.several:
             own.setdefault("memory", None)
         return replace(self, models=(model,), installed=False, **own)
+
+
+def _own(model: ModelSettings) -> dict[str, Any]:
+    """What is said of it alone, of that which may be said of all."""
+    return {
+        name: value
+        for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
+        if (value := getattr(model, name)) is not None
+    }
+
+
+def _conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
+    """A field, and why it cannot be obeyed beside the others."""
+    if settings.context_shift and settings.cache != "slots":
+        why = "--context-shift needs --cache slots: only slots are cut in their middle"
+        yield "context_shift", why
+    if settings.context_shift and settings.exact:
+        yield (
+            "context_shift",
+            "--context-shift and --exact exclude each other: what stays behind a cut was computed "
+            "with what is gone",
+        )
+    if settings.multi_user and settings.cache != "slots":
+        yield "multi_user", "--multi-user needs --cache slots: it says how slots are chosen"
+    if settings.cache == "single" and settings.parallel not in (None, 1):
+        yield (
+            "cache",
+            f"--cache single is for one sequence, and --parallel asks for {settings.parallel}: "
+            "use --cache slots or --cache radix",
+        )
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        given = "tls_cert" if settings.tls_key is None else "tls_key"
+        yield given, "--tls-cert and --tls-key belong together: give both or neither"
+    if settings.runner == "thread" and (settings.installed or len(settings.models) > 1):
+        yield "runner", "--runner thread serves one model: several need --runner process"
+
+
+def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for model in settings.models:
+        name = model.alias or model.name
+        if name in seen:
+            why = f"two models would be called {name!r}: give one of them another alias"
+            yield "models", why
+        seen.add(name)
+        if model.memory is not None and model.memory > (settings.memory or math.inf):
+            yield "models", f"{name}: its memory is more than --memory has for all models together"
+        try:
+            replace(settings, models=(), **_own(model))
+        except AppError as error:
+            yield "models", f"{name}: {error.message}"
+    always = sum(model.preload or model.pinned for model in settings.models)
+    if settings.max_loaded is not None and always > settings.max_loaded:
+        yield (
+            "max_loaded",
+            f"{always} models are pinned or preloaded, and --max-loaded allows for "
+            f"{settings.max_loaded} in memory",
+        )

@@ -19,8 +19,13 @@ from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
 from app.core.settings import LOOPBACK_ORIGINS, Settings
 
-# such as https://chat.example.org, or app://obsidian.md of a program that is a browser inside
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]*", re.ASCII)
+# of a page, in small letters and without the port that is understood by itself · of a program that
+# is a browser inside, such as app://obsidian.md
+_ORIGIN = re.compile(
+    r"http://(?!.*:80$)[^/\s,*A-Z]+|https://(?!.*:443$)[^/\s,*A-Z]+"
+    r"|(?!https?:)[a-z][a-z0-9+.-]*://[^/\s,*]*",
+    re.ASCII,
+)
 
 _LOOPBACK = re.compile(LOOPBACK_ORIGINS, re.ASCII)
 
@@ -43,8 +48,8 @@ class AllowedOrigins:
                 raise AppError(
                     Kind.INVALID,
                     "--cors-origin takes an origin as browsers write it, such as "
-                    "https://chat.example.org (small letters, no path, no slash at the end), and "
-                    f"not {origin!r}",
+                    "https://chat.example.org (small letters, no path, no slash at the end, no "
+                    f"port that goes without saying), and not {origin!r}",
                     param="cors_origins",
                 )
         return cls(listed=frozenset(settings.cors_origins))

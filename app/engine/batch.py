@@ -9,13 +9,14 @@ Without grammars nothing has to be known for any of it. A row with one is `const
 scored, but not sampled, before the token in front of it has been read.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 
-from app.engine.sampler import Rows, Sampled
+from app.engine.sampler import Rows, Sampled, own
 from app.engine.scores import scored
 from app.engine.sequence import Sequence
 from models.base import Model
@@ -85,9 +86,12 @@ class Batch:
     """Remembers the last rows' sampling state, so that a batch whose members stay the same
     gathers nothing."""
 
-    def __init__(self, model: Model, *, vocab: int) -> None:
-        """vocab: ids that may be sampled, 0 to vocab - 1."""
+    def __init__(
+        self, model: Model, *, vocab: int, agreed: Callable[[mx.array], mx.array] = own
+    ) -> None:
+        """vocab: ids that may be sampled, 0 to vocab - 1. agreed: see `Rows`."""
         self._model = model
+        self._agreed = agreed
         self._vocab = vocab
         self._members: tuple[Sequence, ...] = ()
         self._rows: Rows | None = None
@@ -159,7 +163,7 @@ class Batch:
             if self._rows is not None:
                 self._rows.release()
             self._members, self._rows = members, None
-            self._rows = Rows([s.row for s in members])
+            self._rows = Rows([s.row for s in members], self._agreed)
         return self._rows
 
 

@@ -59,12 +59,13 @@ class Embedder:
     """chunk: tokens of a piece, padding included.
 
     starving: whether it waits for memory, and nobody else should get any first. tokens: evaluated
-    since the start, without padding.
+    since the start, without padding. faults: times that something raised.
     """
 
     def __init__(self, model: Model, memory: Memory, lender: Lender, *, chunk: int) -> None:
         self.starving = False
         self.tokens = 0
+        self.faults = 0
         self._model = model
         self._memory = memory
         self._lender = lender
@@ -247,6 +248,7 @@ class Embedder:
     def _blame(self, inputs: Sequence[tuple[Work, int]]) -> None:
         """One of these failed. If they are of one job, it ends; if of several, these begin again,
         each for itself."""
+        self.faults += 1
         works = {work for work, _ in inputs}
         if len(works) == 1:
             for work in works & set(self._works):

@@ -30,6 +30,8 @@ from app.engine.memory import Memory, measured, query_heads
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
+from app.engine.ranks import Ranks
+from app.engine.sampler import own
 from app.engine.scheduler import Limits
 from app.engine.weights import Report, open_model, read
 from models.base import Model
@@ -37,24 +39,30 @@ from models.kv import LayerCache
 from models.layout import suit_device
 
 
-def load(files: ModelFiles, settings: Settings, report: Report) -> Loop:
-    """Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence. Whatever
-    is raised, no tensor is left behind, in the frames of the traceback neither."""
+def load(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks | None = None) -> Loop:
+    """ranks: those that each load a part of it, this one among them.
+
+    Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence. Whatever is
+    raised, no tensor is left behind, in the frames of the traceback neither."""
     kept = mx.set_cache_limit(0)  # what a weight was made of is given back at once
     try:
-        return _loaded(files, settings, report)
+        return _loaded(files, settings, report, ranks)
     except Exception as error:
         _let_go(error)
         mx.set_cache_limit(kept)
         raise
 
 
-def _loaded(files: ModelFiles, settings: Settings, report: Report) -> Loop:
-    model = open_model(files, settings.quantize)
+def _loaded(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks | None) -> Loop:
+    model = open_model(files, settings.quantize, ranks)
+    if ranks is not None:
+        settings = ranks.settled(settings)
     fit = foretold(model, files, settings)
     refuse(fit, files)
     read(model, files.path, report)
     memory = _tried(model, fit, files, settings)
+    if ranks is not None:
+        memory = ranks.measured(memory)
     refuse(corrected(fit, memory, settings), files)
     _bound_allocator(memory)
     context = fit.context
@@ -72,6 +80,7 @@ def _loaded(files: ModelFiles, settings: Settings, report: Report) -> Loop:
         context=context,
         exact=settings.exact,
         shift=model.shift if settings.context_shift else None,
+        agreed=own if ranks is None else ranks.agreed,
     )
 
 

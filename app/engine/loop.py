@@ -36,6 +36,7 @@ from app.engine.grammar import Matcher
 from app.engine.memory import Memory
 from app.engine.reports import Reports
 from app.engine.roster import Roster
+from app.engine.sampler import own
 from app.engine.scheduler import Limits, prefill_shares
 from app.engine.sequence import Sequence, Shift
 from app.engine.tally import Tally
@@ -50,6 +51,7 @@ class Loop:
     context: positions that a sequence may have. exact: cache only what was prefilled, never what
     was decoded (other kernels, other bits). shift: what makes layers forget positions (see
     `Model.shift`), for sequences that may outgrow their context; needs leases that can `shift`.
+    agreed: see `app.engine.sampler.Rows`.
 
     on_stage: told in words what begins now; for whoever watches that the engine turns.
     """
@@ -65,11 +67,12 @@ class Loop:
         context: int,
         exact: bool = False,
         shift: Shift | None = None,
+        agreed: Callable[[mx.array], mx.array] = own,
     ) -> None:
         books = Books(memory, prefix, context=context, parallel=limits.running)
         self.capacity: Capacity = books.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._batch = Batch(model, vocab=vocab)
+        self._batch = Batch(model, vocab=vocab, agreed=agreed)
         self._roster = Roster(prefix, books, limits)
         self._vocab = vocab
         self._limits = limits
@@ -82,6 +85,12 @@ class Loop:
         self._reports = Reports(self._roster, self._tally, exact=exact)
         self._embedder = Embedder(model, memory, self._roster, chunk=limits.prefill)
         self._embedded_last = False
+
+    @property
+    def faults(self) -> int:
+        """Times that something of a step raised. Alone one goes on; of several who compute the
+        same, nobody knows where the others are."""
+        return self._tally.faults + self._embedder.faults
 
     @property
     def idle(self) -> bool:
@@ -116,6 +125,7 @@ class Loop:
             self._sample_scored()
         except Exception:
             log.exception("a step failed; the sequences in it are lost")
+            self._tally.faults += 1
             self._scored = []
             for sequence in list(self._roster.running):
                 self._reports.fail(sequence)
@@ -241,6 +251,7 @@ class Loop:
     def _blame(self, batch: Ids[Sequence]) -> None:
         """One of them failed, and took the caches of all with it. A lone one is the culprit;
         several begin again, each for itself."""
+        self._tally.faults += 1
         if len(batch) == 1:
             self._reports.fail(batch[0])
             return

@@ -111,6 +111,7 @@ class Reports:
             yield
         except Exception:
             log.exception(what)
+            self._tally.faults += 1
             self.fail(sequence)
 
     def _begin_answer(self, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ids
 from app.core.jobs import Ledger
 from app.core.ports import PrefixCache
 from app.engine.books import Books
-from app.engine.scheduler import Limits, admissions, worth_waiting
+from app.engine.scheduler import Limits, admissions, turns, worth_waiting
 from app.engine.sequence import Sequence
 from models.kv import LayerCache
 
@@ -71,9 +71,18 @@ class Roster:
         count = admissions(
             waiting=len(self._waiting), running=len(self._running), limits=self._limits
         )
-        return (
-            next((s for s in self._waiting if not self._better_later(s)), None) if count else None
-        )
+        if not count:
+            return None
+        return next((s for s in self._in_turn() if not self._better_later(s)), None)
+
+    def _in_turn(self) -> Ids[Sequence]:
+        """Those who wait, in the order in which they are taken: callers take turns, but who had
+        begun and had to make way goes on before anybody begins."""
+        begun = [s for s in self._waiting if s.started]
+        fresh = [s for s in self._waiting if not s.started]
+        here = [s.job.caller for s in (*self._running, *begun)]
+        order = turns([s.job.caller for s in fresh], here)
+        return (*begun, *(fresh[i] for i in order))
 
     def _better_later(self, sequence: Sequence) -> bool:
         """Whether a running sequence is evaluating now what this one begins with. It always gets

@@ -42,10 +42,20 @@ class Sampled:
     top_logprobs: mx.array | None = None
 
 
-class Rows:
-    """The rows that sample together, in this order, until one joins or leaves."""
+def own(tokens: mx.array) -> mx.array:
+    """What was drawn here counts."""
+    return tokens
 
-    def __init__(self, rows: Sequence[RowState]) -> None:
+
+class Rows:
+    """The rows that sample together, in this order, until one joins or leaves.
+
+    agreed: what was drawn -> what counts as drawn, both [b] uint32 and lazy; for those who sample
+    the same rows elsewhere, and perhaps round otherwise."""
+
+    def __init__(
+        self, rows: Sequence[RowState], agreed: Callable[[mx.array], mx.array] = own
+    ) -> None:
         assert rows, "nobody to sample for"
         self._vocab = rows[0].vocab
         assert all(row.vocab == self._vocab for row in rows), "rows of two models"
@@ -53,7 +63,7 @@ class Rows:
         for place, row in enumerate(rows):
             kinds.setdefault(_kind(row), []).append(place)
         self._groups = [
-            (mx.array(places), _Group(kind, [rows[place] for place in places]))
+            (mx.array(places), _Group(kind, [rows[place] for place in places], agreed))
             for kind, places in kinds.items()
         ]
         grouped = [place for places in kinds.values() for place in places]
@@ -128,8 +138,11 @@ def _kind(row: RowState) -> _Kind:
 class _Group:
     """Rows of one kind."""
 
-    def __init__(self, kind: _Kind, rows: Sequence[RowState]) -> None:
+    def __init__(
+        self, kind: _Kind, rows: Sequence[RowState], agreed: Callable[[mx.array], mx.array]
+    ) -> None:
         self._rows = rows
+        self._agreed = agreed
         samplings = [row.sampling for row in rows]
         biases = [row.bias for row in rows if row.bias is not None]
         self._bias = mx.stack(biases) if biases else None
@@ -152,7 +165,7 @@ class _Group:
             logits = self._ends.forbid(logits, turn)
         if allowed is not None:
             logits = mx.where(allowed, logits, -mx.inf)
-        tokens = self._draw(logits, turn)
+        tokens = self._agreed(self._draw(logits, turn))
         if self._sights is not None:
             self._sights.add(tokens, turn)
         return tokens

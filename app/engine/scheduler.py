@@ -3,6 +3,7 @@
 Knows: counts and bytes. Must not know: tensors, ids, requests. Pure: asks nothing, changes nothing.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,18 @@ class Limits:
 def admissions(*, waiting: int, running: int, limits: Limits) -> int:
     """How many of those who wait may start now, first come first."""
     return max(0, min(waiting, limits.running - running))
+
+
+def turns(waiting: Sequence[str], running: Sequence[str]) -> list[int]:
+    """In which order those who wait are taken. waiting, running: callers of sequences, in order of
+    arrival. The caller of whom fewest run is first, each caller's own in their order: so whoever
+    has nothing running never waits behind the second sequence of another."""
+    places = Counter(running)
+    turn: list[tuple[int, int]] = []
+    for i, caller in enumerate(waiting):
+        turn.append((places[caller], i))
+        places[caller] += 1
+    return [i for _, i in sorted(turn)]
 
 
 def worth_waiting(*, shared: int, evaluated: int, least: int, length: int) -> bool:

@@ -10,11 +10,11 @@ from app.core.jobs import HIT_BOUNDS, EngineStats, Ledger, Miss, MissReason
 
 
 class Tally:
-    """Counters since the engine started."""
+    """Counters since the engine started. faults: times that something raised."""
 
     def __init__(self) -> None:
         self.cached = self.looked_up = self.prefilled = self.generated = 0
-        self.preemptions = self.failures = self.steps = 0
+        self.preemptions = self.failures = self.faults = self.steps = 0
         self._hits = [0] * (len(HIT_BOUNDS) + 1)
         self._misses: Counter[MissReason] = Counter()
 

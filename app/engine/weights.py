@@ -22,6 +22,7 @@ from app.core.settings import Bits
 from models.base import Model, ModelError
 from models.blobs import mlx_names
 from models.checkpoint import text_weights
+from models.sharding import Share, divide
 
 # types that MLX reads; which of them a model can use is for the model to say
 _READABLE = frozenset(
@@ -39,15 +40,18 @@ _SPARE_FILES = 256
 Report = Callable[[int, int], None]
 
 
-def open_model(files: ModelFiles, bits: Bits | None) -> Model:
+def open_model(files: ModelFiles, bits: Bits | None, share: Share | None = None) -> Model:
     """The model, none of whose weights is in memory yet. bits: what plain weights are brought to
-    when they are read.
+    when they are read. share: the part of it that is wanted, where ranks divide it.
 
     Raises AppError(MODEL_FILES): one sentence that names the file, where one is to blame.
     """
     weights, places = _opened(files.shards)
     try:
-        return models.build(files.config, weights, bits=bits)
+        model = models.build(files.config, weights, bits=bits)
+        if share is not None:
+            divide(model, share, files.config["model_type"])
+        return model
     except ModelError as error:
         place = _to_blame(error, weights, places) or files.path
         raise AppError(Kind.MODEL_FILES, f"{place}: {error}") from error

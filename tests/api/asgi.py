@@ -129,20 +129,19 @@ def ask(
 
 
 def leftovers() -> set[str]:
-    """Tasks that nobody has waited for. sse-starlette keeps one watcher per event loop."""
+    """Tasks that nobody has waited for."""
     return {
-        name
+        getattr(task.get_coro(), "__qualname__", "")
         for task in asyncio.all_tasks()
         if task is not asyncio.current_task()
-        and (name := getattr(task.get_coro(), "__qualname__", "")) != "_shutdown_watcher"
     }
 
 
 @contextlib.contextmanager
-def serving(app: Any) -> Generator[str]:
+def serving(app: Any, **options: Any) -> Generator[str]:
     """A real server on a free port, in a thread. Yields its address."""
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
+        uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2, **options)
     )
     thread = threading.Thread(target=server.run)
     thread.start()

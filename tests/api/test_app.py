@@ -205,7 +205,9 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
     reply = asyncio.run(run())
     assert reply.headers["x-request-id"] == "mine"
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
-    assert caplog.messages == [f"mine: POST '{CHAT}': 500"]
+    [line] = caplog.messages
+    assert line.startswith(f"POST {CHAT} 500 ms=")
+    assert line.endswith(" finish=internal_error")
 
 
 @pytest.mark.parametrize(

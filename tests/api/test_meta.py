@@ -1,13 +1,17 @@
 """/v1/status and /health in every state."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from app.api.meta import hit_classes
+from app.api.meta import hit_classes, routes
 from app.core.jobs import EngineStats
 from app.core.ports import RunnerStatus
-from tests.fakes import CAPACITY, STATS, FakeGenerate
+from app.core.residents import ModelState
+from app.core.settings import Settings
+from tests.api.asgi import Conversation
+from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate
 
 LOADING = RunnerStatus(state="loading", progress=40, stats=EngineStats(memory=5))
 FAILED = RunnerStatus(state="failed", progress=40, stats=EngineStats(), error="no such tensor")
@@ -57,8 +61,57 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
         "Preemptions": 5,
         "Failures": 1,
         "Steps": 321,
+        "Models": [
+            {
+                "Name": CARD.id,
+                "Phase": "ready",
+                "Progress": 100,
+                "Leases": 0,
+                "Running": 2,
+                "Waiting": 3,
+                "Rejected": 9,
+                "Memory": 123_456,
+                "Share": None,
+                "ContextLength": 4096,
+                "Parallel": 2,
+                "Pinned": False,
+                "Expires": None,
+                "Restarts": 0,
+                "Error": None,
+                "Pid": None,
+            }
+        ],
     }
     assert call("GET", "/health").json == {"status": "ok"}
+
+
+def test_each_model_tells_how_it_stands(
+    call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
+):
+    broken = ModelState(name="a", phase="refused", restarts=3, error="killed by SIGKILL")
+    loaded = ModelState(name="b", phase="ready", leases=1, share=5, expires=1.5, pid=7, pinned=True)
+    monkeypatch.setattr(generate, "states", lambda: [broken, loaded])
+    one, two = call("GET", "/v1/status").json["Models"]
+    assert [one[key] for key in ("Name", "Phase", "Restarts", "Error", "Pid")] == [
+        *("a", "refused", 3, "killed by SIGKILL", None)
+    ]
+    keys = ("Leases", "Share", "Expires", "Pid", "Pinned")
+    assert [two[key] for key in keys] == [1, 5, 1.5, 7, True]
+
+
+def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGenerate):
+    """`app.door.access.Access` says so of a request without a key, or with a plain one."""
+    [route] = [route for route in routes(generate, Settings()) if route.path == "/v1/status"]
+
+    async def run(state: dict[str, Any]) -> Any:
+        async def told(scope: Any, receive: Any, send: Any) -> None:
+            await route.app({**scope, "state": state}, receive, send)
+
+        return (await Conversation(told, "GET", "/v1/status").end()).json
+
+    four = {"Status": 0, "Progress": 100, "ContextLength": 4096, "Memory": 123_456}
+    assert asyncio.run(run({"admin": False})) == four
+    assert asyncio.run(run({"admin": True})).items() > four.items()
 
 
 def test_every_class_of_hits_has_a_name_of_its_own():

@@ -3,20 +3,27 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.api.app import build_app
+from app.api.metrics.engines import EngineFigures
+from app.api.metrics.registry import Metrics
+from app.api.metrics.totals import Totals
 from app.core.errors import AppError, Kind
-from app.core.events import Progress
+from app.core.events import Loading, Progress
 from app.core.jobs import EngineStats
 from app.core.ports import RunnerStatus
+from app.core.requests import GenerateRequest
+from app.core.residents import ModelState
 from app.core.settings import Settings
 from tests.api.asgi import Conversation
-from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
+from tests.fakes import CARD, FOREVER, HELLO, STATS, FakeGenerate, Pause, Script, finish, text
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -35,17 +42,28 @@ def read(exposition: str) -> Samples:
 
 @dataclass
 class Scraped:
+    """Samples of the model that the fakes serve, unless labels say otherwise."""
+
     samples: Samples
 
     def __call__(self, name: str, **labels: str) -> float:
-        return self.samples[f"mlxrunner_{name}", tuple(sorted(labels.items()))]
+        of = {"model_name": CARD.id, "engine": "0", **labels}
+        found = self.samples.get((name, tuple(sorted(of.items()))))
+        return self.samples[name, tuple(sorted(labels.items()))] if found is None else found
 
-    def outcomes(self) -> dict[str, float]:
+    def of(self, name: str, label: str) -> dict[str, float]:
+        """A family's samples above zero by one of their labels, whatever the others are."""
         return {
-            labels[0][1]: value
-            for (name, labels), value in self.samples.items()
-            if name == "mlxrunner_requests_total"
+            dict(labels)[label]: value
+            for (sample, labels), value in self.samples.items()
+            if sample == name and value
         }
+
+    def ended(self) -> dict[str, float]:
+        return self.of("vllm:request_success_total", "finished_reason")
+
+    def errors(self) -> dict[str, float]:
+        return self.of("mlxrunner_request_errors_total", "reason")
 
 
 async def get(app: Any, path: str) -> Any:
@@ -80,53 +98,98 @@ def after(
 
 def test_the_engines_figures_are_those_of_the_status(call: Any):
     told, status = scrape(call), call("GET", "/v1/status").json
-    assert told("num_requests_running") == status["Running"]
-    assert told("num_requests_waiting") == status["Waiting"]
-    assert told("max_num_seqs") == status["Parallel"]
-    assert told("max_model_len") == status["ContextLength"]
-    assert told("prompt_tokens_total", source="cache") == status["Tokens"]["cached"]
-    assert told("prompt_tokens_total", source="computed") == status["Tokens"]["prefilled"]
-    assert told("generation_tokens_total") == status["Tokens"]["generated"]
-    assert told("num_preemptions_total") == status["Preemptions"]
-    assert told("prefix_cache_evictions_total") == status["Evictions"]
-    assert told("engine_failures_total") == status["Failures"]
-    assert told("engine_steps_total") == status["Steps"]
-    assert told("allocator_bytes") == status["Memory"]
+    tokens = status["Tokens"]
+    assert told("vllm:num_requests_running") == status["Running"]
+    assert told("vllm:num_requests_waiting") == status["Waiting"]
+    assert told("mlxrunner_max_num_seqs") == status["Parallel"]
+    assert told("mlxrunner_max_model_len") == status["ContextLength"]
+    assert told("vllm:prompt_tokens_total") == tokens["cached"] + tokens["prefilled"]
+    assert told("vllm:generation_tokens_total") == tokens["generated"]
+    assert told("vllm:prefix_cache_hits_total") == tokens["cached"]
+    assert told("vllm:prefix_cache_queries_total") == STATS.looked_up_tokens
+    assert told("vllm:num_preemptions_total") == status["Preemptions"]
+    assert told("mlxrunner_prefix_cache_evictions_total") == status["Evictions"]
+    assert told("mlxrunner_engine_failures_total") == status["Failures"]
+    assert told("mlxrunner_engine_steps_total") == status["Steps"]
+    assert told("mlxrunner_allocator_bytes") == status["Memory"]
     for reason, count in status["Misses"].items():
-        assert told("prefix_cache_misses_total", reason=reason) == count
+        assert told("mlxrunner_prefix_cache_misses_total", reason=reason) == count
 
 
 def test_the_lines_of_the_ledger_add_up_to_the_budget(call: Any):
     told, ledger = scrape(call), call("GET", "/v1/status").json["Ledger"]
     lines = {line: bytes_ for line, bytes_ in ledger.items() if line != "budget"}
-    assert {line: told("memory_bytes", line=line) for line in lines} == lines
-    assert told("memory_budget_bytes") == ledger["budget"] == sum(lines.values())
+    assert {line: told("mlxrunner_memory_bytes", line=line) for line in lines} == lines
+    assert told("mlxrunner_memory_budget_bytes") == ledger["budget"] == sum(lines.values())
+
+
+def test_the_cache_is_as_full_as_running_requests_hold_it(call: Any, generate: FakeGenerate):
+    """What is remembered and nobody runs on counts as free, as with vLLM's blocks."""
+    assert scrape(call)("vllm:kv_cache_usage_perc") == pytest.approx(250 / (250 + 100 + 200))
+    generate.now = RunnerStatus(state="loading", progress=0, stats=EngineStats())
+    assert scrape(call)("vllm:kv_cache_usage_perc") == 0
 
 
 def test_hits_are_a_histogram_of_cached_lengths(call: Any):
     told, hits = scrape(call), call("GET", "/v1/status").json["Hits"]
-    assert told("prefix_cache_hit_tokens_bucket", le="0.0") == hits["0"]
-    assert told("prefix_cache_hit_tokens_bucket", le="64.0") == 5
-    assert told("prefix_cache_hit_tokens_bucket", le="65536.0") == 7
-    assert told("prefix_cache_hit_tokens_bucket", le="+Inf") == sum(hits.values())
-    assert told("prefix_cache_hit_tokens_count") == sum(hits.values())
-    assert told("prefix_cache_hit_tokens_sum") == 700
+    name = "mlxrunner_prefix_cache_hit_tokens"
+    assert told(f"{name}_bucket", le="0.0") == hits["0"]
+    assert told(f"{name}_bucket", le="64.0") == 5
+    assert told(f"{name}_bucket", le="65536.0") == 7
+    assert told(f"{name}_bucket", le="+Inf") == sum(hits.values())
+    assert told(f"{name}_count") == sum(hits.values())
+    assert told(f"{name}_sum") == 700
 
 
 @pytest.mark.parametrize("state", ["loading", "ready", "stalled", "failed"])
 def test_one_state_is_the_present_one(call: Any, generate: FakeGenerate, state: Any):
     generate.now = RunnerStatus(state=state, progress=0, stats=EngineStats())
     told = scrape(call)
-    states = ("loading", "ready", "stalled", "failed")
-    assert [told("state", state=name) for name in states] == [name == state for name in states]
+    assert told.of("mlxrunner_state", "state") == {state: 1}
+    assert told.of("mlxrunner_model_state", "state") == {state: 1}
 
 
 def test_before_a_model_is_loaded_nothing_is_said_of_what_it_can_do(
-    call: Any, generate: FakeGenerate
+    call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
-    generate.now = RunnerStatus(state="loading", progress=3, stats=EngineStats())
-    names = {name for name, _ in scrape(call).samples}
-    assert not names & {"mlxrunner_max_num_seqs", "mlxrunner_max_model_len"}
+    on_disk = ModelState(name=CARD.id, phase="unloaded")
+    monkeypatch.setattr(generate, "states", lambda: [on_disk])
+    told = scrape(call)
+    names = {name for name, _ in told.samples}
+    assert not names & {f"mlxrunner_{n}" for n in ("max_num_seqs", "max_model_len")}
+    assert "mlxrunner_model_share_bytes" not in names
+    assert told.of("mlxrunner_model_state", "state") == {"unloaded": 1}
+
+
+def test_every_model_is_told_apart():
+    generate = FakeGenerate(HELLO, cards=(CARD, replace(CARD, id="other")))
+    told = after(generate, "/v1/chat/completions", {**CHAT, "model": "other"})
+    name = "vllm:time_to_first_token_seconds_count"
+    assert told(name) == 0
+    assert told(name, model_name="other") == 1
+    assert told("vllm:num_requests_running", model_name="other") == STATS.running
+
+
+def test_what_a_client_made_up_is_no_label():
+    body = {"model": "made up", "inputs": [], "messages": CHAT["messages"]}
+    generate = FakeGenerate(refusal=AppError(Kind.MODEL_NOT_FOUND, "no"))
+    told = after(generate, "/v1/embeddings", {**body, "input": "x"})
+    labels = {dict(labels).get("model_name") for _, labels in told.samples}
+    assert labels <= {CARD.id, "", None}
+
+
+@pytest.mark.parametrize("asked", ["m", "m:latest"])
+def test_a_model_is_one_under_both_of_its_names(asked: str):
+    cards = (replace(CARD, id="m"),)
+    metrics = Metrics(FakeGenerate(cards=cards))
+    watch = metrics.watch(GenerateRequest(model=asked, prompt="x"))
+    watch.fail(AppError(Kind.BUSY, "no"))
+    watch.end(complete=False)
+    [route] = metrics.routes()
+    told = asyncio.run(get(route.app, "/metrics"))
+    assert Scraped(read(told.body.decode())).of("mlxrunner_request_errors_total", "model_name") == {
+        "m": 1
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,10 +197,31 @@ def test_before_a_model_is_loaded_nothing_is_said_of_what_it_can_do(
 def test_an_answer_is_counted_by_its_finish_reason(stream: bool, reason: Any):
     generate = FakeGenerate([text("a"), finish(reason)])
     told = after(generate, "/v1/chat/completions", {**CHAT, "stream": stream})
-    assert told.outcomes() == {reason: 1}
+    assert told.ended() == {reason: 1}
+    assert told.errors() == {}
+    assert told("vllm:request_success_total", finished_reason="error") == 0
 
 
-def test_times_are_observed_once_for_each_answer():
+def test_a_call_ends_as_vllms_engine_says():
+    told = after(FakeGenerate([finish("tool_calls")]), "/v1/chat/completions", CHAT)
+    assert told.ended() == {"stop": 1}
+
+
+def test_each_choice_is_counted_and_the_request_once():
+    told = after(FakeGenerate(), "/v1/chat/completions", {**CHAT, "n": 3, "max_tokens": 9})
+    assert told.ended() == {"stop": 3}
+    assert told("vllm:e2e_request_latency_seconds_count") == 3
+    assert told("vllm:time_to_first_token_seconds_count") == 3
+    assert told("vllm:request_params_n_sum") == 3
+    assert told("vllm:request_params_n_count") == 1
+    assert told("vllm:request_params_max_tokens_sum") == 9
+    assert told("vllm:request_generation_tokens_sum") == 6
+    assert told("vllm:request_prompt_tokens_sum") == 21
+    assert told("vllm:request_prefill_kv_computed_tokens_sum") == 12
+
+
+def test_times_are_those_of_the_phases():
+    """Two milliseconds of prefill and thirty of decoding, of thirty-five in all."""
     slow: Script = [
         Pause(0.03),
         Progress(done=1, total=9),
@@ -148,20 +232,58 @@ def test_times_are_observed_once_for_each_answer():
         finish(tokens=4),
     ]
     told = after(FakeGenerate(slow), "/v1/chat/completions", {**CHAT, "stream": True})
-    queue, first = "request_queue_time_seconds", "time_to_first_token_seconds"
-    assert told(f"{queue}_count") == told(f"{first}_count") == 1
-    assert told(f"{queue}_sum") >= 0.03
-    assert told(f"{first}_sum") >= told(f"{queue}_sum") + 0.06
-    per_token = "request_time_per_output_token_seconds"
+    assert told("vllm:time_to_first_token_seconds_count") == 1
+    assert told("vllm:time_to_first_token_seconds_sum") >= 0.09
+    assert told("vllm:e2e_request_latency_seconds_sum") >= 0.09
+    phases = {
+        name: told(f"vllm:request_{name}_time_seconds_sum")
+        for name in ("queue", "prefill", "decode", "inference")
+    }
+    assert phases == pytest.approx(
+        {"queue": 0.003, "prefill": 0.002, "decode": 0.030, "inference": 0.032}
+    )
+    per_token = "vllm:request_time_per_output_token_seconds"
     # thirty milliseconds between the first of four tokens and the last
     assert told(f"{per_token}_sum") == pytest.approx(0.01)
     assert told(f"{per_token}_bucket", le="0.008") == 0
-    assert told(f"{per_token}_bucket", le="0.015") == 1
+    assert told(f"{per_token}_bucket", le="0.01") == 1
 
 
 def test_one_token_has_no_time_between_tokens():
     told = after(FakeGenerate([text("a"), finish(tokens=1)]), "/completion", LINES)
-    assert told("request_time_per_output_token_seconds_count") == 0
+    assert told("vllm:request_time_per_output_token_seconds_count") == 0
+    assert told("vllm:inter_token_latency_seconds_count") == 0
+
+
+def test_gaps_between_tokens_are_the_engines():
+    """Not of when a client happened to read them."""
+    end = finish(tokens=4)
+    gaps = replace(end.timings, gaps_ns=(1_000_000, 5_000_000, 90_000_000_000))
+    generate = FakeGenerate([text("abcd"), replace(end, timings=gaps)])
+    told = after(generate, "/completion", LINES)
+    name = "vllm:inter_token_latency_seconds"
+    assert told(f"{name}_bucket", le="0.001") == 1
+    assert told(f"{name}_bucket", le="0.006") == 2
+    assert told(f"{name}_bucket", le="80.0") == 2
+    assert told(f"{name}_bucket", le="+Inf") == told(f"{name}_count") == 3
+    assert told(f"{name}_sum") == pytest.approx(90.006)
+
+
+def test_an_echoed_prompt_is_no_first_token():
+    script: Script = [text("hi"), Pause(0.1), text("a"), finish(tokens=1)]
+    body = {"model": CARD.id, "prompt": "hi", "echo": True}
+    told = after(FakeGenerate(script), "/v1/completions", body)
+    assert told("vllm:time_to_first_token_seconds_sum") > 0.05
+
+
+def test_a_load_is_timed_apart_from_the_queue():
+    script: Script = [Loading(progress=0), Pause(0.05), Loading(progress=9), *HELLO]
+    told = after(FakeGenerate(script), "/v1/chat/completions", {**CHAT, "stream": True})
+    assert told("mlxrunner_request_load_time_seconds_count") == 1
+    assert told("mlxrunner_request_load_time_seconds_sum") >= 0.05
+    assert told("vllm:request_queue_time_seconds_sum") == pytest.approx(0.003)
+    loaded = after(FakeGenerate(HELLO), "/v1/chat/completions", CHAT)
+    assert loaded("mlxrunner_request_load_time_seconds_count") == 0
 
 
 @pytest.mark.parametrize(
@@ -174,8 +296,9 @@ def test_one_token_has_no_time_between_tokens():
 )
 def test_a_refused_request_is_counted_by_its_reason(kind: Kind, outcome: str):
     told = after(FakeGenerate(refusal=AppError(kind, "no")), "/v1/chat/completions", CHAT)
-    assert told.outcomes() == {outcome: 1}
-    assert told("time_to_first_token_seconds_count") == 0
+    assert told.errors() == {outcome: 1}
+    assert told.ended() == {}
+    assert told("vllm:time_to_first_token_seconds_count") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -183,25 +306,36 @@ def test_an_answer_that_breaks_off_is_counted_by_its_error(stream: bool):
     generate = FakeGenerate([text("a"), AppError(Kind.ENGINE, "planted")])
     told = after(generate, "/v1/chat/completions", {**CHAT, "stream": stream})
     # a stream tells its client and leaves in good order, and still the answer broke off
-    assert told.outcomes() == {"engine_error": 1}
+    assert told.errors() == {"engine_error": 1}
+    assert told.ended() == {"error": 1}
 
 
 def test_a_fault_of_ours_is_counted_as_one():
     told = after(FakeGenerate([text("a"), KeyError("planted")]), "/completion", LINES)
-    assert told.outcomes() == {"internal_error": 1}
+    assert told.errors() == {"internal_error": 1}
 
 
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", {**CHAT, "stream": True}), ("/completion", LINES)]
 )
-def test_a_client_that_leaves_is_counted_as_cancelled(path: str, body: Any):
+def test_a_client_that_leaves_is_counted_as_an_abort(path: str, body: Any):
     async def leave(conversation: Conversation) -> None:
         await conversation.until(lambda reply: b"Hel" in reply.body)
         conversation.hang_up()
 
     told = after(FakeGenerate([text("Hel"), FOREVER]), path, body, leave)
-    assert told.outcomes() == {"cancelled": 1}
-    assert told("time_to_first_token_seconds_count") == 1
+    assert told.ended() == {"abort": 1}
+    assert told.errors() == {}
+    assert told("vllm:time_to_first_token_seconds_count") == 1
+    assert told("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_vectors_are_counted_too():
+    told = after(FakeGenerate(), "/v1/embeddings", {"model": CARD.id, "input": "x"})
+    assert told("mlxrunner_embedding_requests_total", outcome="done") == 1
+    generate = FakeGenerate(refusal=AppError(Kind.BUSY, "no"))
+    told = after(generate, "/v1/embeddings", {"model": CARD.id, "input": "x"})
+    assert told.errors() == {"server_busy": 1}
 
 
 def test_two_servers_count_apart():
@@ -209,6 +343,84 @@ def test_two_servers_count_apart():
         apps = [build_app(FakeGenerate(HELLO), Settings()) for _ in range(2)]
         await Conversation(apps[0], "POST", "/completion", json.dumps(LINES).encode()).end()
         told = [Scraped(read((await get(app, "/metrics")).body.decode())) for app in apps]
-        assert [one.outcomes() for one in told] == [{"stop": 1}, {}]
+        assert [one.ended() for one in told] == [{"stop": 1}, {}]
 
     asyncio.run(run())
+
+
+def test_no_figure_has_two_names_and_every_family_of_a_model_names_it(call: Any):
+    reply = call("GET", "/metrics")
+    families = list(text_string_to_metric_families(reply.body.decode()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    for family in families:
+        if family.name.startswith("vllm:"):
+            assert family.samples, family.name
+            assert all({"model_name", "engine"} <= one.labels.keys() for one in family.samples)
+
+
+def test_an_engine_that_began_again_goes_on_counting_for_its_model():
+    generate = FakeGenerate(HELLO)
+    engines = EngineFigures(generate)
+    engines.look()
+    generate.now = replace(generate.now, stats=EngineStats(generated_tokens=5, steps=2))
+    [state] = engines.look()
+    assert state.stats.generated_tokens == STATS.generated_tokens + 5
+    assert state.stats.steps == STATS.steps + 2
+    assert state.stats.running == 0
+    assert dict(state.stats.misses) == dict(STATS.misses)
+
+
+COUNTS = ("generated_tokens", "cached_tokens", "evictions", "steps")
+
+
+def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
+    counts: dict[str, Any] = {
+        name: getattr(stats, name) + count for name, count in zip(COUNTS, more, strict=True)
+    }
+    hits = (stats.hits[0] + more[0], *stats.hits[1:])
+    misses = {**dict(stats.misses), "empty": dict(stats.misses).get("empty", 0) + more[3]}
+    return replace(stats, **counts, hits=hits, misses=tuple(misses.items()), running=more[1])
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(*[st.integers(0, 5)] * len(COUNTS)), max_size=5), min_size=1, max_size=6
+    ),
+    st.booleans(),
+)
+def test_totals_never_go_back_and_lose_nothing_that_was_told(
+    lives: list[list[tuple[int, ...]]], processes: bool
+):
+    """Lives of one model's engines, each a list of what it counted between two looks. Between two
+    lives the model is out of memory, and another process has it then; or it is a thread, which is
+    known to be another only by what it has not counted."""
+    totals, before, expected = Totals(), Totals().stats, 0
+    for life, told in enumerate(lives):
+        now = EngineStats()
+        pid = 100 + life if processes else None
+        looks = [ModelState(name="m", phase="unloaded")]
+        for more in told:
+            now = grown(now, more)
+            looks.append(ModelState(name="m", phase="ready", stats=now, pid=pid))
+        for state in looks:
+            totals = totals.then(state)
+            after_ = totals.stats
+            for name in COUNTS:
+                assert getattr(after_, name) >= getattr(before, name)
+            assert all(map(int.__le__, before.hits, after_.hits))
+            assert after_.running == state.stats.running
+            before = after_
+        expected += now.generated_tokens
+    assert totals.stats.generated_tokens == expected
+    assert totals.stats.hits[0] == expected
+
+
+@given(st.integers(1, 9), st.integers(0, 9))
+def test_another_process_is_another_engine_even_if_it_has_counted_more(had: int, more: int):
+    """Nobody looked between the death of one and the first words of the next."""
+    totals = Totals()
+    for pid, count in ((1, had), (2, had + more)):
+        stats = EngineStats(steps=count)
+        totals = totals.then(ModelState(name="m", phase="ready", stats=stats, pid=pid))
+    assert totals.stats.steps == had + had + more

@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def test_a_stream_arrives_while_it_is_written_and_ends_when_its_client_leaves(
     one: Nginx, pair: list[Served]
 ) -> None:
     body = completion(4000, stream=True)
-    reply = one.send("POST", "/v1/completions", json=body, stream=True)
-    with reply:
+    with closing(one.send("POST", "/v1/completions", json=body, stream=True)) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         pieces = events(reply.iter_lines())
         assert next(pieces)["choices"][0]["text"]
@@ -172,18 +171,21 @@ class Streaming:
 
     def _read(self) -> None:
         try:
-            with self._nginx.send(
+            reply = self._nginx.send(
                 "POST",
                 "/v1/completions",
-                json=completion(self._tokens, stream=True, prompt=self._session),
+                json=completion(self._tokens, stream=True),
                 headers={"X-Session-Id": self._session},
                 stream=True,
-            ) as reply:
+            )
+            with closing(reply):
                 for _ in events(reply.iter_lines()):
                     self.pieces += 1
                     self.begun.set()
         except (httpx.HTTPError, AssertionError) as error:
             self.error = error
+        finally:
+            self.begun.set()
 
 
 def homes(nginx: Nginx, servers: list[Served]) -> dict[int, list[str]]:

@@ -5,18 +5,13 @@ asked for.
 """
 
 import math
-import re
 from collections.abc import Collection
 
 from app.api.fields import Fields, invalid, shown
+from app.core import durations
 from app.core.errors import AppError, Kind
 
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
-
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_BARE = re.compile(r"-?\d{1,15}(?:\.\d{1,9})?", re.ASCII)
-_PART = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)(ms|s|m|h)", re.ASCII)
-_DURATION = re.compile(rf"-?(?:{_PART.pattern}){{1,4}}", re.ASCII)
 
 # The only tier there is, in OpenAI's word.
 TIER = "default"
@@ -40,11 +35,10 @@ def unknown_model(model: str) -> AppError:
 
 def read_keep_alive(fields: Fields) -> float | None:
     """Seconds that the model stays loaded after this request, math.inf for ever: Ollama's field. A
-    number of seconds, or a text such as "90s", "5m" or "1h30m"; a negative one is for ever. Its
-    durations are Go's (time.ParseDuration), down to milliseconds."""
+    number of seconds, or a text such as "90s", "5m" or "1h30m"; a negative one is for ever."""
     value = fields.value("keep_alive")
     if isinstance(value, str):
-        seconds = _duration(value)
+        seconds = durations.seconds(value)
     else:
         seconds = fields.number("keep_alive", -(2.0**63), 2.0**63)
         if value is None:
@@ -53,17 +47,6 @@ def read_keep_alive(fields: Fields) -> float | None:
         wanted = 'a number of seconds or a duration such as "5m"'
         raise invalid("keep_alive", f"keep_alive must be {wanted}, not {shown(value)}")
     return math.inf if seconds < 0 else seconds
-
-
-def _duration(text: str) -> float | None:
-    if _BARE.fullmatch(text):
-        return float(text)
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        return None
-    parts = _PART.findall(text)
-    total = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    return -total if text.startswith("-") else total
 
 
 def read_tier(fields: Fields) -> str | None:

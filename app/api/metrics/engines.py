@@ -17,14 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.api.metrics.families import ENGINE, LABELS
 from app.api.metrics.totals import Totals
 from app.core.jobs import HIT_BOUNDS
 from app.core.ports import Generate, RunnerState
 from app.core.residents import ModelPhase, ModelState
-
-# of every family that tells of a model. engine: vLLM's number of a replica, of which we have one
-LABELS = ("model_name", "engine")
-ENGINE = "0"
 
 _SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)
 _PHASES: Sequence[ModelPhase] = get_args(ModelPhase)
@@ -151,7 +148,9 @@ class EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._generate.status().state
-        whole = GaugeMetricFamily("mlxrunner_state", "1 for how the server stands", labels=["state"])
+        whole = GaugeMetricFamily(
+            "mlxrunner_state", "1 for how the server stands", labels=["state"]
+        )
         for name in _SERVER_STATES:
             whole.add_metric([name], name == now)
         yield whole

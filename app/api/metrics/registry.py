@@ -1,0 +1,84 @@
+"""/metrics: what Prometheus scrapes.
+
+Knows: prometheus_client, starlette. Must not know: how any of it is counted below. Each number has
+one writer: the engines' are read from the models' states when somebody scrapes, and those of a
+request's life are noted by a watcher of requests.
+"""
+
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, Info, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api.metrics.engines import EngineFigures
+from app.api.metrics.requests import RequestFigures
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.events import Event
+from app.core.ports import Generate
+from app.core.requests import GenerateRequest
+from app.core.watched import Watch
+
+
+class Metrics:
+    """Figures of one server, in a registry of its own."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._registry = CollectorRegistry()
+        self._generate = generate
+        self._engines = EngineFigures(generate)
+        self._registry.register(self._engines)
+        self._requests = RequestFigures(self._registry, self._served)
+        # of the front door alone: runners are processes of their own. Linux only.
+        ProcessCollector(registry=self._registry)
+        Info("mlxrunner_build", "What this is", registry=self._registry).info(
+            {"version": version("mlxrunner")}
+        )
+
+    def watch(self, request: GenerateRequest | EmbedRequest) -> Watch:
+        """To be told of every request (`app.core.watched.Watcher`)."""
+        return _Looking(self._requests.watch(request), self._engines)
+
+    def routes(self) -> list[Route]:
+        async def metrics(request: Request) -> Response:
+            for state in self._generate.states():
+                if state.phase != "unloaded":
+                    self._requests.of(state.name)  # so that its figures begin at zero, not at one
+            return Response(
+                generate_latest(self._registry),
+                headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4},
+            )
+
+        return [Route("/metrics", metrics, methods=["GET"])]
+
+    def _served(self, asked: str) -> str:
+        """Ollama's clients write out the tag that a name without one stands for."""
+        names = {state.name for state in self._generate.states()}
+        for name in (asked, asked.removesuffix(":latest")):
+            if name in names:
+                return name
+        return ""
+
+
+class _Looking:
+    """Looks at the engines' counters when a request ends: a runner that dies, or leaves memory,
+    before the next scrape takes along less that way."""
+
+    def __init__(self, watch: Watch, engines: EngineFigures) -> None:
+        self._watch = watch
+        self._engines = engines
+
+    def note(self, event: Event) -> None:
+        self._watch.note(event)
+
+    def embedded(self, found: Embeddings) -> None:
+        self._watch.embedded(found)
+
+    def fail(self, error: Exception) -> None:
+        self._watch.fail(error)
+
+    def end(self, *, complete: bool) -> None:
+        self._watch.end(complete=complete)
+        self._engines.look()

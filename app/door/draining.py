@@ -1,0 +1,105 @@
+"""A uvicorn server that ends well.
+
+Knows: uvicorn's server, signals, how long answers may go on. Must not know: routes, what an answer
+is, how it is told that it has to end.
+
+    told to stop ──▶ accepts nobody, answers nothing new ──drain──▶ answers are ended with an error
+                 ──a few seconds──▶ whoever has not read it is cut off ──▶ lifespan, exit
+
+Told a second time, it ends as a process without a handler would: at once, status 128 + n.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+from typing import Protocol, cast
+
+import uvicorn
+
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+from app.door.connections import STOPPING, Connection
+from app.door.crowd import allow_files
+
+log = logging.getLogger(__name__)
+
+# Seconds in which clients may read that their answers had to end.
+_LAST_WORDS = 5.0
+
+# Seconds in which requests whose client is gone take notice.
+_NOTICE = 1.0
+
+# Seconds between two looks at what is still going on.
+_TICK = 0.05
+
+
+class Answers(Protocol):
+    """Whoever can end all answers that are in the making."""
+
+    def end(self, why: AppError) -> None: ...
+
+
+class Server(uvicorn.Server):
+    """config: with `http=connections.protocol(settings)`. answers: told when `settings.drain`
+    seconds after the first signal some are not whole."""
+
+    def __init__(self, config: uvicorn.Config, answers: Answers, settings: Settings) -> None:
+        super().__init__(config)
+        self._answers = answers
+        self._drain = settings.drain
+        self._most = settings.max_connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        allow_files(self._most)
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What uvicorn does with a second signal depends on which one it is, and waits for the
+        event loop, which may be what does not move."""
+        self._captured_signals.append(sig)
+        self.should_exit = True
+        if len(self._captured_signals) > 1:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for handed_in in sockets or ():
+            handed_in.close()
+        log.info("stopping: %d requests are answered first", len(self.server_state.tasks))
+        if not await self._over(self._drain):
+            await self._end()
+        await self.lifespan.shutdown()
+
+    async def _end(self) -> None:
+        """The patience with running answers has come to its end."""
+        tasks, connections = self.server_state.tasks, self.server_state.connections
+        log.warning("%d answers are ended after %g s of waiting", len(tasks), self._drain)
+        self._answers.end(AppError(Kind.STOPPING, STOPPING))
+        if await self._over(_LAST_WORDS):
+            return
+        log.warning("%d clients are cut off", len(connections))
+        for connection in tuple(connections):
+            cast(Connection, connection).transport.abort()
+        if await self._over(_NOTICE):
+            return
+        log.error("%d requests did not notice that they are over", len(tasks))
+        for task in tuple(tasks):
+            task.cancel()
+
+    async def _over(self, seconds: float) -> bool:
+        """Whether all clients are gone, and all that they asked for, within that time."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        tasks, connections = self.server_state.tasks, self.server_state.connections
+        while tasks or connections:
+            for connection in tuple(connections):
+                # also those which were just being accepted when the others were told
+                connection.shutdown()
+            if loop.time() >= until:
+                return False
+            await asyncio.sleep(_TICK)
+        return True

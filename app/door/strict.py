@@ -1,0 +1,73 @@
+"""h11 with bounds on what one request may be made of.
+
+Knows: HTTP/1.1 as h11 reads it. Must not know: sockets, time, who reads it.
+"""
+
+import h11
+from starlette.responses import Response
+
+from app.api.wire import problem_reply
+from app.core.errors import AppError, Kind
+
+# Of a request line with its header fields, and of the fields alone. Nginx has 32 KiB, Node 16 KiB,
+# h11 as many fields as fit.
+HEAD_BYTES = 64 * 1024
+HEAD_FIELDS = 128
+
+# Chunks may be as small as they like up to so many, and then have so many bytes on average.
+_CHUNKS = 1024
+_CHUNK_BYTES = 128
+
+
+class StrictConnection(h11.Connection):
+    """A server's side. h11 alone holds a head to its size only while the head is not whole, and
+    counts neither fields nor chunks. method: of the request that came last. fault: why the last
+    event could not be read."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        self.method = b""
+        self.fault: Response | None = None
+        self._chunks = self._bytes = 0
+
+    def next_event(
+        self,
+    ) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request):
+                self._check_head(event)
+            if isinstance(event, h11.Data):
+                self._check_chunk(event)
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint
+            told = AppError(
+                Kind.INVALID,
+                f"the request is no valid HTTP: {error}",
+                code="request_header_fields_too_large" if status == 431 else "invalid_http",
+            )
+            self.fault = problem_reply(told, status=status)
+            raise
+        return event
+
+    def _check_head(self, head: h11.Request) -> None:
+        self.method = head.method
+        self._chunks = self._bytes = 0
+        fields = head.headers.raw_items()
+        # each with its colon, space and line end
+        size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
+        if len(fields) > HEAD_FIELDS or size > HEAD_BYTES:
+            raise h11.RemoteProtocolError(
+                f"its head has {len(fields)} header fields and {size} bytes, and the limits are "
+                f"{HEAD_FIELDS} and {HEAD_BYTES}",
+                error_status_hint=431,
+            )
+
+    def _check_chunk(self, piece: h11.Data) -> None:
+        self._chunks += piece.chunk_start
+        self._bytes += len(piece.data)
+        if self._chunks > _CHUNKS and self._bytes < self._chunks * _CHUNK_BYTES:
+            raise h11.RemoteProtocolError(
+                f"its body came in {self._chunks} chunks of less than {_CHUNK_BYTES} bytes on "
+                "average: send larger ones"
+            )

@@ -1,0 +1,213 @@
+"""Plain data ↔ lines of JSON, exactly: what is read equals what was written, in value and type.
+
+Knows: type annotations. Must not know: what the classes that it writes mean.
+
+A dataclass is an object of its fields; where an annotation leaves a choice of several, the key
+"is" says which one it is. JSON has no infinities, bytes or paths: these are strings. What an
+annotation says is looked at once for each class, when a `Codec` is made; for a token of an answer
+that leaves two calls and a dict. Both ends run the same code, so nothing is validated.
+"""
+
+import dataclasses
+import math
+import os
+import types
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from urllib.parse import quote_from_bytes, unquote_to_bytes
+
+import orjson
+
+T = TypeVar("T")
+
+_Turn = Callable[[Any], Any]
+
+_TAG = "is"
+
+
+class _Coder:
+    """write, read: between a value and what JSON has for it; None where the two are the same."""
+
+    __slots__ = ("read", "write")
+
+    def __init__(self, write: _Turn | None = None, read: _Turn | None = None) -> None:
+        self.write = write
+        self.read = read
+
+
+class Codec(Generic[T]):
+    """kind: a dataclass or a union of such. Raises TypeError for an annotation that is none of
+    those below."""
+
+    def __init__(self, kind: Any) -> None:
+        coder = _Codecs().of(kind)
+        self._write, self._read = coder.write or _same, coder.read or _same
+
+    def encode(self, value: T) -> bytes:
+        """One line, without its end."""
+        return orjson.dumps(self._write(value))
+
+    def decode(self, line: bytes) -> T:
+        return self._read(orjson.loads(line))
+
+
+class _Codecs:
+    """Makes coders, and remembers them, because classes may refer to themselves."""
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[type, bool], _Coder] = {}
+
+    def of(self, kind: Any) -> _Coder:
+        origin, arguments = get_origin(kind), get_args(kind)
+        if origin in (Union, types.UnionType):
+            return self._union(arguments)
+        if origin is tuple:
+            return self._tuple(arguments)
+        if origin is frozenset:
+            return self._frozenset(arguments[0])
+        if kind in (str, int, bool, Any, type(None)) or origin in (Literal, Mapping):
+            return _Coder()  # a mapping holds parsed JSON
+        if kind is float:
+            return _Coder(_write_float, float)
+        if kind is bytes:
+            return _Coder(lambda value: b64encode(value).decode("ascii"), b64decode)
+        if kind is Path:
+            return _Coder(_write_path, _read_path)
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return _Coder(None, kind)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return self._dataclass(kind, tagged=False)
+        raise TypeError(f"{kind} does not cross")
+
+    def _union(self, members: tuple[Any, ...]) -> _Coder:
+        others = tuple(member for member in members if member is not type(None))
+        if len(others) == 1:
+            return _maybe(self.of(others[0]))
+        if all(dataclasses.is_dataclass(other) for other in others):
+            return _maybe(self._tagged(others))
+        coders = [self.of(other) for other in others]
+        if any(coder.write or coder.read for coder in coders):
+            raise TypeError(f"nothing tells {others} apart")
+        return _Coder()
+
+    def _tagged(self, classes: tuple[type, ...]) -> _Coder:
+        coders = {kind: self._dataclass(kind, tagged=True) for kind in classes}
+        names = {kind.__name__: coder for kind, coder in coders.items()}
+
+        def write(value: Any) -> Any:
+            return cast(_Turn, coders[type(value)].write)(value)
+
+        def read(value: Any) -> Any:
+            return cast(_Turn, names[value.pop(_TAG)].read)(value)
+
+        return _Coder(write, read)
+
+    def _tuple(self, arguments: tuple[Any, ...]) -> _Coder:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return _each(self.of(arguments[0]), tuple)
+        places = [self.of(argument) for argument in arguments]
+        if len(places) == 2:
+            return _pair(*places)
+        writes, reads = [place.write for place in places], [place.read for place in places]
+
+        def read(value: Any) -> Any:
+            return tuple(one(v) if one else v for one, v in zip(reads, value, strict=True))
+
+        def write(value: Any) -> Any:
+            return [one(v) if one else v for one, v in zip(writes, value, strict=True)]
+
+        return _Coder(write if any(writes) else None, read if any(reads) else tuple)
+
+    def _frozenset(self, member: Any) -> _Coder:
+        each = _each(self.of(member), frozenset)
+        return _Coder(each.write or list, each.read)
+
+    def _dataclass(self, kind: type, *, tagged: bool) -> _Coder:
+        """orjson writes an untagged dataclass by itself, if it holds nothing special."""
+        if (known := self._classes.get((kind, tagged))) is not None:
+            return known
+        # what it holds may lead back to it, before it is done
+        made = self._classes[kind, tagged] = _Coder()
+        made.write, made.read = _later(made, "write"), _later(made, "read")
+        hints = get_type_hints(kind)
+        fields = [field.name for field in dataclasses.fields(kind)]
+        coders = {name: self.of(hints[name]) for name in fields}
+        writes = [(name, coder.write) for name, coder in coders.items() if coder.write]
+        reads = [(name, coder.read) for name, coder in coders.items() if coder.read]
+        tag = {_TAG: kind.__name__} if tagged else {}
+
+        def write(value: Any) -> Any:
+            written = {**tag, **{name: getattr(value, name) for name in fields}}
+            for name, one in writes:
+                written[name] = one(written[name])
+            return written
+
+        def read(value: Any) -> Any:
+            for name, one in reads:
+                value[name] = one(value[name])
+            return kind(**value)
+
+        made.write, made.read = write if tagged or writes else None, read
+        return made
+
+
+def _later(coder: _Coder, way: Literal["write", "read"]) -> _Turn:
+    """What will stand there when it is called."""
+
+    def turn(value: Any) -> Any:
+        return getattr(coder, way)(value)
+
+    return turn
+
+
+def _maybe(coder: _Coder) -> _Coder:
+    """None, or what `coder` is for."""
+
+    def optional(turn: _Turn | None) -> _Turn | None:
+        return turn and (lambda value: None if value is None else turn(value))
+
+    return _Coder(optional(coder.write), optional(coder.read))
+
+
+def _pair(left: _Coder, right: _Coder) -> _Coder:
+    """Like any tuple. Probable tokens are pairs, and there may be millions of them."""
+    read_left, read_right = left.read or _same, right.read or _same
+    write_left, write_right = left.write or _same, right.write or _same
+
+    def write(value: Any) -> Any:
+        return write_left(value[0]), write_right(value[1])
+
+    def read(value: Any) -> Any:
+        return read_left(value[0]), read_right(value[1])
+
+    return _Coder(
+        write if left.write or right.write else None, read if left.read or right.read else tuple
+    )
+
+
+def _each(coder: _Coder, collect: _Turn) -> _Coder:
+    write, read = coder.write, coder.read
+    return _Coder(
+        write and (lambda value: [write(one) for one in value]),
+        (lambda value: collect([read(one) for one in value])) if read else collect,
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _write_float(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _write_path(path: Path) -> str:
+    """A path is bytes, of which some are no UTF-8."""
+    return quote_from_bytes(os.fsencode(path))
+
+
+def _read_path(text: str) -> Path:
+    return Path(os.fsdecode(unquote_to_bytes(text)))

@@ -1,0 +1,110 @@
+"""Requests' holds on a model.
+
+Knows: who waits for a model and who holds it, since when. Must not know: runners, who decides that
+it is loaded. Whoever holds a model keeps it in memory; whoever waits makes it wanted.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from app.core.errors import AppError
+from app.core.events import Loading
+
+
+class Lease:
+    """What one request has of a model. at: when it came to wait, or to hold."""
+
+    def __init__(self, at: float, told: Callable[[], Loading]) -> None:
+        self.at = at
+        self.stands: Literal["waits", "holds", "refused"] = "waits"
+        self._told = told
+        self._error: AppError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return self.stands == "holds"
+
+    def loading(self) -> Loading:
+        return self._told()
+
+    async def wait(self) -> None:
+        """Returns when the model is in memory and this holds it. A model that breaks while it is
+        waited for is waited for again. Raises AppError: BUSY when too many wait already, STOPPING,
+        or whatever it is that keeps the model from being loaded."""
+        while self.stands == "waits":
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            # each who waits gets one of its own: raising adds to what an exception carries
+            raise again(self._error, self._error.retry_after)
+
+    def put(self, stands: Literal["waits", "holds", "refused"], at: float) -> None:
+        self.stands, self.at = stands, at
+        self._news.set()
+
+    def refuse(self, error: AppError) -> None:
+        self.stands, self._error = "refused", error
+        self._news.set()
+
+
+class Leases:
+    """All of one model."""
+
+    def __init__(self, told: Callable[[], Loading]) -> None:
+        self._told = told
+        self._all: dict[Lease, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def waiting(self) -> int:
+        return sum(lease.stands == "waits" for lease in self._all)
+
+    @property
+    def waiting_since(self) -> float | None:
+        return min((lease.at for lease in self._all if lease.stands == "waits"), default=None)
+
+    @property
+    def held_since(self) -> float | None:
+        return min((lease.at for lease in self._all if lease.stands == "holds"), default=None)
+
+    def enter(self, now: float) -> Lease:
+        lease = Lease(now, self._told)
+        self._all[lease] = None
+        return lease
+
+    def leave(self, lease: Lease) -> None:
+        del self._all[lease]
+
+    def grant(self, now: float) -> bool:
+        """Whether anybody had waited."""
+        return self._move("waits", "holds", now)
+
+    def withdraw(self, now: float) -> None:
+        """The model is gone, and those who held it wait for it again. Whose answer broke off with
+        it leaves at once; the others had not begun."""
+        self._move("holds", "waits", now)
+
+    def refuse(self, error: AppError) -> None:
+        """To all who wait."""
+        for lease in self._all:
+            if lease.stands == "waits":
+                lease.refuse(error)
+
+    def _move(
+        self, before: Literal["waits", "holds"], after: Literal["waits", "holds"], now: float
+    ) -> bool:
+        moved = [lease for lease in self._all if lease.stands == before]
+        for lease in moved:
+            lease.put(after, now)
+        return bool(moved)
+
+
+def again(error: AppError, retry_after: int | None) -> AppError:
+    """The same, to be raised by somebody else."""
+    return AppError(
+        error.kind, error.message, param=error.param, code=error.code, retry_after=retry_after
+    )

@@ -1,0 +1,146 @@
+"""The line to a runner's process: requests down, news up, over loopback HTTP.
+
+Knows: the wire, an HTTP client. Must not know: processes, who may submit how much. Imported when a
+process is started and no sooner: the client takes a while to import, in which the process begins.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+
+from app.core.embeddings import Embedded, EmbedJob
+from app.core.errors import AppError, Kind
+from app.core.jobs import Job
+from app.runners import wire
+from app.runners.wire import News, Status
+
+# Nothing here may take longer than the process lives, and whoever watches that ends it: so there is
+# no time limit on a request, which may wait behind a long prefill.
+_NO_LIMIT = httpx2.Timeout(None)
+
+# One connection for the news, one for each request that is being handed over, and those kept for
+# the next ones. Seconds: less than the other side keeps them.
+_CONNECTIONS = httpx2.Limits(
+    max_connections=None, max_keepalive_connections=16, keepalive_expiry=60.0
+)
+
+
+class Line:
+    """The engine of a `Desk`. hand_over: gets what became of inputs to be embedded."""
+
+    def __init__(self, port: int, secret: str, hand_over: Callable[[Embedded], None]) -> None:
+        self._http = httpx2.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"Authorization": f"Bearer {secret}"},
+            # no proxy of the environment's comes between, no certificates are read
+            trust_env=False,
+            verify=False,
+            timeout=_NO_LIMIT,
+            limits=_CONNECTIONS,
+        )
+        self._hand_over = hand_over
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._submitting: dict[str, asyncio.Task[None]] = {}
+        self._embedding: dict[str, asyncio.Task[None]] = {}
+
+    async def status(self) -> Status:
+        """Raises httpx2.HTTPError."""
+        reply = await self._http.get("/v1/status")
+        reply.raise_for_status()
+        return wire.STATUS.decode(reply.content)
+
+    @asynccontextmanager
+    async def news(self) -> AsyncGenerator[AsyncIterator[News]]:
+        """May be asked for once; leaving it ends the process. Entering and iterating raise
+        httpx2.HTTPError."""
+        async with self._http.stream("GET", "/v1/updates") as reply:
+            reply.raise_for_status()
+            async with aclosing(self._lines(reply)) as lines:
+                yield lines
+
+    async def submit(self, job: Job) -> None:
+        """The request goes on when this is cancelled: only then is it known what to cancel."""
+        request = self._post("/v1/jobs", wire.JOB.encode(job))
+        posting = self._submitting[job.id] = self._begin(self._answered(request))
+        posting.add_done_callback(lambda _: self._submitting.pop(job.id))
+        await asyncio.wait({posting})
+        if posting.cancelled():
+            raise _stopped()
+        posting.result()
+
+    def embed(self, job: EmbedJob) -> None:
+        asking = self._embedding[job.id] = self._begin(self._embedded(job))
+        asking.add_done_callback(lambda _: self._embedding.pop(job.id))
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        self._begin(self._cancelled(job, keep))
+
+    async def close(self) -> None:
+        """Nothing more will come, and nobody waits for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.aclose()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _lines(self, reply: httpx2.Response) -> AsyncGenerator[News]:
+        partial = bytearray()
+        async for data in reply.aiter_raw():
+            partial += data
+            *lines, rest = partial.split(b"\n")
+            partial = rest
+            for line in lines:
+                yield wire.NEWS.decode(line)
+            # what is here already must not keep the others waiting
+            await asyncio.sleep(0)
+
+    async def _post(self, path: str, body: bytes) -> httpx2.Response:
+        """Raises AppError: the one that was answered, or that nobody did."""
+        try:
+            reply = await self._http.post(path, content=body)
+        except httpx2.HTTPError as error:
+            raise _stopped() from error
+        if reply.status_code == 422:
+            raise wire.app_error(wire.PROBLEM.decode(reply.content))
+        if not reply.is_success:
+            raise AppError(Kind.ENGINE, f"the engine's process answered {reply.status_code}")
+        return reply
+
+    async def _answered(self, request: Coroutine[Any, Any, httpx2.Response]) -> None:
+        await request
+
+    async def _embedded(self, job: EmbedJob) -> None:
+        """A vector to each input, all of one length."""
+        try:
+            reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job))
+        except AppError as error:
+            self._hand_over(Embedded(job=job.id, error=error.message))
+            return
+        whole, count = reply.content, len(job.inputs)
+        size = len(whole) // count
+        vectors = tuple(whole[i * size : (i + 1) * size] for i in range(count))
+        self._hand_over(Embedded(job=job.id, vectors=vectors))
+
+    async def _cancelled(self, job: str, keep: int | None) -> None:
+        if (posting := self._submitting.get(job)) is not None:
+            await asyncio.wait({posting})
+        if (asking := self._embedding.get(job)) is not None:
+            asking.cancel()
+        try:
+            parameters = {} if keep is None else {"keep": keep}
+            await self._http.delete(f"/v1/jobs/{quote(job, safe='')}", params=parameters)
+        except httpx2.HTTPError:
+            pass  # it is dead, and the job with it
+
+
+def _stopped() -> AppError:
+    return AppError(Kind.ENGINE, "the engine stopped")

@@ -1,0 +1,314 @@
+"""Who is in memory, in fact: the one owner of all residents, on the event loop.
+
+Knows: the policy (`app.runners.residency`), how to make a runner and how to ask what a model needs.
+Must not know: HTTP, text, what a runner is. One task supervises: it asks for a plan whenever
+something changed and starts what the plan says. Loading, watching and ending a runner is a task of
+its own per model (`Resident.live`), so that none of them holds up the others.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.ports import Runner
+from app.core.residents import ModelState, Need, Served
+from app.core.settings import Settings
+from app.runners.lease import Lease, again
+from app.runners.residency import plan
+from app.runners.resident import Resident
+from app.runners.restarts import Patience
+from app.runners.survey import Survey
+from app.runners.tenancy import Applicant, Evict, Forgo, Limits, Load, Refuse, Tenant
+
+log = logging.getLogger(__name__)
+
+# seconds that a refused client is told to wait for a model that too many wait for
+_BUSY = 5
+
+# seconds until the next plan where making one failed, which is a mistake of ours
+_AFTER_A_MISTAKE = 1.0
+
+
+class Pool:
+    """make: a runner with these settings, whose `memory` is its share. files: reads and checks a
+    model's files. need: what a model asks for, measured while nothing is being loaded; None for a
+    server with one model, which then gets all that the settings give. total: bytes for all models;
+    None is what the device can give. max_loaded: models at once. on_unloaded: told of a model whose
+    runner is gone."""
+
+    on_unloaded: Callable[[Served], None]
+
+    def __init__(
+        self,
+        make: Callable[[Settings], Runner],
+        files: Callable[[Served], Awaitable[ModelFiles]],
+        need: Callable[[ModelFiles, Settings], Awaitable[Need]] | None = None,
+        *,
+        total: int | None = None,
+        max_loaded: int | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.on_unloaded = lambda _: None
+        self._make = make
+        self._max_loaded = max_loaded
+        self._patience = patience or Patience()
+        self._clock = time.monotonic
+        self._residents: dict[str, Resident] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._left = asyncio.Event()
+        self._survey = Survey(files, need, total, self._changed.set)
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # for whoever serves requests
+
+    def resident(self, served: Served) -> Resident:
+        """The model's stable handle: the same one at every call."""
+        resident = self._residents.get(served.name)
+        if resident is None:
+            resident = Resident(served, clock=self._clock, patience=self._patience)
+            self._residents[served.name] = resident
+        resident.served = served
+        return resident
+
+    @asynccontextmanager
+    async def lease(self, served: Served, keep_alive: float | None) -> AsyncGenerator[Lease]:
+        """Entering waits for nothing. keep_alive: seconds that the model stays without requests
+        from now on; None leaves it as it was said before."""
+        resident, now = self.resident(served), self._clock()
+        if keep_alive is not None:
+            resident.keep_alive = keep_alive
+        waiting = resident.leases.waiting
+        lease = resident.leases.enter(now)
+        if self._stopping:
+            lease.refuse(_stopping())
+        elif resident.open:
+            resident.grant()
+        elif (error := resident.health.error) and resident.health.refused(now, self._patience):
+            lease.refuse(again(error, math.ceil(resident.health.not_before - now)))
+        elif waiting >= served.settings.max_queue:
+            resident.reject()
+            lease.refuse(_busy(served, waiting))
+        else:
+            self._changed.set()
+        try:
+            yield lease
+        finally:
+            if lease.ready:
+                resident.used = self._clock()
+            resident.leases.leave(lease)
+            self._left.set()
+            self._changed.set()
+
+    def state(self, served: Served) -> ModelState:
+        resident = self._residents.get(served.name)
+        if resident is None:
+            return ModelState(name=served.name, phase="unloaded", pinned=served.pinned)
+        return resident.state()
+
+    def preload(self, served: Served) -> None:
+        """Load it where there is room, and start it again when it breaks, though nobody asks for
+        it: until it is unloaded, its time is over or others need its room. Forgets a refusal."""
+        resident = self.resident(served)
+        resident.kept = True
+        resident.health = replace(resident.health, loads=0, not_before=self._clock())
+        self._changed.set()
+
+    async def unload(self, served: Served) -> None:
+        """Returns when it is out of memory; the requests that are here are answered first, and new
+        ones load it again. Forgets which prompts it broke with. Raises AppError(INVALID) for a
+        pinned one."""
+        if served.pinned:
+            raise AppError(
+                Kind.INVALID,
+                f"{served.name} is pinned, so it stays in memory: serve it without `pinned` to be "
+                "able to unload it",
+                param="model",
+            )
+        resident = self.resident(served)
+        resident.kept = False
+        resident.suspects.clear_all()
+        life = self._lives.get(served.name)
+        if life is not None:
+            resident.dismissed = True
+            if resident.phase == "loading" and not len(resident.leases):
+                self._end(served.name)
+            self._changed.set()
+            await asyncio.wait({life})
+
+    # its life
+
+    async def start(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self, drain: float = 0.0) -> None:
+        """Refuses whoever comes from now on or waits for a model, lets the others end for `drain`
+        seconds, and ends all runners at once. May be called again."""
+        self._stopping = True
+        for resident in self._residents.values():
+            resident.leases.refuse(_stopping())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain):
+                while any(r.leases.held_since is not None for r in self._residents.values()):
+                    self._left.clear()
+                    await self._left.wait()
+        lives = list(self._lives.values())
+        for name in self._lives:
+            self._end(name)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self._survey.stop()
+        await asyncio.gather(*lives, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                wake = self._turn(self._clock())
+            except Exception:
+                log.exception("it could not be decided who is in memory")
+                wake = self._clock() + _AFTER_A_MISTAKE
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if wake is None else wake - self._clock()):
+                    await self._changed.wait()
+
+    def _turn(self, now: float) -> float | None:
+        """Do what there is to do; when there will be more, if nothing happens before."""
+        queue = self._queue(now)
+        here = [self._residents[name] for name in self._lives]
+        self._survey.turn_to(next((r for r in queue if r.phase == "out"), None), here)
+        tenants = [_tenant(resident) for resident in here]
+        applicants = [self._applicant(resident) for resident in queue]
+        decided = plan(now, applicants, tenants, self._limits(now, queue))
+        for action in decided.actions:
+            resident = self._residents[action.name]
+            match action:
+                case Load():
+                    self._load(resident, action.share)
+                case Evict():
+                    # those who keep models here did not mean that others cannot be
+                    resident.kept = False
+                    self._end(action.name)
+                case Refuse():
+                    log.warning("%s", action.why)
+                    resident.refuse(AppError(Kind.MODEL_FILES, action.why))
+                case Forgo():
+                    log.warning("%s is not loaded now: %s", action.name, action.why)
+                    resident.kept = False
+        for name in self._lives:
+            resident = self._residents[name]
+            resident.closed = name in decided.closed
+            if resident.open:
+                resident.grant()
+        if decided.actions:
+            self._changed.set()
+        later = [r.health.not_before for r in self._residents.values() if self._later(r, now)]
+        return min([*later, *([] if decided.wake is None else [decided.wake])], default=None)
+
+    def _queue(self, now: float) -> list[Resident]:
+        """Models that are waited for and may be tried now, in the order in which they came."""
+        queue: list[tuple[float, Resident]] = []
+        for resident in self._residents.values():
+            since = resident.leases.waiting_since
+            if resident.phase == "out" and (resident.health.not_before > now or self._stopping):
+                continue
+            if since is not None:
+                queue.append((since, resident))
+            elif resident.kept and resident.phase == "out":
+                queue.append((now, resident))
+        queue.sort(key=lambda item: (item[0], not item[1].served.pinned))
+        return [resident for _, resident in queue]
+
+    def _later(self, resident: Resident, now: float) -> bool:
+        return resident.phase == "out" and resident.wanted and resident.health.not_before > now
+
+    def _applicant(self, resident: Resident) -> Applicant:
+        served, since = resident.served, resident.leases.waiting_since
+        found = self._survey.found_of(served.name)
+        return Applicant(
+            name=served.name,
+            since=self._clock() if since is None else since,
+            measured=found is not None,
+            need=None if found is None else found.need,
+            most=next((model.memory for model in served.settings.models), None),
+            evicts=since is not None or served.pinned,
+        )
+
+    def _limits(self, now: float, queue: Sequence[Resident]) -> Limits:
+        gone = [
+            resident
+            for resident in self._residents.values()
+            if resident.phase == "out" and resident.missed_until > now
+        ]
+        gone.sort(key=lambda resident: resident.used, reverse=True)
+        return Limits(
+            total=self._survey.total,
+            loaded=self._max_loaded,
+            returning=[r.need.least for r in gone if r.need is not None and r not in queue[:1]],
+        )
+
+    # what the plan says
+
+    def _load(self, resident: Resident, share: int | None) -> None:
+        served = resident.served
+        files = self._survey.hand_over(served.name)
+        settings = served.settings
+        runner = self._make(settings if share is None else replace(settings, memory=share))
+        resident.phase = "loading"
+        life = asyncio.create_task(resident.live(runner, files, share))
+        self._lives[served.name] = life
+        life.add_done_callback(lambda _: self._gone(resident))
+        log.info("loading %s", served.name)
+
+    def _end(self, name: str) -> None:
+        """Unless it is on its way out already: whoever cleans up must not be interrupted."""
+        resident = self._residents[name]
+        if resident.phase != "leaving":
+            log.info("%s leaves memory", name)
+            resident.phase = "leaving"
+            self._lives[name].cancel()
+
+    def _gone(self, resident: Resident) -> None:
+        del self._lives[resident.served.name]
+        resident.gone()
+        self.on_unloaded(resident.served)
+        self._changed.set()
+
+
+def _tenant(resident: Resident) -> Tenant:
+    phase, leases = resident.phase, resident.leases
+    assert phase != "out"
+    return Tenant(
+        name=resident.served.name,
+        phase=phase,
+        share=resident.share or 0,
+        busy_since=leases.held_since,
+        used=resident.used,
+        # whoever waits for it is about to use it
+        expires=resident.expires() if leases.waiting_since is None else math.inf,
+        wanted=resident.wanted,
+        pinned=resident.served.pinned,
+        dismissed=resident.dismissed,
+        closed=resident.closed,
+    )
+
+
+def _stopping() -> AppError:
+    return AppError(Kind.STOPPING, "the server is being stopped", retry_after=_BUSY)
+
+
+def _busy(served: Served, waiting: int) -> AppError:
+    return AppError(
+        Kind.BUSY,
+        f"the server is busy: {waiting} requests wait for {served.name} to be loaded, and no more "
+        f"may; try again in about {_BUSY} s",
+        retry_after=_BUSY,
+    )

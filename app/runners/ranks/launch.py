@@ -1,0 +1,82 @@
+"""Whether this process is one of several that were started to run one model together.
+
+Knows: the variables that `mlx.launch` and MPI set for each process (MLX 0.32:
+mlx/_distributed_utils/launch.py; Open MPI's OMPI_COMM_WORLD_*). Must not know: MLX, sockets.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.core.errors import AppError, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """rank: ours, from 0. size: how many there are, at least 2. host: under which address rank 0
+    can be reached by the others; None where nobody said (MPI)."""
+
+    rank: int
+    size: int
+    host: str | None
+
+
+def launched(environ: Mapping[str, str]) -> Launch | None:
+    """None for a process that is alone. Raises AppError(INVALID) for variables that contradict
+    themselves."""
+    if "MLX_RANK" in environ:
+        rank = _number(environ, "MLX_RANK")
+        size, host = _peers(environ)
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
+        size, host = _number(environ, "OMPI_COMM_WORLD_SIZE"), None
+    else:
+        return None
+    if size < 2:
+        return None
+    if rank >= size:
+        raise AppError(Kind.INVALID, f"this is rank {rank} of {size}, counted from 0")
+    return Launch(rank=rank, size=size, host=host)
+
+
+def _peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
+    """(how many, rank 0's address) as each backend of MLX is told it."""
+    if file := environ.get("MLX_IBV_DEVICES"):
+        address = environ.get("MLX_JACCL_COORDINATOR", "")
+        return len(_listed("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
+    if file := environ.get("MLX_HOSTFILE"):
+        hosts = _listed("MLX_HOSTFILE", file)
+        return len(hosts), _first_address(hosts)
+    if "MLX_WORLD_SIZE" in environ:
+        return _number(environ, "MLX_WORLD_SIZE"), environ.get("NCCL_HOST_IP")
+    return 1, None
+
+
+def _listed(name: str, file: str) -> list[Any]:
+    """One entry for each rank; none where there is one rank only, for which the file is empty."""
+    try:
+        text = Path(file).read_text("utf-8").strip()
+        found: Any = json.loads(text) if text else []
+    except (OSError, ValueError) as error:
+        raise AppError(Kind.INVALID, f"{name} names {file}, which is no such file: {error}") from None
+    if not isinstance(found, list):
+        raise AppError(Kind.INVALID, f"{name} names {file}, which holds no list of ranks")
+    return found  # pyright: ignore[reportUnknownVariableType]  # parsed JSON
+
+
+def _first_address(hosts: list[Any]) -> str | None:
+    """Of a ring's file: for each rank the addresses and ports that it listens on."""
+    match hosts:
+        case [[str(address), *_], *_]:
+            return address.rpartition(":")[0] or None
+        case _:
+            return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        raise AppError(Kind.INVALID, f"{name} is {text!r}, and should be a number")
+    return int(text)

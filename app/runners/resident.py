@@ -1,0 +1,292 @@
+"""One model as long as the server lives: the runners behind it come and go.
+
+Knows: its runner, if it has one now, how it fared, which prompts to be careful with. Must not know:
+other models, when it is loaded or evicted: the pool says so. All of it runs on the event loop.
+"""
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Literal
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, Kind
+from app.core.events import Loading
+from app.core.files import ModelFiles
+from app.core.jobs import Capacity, EngineStats, Job
+from app.core.ports import Runner, RunnerStatus, Submission
+from app.core.residents import ModelPhase, ModelState, Need, Served
+from app.runners.alone import Alone, Apart
+from app.runners.counted import all_told, of_the_past
+from app.runners.lease import Leases
+from app.runners.restarts import Health, Patience, after_death, after_failed_load, after_load
+from app.runners.suspects import GUILTY, Suspect, Suspects
+
+log = logging.getLogger(__name__)
+
+
+class Resident:
+    """Implements `Engine`. What the pool decides by and sets is public.
+
+    phase: of its runner; "out" is none. share, need: bytes, see `Need`. keep_alive: seconds that it
+    stays without requests, by the last request that said so. used: when a request last began or
+    ended to hold it. kept: it is to be here also while nobody asks. dismissed: it was asked to go.
+    closed: it takes no new requests, because others need its room. missed_until: when it would have
+    gone, had it been let; in the past for one that was not driven out."""
+
+    def __init__(self, served: Served, *, clock: Callable[[], float], patience: Patience) -> None:
+        self.served = served
+        self.files: ModelFiles | None = None
+        self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
+        self.share: int | None = None
+        self.need: Need | None = None
+        self.keep_alive = served.keep_alive
+        self.used = clock()
+        self.missed_until = 0.0
+        self.kept = self.dismissed = self.closed = False
+        self.health = Health()
+        self.suspects = Suspects(clock)
+        self.leases = Leases(self._loading)
+        self._clock = clock
+        self._patience = patience
+        self._alone = Alone(served.settings.max_queue)
+        self._runner: Runner | None = None
+        self._capacity: Capacity | None = None
+        self._dispatched: dict[str, Suspect] = {}
+        self._past = EngineStats()
+        self._rejected = 0
+        self._restarts = 0
+        self._broke = False  # since it was last ready
+
+    # what generation asks for
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncGenerator[Submission]:
+        """As `Engine.submit`; AppError(INVALID) also for a prompt that has killed its runner twice.
+        One that did so once waits, while it is iterated, until no other such one runs."""
+        if not self._check(job):
+            async with self._submitted(job) as submission:
+                yield submission
+            return
+        async with Apart(job, self._submitted, self._alone, self.suspects.clear) as apart:
+            yield apart
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        if not self._check(job):
+            return await self._embedded(job)
+        async with self._alone.turn():
+            vectors = await self._embedded(job)
+        self.suspects.clear(job)
+        return vectors
+
+    def status(self) -> RunnerStatus:
+        if self._runner is None:
+            error = self.health.error
+            return RunnerStatus(
+                state="loading" if error is None else "failed",
+                progress=0,
+                stats=self._past,
+                error=None if error is None else error.message,
+                rejected=self._rejected,
+            )
+        now = self._runner.status()
+        return replace(
+            now, stats=all_told(self._past, now.stats), rejected=self._rejected + now.rejected
+        )
+
+    # what the pool asks for
+
+    @property
+    def bytes_held(self) -> int:
+        """By its allocator, as last told."""
+        return 0 if self._runner is None else self._runner.status().stats.memory
+
+    @property
+    def wanted(self) -> bool:
+        return self.kept or self.leases.waiting_since is not None
+
+    @property
+    def open(self) -> bool:
+        return self.phase == "ready" and not self.closed
+
+    def expires(self) -> float:
+        """When it may go, in case that it is idle then."""
+        return self.used + self.keep_alive
+
+    def reject(self) -> None:
+        """Count a request that was refused because too many wait."""
+        self._rejected += 1
+
+    def grant(self) -> None:
+        now = self._clock()
+        if self.leases.grant(now):
+            self.used = now
+
+    def refuse(self, error: AppError) -> None:
+        """It cannot be loaded, and nobody tried."""
+        self.health = after_failed_load(self.health, self._clock(), error, self._patience)
+        self.leases.refuse(error)
+
+    async def live(self, runner: Runner, files: ModelFiles, share: int | None) -> None:
+        """Loads, serves until the runner breaks or this is cancelled, ends the runner."""
+        self._runner, self.files, self.share, self.phase = runner, files, share, "loading"
+        self._restarts += self._broke
+        try:
+            began = self._clock()
+            await runner.start(files)
+            self._ready(began)
+            since = self._clock()
+            why = await runner.over()
+            self._died(why, self._clock() - since)
+        except Exception as error:  # whatever broke this model, the others go on
+            self._failed(error)
+        finally:
+            self.phase = "leaving"
+            try:
+                await runner.stop()
+            except Exception:
+                log.exception("the runner of %s did not stop as it should", self.served.name)
+
+    def gone(self) -> None:
+        """To be said when `live` is over, also if it never began."""
+        if self._runner is not None:
+            self._past = of_the_past(self.status().stats)
+            self._rejected += self._runner.status().rejected
+        self.missed_until = 0.0 if self.dismissed else self.expires()
+        if not self._broke:
+            self.keep_alive = self.served.keep_alive
+        self._runner = self._capacity = self.share = None
+        self._dispatched.clear()
+        self.phase = "out"
+        self.closed = self.dismissed = False
+        self.leases.withdraw(self._clock())
+
+    def state(self) -> ModelState:
+        status, now = self.status(), self._clock()
+        capacity = status.capacity
+        idle = self.phase == "ready" and self.leases.held_since is None
+        expires = self.expires() - now if idle and not self.served.pinned else float("inf")
+        return ModelState(
+            name=self.served.name,
+            phase=self._told_phase(status, now),
+            progress=status.progress if self.phase in ("loading", "ready") else 0,
+            stats=status.stats,
+            context=None if capacity is None else capacity.context,
+            parallel=None if capacity is None else capacity.parallel,
+            leases=len(self.leases),
+            rejected=status.rejected,
+            pinned=self.served.pinned,
+            share=self.share,
+            expires=None if expires == float("inf") else time.time() + expires,
+            restarts=self._restarts,
+            error=status.error,
+            pid=status.pid,
+        )
+
+    # private
+
+    def _told_phase(self, status: RunnerStatus, now: float) -> ModelPhase:
+        if self.phase == "out":
+            if self.health.refused(now, self._patience):
+                return "refused"
+            if not self.wanted:
+                return "unloaded"
+            return "failed" if now < self.health.not_before else "queued"
+        if self.phase == "leaving" or (self.phase == "ready" and (self.closed or self.dismissed)):
+            return "unloading"
+        return "loading" if self.phase == "loading" else status.state
+
+    def _loading(self) -> Loading:
+        if self.phase == "loading":
+            return Loading(progress=self.status().progress)
+        return Loading(progress=0, waits=True)
+
+    def _check(self, job: Suspect) -> bool:
+        """Whether it has to be careful with it. Raises AppError(INVALID) if it must not try."""
+        deaths = self.suspects.deaths(job)
+        if deaths >= GUILTY:
+            raise AppError(
+                Kind.INVALID,
+                f"this prompt is refused: {self.served.name} broke {deaths} times while it was "
+                "evaluated. Change the prompt, or what its answer must follow; an operator can "
+                "unload the model, which forgets this",
+                code="prompt_refused",
+            )
+        return deaths > 0
+
+    @asynccontextmanager
+    async def _submitted(self, job: Job) -> AsyncGenerator[Submission]:
+        runner = self._serving()
+        self._dispatched[job.id] = job
+        try:
+            async with runner.submit(job) as submission:
+                yield submission
+        finally:
+            self._forget(job, runner)
+
+    async def _embedded(self, job: EmbedJob) -> Sequence[bytes]:
+        runner = self._serving()
+        self._dispatched[job.id] = job
+        try:
+            return await runner.embed(job)
+        finally:
+            self._forget(job, runner)
+
+    def _forget(self, job: Suspect, runner: Runner) -> None:
+        # whoever heard of its runner's death before we did must still be there when we do
+        if self._runner is not runner or runner.status().state != "failed":
+            self._dispatched.pop(job.id, None)
+
+    def _serving(self) -> Runner:
+        if self._runner is not None and self.phase == "ready":
+            return self._runner
+        error = self.health.error
+        if error is not None:
+            message = f"{self.served.name} is not in memory any more: {error.message}; try again"
+            raise AppError(Kind.ENGINE, message, retry_after=1)
+        message = f"{self.served.name} is not in memory now, try again"
+        raise AppError(Kind.LOADING, message, retry_after=1)
+
+    def _ready(self, began: float) -> None:
+        now = self._clock()
+        assert self._runner is not None
+        self._capacity = self._runner.status().capacity
+        self.phase = "ready"
+        self.health = after_load(self.health)
+        self.used = now
+        self._broke = False
+        context = self._capacity.context if self._capacity else 0
+        log.info(
+            "%s is ready after %.1f s (context %d tokens)", self.served.name, now - began, context
+        )
+        # also where it was asked to go meanwhile: these came before
+        self.grant()
+
+    def _died(self, why: str, lived: float) -> None:
+        self._broke = True
+        error = AppError(Kind.ENGINE, f"{self.served.name} broke: {why}")
+        self.health = after_death(self.health, self._clock(), lived, error, self._patience)
+        parallel = self._capacity.parallel if self._capacity else 1
+        here = list(self._dispatched.values())
+        jobs = [job for job in here if isinstance(job, Job)]
+        # in the order in which they are taken: who cannot have had a place is innocent
+        self.suspects.accuse(
+            [*jobs[:parallel], *(job for job in here if isinstance(job, EmbedJob))]
+        )
+        log.error("%s", error.message)
+
+    def _failed(self, error: Exception) -> None:
+        """Whoever waits is told at once what is wrong with the files; a runner that crashed may
+        get through the next time, and is waited for as long as it is tried."""
+        self._broke = True
+        name = self.served.name
+        if not isinstance(error, AppError):
+            log.error("%s could not be loaded", name, exc_info=error)
+            error = AppError(Kind.MODEL_FILES, f"{name} could not be loaded: {error}")
+        else:
+            log.error("%s could not be loaded: %s", name, error.message)
+        self.health = after_failed_load(self.health, self._clock(), error, self._patience)
+        if error.kind is Kind.MODEL_FILES or self.health.refused(self._clock(), self._patience):
+            self.leases.refuse(error)

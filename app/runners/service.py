@@ -1,0 +1,241 @@
+"""What a runner's process does for its parent: HTTP on one side, the engine thread on the other.
+
+Knows: the wire, starlette, uvicorn, the engine thread. Must not know: text, clients, other models.
+Requests without the parent's secret are refused before they are looked at. The engine's messages
+go into one queue, and from there into one answer that has no end: while it is read, the parent is
+there. It holds a line for each step of the engine, not for each token, and a heartbeat in between.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.core.embeddings import Embedded
+from app.core.errors import AppError, Kind
+from app.core.jobs import EngineStats, Step
+from app.core.messages import Failed, Loading, Message, Ready
+from app.engine.grammar import Grammars
+from app.engine.load import load
+from app.engine.thread import EngineThread
+from app.runners import wire
+from app.runners.wire import News, Opening, Status
+
+log = logging.getLogger(__name__)
+
+# As Ollama's llm.ServerStatus counts.
+_READY, _LOADING, _ERROR = 0, 3, 5
+
+# seconds that a connection may be idle: longer than the parent keeps one, so that it never sends
+# into one that is being closed
+_KEEP_ALIVE = 3600
+
+
+class Service:
+    """Everything of it runs on the event loop, but `_post`."""
+
+    def __init__(self, opening: Opening) -> None:
+        files, settings = opening.files, opening.settings
+        self._thread = EngineThread(
+            lambda report: load(files, settings, report), self._post, checks=settings.debug
+        )
+        self._grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
+        self._socket = socket.socket(
+            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=opening.socket
+        )
+        self._interval = wire.beat_interval(settings)
+        self._state: Loading | Ready | Failed = Loading(progress=0, memory=0)
+        self._stats = EngineStats()
+        self._embedding: dict[str, asyncio.Future[Embedded]] = {}
+        self._news: asyncio.Queue[News | None] = asyncio.Queue()
+        self._heard = False  # whether somebody reads the news
+        self._server = _Server(self._application(opening.secret), on_exit=self._close)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        """Returns when it was told to end, or the parent reads no news any more."""
+        asyncio.run(self._serve())
+
+    def end(self, patience: float) -> bool:
+        """Whether the engine has ended within `patience` seconds."""
+        if isinstance(self._state, Loading):
+            return False
+        self._thread.stop()
+        return self._thread.join(patience)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await self._server.serve(sockets=[self._socket])
+
+    def _application(self, secret: str) -> ASGIApp:
+        routes = [
+            Route("/v1/status", self._tell_status, methods=["GET"]),
+            Route("/v1/updates", self._tell_news, methods=["GET"]),
+            Route("/v1/jobs", self._submit, methods=["POST"]),
+            Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
+            Route("/v1/embed", self._embed, methods=["POST"]),
+        ]
+        return _Locked(Starlette(routes=routes, exception_handlers={AppError: _refused}), secret)
+
+    def _post(self, message: Message) -> None:
+        assert self._loop is not None
+        # the loop may be gone already when a stopping engine has its last word
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, message)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self._stats = message.stats
+            for embedded in message.embedded:
+                self._hand_over(embedded)
+            # they are told to whoever asked: megabytes should not stand before others' tokens
+            self._news.put_nowait(replace(message, embedded=()) if message.embedded else message)
+            return
+        if isinstance(message, Ready):
+            self._stats = message.stats
+        if isinstance(message, Failed):
+            for job in self._embedding:
+                self._hand_over(Embedded(job=job, error="the engine stopped"))
+            self._news.put_nowait(message)
+        self._state = message
+
+    def _hand_over(self, embedded: Embedded) -> None:
+        over = self._embedding.get(embedded.job)
+        if over is not None and not over.done():
+            over.set_result(embedded)
+
+    def _close(self) -> None:
+        """Called by a signal, between two lines of whatever runs."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._news.put_nowait, None)
+
+    async def _tell_status(self, request: Request) -> Response:
+        match self._state:
+            case Loading(progress=progress, memory=memory):
+                status, context = _LOADING, 0
+            case Ready(capacity=capacity):
+                status, context = _READY, capacity.context
+                progress, memory = 100, self._stats.memory
+            case Failed():
+                status, progress, context, memory = _ERROR, 0, 0, 0
+        told = Status(
+            Status=status,
+            Progress=progress,
+            ContextLength=context,
+            Memory=memory,
+            State=self._state,
+        )
+        return Response(wire.STATUS.encode(told), media_type="application/json")
+
+    async def _tell_news(self, request: Request) -> Response:
+        if self._heard:
+            raise AppError(Kind.INVALID, "somebody reads the updates already")
+        self._heard = True
+        return StreamingResponse(self._lines(), media_type="application/jsonl")
+
+    async def _lines(self) -> AsyncGenerator[bytes]:
+        beating = asyncio.create_task(self._beat())
+        try:
+            while (news := await self._news.get()) is not None:
+                for piece in _pieces(news):
+                    yield wire.NEWS.encode(piece) + b"\n"
+        finally:
+            beating.cancel()
+            self._server.should_exit = True
+
+    async def _beat(self) -> None:
+        while True:
+            self._news.put_nowait(self._thread.heartbeat())
+            await asyncio.sleep(self._interval)
+
+    async def _submit(self, request: Request) -> Response:
+        job = wire.JOB.decode(await request.body())
+        matcher = None
+        if job.grammar is not None:
+            # not on the event loop nor the engine's thread: others' answers go on
+            matcher = await asyncio.to_thread(self._grammars.compile, job.grammar, job.stop_ids)
+        self._thread.submit(job, matcher)
+        return Response(status_code=202)
+
+    async def _cancel(self, request: Request) -> Response:
+        job, keep = request.path_params["id"], request.query_params.get("keep")
+        self._thread.cancel(job, keep=None if keep is None else int(keep))
+        self._hand_over(Embedded(job=job, error="it was cancelled"))
+        return Response(status_code=204)
+
+    async def _embed(self, request: Request) -> Response:
+        """The vectors, one behind the other."""
+        job = wire.EMBED_JOB.decode(await request.body())
+        over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._thread.embed(job)
+            embedded = await over
+        finally:
+            del self._embedding[job.id]
+        if embedded.error is not None:
+            raise AppError(Kind.ENGINE, embedded.error)
+        return Response(b"".join(embedded.vectors), media_type="application/octet-stream")
+
+
+def _pieces(news: News) -> list[News]:
+    return list(wire.split(news)) if isinstance(news, Step) else [news]
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    body = wire.PROBLEM.encode(wire.problem(error))
+    return Response(body, status_code=422, media_type="application/json")
+
+
+class _Locked:
+    """Lets those in who bring the secret."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {secret}".encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        brought = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(brought, self._expected):
+            await self._app(scope, receive, send)
+        else:
+            await PlainTextResponse("no", status_code=401)(scope, receive, send)
+
+
+class _Server(uvicorn.Server):
+    """on_exit: called when a signal asks it to end, so that the answer without end does."""
+
+    def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._on_exit = on_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT:
+            self.should_exit = True
+            self._on_exit()

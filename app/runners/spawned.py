@@ -1,0 +1,162 @@
+"""The operating system's side of a runner's process: how it begins, what it writes, how it ends.
+
+Knows: processes, pipes, signals, a listening socket. Must not know: models, HTTP, jobs.
+
+The socket is bound and listens here before there is a process, and this side of it stays open as
+long as the process lives: nobody can take the port in between, a first request waits instead of
+being refused, and when the process is dead there is still nobody else to talk to on it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from app.runners.output import Output, Quota, ended
+
+log = logging.getLogger(__name__)
+
+# where our packages lie, wherever this process found them
+_ROOT = Path(__file__).resolve().parents[2]
+
+# connections that may wait until the process accepts them
+_BACKLOG = 128
+
+_CHUNK = 1 << 16
+
+# seconds that a process gets to end in order, and that its last words may take
+_GRACE, _LAST_WORDS = 5.0, 1.0
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class Spawned:
+    """A process that was started. name: of the model, for the log and for `ps`."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, listener: socket.socket
+    ) -> None:
+        self._name = name
+        self._process = process
+        self._listener = listener
+        self._output = Output()
+        self._ending = False
+        self._reading = asyncio.create_task(self._read())
+        self._gone = asyncio.create_task(self._reap())
+
+    @classmethod
+    async def begin(cls, name: str, opening: Callable[[int], bytes]) -> "Spawned":
+        """opening: the line that it gets through its standard input, made from the descriptor of
+        the socket, which is the same in both processes."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(_BACKLOG)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # no package of ours is looked for in the working directory
+                "-m",
+                "app.runners.child",
+                name,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(listener.fileno(),),
+                # Ctrl-C at the terminal is for the parent, which ends its children in order
+                start_new_session=True,
+                env=_environment(),
+            )
+        except BaseException:
+            listener.close()
+            raise
+        spawned = cls(name, process, listener)
+        assert process.stdin is not None
+        process.stdin.write(opening(listener.fileno()) + b"\n")
+        return spawned
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def port(self) -> int:
+        return self._listener.getsockname()[1]
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    def reason(self) -> str:
+        """What it wrote that may say why it ended."""
+        return self._output.reason()
+
+    async def gone(self) -> str:
+        """Returns when it has ended and left nothing behind: how, as a clause. Any number may
+        wait."""
+        return await asyncio.shield(self._gone)
+
+    def kill(self) -> None:
+        """Also when it is stopped, or deaf."""
+        self._ending = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """In order, if that takes no longer than `_GRACE`."""
+        self._ending = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        try:
+            await asyncio.wait_for(self.gone(), _GRACE)
+        except TimeoutError:
+            log.warning("%s: the process did not end within %.0f s", self._name, _GRACE)
+            self.kill()
+            await self.gone()
+
+    async def _reap(self) -> str:
+        status = await self._process.wait()
+        # what is left in the pipe; a pipe that somebody else holds open is no reason to wait
+        await asyncio.wait({self._reading}, timeout=_LAST_WORDS)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            await self._process.stdin.wait_closed()
+        self._listener.close()
+        return ended(status)
+
+    async def _read(self) -> None:
+        """Always on: a full pipe would stop the process."""
+        stream = self._process.stdout
+        assert stream is not None
+        quota, level = Quota(), logging.INFO
+        now = asyncio.get_running_loop().time
+        while data := await stream.read(_CHUNK):
+            for line in self._output.feed(data):
+                level = self._pass_on(line, level, quota, now())
+        for line in self._output.flush():
+            level = self._pass_on(line, level, quota, now())
+
+    def _pass_on(self, line: str, level: int, quota: Quota, now: float) -> int:
+        """To our log; at its level, which is that of the line before where it names none."""
+        first, _, rest = line.partition(" ")
+        if first in _LEVELS:
+            level, line = getattr(logging, first), rest
+        # what it says about being ended is no news
+        shown = logging.DEBUG if self._ending else level
+        if quota.admits(now):
+            if held := quota.held():
+                log.warning("%s: %d more lines were not shown", self._name, held)
+            log.log(shown, "%s: %s", self._name, line)
+        return level
+
+
+def _environment() -> dict[str, str]:
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{known}" if known else str(_ROOT)}

@@ -1,0 +1,93 @@
+"""Prompts that stood by when a runner died.
+
+Knows: jobs as hashes, counts, a clock. Must not know: runners, asyncio. Some prompts kill whoever
+evaluates them: a kernel that overflows at one length, a grammar that compiles for ever, a context
+that needs more memory than was measured. Their clients try again, and kill again; here it is
+noticed the second time.
+
+A job that was running when a runner died is a suspect, and so is everybody who ran beside it. What
+is asked of whoever runs them (`app.runners.resident`) is that suspects run one at a time: then
+an innocent one comes to a good end, which clears it, and is not there when the killer kills again.
+Others may run beside a suspect; they would be suspects, for the first time, after it.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from app.core.embeddings import EmbedJob
+from app.core.jobs import Job
+
+# deaths after which a job is not run any more
+GUILTY = 2
+
+_MOST, _FORGOTTEN_AFTER = 1000, 3600.0
+
+Suspect = Job | EmbedJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    deaths: int
+    last: float
+
+
+class Suspects:
+    """Of one model. most: how many are remembered, the latest ones. forgotten_after: seconds."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        most: int = _MOST,
+        forgotten_after: float = _FORGOTTEN_AFTER,
+    ) -> None:
+        self._clock = clock
+        self._most = most
+        self._forgotten_after = forgotten_after
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+
+    def deaths(self, job: Suspect) -> int:
+        """At how many deaths it ran, as far as that is remembered."""
+        self._forget()
+        # a long prompt takes a millisecond to hash: not where there is nothing to compare it with
+        record = self._records.get(_key(job)) if self._records else None
+        return 0 if record is None else record.deaths
+
+    def accuse(self, jobs: Iterable[Suspect]) -> None:
+        """A runner died while these ran; answers of one prompt beside each other are one."""
+        self._forget()
+        for key in {_key(job) for job in jobs}:
+            before = self._records.pop(key, None)
+            deaths = 1 if before is None else before.deaths + 1
+            self._records[key] = _Record(deaths=deaths, last=self._clock())
+        while len(self._records) > self._most:
+            self._records.popitem(last=False)
+
+    def clear(self, job: Suspect) -> None:
+        """It came to a good end."""
+        self._records.pop(_key(job), None)
+
+    def clear_all(self) -> None:
+        self._records.clear()
+
+    def _forget(self) -> None:
+        """The oldest ones stand first, since each accusation puts its job last."""
+        oldest = self._clock() - self._forgotten_after
+        while self._records and next(iter(self._records.values())).last < oldest:
+            self._records.popitem(last=False)
+
+
+def _key(job: Suspect) -> bytes:
+    """What a runner is asked to evaluate, not how its answer is drawn."""
+    if isinstance(job, EmbedJob):
+        parts, rest = job.inputs, f"embed {job.pooling}"
+    else:
+        parts, rest = (job.ids,), repr(job.grammar)
+    digest = hashlib.blake2b(rest.encode(errors="surrogatepass"), digest_size=16)
+    for ids in parts:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(array("q", ids).tobytes())
+    return digest.digest()

@@ -1,0 +1,122 @@
+"""`mlxrunner key`: a key is shown once, and what is written down lets it in."""
+
+import asyncio
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from app.commands import key as command
+from app.commands.key import append, make_key
+from app.core.errors import AppError
+from app.door import keys
+from app.door.keyring import Keyring
+
+
+def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path | None) -> str:
+    """The key. Everything else went elsewhere."""
+    assert make_key(name, admin=admin, file=file) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert out.strip() not in err
+    return out.strip()
+
+
+def test_what_it_prints_can_be_put_into_the_file(capsys: pytest.CaptureFixture[str]):
+    assert make_key("laptop", admin=True, file=None) == 0
+    out, err = capsys.readouterr()
+    [key] = keys.from_file(err[err.index("[[keys]]") :])
+    assert (key.name, key.admin, key.digest) == ("laptop", True, keys.digest(out.strip()))
+    assert "not shown again" in err
+
+
+def test_a_new_file_is_for_its_owner_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    before = os.umask(0)
+    try:
+        shown = made(capsys, "laptop", False, file)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert shown not in file.read_text()
+    found = asyncio.run(Keyring(file=file).match(shown))
+    assert found is not None
+    assert (found.name, found.admin) == ("laptop", False)
+
+
+def test_keys_are_added_to_what_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    file.write_text("# whose is what: ask Ann")  # and no end of line
+    shown = [made(capsys, name, name == "boss", file) for name in ("laptop", "boss")]
+    assert file.read_text().startswith("# whose is what: ask Ann\n\n[[keys]]\n")
+    found = [asyncio.run(Keyring(file=file).match(key)) for key in shown]
+    assert [(key.name, key.admin) for key in found if key] == [("laptop", False), ("boss", True)]
+
+
+def test_a_second_key_of_a_name_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    make_key("laptop", admin=False, file=file)
+    assert "another key" not in capsys.readouterr().err
+    make_key("laptop", admin=False, file=file)
+    assert "laptop has another key there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", 'a"', "-a", "a" * 65, "é", "[31m"])
+def test_a_name_that_could_not_stand_in_a_log_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+):
+    with pytest.raises(AppError, match="cannot be a key's name"):
+        make_key(name, admin=False, file=tmp_path / "keys.toml")
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "keys.toml").exists()
+
+
+@pytest.mark.parametrize("content", [b"[[keys]]\nname = 5\n", b"keys = 3\n", b"\xff", b"a = 1\n"])
+def test_a_file_that_is_broken_is_left_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+):
+    file = tmp_path / "keys.toml"
+    file.write_bytes(content)
+    with pytest.raises(AppError, match=r"keys\.toml"):
+        make_key("laptop", admin=False, file=file)
+    assert file.read_bytes() == content
+    assert capsys.readouterr().out == ""
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path):
+    with pytest.raises(AppError, match="cannot be written: no such file"):
+        append(tmp_path / "nowhere" / "keys.toml", "")
+    with pytest.raises(AppError, match="cannot be written: is a directory"):
+        append(tmp_path, "")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(AppError, match="is not a file"):
+        append(tmp_path / "pipe", "")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "keys.toml"
+    make_key("laptop", admin=False, file=file)
+    capsys.readouterr()
+    before, write = file.read_bytes(), os.write
+    monkeypatch.setattr(command.os, "write", lambda line, data: write(line, data[:20]))
+    with pytest.raises(AppError, match="took only a part"):
+        make_key("phone", admin=False, file=file)
+    assert file.read_bytes() == before
+    assert capsys.readouterr().out == ""
+
+
+def test_two_at_once_lose_no_key(tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    crowd = [
+        threading.Thread(target=make_key, args=(f"k{n}",), kwargs={"admin": False, "file": file})
+        for n in range(20)
+    ]
+    for one in crowd:
+        one.start()
+    for one in crowd:
+        one.join()
+    assert {key.name for key in keys.from_file(file.read_text())} == {f"k{n}" for n in range(20)}

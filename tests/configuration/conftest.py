@@ -1,0 +1,30 @@
+"""Asking for settings as the command does, from sources that are the test's own."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from app.configuration import flags
+from app.configuration.precedence import Configuration, decide
+
+Decide = Callable[..., Configuration]
+
+
+@pytest.fixture
+def decided(tmp_path: Path) -> Decide:
+    """Words of the command line, an environment, and what stands in the file `settings.toml`."""
+
+    def ask(
+        *words: str, environment: Mapping[str, str] | None = None, file: str | None = None
+    ) -> Configuration:
+        parser = argparse.ArgumentParser()
+        flags.add_settings(parser)
+        if file is not None:
+            (tmp_path / "settings.toml").write_text(file, "utf-8")
+            words = (*words, "--config", str(tmp_path / "settings.toml"))
+        arguments = flags.parsed(parser, words)
+        return decide(flags.given(arguments), arguments.config, environment or {})
+
+    return ask

@@ -1,0 +1,153 @@
+"""Keys: how they are written, how they are found, and that nobody is ever shown one again."""
+
+import hmac
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.errors import AppError
+from app.door import keys
+from app.door.keys import Key, digest, from_environment, from_file, match, written
+
+LAPTOP, PHONE, BOSS = (keys.fresh() for _ in range(3))
+
+
+def entry(name: str, key: str, more: str = "") -> str:
+    return f'[[keys]]\nname = "{name}"\nsha256 = "{digest(key).hex()}"\n{more}\n'
+
+
+def test_fresh_keys_differ_and_can_be_sent():
+    made = {keys.fresh() for _ in range(100)}
+    assert len(made) == 100
+    for key in made:
+        assert key.startswith("mr-")
+        assert len(key) == 3 + 43  # 256 bits
+        assert set(key) <= set(string.ascii_letters + string.digits + "-_")
+
+
+def test_a_key_is_found_by_what_it_is():
+    known = [Key(name="laptop", digest=digest(LAPTOP)), Key(name="phone", digest=digest(PHONE))]
+    assert match(known, LAPTOP) is known[0]
+    assert match(known, PHONE) is known[1]
+    for wrong in (
+        "",
+        LAPTOP[:-1],
+        LAPTOP + "x",
+        LAPTOP.upper(),
+        digest(LAPTOP).hex(),
+        "é",
+        "\udc80",
+    ):
+        assert match(known, wrong) is None
+    assert match([], LAPTOP) is None
+
+
+def test_every_key_is_compared_whichever_it_is(monkeypatch: pytest.MonkeyPatch):
+    """How long it takes must not tell where in the list a key stands, nor that it stands there."""
+    known = [Key(name=f"k{n}", digest=digest(f"key number {n}")) for n in range(20)]
+    compared: list[Any] = []
+    real = hmac.compare_digest
+
+    def noting(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", noting)
+    for shown in ("key number 0", "key number 19", "none of them"):
+        compared.clear()
+        match(known, shown)
+        assert [a for a, _ in compared] == [key.digest for key in known]
+
+
+@given(st.text(), st.text())
+def test_a_key_matches_itself_and_nothing_else(key: str, other: str):
+    known = [Key(name="one", digest=digest(key))]
+    assert match(known, key) is known[0]
+    assert (match(known, other) is None) == (key != other)
+
+
+def test_a_file_names_keys_and_their_scopes():
+    text = entry("laptop", LAPTOP, 'comment = "blue"') + entry("boss", BOSS, "admin = true")
+    assert from_file(text) == (
+        Key(name="laptop", digest=digest(LAPTOP)),
+        Key(name="boss", digest=digest(BOSS), admin=True),
+    )
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_what_is_written_is_read_again(admin: bool):
+    key = Key(name="a.b_c-d@e", digest=digest(LAPTOP), admin=admin)
+    assert from_file(written(key, "made 2026-11-21")) == (key,)
+    assert LAPTOP not in written(key, "")
+
+
+def test_one_name_may_have_two_keys_while_one_takes_over_from_the_other():
+    assert len(from_file(entry("laptop", LAPTOP) + entry("laptop", PHONE))) == 2
+
+
+SECRET = "mr-do-not-show-me-to-anybody"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "holds no key"),
+        ("keys = []", "holds no key"),
+        ("keys = 5", "holds no key"),
+        ("keys = [5]", "key 1 is no table"),
+        (f"{SECRET}", "not valid TOML"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{SECRET}', "not valid TOML"),
+        (f'[[keys]]\nname = "a"\nsha256 = "{SECRET}"', "64 hexadecimal digits"),
+        (f'[[keys]]\nname = "{SECRET} {SECRET}"', "key 1: name takes"),
+        (f'[[keys]]\nname = "a"\nkey = "{SECRET}"', "'key' is no field"),
+        (entry("a", LAPTOP) + '[[keys]]\nname = "b"', "key 2: sha256"),
+        (entry("", LAPTOP), "key 1: name"),
+        (entry("a\\nb", LAPTOP), "key 1: name"),
+        (entry("a" * 65, LAPTOP), "key 1: name"),
+        (entry("a", LAPTOP, 'admin = "yes"'), "admin is true or false"),
+        (entry("a", LAPTOP, "comment = 5"), "comment a string"),
+        (f'key = "{SECRET}"\n' + entry("a", LAPTOP), "something else"),
+        (entry("a", LAPTOP) + entry("b", LAPTOP), "a and b have one and the same key"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_of_without_its_content(text: str, why: str):
+    with pytest.raises(AppError, match=why) as caught:
+        from_file(text)
+    assert SECRET not in caught.value.message
+    assert digest(LAPTOP).hex() not in caught.value.message
+
+
+def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_not():
+    variables = {
+        "MLXRUNNER_API_KEY": f" {BOSS}\n",
+        "MLXRUNNER_API_KEYS": f"laptop={LAPTOP}, phone={PHONE},",
+        "PATH": "/bin",
+    }
+    assert from_environment(variables) == (
+        Key(name="owner", digest=digest(BOSS), admin=True),
+        Key(name="laptop", digest=digest(LAPTOP)),
+        Key(name="phone", digest=digest(PHONE)),
+    )
+    assert variables == {"PATH": "/bin"}, "what we start must not inherit them"
+    assert from_environment({}) == from_environment({"MLXRUNNER_API_KEY": ""}) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("MLXRUNNER_API_KEY", "secret", "MLXRUNNER_API_KEY: a key has 16 or more"),
+        ("MLXRUNNER_API_KEY", "with spaces in the middle", "MLXRUNNER_API_KEY: a key has"),
+        ("MLXRUNNER_API_KEYS", SECRET, "entry 1 is not of the form name=key"),
+        ("MLXRUNNER_API_KEYS", f"a={SECRET},b=short", "entry 2: a key has 16 or more"),
+        ("MLXRUNNER_API_KEYS", f"={SECRET}", "entry 1: the name"),
+        ("MLXRUNNER_API_KEYS", f"{SECRET} {SECRET}=x", "entry 1: the name"),
+        ("MLXRUNNER_API_KEYS", f"a={SECRET},b={SECRET}", "a and b have one and the same key"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_told_of_without_its_content(name: str, value: str, why: str):
+    with pytest.raises(AppError, match=why) as caught:
+        from_environment({name: value})
+    assert SECRET not in caught.value.message

@@ -1,0 +1,340 @@
+"""The server's log: one line for one thing, whose request it was, and nothing that a client could
+make of it."""
+
+import asyncio
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.app import build_app
+from app.api.request_id import RequestIds
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+from app.core.visit import VISIT, Visit
+from app.logs import Human, Lines, configure, visible
+from tests.api.asgi import Conversation, Reply
+from tests.fakes import CARD, FOREVER, FakeGenerate, text
+
+CHAT = "/v1/chat/completions"
+BODY: Any = {"model": CARD.id, "messages": [{"role": "user", "content": "what nobody may read"}]}
+
+# a forged line, a screen that is cleared, C1 in one byte, other line ends, writing turned round
+NASTY = (
+    "x\n2026-11-21 00:00:00,000 INFO app: all is well",
+    "\x1b[2J\x1b]0;title\x07",
+    "\x9b31m",
+    "a\x85b\u2028c\u2029d\x0be",
+    "\u202egnp.exe",
+    "\ud800",
+    "\x00\x7f\r",
+)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO]]:
+    """log(**settings): what is written from now on. Everything is as it was afterwards."""
+    names = (None, "app", "app.access", "uvicorn.access", "httpx2")
+    before = {name: logging.getLogger(name).level for name in names}
+    handlers = logging.getLogger().handlers
+
+    def begin(**settings: Any) -> io.StringIO:
+        written = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", written)
+        configure(Settings(**settings))
+        return written
+
+    yield begin
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger().handlers = handlers
+
+
+def record(message: str, *arguments: Any, error: BaseException | None = None) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    return logging.LogRecord("app.x", logging.INFO, "x.py", 1, message, arguments, info)
+
+
+def ask(path: str, generate: FakeGenerate | None = None, body: Any = BODY, **headers: str) -> Reply:
+    """One request to an application of its own, whatever becomes of it."""
+
+    async def run() -> Reply:
+        app = build_app(generate or FakeGenerate(), Settings())
+        method = "GET" if body is None else "POST"
+        conversation = Conversation(app, method, path, json.dumps(body).encode(), headers)
+        await asyncio.wait({conversation.task})
+        conversation.task.exception()
+        return conversation.reply
+
+    return asyncio.run(run())
+
+
+def told(written: io.StringIO) -> list[Any]:
+    return [json.loads(line) for line in written.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_no_text_leaves_its_line(nasty: str):
+    for formatter in (Human(), Lines()):
+        line = formatter.format(record("the client said %s", nasty))
+        assert len(line.splitlines()) == 1
+        assert line.isprintable()
+    assert json.loads(line)["message"] == f"the client said {nasty}"
+
+
+@given(st.text(st.characters(codec=None)))
+def test_what_is_written_is_seen(anything: str):
+    assert visible(anything).isprintable()
+    line = Lines().format(record("%s", anything))
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["message"] == anything
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_no_text_leaves_a_traceback(nasty: str):
+    try:
+        raise KeyError(nasty) from ValueError(nasty)
+    except KeyError as error:
+        found = record("it broke", error=error)
+    human = Human().format(found)
+    first, *rest = human.split("\n")
+    assert first.endswith("it broke")
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+    line = Lines().format(found)
+    assert line.isprintable()
+    assert "Traceback" in json.loads(line)["exception"]
+
+
+def test_a_json_line_is_an_object_with_a_time_in_utc():
+    found = record("%d of %d", 3, 4)
+    found.created = 1_763_744_400.25
+    assert json.loads(Lines().format(found)) == {
+        "time": "2025-11-21T17:00:00.250Z",
+        "level": "info",
+        "logger": "app.x",
+        "message": "3 of 4",
+    }
+
+
+def test_every_line_of_a_request_has_its_name_in_threads_too():
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        lines.append(Lines().format(record("here")))
+        await asyncio.to_thread(lambda: lines.append(Lines().format(record("there"))))
+        scope["state"]["caller"] = "ada"  # as whoever asks for keys does
+        lines.append(Human().format(record("human")))
+        task = asyncio.create_task(asyncio.to_thread(Lines().format, record("later")))
+        lines.append(await task)
+
+    async def run() -> None:
+        headers = {"x-request-id": "mine"}
+        await Conversation(RequestIds(application), "GET", "/", headers=headers).task
+
+    lines: list[str] = []
+    asyncio.run(run())
+    here, there, human, later = lines
+    for line in (here, there, later):
+        assert json.loads(line)["request_id"] == "mine"
+    assert "app.x [mine]: human" in human
+    assert json.loads(later)["caller"] == "ada"
+    assert "request_id" not in json.loads(Lines().format(record("of no request")))
+
+
+def test_two_requests_do_not_take_each_others_names():
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)
+        visit = VISIT.get()
+        assert visit is not None
+        seen.append((scope["path"], visit.id))
+
+    async def run() -> None:
+        app = RequestIds(application)
+        paths = [f"/{n}" for n in range(20)]
+        talks = [Conversation(app, "GET", p, headers={"x-request-id": p[1:]}) for p in paths]
+        await asyncio.gather(*(talk.task for talk in talks))
+
+    seen: list[tuple[str, str]] = []
+    asyncio.run(run())
+    assert len(seen) == 20
+    assert all(path == f"/{name}" for path, name in seen)
+
+
+def test_a_request_is_one_line_when_it_is_over(log: Any):
+    written = log(log_format="json")
+    ask(f"{CHAT}", **{"x-request-id": "mine"})
+    [line] = told(written)
+    assert line.pop("ms") >= 0
+    assert line.pop("time")
+    assert line.pop("message").startswith(f"POST {CHAT} 200 ms=")
+    assert line == {
+        "level": "info",
+        "logger": "app.access",
+        "request_id": "mine",
+        "model": CARD.id,
+        "method": "POST",
+        "path": CHAT,
+        "status": 200,
+        "client": "127.0.0.1:50000",
+        "prompt_tokens": 7,
+        "cached_tokens": 3,
+        "completion_tokens": 2,
+        "finish": "stop",
+    }
+
+
+def test_people_read_the_same(log: Any):
+    written = log()
+    ask(CHAT, body={**BODY, "n": 2})
+    [line] = written.getvalue().splitlines()
+    assert " INFO app.access [req_" in line
+    end = "prompt_tokens=7 cached_tokens=3 completion_tokens=4 finish=stop"
+    assert line.endswith(f"client=127.0.0.1:50000 model={CARD.id} {end}")
+
+
+@pytest.mark.parametrize(
+    ("generate", "finish"),
+    [
+        (FakeGenerate(refusal=AppError(Kind.BUSY, "no")), "server_busy"),
+        (FakeGenerate([text("a"), AppError(Kind.ENGINE, "no")]), "engine_error"),
+        (FakeGenerate([text("a"), KeyError("no")]), "internal_error"),
+    ],
+)
+def test_what_went_wrong_is_told_by_its_kind(log: Any, generate: FakeGenerate, finish: str):
+    written = log(log_format="json")
+    ask(CHAT, generate, {**BODY, "stream": True})
+    assert told(written)[-1]["finish"] == finish
+
+
+def test_a_client_that_left_is_told(log: Any):
+    async def run() -> None:
+        app = build_app(FakeGenerate([text("Hel"), FOREVER]), Settings())
+        body = json.dumps({**BODY, "stream": True}).encode()
+        conversation = Conversation(app, "POST", CHAT, body)
+        await conversation.until(lambda reply: b"Hel" in reply.body)
+        conversation.hang_up()
+        await conversation.end()
+
+    written = log(log_format="json")
+    asyncio.run(run())
+    [line] = told(written)
+    assert (line["status"], line["finish"]) == (200, "cancelled")
+
+
+def test_a_stream_that_broke_off_is_told_with_its_request(log: Any):
+    written = log(log_format="json")
+    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), {**BODY, "stream": True})
+    first, access = told(written)
+    assert first["message"] == "an answer broke off"
+    assert first["request_id"] == access["request_id"]
+    assert "KeyError" in first["exception"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/status"])
+def test_probes_are_told_to_those_who_debug(log: Any, path: str):
+    written = log()
+    ask(path, body=None)
+    assert written.getvalue() == ""
+    written = log(log_level="debug")
+    ask(path, body=None)
+    assert f"GET {path} 200" in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        (Kind.ENGINE, "error"),
+        (Kind.LOADING, "info"),
+        (Kind.STOPPING, "info"),
+        (Kind.DEADLINE, "info"),
+        (Kind.INVALID, "info"),
+    ],
+)
+def test_a_fault_is_an_error_and_a_refusal_is_none(log: Any, kind: Kind, level: str):
+    written = log(log_format="json")
+    ask(CHAT, FakeGenerate(refusal=AppError(kind, "no")))
+    assert [line["level"] for line in told(written)] == [level]
+
+
+def test_without_an_access_log_faults_are_told_all_the_same(log: Any):
+    written = log(access_log=False)
+    ask(CHAT)
+    assert written.getvalue() == ""
+    ask(CHAT, FakeGenerate(refusal=AppError(Kind.ENGINE, "no")))
+    assert f"POST {CHAT} 500" in written.getvalue()
+
+
+def test_neither_the_query_nor_the_prompt_nor_a_key_is_told(log: Any):
+    written = log(log_level="debug")
+    headers = {"authorization": "Bearer mr-secret", "x-api-key": "mr-secret"}
+    ask(CHAT, **headers)
+    ask(CHAT, FakeGenerate(refusal=AppError(Kind.INVALID, "no")), **headers)
+    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), **headers)
+    assert written.getvalue().count(f"POST {CHAT}") == 3
+    assert "secret" not in written.getvalue()
+    assert "nobody may read" not in written.getvalue()
+
+
+@pytest.mark.parametrize("nasty", [*NASTY[:-2], "x finish=stop caller=root", '"', "x" * 10_000])
+def test_a_request_cannot_forge_a_line_or_a_part_of_one(log: Any, nasty: str):
+    written = log()
+    ask(CHAT, body={**BODY, "model": nasty})
+    [line] = written.getvalue().splitlines()
+    assert " caller=root" not in line.replace(json.dumps(nasty), "")
+    assert len(line) < 1000
+
+
+def test_a_path_is_told_as_it_was_sent(log: Any):
+    """Unquoted, it could hold anything."""
+
+    async def run() -> None:
+        app = build_app(FakeGenerate(), Settings())
+        conversation = Conversation(app, "GET", "/a%20200%20ms=0%0ax")
+        await conversation.end()
+
+    written = log()
+    asyncio.run(run())
+    assert 'GET "/a%20200%20ms=0%0ax" 404' in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "ours", "libraries"),
+    [
+        ("debug", ["debug", "info", "warning", "error"], ["info", "warning", "error"]),
+        ("info", ["info", "warning", "error"], ["info", "warning", "error"]),
+        ("warning", ["warning", "error"], ["warning", "error"]),
+        ("error", ["error"], ["error"]),
+    ],
+)
+def test_libraries_never_say_more_than_they_do_today(
+    log: Any, level: Any, ours: list[str], libraries: list[str]
+):
+    written = log(log_level=level, log_format="json")
+    for name in ("app.x", "uvicorn.error"):
+        for word in ("debug", "info", "warning", "error"):
+            getattr(logging.getLogger(name), word)("said")
+    said = [(line["logger"], line["level"]) for line in told(written)]
+    assert [word for name, word in said if name == "app.x"] == ours
+    assert [word for name, word in said if name == "uvicorn.error"] == libraries
+
+
+def test_to_debug_is_to_hear_of_everything(log: Any):
+    written = log(debug=True)
+    logging.getLogger("app.x").debug("said")
+    assert "DEBUG app.x: said" in written.getvalue()
+
+
+def test_uvicorns_own_access_log_is_silent(log: Any):
+    written = log()
+    logging.getLogger("uvicorn.access").info("said")
+    assert written.getvalue() == ""
+
+
+def test_a_visit_without_a_key_has_no_caller():
+    assert Visit(id="x").caller == ""
+    assert Visit(id="x", state={"caller": "ada"}).caller == "ada"
