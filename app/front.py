@@ -49,6 +49,8 @@ class Front:
     async def start(self) -> None:
         """Returns when all that is to be preloaded is. Raises AppError for what could not be."""
         for name in self._preload:
+            self._pool.preload(self._entry(name).served)
+        for name in self._preload:
             await self.load(name)
 
     @asynccontextmanager
@@ -89,7 +91,7 @@ class Front:
         states = self.states()
         kept = [state for state in states if state.name in self._preload]
         phases = {state.phase for state in kept}
-        worst = next((state for state, bad in _WORST if phases & bad), "ready")
+        worst: RunnerState = next((state for state, bad in _WORST if phases & bad), "ready")
         loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
         errors = [f"{state.name}: {state.error}" for state in kept if state.error is not None]
         first = self._pool.resident(next(self._catalogue.entries()).served).status()

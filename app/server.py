@@ -9,20 +9,30 @@ import logging
 import os
 import sys
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
 
 from app.api.app import build_app
+from app.catalogue import Catalogue, Entry, named
 from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
-from app.core.settings import Settings
+from app.core.ports import Runner
+from app.core.settings import ModelSettings, Settings
 from app.door.certificates import check_certificate
+from app.door.connections import protocol
+from app.door.draining import Server
 from app.door.exposure import check_exposure
 from app.door.keyring import Keyring
 from app.engine.describe import complete
-from app.generation import Generation
-from app.runners.local import LocalRunner
+from app.front import Front
+from app.limits import Limited
+from app.runners.needs import need
+from app.runners.pool import Pool
+
+if TYPE_CHECKING:
+    from app.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -30,57 +40,51 @@ log = logging.getLogger(__name__)
 # 5 ms the event loop gets each token that much later (DECISIONS.md, 2026-11-21).
 _SWITCH_INTERVAL = 0.0005
 
-# seconds that open streams get to end after SIGTERM or Ctrl-C
-_GRACE = 5
-
 
 def serve(settings: Settings) -> int:
-    """Serve until told to stop; the exit status. Raises AppError for a model that is not there, for
-    keys and certificates that cannot be used, and where strangers would be served."""
+    """Serve until told to stop; the exit status. Raises AppError for what is not there, or would
+    not be safe."""
     keyring = Keyring.of(settings, os.environ)
-    for sentence in check_exposure(settings, has_keys=keyring.in_force):
-        log.warning("%s", sentence)
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        for sentence in check_certificate(settings.tls_cert, settings.tls_key):
-            log.warning("%s", sentence)
-    files = complete(obtain(settings))
-    if settings.context is not None and settings.context > files.context_length:
-        log.warning(
-            "--context %d is more than %s was made for: it has %d",
-            settings.context,
-            files.name,
-            files.context_length,
-        )
-    runner = LocalRunner(settings)
-    generation = Generation(files, runner, settings)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    for warning in _warnings(settings, keyring):
+        log.warning("%s", warning)
+    entries = [_entry(model, settings) for model in settings.models or (None,)]
+    catalogue = Catalogue(entries, settings)
+    pool = _pool(catalogue, settings)
+    front = Front(catalogue, pool, _preloaded(entries, settings))
+    limited = Limited(front, settings)
+    tracing = _tracing(settings)
     failures: list[AppError] = []
 
     async def load() -> None:
+        """A server whose one model cannot be loaded is of no use to anybody."""
         try:
-            await runner.start(files)
+            await front.start()
+            log.info("ready")
         except AppError as error:
+            if error.kind is Kind.STOPPING:
+                return
+            if settings.several:
+                log.error("%s", error.message)
+                return
             failures.append(error)
-        except Exception as error:  # nobody is served by a server without a model
-            log.exception("the model could not be loaded")
-            message = f"{files.path} could not be loaded: {error}"
-            failures.append(AppError(Kind.MODEL_FILES, message))
-        if failures:
             server.should_exit = True
-            return
-        [card] = generation.models()
-        log.info("%s is ready (context %d tokens)", card.id, card.context_length)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        # not awaited: /v1/status tells the progress while the model loads
+        await pool.start()
+        # not awaited: /v1/status tells the progress while models load
         loading = asyncio.create_task(load())
         yield
-        await runner.stop()
-        await loading
+        await pool.stop()
+        await asyncio.gather(loading, return_exceptions=True)
+        if tracing is not None:
+            await tracing.stop()
 
-    app = build_app(generation, settings, lifespan=lifespan, keyring=keyring)
-    server = uvicorn.Server(_uvicorn(app, settings))
+    generate = limited if tracing is None else Watched(limited, tracing.watch)
+    app = build_app(generate, settings, lifespan=lifespan, keyring=keyring)
+    server = Server(_uvicorn(app, settings), limited, settings)
+    if settings.runner == "thread":
+        sys.setswitchinterval(_SWITCH_INTERVAL)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
     # which it has logged by then
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
@@ -90,16 +94,78 @@ def serve(settings: Settings) -> int:
     return 0 if server.started else 1
 
 
+def _warnings(settings: Settings, keyring: Keyring) -> list[str]:
+    """What should be known of what was asked for. Raises AppError for what must not be."""
+    warnings = list(check_exposure(settings, has_keys=keyring.in_force))
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        warnings += check_certificate(settings.tls_cert, settings.tls_key)
+    return warnings
+
+
+def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
+    """Found, and downloaded first where somebody wants that."""
+    own = settings if model is None else settings.of(model)
+    files = complete(obtain(own))
+    if own.context is not None and own.context > files.context_length:
+        log.warning(
+            "--context %d is more than %s was made for: it has %d",
+            own.context,
+            files.name,
+            files.context_length,
+        )
+    return named(model, files, settings)
+
+
+def _preloaded(entries: list[Entry], settings: Settings) -> list[str]:
+    """Those that were marked so, else the first."""
+    marked = {place for place, model in enumerate(settings.models) if model.preload}
+    return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
+
+
+def _pool(catalogue: Catalogue, settings: Settings) -> Pool:
+    if settings.runner == "thread":
+        # MLX's own process is then this one; where it is not, this one never loads it
+        from app.runners.local import LocalRunner as make_runner
+    else:
+        from app.runners.process import ProcessRunner as make_runner
+
+    def make(own: Settings) -> Runner:
+        return make_runner(own)
+
+    return Pool(
+        make,
+        catalogue.files,
+        need if settings.several else None,
+        total=settings.memory,
+        max_loaded=settings.max_loaded,
+    )
+
+
+def _tracing(settings: Settings) -> "Tracing | None":
+    if settings.otlp is None:
+        return None
+    try:
+        # a third of a second to import, and an extra to install
+        from app.tracing import Tracing
+    except ModuleNotFoundError as error:
+        message = (
+            f"--otlp needs {error.name}, which is not installed: pip install 'mlxrunner[otel]'"
+        )
+        raise AppError(Kind.INVALID, message) from None
+    return Tracing(settings)
+
+
 def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=protocol(settings),
         host=settings.host,
         port=settings.port,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         ws="none",
         lifespan="on",
         log_config=None,
+        access_log=False,
         server_header=False,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-        timeout_graceful_shutdown=_GRACE,
     )

@@ -1,20 +1,24 @@
 """The image's recipe, read without an engine to build it: what it copies is there, who runs it is
-nobody special, and its health check, run for real, tells a ready server from all others."""
+nobody special, the commands in its head would start, and its health check, run for real, tells a
+ready server from all others."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from app.api.meta import STATUS
-from app.core.settings import Settings
+from app.core.errors import AppError
+from app.core.settings import ModelSettings, Settings
+from tests.deploy.command import settings_of, would_start
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,18 +51,24 @@ def arguments(word: str, stage: list[Instruction]) -> list[str]:
     return [arguments for name, arguments in stage if name == word]
 
 
-def health_check() -> list[str]:
-    [check] = arguments("HEALTHCHECK", stages()[-1])
-    return json.loads(check[check.index("[") :])
+def variables() -> dict[str, str]:
+    """The environment that the image brings."""
+    lines = arguments("ENV", stages()[-1])
+    return dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+
+
+def entry(words: Sequence[str]) -> list[str]:
+    """What runs when `docker run … mlxrunner` is followed by these words."""
+    [command] = arguments("ENTRYPOINT", stages()[-1])
+    return [*json.loads(command), *words]
 
 
 @contextmanager
-def status_server(body: dict[str, object]) -> Generator[int]:
+def health_server(status: int) -> Generator[int]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/v1/status" else 404)
+            self.send_response(status if self.path == "/health" else 404)
             self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -74,26 +84,32 @@ def status_server(body: dict[str, object]) -> Generator[int]:
         server.server_close()
 
 
-def run_health_check(port: int) -> int:
-    program, option, code = health_check()
+def is_healthy(port: int) -> bool:
+    """With a proxy in the environment, as Docker puts one into every container if told so."""
+    [check] = arguments("HEALTHCHECK", stages()[-1])
+    program, option, code = json.loads(check[check.index("[") :])
     assert (program, option) == ("python", "-c")
-    assert f":{Settings().port}/" in code
-    code = code.replace(f":{Settings().port}/", f":{port}/")
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL
-    ).returncode
+    nowhere = "http://127.0.0.1:9"
+    around = {"MLXRUNNER_PORT": str(port), "HTTP_PROXY": nowhere, "http_proxy": nowhere}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        env={**os.environ, **around},
+        stderr=subprocess.DEVNULL,
+    )
+    return done.returncode == 0
 
 
-@pytest.mark.parametrize("state", STATUS)
-def test_only_a_ready_server_is_healthy(state):
-    with status_server({"Status": STATUS[state], "Progress": 50}) as port:
-        assert (run_health_check(port) == 0) is (state == "ready")
+@pytest.mark.parametrize("status", [200, 503])
+def test_only_a_ready_server_is_healthy(status: int):
+    with health_server(status) as port:
+        assert is_healthy(port) is (status == 200)
 
 
 def test_a_server_that_is_gone_is_not_healthy():
-    with status_server({}) as port:
+    with health_server(200) as port:
         pass
-    assert run_health_check(port) != 0
+    assert not is_healthy(port)
 
 
 def test_what_is_copied_exists_and_is_let_through_to_the_builder():
@@ -133,13 +149,63 @@ def test_models_are_a_volume_and_the_port_is_the_servers_own():
     last = stages()[-1]
     assert arguments("VOLUME", last) == ["/models"]
     assert arguments("EXPOSE", last) == [str(Settings().port)]
+    assert variables()["MLXRUNNER_PORT"] == str(Settings().port)
+
+
+def test_its_user_may_write_where_downloads_go():
+    last = stages()[-1]
+    [made] = [run for run in arguments("RUN", last) if "install --directory" in run]
+    assert "--home-dir /models" in made
+    for folder in ("/models", "/keys"):
+        assert re.search(rf"install --directory --owner=10001 --mode=\d+ {folder}\b", made)
+    assert variables()["HOME"] == "/models"
 
 
 def test_it_starts_the_command_that_the_package_installs():
-    from app.cli import _parser
+    settings = settings_of(entry(["/models/some-model"]), variables())
+    assert settings.host == "0.0.0.0"
+    assert settings.models == (ModelSettings(name="/models/some-model"),)
 
-    [entry] = arguments("ENTRYPOINT", stages()[-1])
-    command, *options = json.loads(entry)
-    assert command == "mlxrunner"
-    parsed = _parser().parse_args([*options, "/models/some-model"])
-    assert (parsed.host, parsed.model) == ("0.0.0.0", "/models/some-model")
+
+def test_it_serves_nobody_who_was_not_let_in():
+    with pytest.raises(AppError, match="anyone who can reach it"):
+        would_start(settings_of(entry([]), variables()), variables())
+
+
+def commands() -> list[list[str]]:
+    """`docker run …` in the head of the recipe."""
+    lines = (ROOT / "Dockerfile").read_text("utf-8").split("ARG")[0].splitlines()
+    said = [line.removeprefix("# ") for line in lines if line.startswith("# docker run")]
+    return [shlex.split(line.replace("…", "a-key-of-16-letters")) for line in said]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_each_command_that_is_told_would_start(command: list[str]):
+    environment = {**variables()}
+    words = iter(command[2:])
+    published = program = None
+    for word in words:
+        match word:
+            case "-e":
+                name, _, value = next(words).partition("=")
+                environment[name] = value
+            case "-p":
+                published = next(words)
+            case "-v":
+                assert next(words).endswith(":/models")
+            case "--entrypoint":
+                program = next(words)
+            case "--init" | "--rm":
+                pass
+            case _:
+                assert word == "mlxrunner"
+                break
+    rest = list(words)
+    if program is not None:
+        assert (program, rest) == ("mlxrunner", ["key", "me"])
+        return
+    settings = would_start(settings_of(entry(rest), environment), environment)
+    # without a key for this machine only
+    assert settings.allow_anyone is (published == "127.0.0.1:8080:8080")
+    assert published is not None
+    assert published.endswith(f":{settings.port}")

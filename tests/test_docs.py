@@ -4,7 +4,6 @@ Options, rooms, targets, links and versions are held against the sources, and no
 publish names a machine's own folders or a package registry.
 """
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -13,6 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from app.configuration.options import (
+    CONFIG_VARIABLE,
+    MODEL_OPTIONS,
+    MODELS_VARIABLE,
+    OPTIONS,
+    SECRET_VARIABLES,
+)
+from app.configuration.precedence import decide
 from app.core.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,11 +78,50 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Settings)])
-def test_the_readme_tells_each_setting(field):
-    # an option that may be given again has a field in the plural
-    option = "MODEL" if field == "model" else "--" + field.replace("_", "-").removesuffix("s")
-    assert option in code(read("README.md"))
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_the_readme_tells_each_setting_with_its_default(option):
+    """The words may be other ones than those of --help."""
+    words = option.flag if option.is_switch else f"{option.flag} {option.form.metavar}"
+    default = option.shown(option.default)
+    words, default = words.replace("|", r"\|"), "" if default == "none" else default
+    assert f"\n| `{words}` | {default} | " in read("README.md")
+
+
+def test_the_readme_tells_no_option_that_there_is_not():
+    section = read("README.md").split("\n## Options of `mlxrunner serve`\n")[1].split("\n## ")[0]
+    known = {option.flag for option in OPTIONS} | {"--config", "--no-access-log"}
+    of_config = {"--toml", "--json"}
+    assert set(re.findall(r"--[a-z][a-z-]*[a-z]", code(section))) == known | of_config
+    variables = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
+    told = set(re.findall(r"MLXRUNNER_[A-Z_]+", code(section)))
+    assert told <= variables | set(SECRET_VARIABLES)
+
+
+def test_the_example_in_the_readme_can_be_used(tmp_path):
+    [example] = re.findall(r"^```toml\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "a.toml").write_text(example)
+    assert len(decide({}, str(tmp_path / "a.toml"), {}).settings.models) == 2
+
+
+EXAMPLE = "deploy/mlxrunner.toml"
+
+
+def test_the_example_file_is_as_if_there_were_none():
+    assert decide({}, str(ROOT / EXAMPLE), {}).settings == Settings()
+
+
+def test_the_example_file_names_every_key_with_its_default(tmp_path):
+    """What has no value for a default has an example of one."""
+    keys = re.sub(r"^#(?=\w+ = |\[\[)", "", read(EXAMPLE), flags=re.MULTILINE)
+    document = tomllib.loads(keys)
+    [model] = document.pop("models")
+    assert list(document) == [option.field for option in OPTIONS]
+    assert list(model) == [option.field for option in MODEL_OPTIONS]
+    for option in OPTIONS:
+        if option.default not in (None, ()):
+            assert option.take(document[option.field]) == option.default, option.field
+    (tmp_path / "a.toml").write_text(keys)
+    decide({}, str(tmp_path / "a.toml"), {})
 
 
 def test_the_architecture_tells_each_room():

@@ -31,6 +31,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.engine.scheduler": frozenset({"app.core"}),
     "app.runners": frozenset({"app.core"}),
     "app.runners.local": frozenset({"app.core", "app.engine", "app.runners"}),
+    # one engine on several ranks: like local, it holds one
+    "app.runners.ranks": frozenset({"app.core", "app.engine", "app.runners.codec"}),
     "app.preparation": frozenset({"app.core", "app.text"}),
     "app.embedding": frozenset({"app.core", "app.text"}),
     "app.generation": frozenset({"app.core", "app.embedding", "app.preparation", "app.text"}),
@@ -48,7 +50,8 @@ OURS: Mapping[str, frozenset[str]] = {
     # options, environment and file; commands and the root get the Settings
     "app.configuration": frozenset({"app.core"}),
     "app.logs": frozenset({"app.core"}),
-    "app.tracing": frozenset({"app.core"}),
+    "app.spans": frozenset({"app.core"}),
+    "app.tracing": frozenset({"app.core", "app.spans"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -76,6 +79,8 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # pure policy, so that its properties are tested without a model
     "app.engine.scheduler": frozenset(),
     "app.runners": frozenset(),
+    # gives back what its engine's thread has
+    "app.runners.ranks.follow": frozenset({"mlx"}),
     "app.preparation": frozenset(),
     "app.embedding": frozenset(),
     "app.generation": frozenset(),
@@ -94,7 +99,8 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.configuration": frozenset({"tomli_w"}),
     "app.logs": frozenset(),
     # an optional dependency, imported where traces are asked for
-    "app.tracing": frozenset({"opentelemetry"}),
+    "app.spans": frozenset({"opentelemetry"}),
+    "app.tracing": frozenset(),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),
     "app.cli": frozenset(),

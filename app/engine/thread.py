@@ -14,15 +14,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
-from app.core.jobs import Job
+from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.core.messages import IDLE, Failed, Heartbeat, Loading, Message, Ready
 from app.engine.grammar import Matcher
-from app.engine.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,33 @@ class _Stop:
 
 _Command = _Submit | _Embed | _Cancel | _Stop
 
-Load = Callable[[Callable[[int, int], None]], Loop]
+
+class Turning(Protocol):
+    """What the thread turns: a loop, or one that others turn with it. Its methods are those of
+    `app.engine.loop.Loop`."""
+
+    on_stage: Callable[[str], None]
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def submit(self, job: Job, matcher: Matcher | None = None) -> None: ...
+
+    def embed(self, job: EmbedJob) -> None: ...
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None: ...
+
+    def step(self) -> Step: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def check(self) -> None: ...
+
+
+Load = Callable[[Callable[[int, int], None]], Turning]
 
 
 class EngineThread:
@@ -125,7 +151,7 @@ class EngineThread:
     def _begin(self, doing: str) -> None:
         self._heartbeat = Heartbeat(at=time.monotonic_ns(), doing=doing)
 
-    def _obey(self, loop: Loop) -> None:
+    def _obey(self, loop: Turning) -> None:
         """Carry out what has been asked; with nothing to do, wait until something is."""
         if loop.idle:
             if self._checks:
@@ -137,7 +163,7 @@ class EngineThread:
         while not self._inbox.empty():
             self._carry_out(self._inbox.get(), loop)
 
-    def _carry_out(self, command: _Command, loop: Loop) -> None:
+    def _carry_out(self, command: _Command, loop: Turning) -> None:
         match command:
             case _Submit():
                 loop.submit(command.job, command.matcher)

@@ -50,7 +50,7 @@ class Codec(Generic[T]):
         """One line, without its end."""
         return orjson.dumps(self._write(value))
 
-    def decode(self, line: bytes) -> T:
+    def decode(self, line: bytes | bytearray) -> T:
         return self._read(orjson.loads(line))
 
 

@@ -195,9 +195,7 @@ class Desk:
                 for embedded in message.embedded:
                     self.hand_over(embedded)
             case Failed():
-                # while the model is loaded, whatever it is must be the model's fault to a client
-                kind = Kind.MODEL_FILES if message.ours else message.kind
-                self.lose(AppError(kind, message.message))
+                self.lose(self._blamed(message))
             case _:
                 assert_never(message)
 
@@ -226,6 +224,13 @@ class Desk:
         for job in self._embedding:
             self.hand_over(Embedded(job=job, error=told))
         self._settled.set()
+
+    def _blamed(self, failed: Failed) -> AppError:
+        """A fault of ours that shows itself at one model's load is in the way of that model."""
+        if failed.ours and self._known.state == "loading":
+            message = f"the model could not be loaded: {failed.message}"
+            return AppError(Kind.MODEL_FILES, message)
+        return AppError(failed.kind, failed.message)
 
     def _admit(self) -> None:
         """Raises AppError(LOADING, ENGINE or BUSY) when one more job cannot be run."""

@@ -5,8 +5,8 @@ process is started and no sooner: the client takes a while to import, in which t
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -48,19 +48,21 @@ class Line:
         self._embedding: dict[str, asyncio.Task[None]] = {}
 
     async def status(self) -> Status:
-        """Raises httpx2.HTTPError."""
-        reply = await self._http.get("/v1/status")
-        reply.raise_for_status()
+        """Raises ConnectionError."""
+        with _hung_up():
+            reply = await self._http.get("/v1/status")
+            reply.raise_for_status()
         return wire.STATUS.decode(reply.content)
 
     @asynccontextmanager
     async def news(self) -> AsyncGenerator[AsyncIterator[News]]:
         """May be asked for once; leaving it ends the process. Entering and iterating raise
-        httpx2.HTTPError."""
-        async with self._http.stream("GET", "/v1/updates") as reply:
-            reply.raise_for_status()
-            async with aclosing(self._lines(reply)) as lines:
-                yield lines
+        ConnectionError."""
+        with _hung_up():
+            async with self._http.stream("GET", "/v1/updates") as reply:
+                reply.raise_for_status()
+                async with aclosing(self._lines(reply)) as lines:
+                    yield lines
 
     async def submit(self, job: Job) -> None:
         """The request goes on when this is cancelled: only then is it known what to cancel."""
@@ -95,11 +97,12 @@ class Line:
     async def _lines(self, reply: httpx2.Response) -> AsyncGenerator[News]:
         partial = bytearray()
         async for data in reply.aiter_raw():
-            partial += data
-            *lines, rest = partial.split(b"\n")
-            partial = rest
+            *lines, rest = data.split(b"\n")
             for line in lines:
-                yield wire.NEWS.decode(line)
+                partial += line
+                yield wire.NEWS.decode(partial)
+                partial.clear()
+            partial += rest
             # what is here already must not keep the others waiting
             await asyncio.sleep(0)
 
@@ -135,11 +138,18 @@ class Line:
             await asyncio.wait({posting})
         if (asking := self._embedding.get(job)) is not None:
             asking.cancel()
-        try:
-            parameters = {} if keep is None else {"keep": keep}
+        parameters = {} if keep is None else {"keep": keep}
+        with suppress(httpx2.HTTPError):  # it is dead, and the job with it
             await self._http.delete(f"/v1/jobs/{quote(job, safe='')}", params=parameters)
-        except httpx2.HTTPError:
-            pass  # it is dead, and the job with it
+
+
+@contextmanager
+def _hung_up() -> Generator[None]:
+    """The client's errors as one of ours."""
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def _stopped() -> AppError:

@@ -8,9 +8,10 @@ killed, so one that hangs is only reported.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
@@ -18,26 +19,34 @@ from app.core.files import ModelFiles
 from app.core.jobs import Job
 from app.core.messages import IDLE, Message
 from app.core.ports import RunnerStatus
+from app.core.requests import Grammar
 from app.core.settings import Settings
 from app.engine.grammar import Grammars, Matcher
 from app.engine.load import load
 from app.engine.thread import EngineThread
 from app.runners.desk import STOPPED, Desk, Waiting
+from app.runners.ranks.crew import Crew
+from app.runners.ranks.lead import leading
 
 log = logging.getLogger(__name__)
 
 # seconds that a stopping engine may take to reach the end of its step
 _STOP_PATIENCE = 30.0
 
+# the same where it may wait for another rank, which is gone
+_HOPELESS = 1.0
+
 # looks at the heartbeat per `Settings.watchdog`
 _LOOKS = 4
 
 
 class LocalRunner:
-    """settings: those that the engine reads, max_queue and watchdog."""
+    """settings: those that the engine reads, max_queue and watchdog. crew: the other ranks, where
+    several run the model together; with it, one runner can be started once."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, crew: Crew | None = None) -> None:
         self._settings = settings
+        self._crew = crew
         self._desk = Desk(max_queue=settings.max_queue)
         self._thread: EngineThread | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -50,11 +59,18 @@ class LocalRunner:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._desk.receive, message)
 
-        self._thread = EngineThread(
-            lambda report: load(files, self._settings, report), post, checks=self._settings.debug
-        )
+        def lost(why: str) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._lose, why)
+
         grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
-        self._desk.engine = _Threaded(self._thread, grammars)
+        read, compiles = partial(load, files, self._settings), grammars.compile
+        if self._crew is not None:
+            self._crew.engage(lost)
+            read = partial(leading, files, self._settings, self._crew)
+            compiles = partial(self._crew.compile, grammars)
+        self._thread = EngineThread(read, post, checks=self._settings.debug)
+        self._desk.engine = _Threaded(self._thread, compiles)
         self._thread.start()
         self._watch = asyncio.create_task(self._keep_watch())
         await self._desk.ready()
@@ -81,8 +97,13 @@ class LocalRunner:
         if self._thread is None:
             return
         self._thread.stop()
-        if not await asyncio.to_thread(self._thread.join, _STOP_PATIENCE):
-            log.error("the engine did not stop within %.0f s", _STOP_PATIENCE)
+        hopeless = self._crew is not None and self._crew.lost() is not None
+        patience = _HOPELESS if hopeless else _STOP_PATIENCE
+        if not await asyncio.to_thread(self._thread.join, patience):
+            log.error("the engine did not stop within %.0f s", patience)
+
+    def _lose(self, why: str) -> None:
+        self._desk.lose(AppError(Kind.ENGINE, why), told=why)
 
     def _stall(self) -> str | None:
         """A sentence when a loaded engine has been at one thing for too long."""
@@ -102,6 +123,8 @@ class LocalRunner:
             stall = self._stall()
             if stall is not None and not hung:
                 log.error("%s", stall)
+                if self._crew is not None:
+                    self._crew.lose(f"{stall}: another rank may hang")
             if stall is None and hung:
                 log.warning("the engine moves again")
             hung = stall is not None
@@ -110,15 +133,17 @@ class LocalRunner:
 class _Threaded:
     """The engine as the desk sees it."""
 
-    def __init__(self, thread: EngineThread, grammars: Grammars) -> None:
+    def __init__(
+        self, thread: EngineThread, compiles: Callable[[Grammar, frozenset[int]], Matcher]
+    ) -> None:
         self._thread = thread
-        self._grammars = grammars
+        self._compiles = compiles
 
     async def submit(self, job: Job) -> None:
         matcher: Matcher | None = None
         if job.grammar is not None:
             # not on the event loop nor the engine's thread: others' answers go on
-            matcher = await asyncio.to_thread(self._grammars.compile, job.grammar, job.stop_ids)
+            matcher = await asyncio.to_thread(self._compiles, job.grammar, job.stop_ids)
         self._thread.submit(job, matcher)
 
     def embed(self, job: EmbedJob) -> None:

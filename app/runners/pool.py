@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -184,10 +184,11 @@ class Pool:
         """Do what there is to do; when there will be more, if nothing happens before."""
         queue = self._queue(now)
         here = [self._residents[name] for name in self._lives]
-        self._survey.turn_to(next((r for r in queue if r.phase == "out"), None), here)
+        head = next((resident for resident in queue if resident.phase == "out"), None)
+        self._survey.turn_to(head, here)
         tenants = [_tenant(resident) for resident in here]
         applicants = [self._applicant(resident) for resident in queue]
-        decided = plan(now, applicants, tenants, self._limits(now, queue))
+        decided = plan(now, applicants, tenants, self._limits(now, head))
         for action in decided.actions:
             resident = self._residents[action.name]
             match action:
@@ -242,17 +243,17 @@ class Pool:
             evicts=since is not None or served.pinned,
         )
 
-    def _limits(self, now: float, queue: Sequence[Resident]) -> Limits:
+    def _limits(self, now: float, head: Resident | None) -> Limits:
         gone = [
             resident
             for resident in self._residents.values()
-            if resident.phase == "out" and resident.missed_until > now
+            if resident.phase == "out" and resident.missed_until > now and resident is not head
         ]
         gone.sort(key=lambda resident: resident.used, reverse=True)
         return Limits(
             total=self._survey.total,
             loaded=self._max_loaded,
-            returning=[r.need.least for r in gone if r.need is not None and r not in queue[:1]],
+            returning=[resident.need.least for resident in gone if resident.need is not None],
         )
 
     # what the plan says

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import assert_never
 
@@ -20,19 +20,180 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job, Step
-from app.core.messages import Failed, Heartbeat, Loading, Ready
+from app.core.messages import Failed, Heartbeat, Ready
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.runners import wire
 from app.runners.desk import STOPPED, Desk, Waiting
-from app.runners.spawned import Spawned
+from app.runners.spawned import Ending, Spawned
 from app.runners.vigil import Vigil
-from app.runners.wire import Joiner, MoreScores, News, Opening
+from app.runners.wire import Joiner, MoreScores, News, Opening, Status
 
 log = logging.getLogger(__name__)
+
+Ask = Callable[[], Awaitable[Status]]
+OpenNews = Callable[[], AbstractAsyncContextManager[AsyncIterator[News]]]
 
 # seconds between two looks at a model that is being loaded
 _POLL = 0.1
 
 # seconds that a process which has hung up may take to end
 _DYING = 2.0
+
+
+class ProcessRunner:
+    """settings: those that the engine reads, max_queue, watchdog and load_timeout."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._desk = Desk(max_queue=settings.max_queue)
+        self._spawned: Spawned | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._stall: str | None = None
+        self._stopping = False
+
+    async def start(self, files: ModelFiles) -> None:
+        assert self._life is None, "a runner is started once"
+        secret = secrets.token_urlsafe(32)
+
+        def opening(socket: int) -> bytes:
+            return wire.OPENING.encode(
+                Opening(
+                    parent=os.getpid(),
+                    socket=socket,
+                    secret=secret,
+                    settings=self._settings,
+                    files=files,
+                )
+            )
+
+        spawned = self._spawned = await Spawned.begin(files.name, opening)
+        self._life = asyncio.create_task(self._live(files.name, secret, spawned))
+        try:
+            await self._desk.ready()
+        except BaseException:
+            spawned.kill()
+            await asyncio.wait({self._life})
+            raise
+
+    def submit(self, job: Job) -> AbstractAsyncContextManager[Waiting]:
+        return self._desk.submit(job)
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        return await self._desk.embed(job)
+
+    def status(self) -> RunnerStatus:
+        status, spawned = self._desk.status(), self._spawned
+        if spawned is None or not spawned.alive:
+            return status
+        if self._stall is not None:
+            return replace(status, state="stalled", error=self._stall, pid=spawned.pid)
+        return replace(status, pid=spawned.pid)
+
+    async def over(self) -> str:
+        return await self._desk.over()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._desk.close(AppError(Kind.STOPPING, "the engine was stopped"), told=STOPPED)
+        if self._spawned is not None and self._life is not None:
+            await self._spawned.end()
+            await asyncio.wait({self._life})
+
+    async def _live(self, name: str, secret: str, spawned: Spawned) -> None:
+        """The process, from its beginning to its end."""
+        # imported while the process does the same with what it needs
+        from app.runners.line import Line
+
+        line = self._desk.engine = Line(spawned.port, secret, self._desk.hand_over)
+        interval = wire.beat_interval(self._settings)
+        vigil = Vigil(watchdog=self._settings.watchdog, interval=interval)
+        gone = asyncio.create_task(spawned.gone())
+        work = {
+            asyncio.create_task(self._talk(name, line.status, line.news, vigil)),
+            asyncio.create_task(self._watch(vigil, interval)),
+        }
+        try:
+            await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._stopping and self._desk.status().state != "failed":
+                # it has hung up, and may be about to say why
+                await asyncio.wait({gone}, timeout=_DYING)
+            if not self._stopping:
+                spawned.kill()
+            self._bury(name, await gone)
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            await line.close()
+
+    def _bury(self, name: str, ending: Ending) -> None:
+        """The process has ended; if nobody knows better, that is what it was."""
+        how, said = ending.how, f": {ending.said}" if ending.said else ""
+        if self._desk.status().state == "loading":
+            message = f"{name} could not be loaded: its process {how}{said}"
+            self._desk.lose(AppError(Kind.MODEL_FILES, message))
+            return
+        error = AppError(Kind.ENGINE, f"the process of {name} {how}{said}")
+        self._desk.lose(error, told=f"the engine stopped: its process {how}")
+
+    async def _talk(self, name: str, status: Ask, open_news: OpenNews, vigil: Vigil) -> None:
+        """Returns when there is nothing more to be heard."""
+        try:
+            ready = await self._loaded(name, status)
+            if ready is None:
+                return
+            async with open_news() as news:
+                self._desk.receive(ready)
+                await self._listen(news, vigil)
+        except ConnectionError as error:
+            log.debug("%s: %s", name, error)
+        except Exception as error:
+            log.exception("%s: its process cannot be understood", name)
+            message = f"the process of {name} cannot be understood: {error}"
+            self._desk.lose(AppError(Kind.ENGINE, message))
+
+    async def _loaded(self, name: str, status: Ask) -> Ready | None:
+        """Looks until the model is there; None when the desk knows that it will not be."""
+        last, limit = None, self._settings.load_timeout
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(limit) as patience:
+                while not isinstance(state := (await status()).State, Ready):
+                    self._desk.receive(state)
+                    if isinstance(state, Failed):
+                        return None
+                    if state != last:
+                        last = state
+                        patience.reschedule(now() + limit)
+                    await asyncio.sleep(_POLL)
+                return state
+        except TimeoutError:
+            progress = self._desk.status().progress
+            message = f"{name} could not be loaded: nothing moved for {limit:.0f} s at {progress} %"
+            self._desk.lose(AppError(Kind.MODEL_FILES, message))
+            return None
+
+    async def _listen(self, news: AsyncIterator[News], vigil: Vigil) -> None:
+        joiner = Joiner()
+        async for one in news:
+            vigil.heard()
+            match one:
+                case Step():
+                    self._desk.receive(joiner.joined(one))
+                case MoreScores():
+                    joiner.hold(one)
+                case Heartbeat():
+                    vigil.beat(one)
+                case Failed():
+                    self._desk.receive(one)
+                    return
+                case _:
+                    assert_never(one)
+
+    async def _watch(self, vigil: Vigil, interval: float) -> None:
+        """Returns when the process hangs."""
+        while (stall := vigil.look()) is None:
+            await asyncio.sleep(interval)
+        self._stall = stall
+        self._desk.lose(AppError(Kind.ENGINE, stall), told=stall)

@@ -257,6 +257,7 @@ class Resident:
         self.health = after_load(self.health)
         self.used = now
         self._broke = False
+        self.kept = self.kept or self.served.pinned
         context = self._capacity.context if self._capacity else 0
         log.info(
             "%s is ready after %.1f s (context %d tokens)", self.served.name, now - began, context

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.runners.output import Output, Quota, ended
@@ -33,6 +34,14 @@ _CHUNK = 1 << 16
 _GRACE, _LAST_WORDS = 5.0, 1.0
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """how: a clause. said: what it wrote that may say why; empty when it could not know."""
+
+    how: str
+    said: str
 
 
 class Spawned:
@@ -91,13 +100,8 @@ class Spawned:
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    def reason(self) -> str:
-        """What it wrote that may say why it ended."""
-        return self._output.reason()
-
-    async def gone(self) -> str:
-        """Returns when it has ended and left nothing behind: how, as a clause. Any number may
-        wait."""
+    async def gone(self) -> Ending:
+        """Returns when it has ended and left nothing behind. Any number may wait."""
         return await asyncio.shield(self._gone)
 
     def kill(self) -> None:
@@ -118,7 +122,7 @@ class Spawned:
             self.kill()
             await self.gone()
 
-    async def _reap(self) -> str:
+    async def _reap(self) -> Ending:
         status = await self._process.wait()
         # what is left in the pipe; a pipe that somebody else holds open is no reason to wait
         await asyncio.wait({self._reading}, timeout=_LAST_WORDS)
@@ -129,7 +133,8 @@ class Spawned:
         with contextlib.suppress(OSError):
             await self._process.stdin.wait_closed()
         self._listener.close()
-        return ended(status)
+        said = "" if status == -signal.SIGKILL else self._output.reason()
+        return Ending(how=ended(status), said=said)
 
     async def _read(self) -> None:
         """Always on: a full pipe would stop the process."""

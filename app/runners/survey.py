@@ -90,6 +90,7 @@ class Survey:
             files = await self._files(served)
             need = None if self._need is None else await self._need(files, served.settings)
         except Exception as error:
+            self._task = None
             self._end_turn()
             resident.refuse(_told(error, served))
         else:

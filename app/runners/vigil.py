@@ -16,7 +16,7 @@ class Vigil:
     def __init__(self, *, watchdog: float, interval: float) -> None:
         self._enough = math.ceil(watchdog / interval)
         self._interval = interval
-        self._silent = 0  # looks since something was heard
+        self._silent: int | None = None  # looks since something was heard, once anything was
         self._same = 0  # heartbeats that told of one and the same stage
         self._stage: Heartbeat | None = None
 
@@ -31,6 +31,8 @@ class Vigil:
 
     def look(self) -> str | None:
         """To be called once in an interval: a sentence when it hangs."""
+        if self._silent is None:
+            return None
         self._silent += 1
         if self._silent > self._enough:
             return f"the engine's process has said nothing for {self._seconds(self._silent)} s"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import trustme
 
 from tests.serving import PATIENCE, ROOT, Served
 
@@ -27,22 +28,23 @@ _SEEN = "log_format seen '$http_x_request_id|$upstream_addr|$status';"
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM files of a certificate for NAME, signed by itself."""
+    """PEM files of a certificate for NAME, and who trusts it."""
 
     certificate: Path
     key: Path
+    trust: ssl.SSLContext
 
     @staticmethod
     def make(folder: Path) -> "Certificate":
-        made = Certificate(folder / "fullchain.pem", folder / "privkey.pem")
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-            + ["-nodes", "-days", "2", "-subj", f"/CN={NAME}"]
-            + ["-addext", f"subjectAltName=DNS:{NAME}"]
-            + ["-keyout", str(made.key), "-out", str(made.certificate)],
-            check=True,
-            capture_output=True,
+        authority = trustme.CA()
+        issued = authority.issue_cert(NAME)
+        made = Certificate(
+            folder / "fullchain.pem", folder / "privkey.pem", ssl.create_default_context()
         )
+        for pem in issued.cert_chain_pems:
+            pem.write_to_path(str(made.certificate), append=True)
+        issued.private_key_pem.write_to_path(str(made.key))
+        authority.configure_trust(made.trust)
         return made
 
 
@@ -53,7 +55,7 @@ class Nginx:
         self._seen = folder / "seen.log"
         self.http = httpx.Client(
             base_url=f"https://127.0.0.1:{port}",
-            verify=ssl.create_default_context(cafile=str(certificate.certificate)),
+            verify=certificate.trust,
             headers={"Host": NAME},
             timeout=PATIENCE,
         )

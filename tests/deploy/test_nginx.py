@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.nginx import NAME, Certificate, Nginx, events, proxying, replicas, until
+from tests.deploy.nginx import Certificate, Nginx, events, proxying, replicas, until
 from tests.serving import PATIENCE, Served
 from tests.tiny import END
 

@@ -60,7 +60,9 @@ def _listed(name: str, file: str) -> list[Any]:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []
     except (OSError, ValueError) as error:
-        raise AppError(Kind.INVALID, f"{name} names {file}, which is no such file: {error}") from None
+        raise AppError(
+            Kind.INVALID, f"{name} names {file}, which is no such file: {error}"
+        ) from None
     if not isinstance(found, list):
         raise AppError(Kind.INVALID, f"{name} names {file}, which holds no list of ranks")
     return found  # pyright: ignore[reportUnknownVariableType]  # parsed JSON

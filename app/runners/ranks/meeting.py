@@ -1,0 +1,102 @@
+"""How ranks that were started together find out that they belong together.
+
+Knows: what rank 0 tells the group, and what must be the same on all ranks. Must not know: lines,
+engines.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import signal
+import threading
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Self
+
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.settings import Settings
+from app.engine.ranks import Ranks, joined
+from app.runners.ranks.launch import Launch
+
+log = logging.getLogger(__name__)
+
+# bytes in which a meeting is written down
+WORDS = 512
+
+# settings that decide what is computed; memory may differ
+_SETTINGS = (
+    "quantize",
+    "parallel",
+    "context",
+    "context_shift",
+    "cache",
+    "multi_user",
+    "exact",
+    "prefill_chunk",
+)
+_PACKAGES = ("mlxrunner", "mlx", "llguidance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where rank 0 waits for lines. secret: by which it knows those of the group. host: its
+    name."""
+
+    secret: str
+    port: int
+    host: str
+
+    def written(self) -> bytes:
+        return f"{self.secret} {self.port} {self.host}".encode()
+
+    @classmethod
+    def read(cls, words: bytes) -> Self:
+        secret, port, host = words.decode().split(" ", 2)
+        return cls(secret=secret, port=int(port), host=host)
+
+
+def met(launch: Launch) -> Ranks:
+    """All ranks, once all are there. Raises AppError(ENGINE) where they cannot be reached."""
+    log.info("rank %d of %d: waiting for the others", launch.rank, launch.size)
+    try:
+        with _interruptible():
+            ranks = joined()
+    except (RuntimeError, ValueError) as error:
+        raise AppError(Kind.ENGINE, f"the other ranks cannot be reached: {error}") from error
+    if (ranks.rank, ranks.size) != (launch.rank, launch.size):
+        raise AppError(
+            Kind.ENGINE,
+            f"this process was started as rank {launch.rank} of {launch.size}, and MLX takes it for"
+            f" rank {ranks.rank} of {ranks.size}: is MLX here built with the backend that was asked "
+            "for?",
+        )
+    return ranks
+
+
+def traits_of(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
+    """What must be the same on all ranks, by the name by which a difference is told."""
+    told = hashlib.sha256(json.dumps(files.config, sort_keys=True, default=str).encode())
+    with contextlib.suppress(OSError):  # found out, and told, when it is read
+        told.update(files.tokenizer.read_bytes())
+    told.update(str(files.stored).encode())
+    return {
+        **{f"{name}, version": version(name) for name in _PACKAGES},
+        "the model": f"{files.name} ({told.hexdigest()[:12]})",
+        **{f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _SETTINGS},
+    }
+
+
+@contextlib.contextmanager
+def _interruptible() -> Generator[None]:
+    """Ctrl-C ends the process while MLX holds the interpreter: no handler of Python's would run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,242 @@
+"""A client of ours, with or without a key: what it sends may cost it time, and nobody else."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.attacks.conftest import ESCAPES, Victim
+from tests.serving import PATIENCE
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def post(victim: Victim, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(victim.server.url + path, json=body, timeout=PATIENCE)
+
+
+def names(disk: Path) -> list[str]:
+    """Ways to write a model's folder that is there, but is not served."""
+    return [
+        str(disk / "hidden"),
+        f"{disk}/tiny/../hidden",
+        "../hidden",
+        "tiny/../hidden",
+        "./hidden",
+        "hidden",
+        f"file://{disk}/hidden",
+        "hidden\x00",
+        "tiny\x00/../hidden",
+        "..%2fhidden",
+        "..\\hidden",
+        "~/hidden",
+        "$HOME/hidden",
+        "/etc/passwd",
+        "../../../../../../../../etc/passwd",
+        "/dev/zero",
+        "/proc/self/environ",
+        "a" * 100_000,
+        "/" * 100_000,
+    ]
+
+
+def test_a_name_is_never_a_path(victim: Victim) -> None:
+    """And nothing in an answer tells whether a path leads somewhere."""
+    for name in names(victim.disk):
+        for path, more in (
+            (COMPLETIONS, {"prompt": "hi"}),
+            (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/v1/embeddings", {"input": "hi"}),
+            ("/v1/models/load", {}),
+            ("/v1/models/unload", {}),
+        ):
+            reply = post(victim, path, {"model": name, **more})
+            assert reply.status_code == 404, (name[:50], path, reply.text[:300])
+            assert reply.json()["error"]["code"] == "model_not_found"
+            assert len(reply.content) < 1000
+    there, not_there = (
+        post(victim, COMPLETIONS, {"model": str(victim.disk / name), "prompt": "hi"}).text
+        for name in ("hidden", "absent")
+    )
+    assert there.replace("hidden", "absent") == not_there
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../hidden", "..%2fhidden", "%2e%2e/hidden", "tiny/../../hidden", "%2fetc%2fpasswd", "%00"],
+)
+def test_a_path_of_the_api_leads_to_no_file(victim: Victim, path: str) -> None:
+    # httpx would tidy the dots away
+    url = httpx.URL(victim.server.url).copy_with(raw_path=f"/v1/models/{path}".encode())
+    reply = httpx.get(url)
+    assert reply.status_code == 404
+    assert "root:" not in reply.text
+
+
+def test_names_that_are_paths_disturb_nobody(victim: Victim) -> None:
+    bodies = [
+        json.dumps({"model": name, "prompt": "hi"}).encode() for name in names(victim.disk)[:8]
+    ]
+    with httpx.Client(base_url=victim.server.url) as client:
+        headers = {"content-type": "application/json"}
+        victim.undisturbed(
+            lambda: [client.post(COMPLETIONS, content=body, headers=headers) for body in bodies]
+        )
+
+
+@pytest.mark.parametrize("way", sorted(ESCAPES.keys() - {"range", "loops"}))
+def test_a_template_does_not_get_out_of_its_sandbox(victim: Victim, way: str) -> None:
+    """The template comes with the model, and so from a stranger."""
+    body = {"model": "hostile", "messages": [{"role": "user", "content": way}]}
+    reply = post(victim, CHAT, body)
+    assert reply.status_code in (400, 500), reply.text
+    assert reply.json()["error"]["message"]
+    assert not victim.marker.exists()
+    assert "root:" not in reply.text
+
+
+@pytest.mark.parametrize("way", ["range", "loops"])
+def test_a_template_without_end_disturbs_nobody(victim: Victim, way: str) -> None:
+    def attack() -> None:
+        body = {"model": "hostile", "messages": [{"role": "user", "content": way}]}
+        reply = post(victim, CHAT, body)
+        assert reply.status_code in (400, 500), reply.text
+
+    victim.undisturbed(attack, once=True)
+
+
+def test_a_message_is_no_template(victim: Victim) -> None:
+    """What a user says is put in as it is: the template's words around it are the same."""
+    for content in (
+        "{{ 7 * 7 }}",
+        "{% for m in messages %}x{% endfor %}",
+        "{# gone #}",
+        "{{",
+        "%}",
+    ):
+        messages = [{"role": "user", "content": content}]
+        reply = post(victim, CHAT, {"model": "tiny", "messages": messages, "max_tokens": 1})
+        expected = len(f"user: {content}\nassistant: ")  # a token each
+        assert reply.json()["usage"]["prompt_tokens"] == expected, content
+
+
+EXPRESSIONS = [
+    "(a+)+$",
+    "(a|a)*b",
+    "(a|aa)+$",
+    "(.*a){30}",
+    "([a-zA-Z]+)*z",
+    "(x+x+)+y",
+    "((a{1,100}){1,100}){1,100}",
+    "(?:a?){5000}a{5000}",
+    ".*" * 500,
+    "(" * 5000,
+    "[a-z]{1,100000}",
+]
+
+
+def expressions() -> list[tuple[str, dict[str, Any]]]:
+    """Requests whose grammar was made to take for ever, wherever an expression may stand."""
+    base = {"model": "tiny", "max_tokens": 24, "logit_bias": {"97": 20}}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for pattern in EXPRESSIONS:
+        schema = {"type": "string", "pattern": pattern}
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        chat = {**base, "messages": [{"role": "user", "content": "a" * 50}]}
+        found.append((CHAT, {**chat, "response_format": wanted}))
+        found.append((COMPLETIONS, {**base, "prompt": "a" * 50, "guided_regex": pattern}))
+    return found
+
+
+def schemas() -> list[dict[str, Any]]:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    many = {f"p{n}": {"type": "string", "maxLength": 1000 + n} for n in range(300)}
+    fan: dict[str, Any] = {"anyOf": [{"const": "a" * n} for n in range(1, 400)]}
+    for _ in range(6):
+        fan = {"type": "array", "items": {"anyOf": [fan, fan]}, "minItems": 10_000}
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    return [
+        deep,
+        {"type": "object", "properties": many, "additionalProperties": False},
+        fan,
+        loop,
+        {"type": "array", "items": {"enum": list(range(20_000))}, "maxItems": 100_000},
+    ]
+
+
+def test_expressions_that_never_end_disturb_nobody(victim: Victim) -> None:
+    asked = expressions()
+
+    def attack() -> None:
+        for path, body in asked:
+            reply = post(victim, path, body)
+            assert reply.status_code in (200, 400), reply.text
+
+    victim.undisturbed(attack, once=True)
+
+
+def test_schemas_that_never_end_disturb_nobody(victim: Victim) -> None:
+    asked = schemas()
+
+    def attack() -> None:
+        for schema in asked:
+            wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+            reply = post(victim, CHAT, {**body, "max_tokens": 8, "response_format": wanted})
+            assert reply.status_code in (200, 400), reply.text
+
+    victim.undisturbed(attack, once=True)
+
+
+def test_stop_strings_that_almost_match_disturb_nobody(victim: Victim) -> None:
+    """Every letter of the answer is the beginning of all of them again."""
+    stops = ["a" * length + "b" for length in (500, 499, 498, 497)]
+    body = {"model": "tiny", "prompt": "a", "stop": stops, "max_tokens": 200}
+    body |= {"logit_bias": {"97": 100}}
+
+    def attack() -> None:
+        reply = post(victim, COMPLETIONS, body)
+        assert reply.status_code in (200, 400), reply.text
+
+    victim.undisturbed(attack)
+
+
+def test_a_packed_body_is_not_unpacked(victim: Victim) -> None:
+    """100 MB of nothing, in 100 kB."""
+    bomb = gzip.compress(b" " * (100 << 20), 9)
+    assert len(bomb) < 200_000
+    for encoding in ("gzip", "GZip", "gzip, gzip", "deflate", "br", "zstd"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        reply = httpx.post(victim.server.url + CHAT, content=bomb, headers=headers)
+        assert reply.status_code == 415, reply.text
+        assert reply.json()["error"]["code"] == "unsupported_media_type"
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    with httpx.Client(base_url=victim.server.url, headers=headers) as client:
+        victim.undisturbed(lambda: client.post(CHAT, content=bomb))
+
+
+FORGED = "2026-01-01 00:00:00,000 INFO app: FORGED"
+
+
+def test_nothing_that_a_client_says_begins_a_line_of_the_log(victim: Victim) -> None:
+    said = f"x\n{FORGED}\r\n{FORGED}\u2028{FORGED}\x85{FORGED}\x1b[2J\x1b]0;title\x07\u202e"
+    post(victim, COMPLETIONS, {"model": said, "prompt": said, "stop": [said], "user": said})
+    post(victim, COMPLETIONS, {"model": "tiny", "prompt": said, said: said})
+    post(victim, CHAT, {"model": "tiny", "messages": [{"role": said, "content": said}]})
+    post(victim, "/v1/models/load", {"model": said})
+    httpx.get(f"{victim.server.url}/nowhere", params={said: said})
+    httpx.get(httpx.URL(victim.server.url).join("/").copy_with(path=f"/v1/{said}"))
+    httpx.get(
+        f"{victim.server.url}/nowhere", headers={"user-agent": "a\tb", "x-request-id": "a\tb"}
+    )
+    log = victim.server.text()
+    assert "\x1b" not in log
+    assert "\u202e" not in log
+    assert [line for line in re.split("[\r\n\u2028\x85]", log) if line.startswith("2026-01")] == []

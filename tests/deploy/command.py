@@ -1,0 +1,26 @@
+"""What a command line in one of our files comes to, as the command itself would read it."""
+
+from collections.abc import Mapping, Sequence
+
+from app.cli import _parser
+from app.configuration import flags
+from app.configuration.precedence import decide
+from app.core.settings import Settings
+from app.door.exposure import check_exposure
+from app.door.keyring import Keyring
+
+
+def settings_of(words: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """words: `mlxrunner serve …`. Raises AppError, or SystemExit, for what would not start."""
+    program, *rest = words
+    assert program.rpartition("/")[2] == "mlxrunner"
+    assert rest[0] == "serve"
+    arguments = flags.parsed(_parser(), rest)
+    return decide(flags.given(arguments), arguments.config, environment).settings
+
+
+def would_start(settings: Settings, environment: Mapping[str, str]) -> Settings:
+    """The same settings. Raises AppError where strangers would be served."""
+    has_keys = settings.api_keys is not None or Keyring.of(settings, {**environment}).in_force
+    check_exposure(settings, has_keys=has_keys)
+    return settings

@@ -1,0 +1,322 @@
+"""What a client may do to a connection, said byte by byte to a real server."""
+
+import asyncio
+import json
+import resource
+import socket
+from typing import Any
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.settings import Settings
+from app.door.connections import Connection, protocol
+from app.door.crowd import Crowd, allow_files
+from app.door.strict import HEAD_BYTES, HEAD_FIELDS
+from tests.api.asgi import Reply
+from tests.door.lines import ASK, CHAT, GET, door, eventually, head, post
+from tests.fakes import FOREVER, FakeGenerate, finish, text
+
+STREAM = {**ASK, "stream": True}
+
+
+def is_ours(reply: Reply, status: int, code: str) -> bool:
+    """Whether it is told as all our mistakes are, by somebody who then leaves."""
+    assert reply.status == status, reply
+    assert reply.error["code"] == code
+    assert set(reply.error) == {"message", "type", "param", "code"}
+    assert reply.headers["x-request-id"].startswith("req_")
+    return reply.headers["connection"] == "close"
+
+
+def test_a_good_request_is_answered_and_the_connection_kept():
+    with door() as connect:
+        line = connect()
+        for _ in range(3):
+            assert line.say(post(ASK)).reply().status == 200
+            assert line.say(GET).reply().status == 200
+
+
+def test_a_large_body_arrives_whole():
+    ask = {**ASK, "messages": [{"role": "user", "content": "x" * 3_000_000}]}
+    generate = FakeGenerate()
+    with door(generate) as connect:
+        assert connect().say(post(ask)).reply().status == 200
+    prompt: Any = generate.opened[0].prompt
+    assert len(prompt.messages[0].content) == 3_000_000
+
+
+def test_requests_that_were_sent_at_once_are_answered_in_their_order():
+    with door() as connect:
+        line = connect().say(GET + post(ASK) + GET)
+        kinds = [line.reply().json["object"] for _ in range(3)]
+        assert kinds == ["list", "chat.completion", "list"]
+
+
+# Time
+
+
+def test_a_head_that_trickles_is_given_up():
+    with door(header_timeout=0.3) as connect:
+        line = connect().dribble(GET, 0.05)
+        assert is_ours(line.reply(), 408, "request_timeout")
+        assert line.closed()
+
+
+def test_whoever_says_nothing_is_left_without_a_word():
+    with door(header_timeout=0.2) as connect:
+        assert connect().closed()
+        # RFC 9112, 2.2: empty lines before a request are nothing
+        assert connect().say(b"\r\n\r\n").closed()
+
+
+def test_each_head_on_a_connection_has_its_own_time():
+    with door(header_timeout=0.4) as connect:
+        line = connect()
+        for _ in range(3):
+            assert line.dribble(GET[:3], 0.05).say(GET[3:]).reply().status == 200
+        assert is_ours(line.dribble(GET, 0.05).reply(), 408, "request_timeout")
+
+
+def test_a_body_that_trickles_is_given_up():
+    with door(body_timeout=0.3) as connect:
+        asked = post(ASK)
+        at = asked.index(b"\r\n\r\n") + 4
+        line = connect().say(asked[:at]).dribble(asked[at:], 0.05)
+        assert is_ours(line.reply(), 408, "request_timeout")
+        assert line.closed()
+
+
+def test_an_answer_has_all_the_time_that_it_takes():
+    with door(FakeGenerate([text("so"), FOREVER]), header_timeout=0.1, body_timeout=0.1) as connect:
+        line = connect().say(post(STREAM))
+        line.until(lambda read: b"so" in read)
+        assert not line.closed(within=0.5)
+
+
+def test_a_client_that_reads_nothing_is_cut_off():
+    """Its answer was made to the end and lay in memory, for as long as it liked."""
+    generate = FakeGenerate([text("x" * 1_000_000)] * 60 + [finish()])
+    with door(generate, body_timeout=0.3) as connect:
+        line = connect().say(post(STREAM))
+        assert eventually(lambda: generate.left == 1)
+        assert not line.until(lambda read: b"[DONE]" in read).endswith(b"0\r\n\r\n")
+
+
+def test_a_client_that_reads_slowly_gets_everything():
+    generate = FakeGenerate([text("x" * 1_000_000)] * 12 + [finish()])
+    with door(generate, body_timeout=0.5) as connect:
+        line = connect()
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        line.say(post(STREAM))
+        assert line.until(lambda read: read.endswith(b"0\r\n\r\n")).count(b"x" * 1_000_000) == 12
+
+
+def test_a_finished_answer_that_nobody_reads_is_cut_off_too():
+    """uvicorn's keep-alive closes such a connection, and closing waits for what is unsent."""
+    generate = FakeGenerate([text("x" * 20_000_000), finish()])
+    with door(generate, body_timeout=0.3) as connect:
+        line = connect().say(post(ASK))
+        assert eventually(lambda: generate.left == 1)
+        assert len(line.until(lambda _: False)) < 20_000_000
+
+
+# What is no HTTP
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"hello\r\n\r\n",
+        b"GET / HTTP/9.9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",  # no Host
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n",
+        head("POST", CHAT, Content_Length=-1),
+        head("POST", CHAT, Content_Length="1, 2"),
+        head("POST", CHAT, Transfer_Encoding="chunked") + b"zz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS, to a port without it
+    ],
+    ids=lambda said: repr(said[:18] + said[-22:]),
+)
+def test_what_is_no_http_is_told_in_our_words(said: bytes):
+    with door(header_timeout=0.3) as connect:
+        line = connect().say(said)
+        reply = line.reply()
+        if reply.status != 408:
+            assert is_ours(reply, 400, "invalid_http")
+        assert line.closed()
+        assert connect().say(GET).reply().status == 200
+
+
+def test_an_unknown_transfer_encoding_is_not_implemented():
+    with door() as connect:
+        line = connect().say(head("POST", CHAT, Transfer_Encoding="gzip"))
+        assert is_ours(line.reply(), 501, "invalid_http")
+
+
+def test_a_body_that_breaks_behind_its_answer_ends_the_connection(caplog: Any):
+    """uvicorn raised out of the event loop's callback, with a traceback for each."""
+    with door(max_body=10) as connect:
+        line = connect().say(head("POST", CHAT, Transfer_Encoding="chunked") + b"b\r\n" + b"x" * 11)
+        assert line.reply().status == 413
+        assert line.say(b"\r\nzz\r\n").closed()
+    assert "Traceback" not in caplog.text
+
+
+# Size
+
+FIELDS = {f"X-{n}": n for n in range(HEAD_FIELDS - 1)}
+LONG = {"X-Long": "y" * HEAD_BYTES}
+
+
+@pytest.mark.parametrize("fields", [FIELDS, LONG], ids=["many", "long"])
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
+def test_a_head_that_is_too_large_is_refused(fields: dict[str, Any], method: str):
+    with door() as connect:
+        line = connect().say(head(method, "/v1/models", **fields))
+        reply = line.reply()
+        if method == "HEAD" and fields is FIELDS:
+            assert (reply.status, reply.body) == (431, b"")
+        else:
+            assert is_ours(reply, 431, "request_header_fields_too_large")
+        assert line.closed()
+
+
+def test_a_head_of_just_the_size_is_read():
+    with door() as connect:
+        some = {name: n for name, n in FIELDS.items() if n < HEAD_FIELDS - 3}
+        assert connect().say(head("GET", "/v1/models", **some)).reply().status == 200
+        assert connect().say(head("GET", "/v1/models", X="y" * 60_000)).reply().status == 200
+
+
+def test_a_body_of_tiny_chunks_is_refused():
+    """Each costs a hundred times what it carries; 256 KiB of them held everybody up for 0.2 s."""
+    asked = head("POST", CHAT, Transfer_Encoding="chunked")
+    with door() as connect:
+        assert is_ours(connect().say(asked + b"1\r\n \r\n" * 5000).reply(), 400, "invalid_http")
+        body = json.dumps(ASK).encode()
+        some = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        assert connect().say(asked + some).reply().status == 200
+
+
+def test_the_connection_lives_on_after_a_body_that_was_a_little_too_large():
+    with door(max_body=1000) as connect:
+        line = connect()
+        for _ in range(2):
+            too_much = head("POST", CHAT, Content_Length=5_000_000) + b" " * 5_000_000
+            assert line.say(too_much).reply().status == 413
+            assert line.say(post(ASK)).reply().status == 200
+
+
+def test_a_body_that_is_far_too_large_is_refused_and_not_read():
+    """1 GB: the answer comes at once, and what follows is read for a moment only."""
+    with door() as connect:
+        line = connect().say(head("POST", CHAT, Content_Length=1 << 30))
+        assert line.reply().error["code"] == "request_too_large"
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while sent < 1 << 30:
+                sent += line.socket.send(b" " * 65536)
+        # what was thrown away, and what lay in the sockets' buffers
+        assert sent < 64 << 20
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "gzip, gzip", "zstd"])
+def test_a_compressed_body_is_not_unpacked(coding: str):
+    with door() as connect:
+        reply = connect().say(post(ASK, Content_Encoding=coding)).reply()
+        assert reply.status == 415
+        assert coding in reply.error["message"]
+        assert connect().say(post(ASK, Content_Encoding="identity")).reply().status == 200
+
+
+# Number
+
+
+def test_at_the_bound_the_one_that_waited_longest_gives_way():
+    with door(max_connections=3) as connect:
+        silent, slow, third = connect(), connect(), connect()
+        assert slow.say(GET[:10]) and third.say(GET).reply().status == 200
+        assert connect().say(GET).reply().status == 200
+        assert silent.closed()
+        assert connect().say(GET).reply().status == 200
+        told = slow.reply()
+        assert is_ours(told, 503, "too_many_connections")
+        assert told.headers["retry-after"] == "1"
+
+
+def test_an_answer_never_gives_way():
+    generate = FakeGenerate([text("so"), FOREVER])
+    with door(generate, max_connections=2) as connect:
+        answered = [connect().say(post(STREAM)) for _ in range(2)]
+        for line in answered:
+            line.until(lambda read: b"so" in read)
+        refused = connect()
+        assert is_ours(refused.reply(), 503, "too_many_connections")
+        assert refused.closed()
+        assert not any(line.closed(within=0.1) for line in answered)
+        answered.pop().close()
+        assert eventually(lambda: generate.left == 1)
+        assert connect().say(GET).reply().status == 200
+
+
+def test_a_body_that_does_not_come_gives_way_too():
+    with door(max_connections=1) as connect:
+        slow = connect().say(head("POST", CHAT, Content_Length=100))
+        assert eventually(lambda: connect().say(GET).reply().status == 200)
+        assert is_ours(slow.reply(), 503, "too_many_connections")
+
+
+Moves = st.lists(st.tuples(st.sampled_from(["join", "heard", "wait", "leave"]), st.integers(0, 9)))
+
+
+@given(moves=Moves, most=st.integers(1, 4))
+def test_there_are_never_more_than_may_be(moves: list[tuple[str, int]], most: int):
+    crowd = Crowd[int](most)
+    here: dict[int, bool] = {}  # in order of their waiting; whether one was heard
+    for move, who in moves:
+        if move == "join" and who not in here:
+            full = len(here) >= most
+            leaver = crowd.join(who)
+            here[who] = False
+            unheard = [one for one, heard in here.items() if not heard]
+            assert leaver == (unheard[0] if full else None)
+            if leaver is not None:
+                crowd.leave(leaver)
+                del here[leaver]
+        elif who in here and move == "heard":
+            crowd.heard(who)
+            here[who] = True
+        elif who in here and move == "wait":
+            crowd.wait(who)
+            if here[who]:
+                del here[who]
+                here[who] = False
+        elif who in here and move == "leave":
+            crowd.leave(who)
+            del here[who]
+        assert len(here) <= most
+
+
+def test_a_process_is_allowed_the_files_that_its_connections_take():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        allow_files(40)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        allow_files(400)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_uvicorn_parses_with_nothing_else():
+    """With httptools installed, uvicorn would take that by itself, and no bound would hold."""
+    config = uvicorn.Config("none", http=protocol(Settings()))
+    config.load_app = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    assert issubclass(config.http, Connection)  # pyright: ignore[reportArgumentType]
+    assert issubclass(Connection, asyncio.BufferedProtocol)
