@@ -6,9 +6,12 @@ Knows: every room, and how they are plugged together. Must not know: anything th
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -20,19 +23,23 @@ from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
+from app.core.watched import Watched
 from app.door.certificates import check_certificate
 from app.door.connections import protocol
 from app.door.draining import Server
 from app.door.exposure import check_exposure
 from app.door.keyring import Keyring
+from app.door.notices import Notices
 from app.engine.describe import complete
 from app.front import Front
 from app.limits import Limited
 from app.runners.needs import need
 from app.runners.pool import Pool
+from app.runners.ranks.launch import Launch, launched, leave_with_launcher, together
+from app.tracing import tracing_of
 
 if TYPE_CHECKING:
-    from app.tracing import Tracing
+    from app.runners.ranks.crew import Crew
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +51,31 @@ _SWITCH_INTERVAL = 0.0005
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for what is not there, or would
     not be safe."""
+    launch = launched(os.environ)
+    if launch is not None:
+        settings = together(settings)
+        leave_with_launcher(os.environ)
+        if launch.rank > 0:
+            return _follow(launch, settings)
     keyring = Keyring.of(settings, os.environ)
+    notices = Notices.of(os.environ, os.getpid())
     for warning in _warnings(settings, keyring):
         log.warning("%s", warning)
     entries = [_entry(model, settings) for model in settings.models or (None,)]
+    crew = None
+    if launch is not None:
+        entries = [_lasting(entry) for entry in entries]
+        crew = _assembled(launch, entries[0])
     catalogue = Catalogue(entries, settings)
-    pool = _pool(catalogue, settings)
+    pool = _pool(catalogue, settings, crew)
     front = Front(catalogue, pool, _preloaded(entries, settings))
     limited = Limited(front, settings)
-    tracing = _tracing(settings)
+    tracing = tracing_of(settings)
     failures: list[AppError] = []
+
+    def give_up(why: AppError) -> None:
+        failures.append(why)
+        server.should_exit = True
 
     async def load() -> None:
         """A server whose one model cannot be loaded is of no use to anybody."""
@@ -66,23 +88,27 @@ def serve(settings: Settings) -> int:
             if settings.several:
                 log.error("%s", error.message)
                 return
-            failures.append(error)
-            server.should_exit = True
+            give_up(error)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         await pool.start()
         # not awaited: /v1/status tells the progress while models load
         loading = asyncio.create_task(load())
-        yield
+        async with notices.about(server, settings.drain):
+            yield
         await pool.stop()
         await asyncio.gather(loading, return_exceptions=True)
+        if crew is not None:
+            crew.dismiss()
         if tracing is not None:
             await tracing.stop()
 
     generate = limited if tracing is None else Watched(limited, tracing.watch)
     app = build_app(generate, settings, lifespan=lifespan, keyring=keyring)
     server = Server(_uvicorn(app, settings), limited, settings)
+    if crew is not None:
+        crew.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
     if settings.runner == "thread":
         sys.setswitchinterval(_SWITCH_INTERVAL)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
@@ -122,15 +148,37 @@ def _preloaded(entries: list[Entry], settings: Settings) -> list[str]:
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 
-def _pool(catalogue: Catalogue, settings: Settings) -> Pool:
+def _lasting(entry: Entry) -> Entry:
+    """One that ranks load together is loaded once."""
+    return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
+
+
+def _assembled(launch: Launch, entry: Entry) -> "Crew":
+    from app.runners.ranks.crew import assemble
+
+    return assemble(launch, entry.files, entry.served.settings)
+
+
+def _follow(launch: Launch, settings: Settings) -> int:
+    """What a rank does that serves nobody."""
+    from app.runners.ranks.follow import follow
+
+    [model] = settings.models or (None,)
+    entry = _entry(model, settings)
+    return follow(launch, entry.files, entry.served.settings)
+
+
+def _pool(catalogue: Catalogue, settings: Settings, crew: "Crew | None") -> Pool:
+    make: Callable[[Settings], Runner]
     if settings.runner == "thread":
         # MLX's own process is then this one; where it is not, this one never loads it
-        from app.runners.local import LocalRunner as make_runner
-    else:
-        from app.runners.process import ProcessRunner as make_runner
+        from app.runners.local import LocalRunner
 
-    def make(own: Settings) -> Runner:
-        return make_runner(own)
+        make = partial(LocalRunner, crew=crew)
+    else:
+        from app.runners.process import ProcessRunner
+
+        make = ProcessRunner
 
     return Pool(
         make,
@@ -139,20 +187,6 @@ def _pool(catalogue: Catalogue, settings: Settings) -> Pool:
         total=settings.memory,
         max_loaded=settings.max_loaded,
     )
-
-
-def _tracing(settings: Settings) -> "Tracing | None":
-    if settings.otlp is None:
-        return None
-    try:
-        # a third of a second to import, and an extra to install
-        from app.tracing import Tracing
-    except ModuleNotFoundError as error:
-        message = (
-            f"--otlp needs {error.name}, which is not installed: pip install 'mlxrunner[otel]'"
-        )
-        raise AppError(Kind.INVALID, message) from None
-    return Tracing(settings)
 
 
 def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:

@@ -62,13 +62,14 @@ class Spans:
 
     def __init__(self, settings: Settings) -> None:
         """Raises AppError(INVALID) if `settings.otlp` is no address."""
-        exporter = OTLPSpanExporter(endpoint=_endpoint(settings.otlp or ""), timeout=_DELIVERY)
+        address = _endpoint(settings.otlp or "")
+        self._exporter = OTLPSpanExporter(endpoint=address, timeout=_DELIVERY)
         resource = Resource.create(
             {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
         )
         # shut down by `stop`, not when the interpreter ends: nothing may hold that up
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mlxrunner")
         self._server: Mapping[str, AttributeValue] = {
             "server.address": settings.host,
@@ -108,6 +109,8 @@ class Spans:
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         await asyncio.to_thread(last.join, _LAST_WORDS)
+        if last.is_alive():
+            self._exporter.shutdown()  # no further attempts, and no further batches
 
 
 class RequestSpan:

@@ -24,7 +24,7 @@ class Tracing(Protocol):
         ...
 
 
-def tracing(settings: Settings) -> Tracing | None:
+def tracing_of(settings: Settings) -> Tracing | None:
     """None where nobody asked for traces: then nothing of them is even imported. Raises
     AppError(INVALID) where somebody did, and they cannot be had."""
     if settings.otlp is None:

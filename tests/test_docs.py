@@ -89,7 +89,7 @@ def test_the_readme_tells_each_setting_with_its_default(option):
 
 def test_the_readme_tells_no_option_that_there_is_not():
     section = read("README.md").split("\n## Options of `mlxrunner serve`\n")[1].split("\n## ")[0]
-    known = {option.flag for option in OPTIONS} | {"--config", "--no-access-log"}
+    known = {option.flag for option in OPTIONS} | {"--config", "--no", "--no-access-log"}
     of_config = {"--toml", "--json"}
     assert set(re.findall(r"--[a-z][a-z-]*[a-z]", code(section))) == known | of_config
     variables = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}

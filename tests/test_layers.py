@@ -31,6 +31,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.engine.scheduler": frozenset({"app.core"}),
     "app.runners": frozenset({"app.core"}),
     "app.runners.local": frozenset({"app.core", "app.engine", "app.runners"}),
+    # what runs in the process that `app.runners.process` starts
+    "app.runners.service": frozenset({"app.core", "app.engine", "app.runners"}),
     # one engine on several ranks: like local, it holds one
     "app.runners.ranks": frozenset({"app.core", "app.engine", "app.runners.codec"}),
     "app.preparation": frozenset({"app.core", "app.text"}),
@@ -79,6 +81,9 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # pure policy, so that its properties are tested without a model
     "app.engine.scheduler": frozenset(),
     "app.runners": frozenset(),
+    "app.runners.codec": frozenset({"orjson"}),
+    "app.runners.line": frozenset({"httpx2"}),
+    "app.runners.service": frozenset({"starlette", "uvicorn"}),
     # gives back what its engine's thread has
     "app.runners.ranks.follow": frozenset({"mlx"}),
     "app.preparation": frozenset(),

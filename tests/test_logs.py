@@ -61,7 +61,12 @@ def record(message: str, *arguments: Any, error: BaseException | None = None) ->
     return logging.LogRecord("app.x", logging.INFO, "x.py", 1, message, arguments, info)
 
 
-def ask(path: str, generate: FakeGenerate | None = None, body: Any = BODY, **headers: str) -> Reply:
+def ask(
+    path: str,
+    generate: FakeGenerate | None = None,
+    body: Any = BODY,
+    headers: dict[str, str] | None = None,
+) -> Reply:
     """One request to an application of its own, whatever becomes of it."""
 
     async def run() -> Reply:
@@ -167,7 +172,7 @@ def test_two_requests_do_not_take_each_others_names():
 
 def test_a_request_is_one_line_when_it_is_over(log: Any):
     written = log(log_format="json")
-    ask(f"{CHAT}", **{"x-request-id": "mine"})
+    ask(CHAT, headers={"x-request-id": "mine"})
     [line] = told(written)
     assert line.pop("ms") >= 0
     assert line.pop("time")
@@ -272,9 +277,9 @@ def test_without_an_access_log_faults_are_told_all_the_same(log: Any):
 def test_neither_the_query_nor_the_prompt_nor_a_key_is_told(log: Any):
     written = log(log_level="debug")
     headers = {"authorization": "Bearer mr-secret", "x-api-key": "mr-secret"}
-    ask(CHAT, **headers)
-    ask(CHAT, FakeGenerate(refusal=AppError(Kind.INVALID, "no")), **headers)
-    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), **headers)
+    ask(CHAT, headers=headers)
+    ask(CHAT, FakeGenerate(refusal=AppError(Kind.INVALID, "no")), headers=headers)
+    ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), headers=headers)
     assert written.getvalue().count(f"POST {CHAT}") == 3
     assert "secret" not in written.getvalue()
     assert "nobody may read" not in written.getvalue()

@@ -111,6 +111,8 @@ def _model(state: ModelState) -> JsonObject:
         "Parallel": state.parallel,
         "Pinned": state.pinned,
         "Expires": state.expires,
+        "Loads": state.loads,
+        "Evictions": state.evictions,
         "Restarts": state.restarts,
         "Error": state.error,
         "Pid": state.pid,

@@ -24,9 +24,13 @@ _GIB = 1 << 30
 def show(settings: Settings, *, as_json: bool) -> int:
     """The exit status. settings: the models, and with what they would be served; in JSON one object
     for each. Raises AppError for a model that could not be."""
-    for model in settings.models or (None,):
-        of_one = settings if model is None else settings.of(model)
-        _show(None if model is None else model.name, of_one, as_json=as_json)
+    if not settings.models:
+        _show(None, settings, as_json=as_json)
+    for model in settings.models:
+        own = settings.of(model)
+        # of the others nothing is asked here: alone, it may have what all may
+        alone = dataclasses.replace(own, memory=own.memory or settings.memory)
+        _show(model.name, alone, as_json=as_json)
     return 0
 
 

@@ -12,7 +12,7 @@ Where there is nothing to say of the models, `models = ["org/name", …]` does.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +64,7 @@ class _Reader:
                 given[key] = Found(value=models, place=self._place(_first(self._lines)))
             elif key in _TOP:
                 place = self._place((None, key))
-                given[key] = Found(value=self._take(_TOP[key], value, place, key), place=place)
+                given[key] = Found(value=_taken(_TOP[key].take, value, place, key), place=place)
             else:
                 raise self._unknown(key, value)
         return given
@@ -95,14 +95,10 @@ class _Reader:
                     ),
                     _path(index, key),
                 )
-            fields[key] = self._take(_OF_A_MODEL[key], value, place, _path(index, key))
+            # a model may well be called "default", and what is not said of it needs no word
+            take = _OF_A_MODEL[key].form.take
+            fields[key] = _taken(take, value, place, _path(index, key))
         return ModelSettings(**fields)
-
-    def _take(self, option: Option, value: object, place: str, key: str) -> Any:
-        try:
-            return option.take(value)
-        except Misread as problem:
-            raise _refused(place, f"{key}: {problem}", key) from None
 
     def _unknown(self, key: str, value: object) -> AppError:
         place = self._place((None, key))
@@ -169,6 +165,13 @@ def _lines(written: str) -> Mapping[Key, int]:
             doubtful.add((index, key))
         found[index, key] = number
     return {key: number for key, number in found.items() if key not in doubtful}
+
+
+def _taken(take: Callable[[object], Any], value: object, place: str, key: str) -> Any:
+    try:
+        return take(value)
+    except Misread as problem:
+        raise _refused(place, f"{key}: {problem}", key) from None
 
 
 def _first(lines: Mapping[Key, int]) -> Key:

@@ -42,10 +42,13 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """One model, now. progress: 0 to 100 while loading. leases: requests that hold it or wait for
+    """One model, now. stats: counters since the server started, of all its runners together; gauges
+    of the present one. progress: 0 to 100 while loading. leases: requests that hold it or wait for
     it. share: bytes that it may use; None while it is not loaded, or has the whole device. expires:
     Unix time at which it will be unloaded if nobody asks for it; None while somebody does, while it
-    is not loaded, and for ever. restarts: times that its runner had to be started again."""
+    is not loaded, and for ever. loads: times that it was ready. evictions: times that it had to
+    leave for another one before its time. restarts: times that its runner had to be started
+    again."""
 
     name: str
     phase: ModelPhase
@@ -58,6 +61,8 @@ class ModelState:
     pinned: bool = False
     share: int | None = None
     expires: float | None = None
+    loads: int = 0
+    evictions: int = 0
     restarts: int = 0
     error: str | None = None
     pid: int | None = None

@@ -123,9 +123,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._stop_watching()
         super().connection_lost(exc)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         self._buffer = bytearray(_READ)
-        return self._buffer
+        # TLS fills it piece by piece through slices, and a slice of a bytearray is a copy
+        return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
         data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()

@@ -26,7 +26,7 @@ from app.door.crowd import allow_files
 log = logging.getLogger(__name__)
 
 # Seconds in which clients may read that their answers had to end.
-_LAST_WORDS = 5.0
+_LAST_WORDS = 3.0
 
 # Seconds in which requests whose client is gone take notice.
 _NOTICE = 1.0

@@ -56,7 +56,11 @@ class Turning(Protocol):
     """What the thread turns: a loop, or one that others turn with it. Its methods are those of
     `app.engine.loop.Loop`."""
 
-    on_stage: Callable[[str], None]
+    @property
+    def on_stage(self) -> Callable[[str], None]: ...
+
+    @on_stage.setter
+    def on_stage(self, told: Callable[[str], None]) -> None: ...
 
     @property
     def capacity(self) -> Capacity: ...

@@ -35,7 +35,7 @@ def main() -> int:
     opening = OPENING.decode(line)
     lifeline.hold(opening.parent)
     logging.basicConfig(
-        level=opening.settings.log_level.upper(),
+        level="DEBUG" if opening.settings.debug else opening.settings.log_level.upper(),
         format="%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )

@@ -10,6 +10,7 @@ from app.core.jobs import EngineStats, MissReason
 
 _COUNTERS = (
     "cached_tokens",
+    "looked_up_tokens",
     "prefilled_tokens",
     "generated_tokens",
     "embedded_tokens",

@@ -8,8 +8,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from app.core.errors import AppError
+from app.core.errors import AppError, Kind
 from app.core.events import Loading
+
+# seconds that a client is told to wait which is refused because others wait already
+_LATER = 5
 
 
 class Lease:
@@ -107,4 +110,17 @@ def again(error: AppError, retry_after: int | None) -> AppError:
     """The same, to be raised by somebody else."""
     return AppError(
         error.kind, error.message, param=error.param, code=error.code, retry_after=retry_after
+    )
+
+
+def stopping() -> AppError:
+    return AppError(Kind.STOPPING, "the server is being stopped", retry_after=_LATER)
+
+
+def busy(name: str, waiting: int) -> AppError:
+    return AppError(
+        Kind.BUSY,
+        f"the server is busy: {waiting} requests wait for {name} to be loaded, and no more may; "
+        f"try again in about {_LATER} s",
+        retry_after=_LATER,
     )

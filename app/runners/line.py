@@ -5,6 +5,7 @@ process is started and no sooner: the client takes a while to import, in which t
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -17,6 +18,10 @@ from app.core.errors import AppError, Kind
 from app.core.jobs import Job
 from app.runners import wire
 from app.runners.wire import News, Status
+
+# they tell of every request, which is nobody's but ours
+for _chatty in ("httpx2", "httpcore2"):
+    logging.getLogger(_chatty).setLevel(logging.WARNING)
 
 # Nothing here may take longer than the process lives, and whoever watches that ends it: so there is
 # no time limit on a request, which may wait behind a long prefill.

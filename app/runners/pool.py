@@ -19,7 +19,7 @@ from app.core.files import ModelFiles
 from app.core.ports import Runner
 from app.core.residents import ModelState, Need, Served
 from app.core.settings import Settings
-from app.runners.lease import Lease, again
+from app.runners.lease import Lease, again, busy, stopping
 from app.runners.residency import plan
 from app.runners.resident import Resident
 from app.runners.restarts import Patience
@@ -27,9 +27,6 @@ from app.runners.survey import Survey
 from app.runners.tenancy import Applicant, Evict, Forgo, Limits, Load, Refuse, Tenant
 
 log = logging.getLogger(__name__)
-
-# seconds that a refused client is told to wait for a model that too many wait for
-_BUSY = 5
 
 # seconds until the next plan where making one failed, which is a mistake of ours
 _AFTER_A_MISTAKE = 1.0
@@ -88,14 +85,14 @@ class Pool:
         waiting = resident.leases.waiting
         lease = resident.leases.enter(now)
         if self._stopping:
-            lease.refuse(_stopping())
+            lease.refuse(stopping())
         elif resident.open:
             resident.grant()
         elif (error := resident.health.error) and resident.health.refused(now, self._patience):
             lease.refuse(again(error, math.ceil(resident.health.not_before - now)))
         elif waiting >= served.settings.max_queue:
             resident.reject()
-            lease.refuse(_busy(served, waiting))
+            lease.refuse(busy(served.name, waiting))
         else:
             self._changed.set()
         try:
@@ -134,7 +131,7 @@ class Pool:
             )
         resident = self.resident(served)
         resident.kept = False
-        resident.suspects.clear_all()
+        resident.trust()
         life = self._lives.get(served.name)
         if life is not None:
             resident.dismissed = True
@@ -153,7 +150,7 @@ class Pool:
         seconds, and ends all runners at once. May be called again."""
         self._stopping = True
         for resident in self._residents.values():
-            resident.leases.refuse(_stopping())
+            resident.leases.refuse(stopping())
         with suppress(TimeoutError):
             async with asyncio.timeout(drain):
                 while any(r.leases.held_since is not None for r in self._residents.values()):
@@ -204,12 +201,12 @@ class Pool:
                 case Forgo():
                     log.warning("%s is not loaded now: %s", action.name, action.why)
                     resident.kept = False
+        news = bool(decided.actions)
         for name in self._lives:
             resident = self._residents[name]
             resident.closed = name in decided.closed
-            if resident.open:
-                resident.grant()
-        if decided.actions:
+            news |= resident.open and resident.grant()
+        if news:
             self._changed.set()
         later = [r.health.not_before for r in self._residents.values() if self._later(r, now)]
         return min([*later, *([] if decided.wake is None else [decided.wake])], default=None)
@@ -299,17 +296,4 @@ def _tenant(resident: Resident) -> Tenant:
         pinned=resident.served.pinned,
         dismissed=resident.dismissed,
         closed=resident.closed,
-    )
-
-
-def _stopping() -> AppError:
-    return AppError(Kind.STOPPING, "the server is being stopped", retry_after=_BUSY)
-
-
-def _busy(served: Served, waiting: int) -> AppError:
-    return AppError(
-        Kind.BUSY,
-        f"the server is busy: {waiting} requests wait for {served.name} to be loaded, and no more "
-        f"may; try again in about {_BUSY} s",
-        retry_after=_BUSY,
     )

@@ -25,6 +25,7 @@ from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.runners import wire
 from app.runners.desk import STOPPED, Desk, Waiting
+from app.runners.restarts import CRASHED
 from app.runners.spawned import Ending, Spawned
 from app.runners.vigil import Vigil
 from app.runners.wire import Joiner, MoreScores, News, Opening, Status
@@ -132,7 +133,7 @@ class ProcessRunner:
         how, said = ending.how, f": {ending.said}" if ending.said else ""
         if self._desk.status().state == "loading":
             message = f"{name} could not be loaded: its process {how}{said}"
-            self._desk.lose(AppError(Kind.MODEL_FILES, message))
+            self._desk.lose(AppError(Kind.MODEL_FILES, message, code=CRASHED))
             return
         error = AppError(Kind.ENGINE, f"the process of {name} {how}{said}")
         self._desk.lose(error, told=f"the engine stopped: its process {how}")
@@ -193,7 +194,9 @@ class ProcessRunner:
 
     async def _watch(self, vigil: Vigil, interval: float) -> None:
         """Returns when the process hangs."""
-        while (stall := vigil.look()) is None:
+        while True:
             await asyncio.sleep(interval)
+            if (stall := vigil.look()) is not None:
+                break
         self._stall = stall
         self._desk.lose(AppError(Kind.ENGINE, stall), told=stall)

@@ -1,13 +1,13 @@
 """One model as long as the server lives: the runners behind it come and go.
 
-Knows: its runner, if it has one now, how it fared, which prompts to be careful with. Must not know:
-other models, when it is loaded or evicted: the pool says so. All of it runs on the event loop.
+Knows: its runner, if it has one now, who waits for it, how it fared. Must not know: other models,
+when it is loaded or evicted: the pool says so. Everything here runs on the event loop.
 """
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Literal
 
@@ -18,11 +18,17 @@ from app.core.files import ModelFiles
 from app.core.jobs import Capacity, EngineStats, Job
 from app.core.ports import Runner, RunnerStatus, Submission
 from app.core.residents import ModelPhase, ModelState, Need, Served
-from app.runners.alone import Alone, Apart
+from app.runners.careful import Careful
 from app.runners.counted import all_told, of_the_past
 from app.runners.lease import Leases
-from app.runners.restarts import Health, Patience, after_death, after_failed_load, after_load
-from app.runners.suspects import GUILTY, Suspect, Suspects
+from app.runners.restarts import (
+    CRASHED,
+    Health,
+    Patience,
+    after_death,
+    after_failed_load,
+    after_load,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,39 +53,24 @@ class Resident:
         self.missed_until = 0.0
         self.kept = self.dismissed = self.closed = False
         self.health = Health()
-        self.suspects = Suspects(clock)
         self.leases = Leases(self._loading)
         self._clock = clock
         self._patience = patience
-        self._alone = Alone(served.settings.max_queue)
+        self._careful = Careful(served, self._serving, clock)
         self._runner: Runner | None = None
         self._capacity: Capacity | None = None
-        self._dispatched: dict[str, Suspect] = {}
         self._past = EngineStats()
         self._rejected = 0
-        self._restarts = 0
+        self._restarts = self._loads = self._evictions = 0
         self._broke = False  # since it was last ready
 
     # what generation asks for
 
-    @asynccontextmanager
-    async def submit(self, job: Job) -> AsyncGenerator[Submission]:
-        """As `Engine.submit`; AppError(INVALID) also for a prompt that has killed its runner twice.
-        One that did so once waits, while it is iterated, until no other such one runs."""
-        if not self._check(job):
-            async with self._submitted(job) as submission:
-                yield submission
-            return
-        async with Apart(job, self._submitted, self._alone, self.suspects.clear) as apart:
-            yield apart
+    def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
+        return self._careful.submit(job)
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        if not self._check(job):
-            return await self._embedded(job)
-        async with self._alone.turn():
-            vectors = await self._embedded(job)
-        self.suspects.clear(job)
-        return vectors
+        return await self._careful.embed(job)
 
     def status(self) -> RunnerStatus:
         if self._runner is None:
@@ -119,15 +110,22 @@ class Resident:
         """Count a request that was refused because too many wait."""
         self._rejected += 1
 
-    def grant(self) -> None:
+    def grant(self) -> bool:
+        """To all who wait; whether anybody did."""
         now = self._clock()
-        if self.leases.grant(now):
+        granted = self.leases.grant(now)
+        if granted:
             self.used = now
+        return granted
 
     def refuse(self, error: AppError) -> None:
         """It cannot be loaded, and nobody tried."""
         self.health = after_failed_load(self.health, self._clock(), error, self._patience)
         self.leases.refuse(error)
+
+    def trust(self) -> None:
+        """Forget which prompts it broke with."""
+        self._careful.trust()
 
     async def live(self, runner: Runner, files: ModelFiles, share: int | None) -> None:
         """Loads, serves until the runner breaks or this is cancelled, ends the runner."""
@@ -155,10 +153,14 @@ class Resident:
             self._past = of_the_past(self.status().stats)
             self._rejected += self._runner.status().rejected
         self.missed_until = 0.0 if self.dismissed else self.expires()
+        # one that broke, or was asked to go, was not driven out; nor one that had not been here
+        self._evictions += self._capacity is not None and not (
+            self._broke or self.missed_until <= self._clock()
+        )
         if not self._broke:
             self.keep_alive = self.served.keep_alive
         self._runner = self._capacity = self.share = None
-        self._dispatched.clear()
+        self._careful.reset()
         self.phase = "out"
         self.closed = self.dismissed = False
         self.leases.withdraw(self._clock())
@@ -180,6 +182,8 @@ class Resident:
             pinned=self.served.pinned,
             share=self.share,
             expires=None if expires == float("inf") else time.time() + expires,
+            loads=self._loads,
+            evictions=self._evictions,
             restarts=self._restarts,
             error=status.error,
             pid=status.pid,
@@ -203,42 +207,6 @@ class Resident:
             return Loading(progress=self.status().progress)
         return Loading(progress=0, waits=True)
 
-    def _check(self, job: Suspect) -> bool:
-        """Whether it has to be careful with it. Raises AppError(INVALID) if it must not try."""
-        deaths = self.suspects.deaths(job)
-        if deaths >= GUILTY:
-            raise AppError(
-                Kind.INVALID,
-                f"this prompt is refused: {self.served.name} broke {deaths} times while it was "
-                "evaluated. Change the prompt, or what its answer must follow; an operator can "
-                "unload the model, which forgets this",
-                code="prompt_refused",
-            )
-        return deaths > 0
-
-    @asynccontextmanager
-    async def _submitted(self, job: Job) -> AsyncGenerator[Submission]:
-        runner = self._serving()
-        self._dispatched[job.id] = job
-        try:
-            async with runner.submit(job) as submission:
-                yield submission
-        finally:
-            self._forget(job, runner)
-
-    async def _embedded(self, job: EmbedJob) -> Sequence[bytes]:
-        runner = self._serving()
-        self._dispatched[job.id] = job
-        try:
-            return await runner.embed(job)
-        finally:
-            self._forget(job, runner)
-
-    def _forget(self, job: Suspect, runner: Runner) -> None:
-        # whoever heard of its runner's death before we did must still be there when we do
-        if self._runner is not runner or runner.status().state != "failed":
-            self._dispatched.pop(job.id, None)
-
     def _serving(self) -> Runner:
         if self._runner is not None and self.phase == "ready":
             return self._runner
@@ -254,6 +222,7 @@ class Resident:
         assert self._runner is not None
         self._capacity = self._runner.status().capacity
         self.phase = "ready"
+        self._loads += 1
         self.health = after_load(self.health)
         self.used = now
         self._broke = False
@@ -269,17 +238,11 @@ class Resident:
         self._broke = True
         error = AppError(Kind.ENGINE, f"{self.served.name} broke: {why}")
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
-        parallel = self._capacity.parallel if self._capacity else 1
-        here = list(self._dispatched.values())
-        jobs = [job for job in here if isinstance(job, Job)]
-        # in the order in which they are taken: who cannot have had a place is innocent
-        self.suspects.accuse(
-            [*jobs[:parallel], *(job for job in here if isinstance(job, EmbedJob))]
-        )
+        self._careful.accuse(self._capacity.parallel if self._capacity else 1)
         log.error("%s", error.message)
 
     def _failed(self, error: Exception) -> None:
-        """Whoever waits is told at once what is wrong with the files; a runner that crashed may
+        """Whoever waits is told at once what is wrong with the model; a runner that crashed may
         get through the next time, and is waited for as long as it is tried."""
         self._broke = True
         name = self.served.name
@@ -289,5 +252,5 @@ class Resident:
         else:
             log.error("%s could not be loaded: %s", name, error.message)
         self.health = after_failed_load(self.health, self._clock(), error, self._patience)
-        if error.kind is Kind.MODEL_FILES or self.health.refused(self._clock(), self._patience):
+        if error.code != CRASHED or self.health.refused(self._clock(), self._patience):
             self.leases.refuse(error)

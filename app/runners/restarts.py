@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 
 from app.core.errors import AppError
 
+# code of an error that a load ended with though nothing was found to be wrong: it may get through
+# the next time
+CRASHED = "runner_crashed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:

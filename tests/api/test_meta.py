@@ -76,6 +76,8 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
                 "Parallel": 2,
                 "Pinned": False,
                 "Expires": None,
+                "Loads": 0,
+                "Evictions": 0,
                 "Restarts": 0,
                 "Error": None,
                 "Pid": None,

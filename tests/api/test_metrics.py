@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.api.app import build_app
-from app.api.metrics.engines import EngineFigures
 from app.api.metrics.registry import Metrics
-from app.api.metrics.totals import Totals
 from app.core.errors import AppError, Kind
 from app.core.events import Loading, Progress
 from app.core.jobs import EngineStats
@@ -357,70 +353,3 @@ def test_no_figure_has_two_names_and_every_family_of_a_model_names_it(call: Any)
         if family.name.startswith("vllm:"):
             assert family.samples, family.name
             assert all({"model_name", "engine"} <= one.labels.keys() for one in family.samples)
-
-
-def test_an_engine_that_began_again_goes_on_counting_for_its_model():
-    generate = FakeGenerate(HELLO)
-    engines = EngineFigures(generate)
-    engines.look()
-    generate.now = replace(generate.now, stats=EngineStats(generated_tokens=5, steps=2))
-    [state] = engines.look()
-    assert state.stats.generated_tokens == STATS.generated_tokens + 5
-    assert state.stats.steps == STATS.steps + 2
-    assert state.stats.running == 0
-    assert dict(state.stats.misses) == dict(STATS.misses)
-
-
-COUNTS = ("generated_tokens", "cached_tokens", "evictions", "steps")
-
-
-def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
-    counts: dict[str, Any] = {
-        name: getattr(stats, name) + count for name, count in zip(COUNTS, more, strict=True)
-    }
-    hits = (stats.hits[0] + more[0], *stats.hits[1:])
-    misses = {**dict(stats.misses), "empty": dict(stats.misses).get("empty", 0) + more[3]}
-    return replace(stats, **counts, hits=hits, misses=tuple(misses.items()), running=more[1])
-
-
-@given(
-    st.lists(
-        st.lists(st.tuples(*[st.integers(0, 5)] * len(COUNTS)), max_size=5), min_size=1, max_size=6
-    ),
-    st.booleans(),
-)
-def test_totals_never_go_back_and_lose_nothing_that_was_told(
-    lives: list[list[tuple[int, ...]]], processes: bool
-):
-    """Lives of one model's engines, each a list of what it counted between two looks. Between two
-    lives the model is out of memory, and another process has it then; or it is a thread, which is
-    known to be another only by what it has not counted."""
-    totals, before, expected = Totals(), Totals().stats, 0
-    for life, told in enumerate(lives):
-        now = EngineStats()
-        pid = 100 + life if processes else None
-        looks = [ModelState(name="m", phase="unloaded")]
-        for more in told:
-            now = grown(now, more)
-            looks.append(ModelState(name="m", phase="ready", stats=now, pid=pid))
-        for state in looks:
-            totals = totals.then(state)
-            after_ = totals.stats
-            for name in COUNTS:
-                assert getattr(after_, name) >= getattr(before, name)
-            assert all(map(int.__le__, before.hits, after_.hits))
-            assert after_.running == state.stats.running
-            before = after_
-        expected += now.generated_tokens
-    assert totals.stats.generated_tokens == expected
-    assert totals.stats.hits[0] == expected
-
-
-@given(st.integers(1, 9), st.integers(0, 9))
-def test_another_process_is_another_engine_even_if_it_has_counted_more(had: int, more: int):
-    """Nobody looked between the death of one and the first words of the next."""
-    totals = Totals()
-    for pid, count in ((1, had), (2, had + more)):
-        stats = EngineStats(steps=count)
-        totals = totals.then(ModelState(name="m", phase="ready", stats=stats, pid=pid))
-    assert totals.stats.steps == had + had + more

@@ -52,7 +52,7 @@ def test_a_form_on_a_strange_page_makes_us_do_nothing(
     body = json.dumps(ASK)
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         headers = {"origin": "https://evil.example", "content-type": kind, **site}
-        reply = httpx.post(victim.server.url + path, content=body, headers=headers)
+        reply = victim.client.post(path, content=body, headers=headers)
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "origin_not_allowed"
     assert computed(victim) == before
@@ -67,7 +67,7 @@ def test_forms_disturb_nobody(victim: Victim) -> None:
 def test_a_strange_page_can_read_nothing(victim: Victim) -> None:
     """What it may ask for, as every page may: the browser keeps the answer from it."""
     for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
-        reply = httpx.get(f"{victim.server.url}/v1/models", headers={"origin": origin})
+        reply = victim.client.get("/v1/models", headers={"origin": origin})
         assert "access-control-allow-origin" not in reply.headers
         asked = {"origin": origin, "access-control-request-method": "POST"}
-        assert httpx.request("OPTIONS", victim.server.url + CHAT, headers=asked).is_client_error
+        assert victim.client.request("OPTIONS", CHAT, headers=asked).is_client_error

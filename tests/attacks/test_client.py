@@ -5,19 +5,24 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
 from tests.attacks.conftest import ESCAPES, Victim
-from tests.serving import PATIENCE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
 def post(victim: Victim, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(victim.server.url + path, json=body, timeout=PATIENCE)
+    return victim.client.post(path, json=body)
+
+
+def raw(victim: Victim, path: str) -> httpx.URL:
+    """As it stands, where httpx would tidy dots away."""
+    return httpx.URL(victim.server.url).copy_with(raw_path=path.encode())
 
 
 def names(disk: Path) -> list[str]:
@@ -71,9 +76,7 @@ def test_a_name_is_never_a_path(victim: Victim) -> None:
     ["../hidden", "..%2fhidden", "%2e%2e/hidden", "tiny/../../hidden", "%2fetc%2fpasswd", "%00"],
 )
 def test_a_path_of_the_api_leads_to_no_file(victim: Victim, path: str) -> None:
-    # httpx would tidy the dots away
-    url = httpx.URL(victim.server.url).copy_with(raw_path=f"/v1/models/{path}".encode())
-    reply = httpx.get(url)
+    reply = victim.client.get(raw(victim, f"/v1/models/{path}"))
     assert reply.status_code == 404
     assert "root:" not in reply.text
 
@@ -158,8 +161,8 @@ def schemas() -> list[dict[str, Any]]:
     for _ in range(200):
         deep = {"type": "array", "items": deep}
     many = {f"p{n}": {"type": "string", "maxLength": 1000 + n} for n in range(300)}
-    fan: dict[str, Any] = {"anyOf": [{"const": "a" * n} for n in range(1, 400)]}
-    for _ in range(6):
+    fan: dict[str, Any] = {"anyOf": [{"const": "a" * n} for n in range(1, 100)]}
+    for _ in range(3):
         fan = {"type": "array", "items": {"anyOf": [fan, fan]}, "minItems": 10_000}
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
     return [
@@ -167,7 +170,7 @@ def schemas() -> list[dict[str, Any]]:
         {"type": "object", "properties": many, "additionalProperties": False},
         fan,
         loop,
-        {"type": "array", "items": {"enum": list(range(20_000))}, "maxItems": 100_000},
+        {"type": "array", "items": {"enum": list(range(4_000))}, "maxItems": 100_000},
     ]
 
 
@@ -209,14 +212,14 @@ def test_stop_strings_that_almost_match_disturb_nobody(victim: Victim) -> None:
 
 
 def test_a_packed_body_is_not_unpacked(victim: Victim) -> None:
-    """100 MB of nothing, in 100 kB."""
-    bomb = gzip.compress(b" " * (100 << 20), 9)
-    assert len(bomb) < 200_000
+    """50 MB of nothing, in 50 kB."""
+    bomb = gzip.compress(b" " * (50 << 20), 9)
+    assert len(bomb) < 100_000
     for encoding in ("gzip", "GZip", "gzip, gzip", "deflate", "br", "zstd"):
         headers = {"content-type": "application/json", "content-encoding": encoding}
-        reply = httpx.post(victim.server.url + CHAT, content=bomb, headers=headers)
+        reply = victim.client.post(CHAT, content=bomb, headers=headers)
         assert reply.status_code == 415, reply.text
-        assert reply.json()["error"]["code"] == "unsupported_media_type"
+        assert reply.json()["error"]["code"] == "unsupported_content_encoding"
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     with httpx.Client(base_url=victim.server.url, headers=headers) as client:
         victim.undisturbed(lambda: client.post(CHAT, content=bomb))
@@ -231,11 +234,9 @@ def test_nothing_that_a_client_says_begins_a_line_of_the_log(victim: Victim) -> 
     post(victim, COMPLETIONS, {"model": "tiny", "prompt": said, said: said})
     post(victim, CHAT, {"model": "tiny", "messages": [{"role": said, "content": said}]})
     post(victim, "/v1/models/load", {"model": said})
-    httpx.get(f"{victim.server.url}/nowhere", params={said: said})
-    httpx.get(httpx.URL(victim.server.url).join("/").copy_with(path=f"/v1/{said}"))
-    httpx.get(
-        f"{victim.server.url}/nowhere", headers={"user-agent": "a\tb", "x-request-id": "a\tb"}
-    )
+    victim.client.get("/nowhere", params={said: said}, headers={"user-agent": "a\tb"})
+    victim.client.get(raw(victim, f"/v1/models/{quote(said)}"))
+    victim.client.get(raw(victim, f"/{quote(said)}"), headers={"x-request-id": "a\tb"})
     log = victim.server.text()
     assert "\x1b" not in log
     assert "\u202e" not in log

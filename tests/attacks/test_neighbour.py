@@ -32,6 +32,11 @@ def _target(file: Path) -> str:
         return ""
 
 
+def _listen(thief: socket.socket, address: str, port: int) -> None:
+    thief.bind((address, port))
+    thief.listen()  # where Linux notices, if both allow that addresses are shared
+
+
 def runner(victim: Victim) -> tuple[int, int]:
     """Its process, and its port."""
     models: Any = victim.server.status()["Models"]
@@ -44,7 +49,7 @@ def test_a_runner_answers_nobody_but_its_server(victim: Victim) -> None:
     _, port = runner(victim)
     for headers in (
         {},
-        {"authorization": "Bearer "},
+        {"authorization": "Bearer"},
         {"authorization": "Bearer guess"},
         {"authorization": "Basic guess"},
         {"host": "localhost"},
@@ -72,8 +77,7 @@ def test_a_runners_port_cannot_be_taken(victim: Victim) -> None:
                 for option in options:
                     thief.setsockopt(socket.SOL_SOCKET, option, 1)
                 with pytest.raises(OSError, match="in use"):
-                    thief.bind((address, port))
-                    thief.listen()  # Linux notices here where the address is shared
+                    _listen(thief, address, port)
 
 
 def test_a_runner_listens_on_loopback_and_nowhere_else(victim: Victim) -> None:

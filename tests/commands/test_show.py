@@ -59,6 +59,27 @@ def test_it_says_whether_it_fits(
     assert words in capsys.readouterr().out
 
 
+def test_each_model_is_shown_with_what_holds_for_it(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In JSON one object behind the other."""
+    name = str(tiny_model)
+    settings = Settings(
+        models=(
+            ModelSettings(name=name, alias="one", context=256),
+            ModelSettings(name=name, alias="two", memory=1 << 29),
+            ModelSettings(name="builtin"),
+        ),
+        memory=1 << 30,
+        context=128,
+    )
+    assert show(settings, as_json=True) == 0
+    told = capsys.readouterr().out.replace("}\n{", "},{")
+    fits = [found["fit"] for found in json.loads(f"[{told}]")]
+    assert [fit["context"] for fit in fits] == [256, 128, 128]
+    assert [fit["budget"] for fit in fits] == [1 << 30, 1 << 29, 1 << 30]
+
+
 def test_programs_get_numbers(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(
         Settings(models=(ModelSettings(name=str(tiny_model)),), context=1024, parallel=2),

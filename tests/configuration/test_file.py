@@ -85,6 +85,12 @@ def test_models_of_which_there_is_nothing_to_say_are_a_list(here: Path):
     assert found.place == "a.toml:1"
 
 
+def test_a_model_may_be_called_default(here: Path):
+    Path("a.toml").write_text('models = [{name = "default", alias = "default"}]')
+    [model] = from_file("a.toml")["models"].value
+    assert model == ModelSettings(name="default", alias="default")
+
+
 def test_an_empty_file_says_nothing(here: Path):
     Path("a.toml").write_text("")
     assert from_file("a.toml") == {}

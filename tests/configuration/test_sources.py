@@ -67,7 +67,7 @@ def test_the_variables_of_a_kubernetes_service_are_told_for_what_they_are(enviro
 
 
 def test_variables_with_keys_are_known_by_name_only():
-    environment = dict.fromkeys(SECRET_VARIABLES, "mr-hunter2")
+    environment: dict[str, str] = dict.fromkeys(SECRET_VARIABLES, "mr-hunter2")
     assert from_environment(environment) == {}
     assert secrets_in(environment) == SECRET_VARIABLES
     assert secrets_in({SECRET_VARIABLES[0]: ""}) == ()

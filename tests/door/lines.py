@@ -39,7 +39,7 @@ class Line:
 
     def __init__(self, port: int, **options: Any) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE, **options)
-        self._read = b""
+        self._read = bytearray()
 
     def say(self, content: bytes) -> "Line":
         self.socket.sendall(content)
@@ -57,7 +57,7 @@ class Line:
         self.socket.settimeout(PATIENCE)
         return self
 
-    def until(self, whole: Callable[[bytes], bool]) -> bytes:
+    def until(self, whole: Callable[[bytearray], bool]) -> bytearray:
         """What came, once it is whole or the other side has closed."""
         while not whole(self._read):
             with contextlib.suppress(ConnectionError):
@@ -80,8 +80,8 @@ class Line:
             rest = rest[:length]
         else:
             rest = self.until(lambda read: read.endswith(b"0\r\n\r\n"))[len(top) + 4 :]
-            self._read = b""
-        return Reply(status=int(first.split()[1]), headers=headers, body=rest, complete=True)
+            self._read = bytearray()
+        return Reply(status=int(first.split()[1]), headers=headers, body=bytes(rest), complete=True)
 
     def closed(self, within: float = PATIENCE) -> bool:
         """Whether the other side closes, without another word, in so many seconds."""
@@ -95,8 +95,21 @@ class Line:
         finally:
             self.socket.settimeout(PATIENCE)
 
-    def close(self) -> None:
-        self.socket.close()
+
+@contextlib.contextmanager
+def calling(port: int) -> Iterator[Callable[[], Line]]:
+    """Yields what opens a connection; all are closed in the end."""
+    lines: list[Line] = []
+
+    def opened() -> Line:
+        lines.append(Line(port))
+        return lines[-1]
+
+    try:
+        yield opened
+    finally:
+        for line in lines:
+            line.socket.close()
 
 
 @contextlib.contextmanager
@@ -104,19 +117,8 @@ def door(generate: FakeGenerate | None = None, **settings: Any) -> Iterator[Call
     """A server with our connections. Yields what opens one."""
     chosen = Settings(**settings)
     app = build_app(generate or FakeGenerate(), chosen)
-    lines: list[Line] = []
-    with serving(app, http=protocol(chosen)) as url:
-        port = int(url.rpartition(":")[2])
-
-        def opened() -> Line:
-            lines.append(Line(port))
-            return lines[-1]
-
-        try:
-            yield opened
-        finally:
-            for line in lines:
-                line.close()
+    with serving(app, http=protocol(chosen)) as url, calling(int(url.rpartition(":")[2])) as opens:
+        yield opens
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

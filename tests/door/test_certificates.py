@@ -3,6 +3,7 @@
 import datetime
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from app.door.certificates import check_certificate
 from tests.api.asgi import serving
 
 
-def issued(folder: Path, name: str = "own", **times: datetime.datetime) -> tuple[str, str, str]:
+def issued(folder: Path, name: str = "own", **times: Any) -> tuple[str, str, str]:
     """Certificate, key and authority, as files."""
     authority = trustme.CA()
     leaf = authority.issue_cert("localhost", "127.0.0.1", **times)

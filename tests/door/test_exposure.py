@@ -46,7 +46,7 @@ def test_keys_that_travel_in_clear_are_told_of(settings: dict[str, Any], warned:
 
 
 def test_all_pages_of_the_web_are_let_in_only_with_keys_or_in_so_many_words():
-    pages = {"cors_origins": ("*",)}
+    pages: dict[str, Any] = {"cors_origins": ("*",)}
     with pytest.raises(AppError, match="every web page"):
         check_exposure(Settings(**pages), has_keys=False)
     assert check_exposure(Settings(**pages), has_keys=True) == ()

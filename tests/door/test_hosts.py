@@ -145,7 +145,7 @@ def test_the_name_that_was_told_to_listen_on_is_ours():
 
 
 def test_further_names_are_exact_or_whole_domains():
-    allowed = {"allowed_hosts": ("Chat.example.org", ".lan.example.")}
+    allowed: dict[str, Any] = {"allowed_hosts": ("Chat.example.org", ".lan.example.")}
     assert passes("chat.example.org:443", **allowed)
     assert passes("CHAT.example.org.", **allowed)
     assert not passes("a.chat.example.org", **allowed)

@@ -9,7 +9,6 @@ is told under two names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import get_args
 
@@ -18,7 +17,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from app.api.metrics.families import ENGINE, LABELS
-from app.api.metrics.totals import Totals
 from app.core.jobs import HIT_BOUNDS
 from app.core.ports import Generate, RunnerState
 from app.core.residents import ModelPhase, ModelState
@@ -120,6 +118,16 @@ COUNTERS: Sequence[Row] = (
         lambda s: s.stats.evictions,
     ),
     (
+        "mlxrunner_model_loads",
+        "Times that the model came to be in memory, ready",
+        lambda s: s.loads,
+    ),
+    (
+        "mlxrunner_model_evictions",
+        "Times that the model left memory for another one before its time",
+        lambda s: s.evictions,
+    ),
+    (
         "mlxrunner_model_restarts",
         "Times that the model's runner had to be started again",
         lambda s: s.restarts,
@@ -128,19 +136,11 @@ COUNTERS: Sequence[Row] = (
 
 
 class EngineFigures(Collector):
-    """Keeps the counters of each model over the lives of its engines."""
+    """Read anew at each scrape. Counters only grow: `ModelState.stats` goes on when a model's
+    engine is replaced by another one."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
-        self._totals: dict[str, Totals] = {}
-
-    def look(self) -> Sequence[ModelState]:
-        """How the models stand, with counters that only grow. To be called now and then, or what
-        an engine counted goes with it."""
-        states = self._generate.states()
-        for state in states:
-            self._totals[state.name] = self._totals.get(state.name, Totals()).then(state)
-        return [replace(state, stats=self._totals[state.name].stats) for state in states]
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: so that registering asks for no status, which may not be there yet."""
@@ -154,7 +154,7 @@ class EngineFigures(Collector):
         for name in _SERVER_STATES:
             whole.add_metric([name], name == now)
         yield whole
-        states = self.look()
+        states = self._generate.states()
         yield _by("mlxrunner_model_state", "1 for how the model stands", "state", states, _phases)
         for name, text, value in GAUGES:
             yield _rows(GaugeMetricFamily(name, text, labels=LABELS), states, value)

@@ -14,6 +14,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from app.core.errors import Kind
+
 # of every family that tells of a model. engine: vLLM's number of a replica, of which we have one
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -112,6 +114,20 @@ Ending = Literal["stop", "length", "abort", "error"]
 ENDINGS: Sequence[Ending] = ("stop", "length", "abort", "error")
 
 
+# errors that happen to a server that is well, or that somebody is to hear of
+_EXPECTED = (
+    Kind.INVALID,
+    Kind.CONTEXT_LENGTH,
+    Kind.BUSY,
+    Kind.LOADING,
+    Kind.DEADLINE,
+    Kind.STOPPING,
+    Kind.ENGINE,
+    Kind.MODEL_FILES,
+    "internal_error",
+)
+
+
 class Families:
     """Those of one registry."""
 
@@ -172,7 +188,12 @@ class OfModel:
         self._embeddings = embeddings
         self._gaps = gaps
         self._model = model
+        # told from zero: whoever asks how much a counter grew must see it before it does
         gaps.add(model, ())
+        for kind in _EXPECTED:
+            errors.labels(model, ENGINE, kind)
+        for outcome in ("done", "cancelled"):
+            embeddings.labels(model, ENGINE, outcome)
 
     def observe(self, key: Timed, amount: float) -> None:
         self._times[key].observe(amount)

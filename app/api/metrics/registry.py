@@ -15,8 +15,7 @@ from starlette.routing import Route
 
 from app.api.metrics.engines import EngineFigures
 from app.api.metrics.requests import RequestFigures
-from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.events import Event
+from app.core.embeddings import EmbedRequest
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
 from app.core.watched import Watch
@@ -28,8 +27,7 @@ class Metrics:
     def __init__(self, generate: Generate) -> None:
         self._registry = CollectorRegistry()
         self._generate = generate
-        self._engines = EngineFigures(generate)
-        self._registry.register(self._engines)
+        self._registry.register(EngineFigures(generate))
         self._requests = RequestFigures(self._registry, self._served)
         # of the front door alone: runners are processes of their own. Linux only.
         ProcessCollector(registry=self._registry)
@@ -39,7 +37,7 @@ class Metrics:
 
     def watch(self, request: GenerateRequest | EmbedRequest) -> Watch:
         """To be told of every request (`app.core.watched.Watcher`)."""
-        return _Looking(self._requests.watch(request), self._engines)
+        return self._requests.watch(request)
 
     def routes(self) -> list[Route]:
         async def metrics(request: Request) -> Response:
@@ -60,25 +58,3 @@ class Metrics:
             if name in names:
                 return name
         return ""
-
-
-class _Looking:
-    """Looks at the engines' counters when a request ends: a runner that dies, or leaves memory,
-    before the next scrape takes along less that way."""
-
-    def __init__(self, watch: Watch, engines: EngineFigures) -> None:
-        self._watch = watch
-        self._engines = engines
-
-    def note(self, event: Event) -> None:
-        self._watch.note(event)
-
-    def embedded(self, found: Embeddings) -> None:
-        self._watch.embedded(found)
-
-    def fail(self, error: Exception) -> None:
-        self._watch.fail(error)
-
-    def end(self, *, complete: bool) -> None:
-        self._watch.end(complete=complete)
-        self._engines.look()

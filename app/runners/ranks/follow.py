@@ -145,7 +145,9 @@ class _Follower:
 
     def _live(self) -> None:
         loop = load(self._files, self._settings, lambda done, memory: None, self._ranks)
-        log.info("rank %d of %d is ready", self._ranks.rank, self._ranks.size)
+        log.info(
+            "rank %d of %d is ready (process %d)", self._ranks.rank, self._ranks.size, os.getpid()
+        )
         said = Said()
         while (turn := self._turns.get()) is not None:
             if turn.said != said.checksum:

@@ -5,12 +5,20 @@ mlx/_distributed_utils/launch.py; Open MPI's OMPI_COMM_WORLD_*). Must not know: 
 """
 
 import json
+import logging
+import os
+import signal
+import stat
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,34 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     if rank >= size:
         raise AppError(Kind.INVALID, f"this is rank {rank} of {size}, counted from 0")
     return Launch(rank=rank, size=size, host=host)
+
+
+def leave_with_launcher(environ: Mapping[str, str]) -> None:
+    """Be told to stop, as by SIGTERM, once `mlx.launch` is gone: it holds the other end of the pipe
+    that is our standard input. On another machine, ssh sends SIGHUP instead."""
+    if "MLX_RANK" in environ and stat.S_ISFIFO(os.fstat(0).st_mode):
+        threading.Thread(target=_outlive_nobody, name="launcher", daemon=True).start()
+
+
+def _outlive_nobody() -> None:
+    # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
+    while os.read(0, 1 << 16):
+        pass
+    log.error("mlx.launch is gone, and so this rank stops")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def together(settings: Settings) -> Settings:
+    """What holds when ranks run a model together: there is one model, whose engine is a thread of
+    this process, since a rank is a process. Raises AppError(INVALID) where more was asked
+    for."""
+    if settings.several:
+        raise AppError(
+            Kind.INVALID,
+            "several processes were launched to run one model together: name one model, without "
+            "--installed",
+        )
+    return replace(settings, runner="thread")
 
 
 def _peers(environ: Mapping[str, str]) -> tuple[int, str | None]:

@@ -70,7 +70,7 @@ def met(launch: Launch) -> Ranks:
         raise AppError(
             Kind.ENGINE,
             f"this process was started as rank {launch.rank} of {launch.size}, and MLX takes it for"
-            f" rank {ranks.rank} of {ranks.size}: is MLX here built with the backend that was asked "
+            f" rank {ranks.rank} of {ranks.size}: was MLX built with the backend that was asked "
             "for?",
         )
     return ranks

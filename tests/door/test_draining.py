@@ -1,0 +1,156 @@
+"""How the real server ends: what it finishes, what it breaks off, and that it says so."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import tiny
+from tests.door.lines import GET, calling, eventually, post
+from tests.serving import PATIENCE, Served, serving
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"logit_bias": {str(tiny.END): -100}}
+
+
+def asking(tokens: int, *, stream: bool = True) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": tokens, "stream": stream, **ENDLESS}
+
+
+@contextmanager
+def started(model: Path, drain: float, *more: str) -> Iterator[Served]:
+    with serving(str(model), "--runner", "thread", "--drain", str(drain), *more) as server:
+        yield server
+
+
+class Client(threading.Thread):
+    """Asks, and reads to the end. lines: of the reply that came until now. error: what the
+    connection broke with."""
+
+    def __init__(self, server: Served, body: Mapping[str, Any], path: str = COMPLETIONS) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.status = 0
+        self.error: httpx.TransportError | None = None
+        self.headers: Mapping[str, str] = {}
+        self._ask = ("POST", server.url + path)
+        self._body = body
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream(*self._ask, json=self._body, timeout=PATIENCE) as reply:
+                self.status, self.headers = reply.status_code, reply.headers
+                for line in filter(None, reply.iter_lines()):
+                    self.lines.append(line)
+        except httpx.TransportError as error:
+            self.error = error
+
+    def begun(self) -> "Client":
+        assert eventually(lambda: bool(self.lines))
+        return self
+
+    def over(self) -> "Client":
+        self.join(PATIENCE)
+        assert not self.is_alive()
+        return self
+
+
+def here(server: Served, count: int) -> bool:
+    """Whether so many answers are in the making, or wait for a place."""
+
+    def counted() -> int:
+        now = server.status()
+        return now["Running"] + now["Waiting"]
+
+    return eventually(lambda: counted() == count)
+
+
+def test_a_stream_that_fits_the_drain_time_is_not_lost(tiny_model: Path) -> None:
+    with started(tiny_model, 60, "--runner", "process") as server:
+        streams = [Client(server, asking(200)).begun() for _ in range(8)]
+        whole = Client(server, asking(200, stream=False))
+        assert here(server, 9)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            assert stream.over().lines[-1] == "data: [DONE]"
+            last = json.loads(stream.lines[-2].removeprefix("data: "))
+            assert last["choices"][0]["finish_reason"] == "length"
+        assert whole.over().status == 200
+        assert json.loads(whole.lines[0])["usage"]["completion_tokens"] == 200
+        assert server.stop(0) == -signal.SIGTERM
+        assert "Traceback" not in server.text()
+
+
+def test_what_does_not_fit_ends_with_an_error_in_its_own_words(tiny_model: Path) -> None:
+    with started(tiny_model, 0.3) as server:
+        stream = Client(server, asking(4000)).begun()
+        lines = Client(server, {"prompt": "x", "options": {"num_predict": 4000}}, "/completion")
+        lines.begun()
+        whole = Client(server, asking(4000, stream=False))
+        assert here(server, 3)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        told = json.loads(stream.over().lines[-2].removeprefix("data: "))
+        assert told["error"]["code"] == "server_stopping"
+        assert stream.lines[-1] == "data: [DONE]"
+        assert "stopping" in lines.over().lines[-1]
+        assert whole.over().status == 503
+        assert whole.headers["retry-after"] == "1"
+        assert json.loads(whole.lines[0])["error"]["code"] == "server_stopping"
+        assert server.stop(0) == 0
+        assert time.monotonic() - begun < 10
+        assert "Traceback" not in server.text()
+
+
+def test_nobody_is_served_any_more_while_answers_end(tiny_model: Path) -> None:
+    with started(tiny_model, 60) as server, calling(server.port) as connect:
+        idle, half = connect(), connect()
+        assert idle.say(GET).reply().status == 200
+        half.say(GET[:10])
+        stream = Client(server, asking(4000)).begun()
+        server.process.send_signal(signal.SIGTERM)
+        assert idle.closed()
+        refused = half.reply()
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert refused.error["code"] == "server_stopping"
+        with pytest.raises(ConnectionRefusedError):
+            connect()
+        assert stream.is_alive()
+        # told again
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE) == -signal.SIGINT
+        assert time.monotonic() - begun < 2
+        assert stream.over().error is not None
+
+
+def test_a_client_that_does_not_read_does_not_keep_the_server(tiny_model: Path) -> None:
+    with started(tiny_model, 0.1) as server, calling(server.port) as connect:
+        line = connect()
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        told = {**asking(4000), "logprobs": 5}
+        line.say(post(told, COMPLETIONS))
+        trickle = connect().say(post(told, COMPLETIONS)[:-5])
+        assert here(server, 1)
+        begun = time.monotonic()
+        assert server.stop() == -signal.SIGTERM
+        assert time.monotonic() - begun < 10
+        assert "Traceback" not in server.text()
+        assert trickle.closed()
+
+
+def test_a_server_without_clients_ends_at_once(tiny_model: Path) -> None:
+    with started(tiny_model, 60) as server, calling(server.port) as connect:
+        assert connect().say(GET).reply().status == 200
+        begun = time.monotonic()
+        assert server.stop() == -signal.SIGTERM
+        assert time.monotonic() - begun < 5

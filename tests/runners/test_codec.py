@@ -1,0 +1,162 @@
+"""What crosses to a runner's process comes back as it was."""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.embeddings import Embedded, EmbedJob
+from app.core.errors import Kind
+from app.core.files import ModelFiles
+from app.core.jobs import Ended, EngineStats, Job, PromptScores, Started, Step, Token
+from app.core.messages import Failed, Heartbeat, Loading, Ready
+from app.core.requests import Lark
+from app.core.settings import ModelSettings, Settings
+from app.runners import wire
+from app.runners.codec import Codec
+
+# what may stand in a model's JSON files
+json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text() | st.floats(-1e9, 1e9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+# any bytes but the zero that no path may hold, so also some that are no UTF-8
+paths = st.binary(min_size=1, max_size=9).map(
+    lambda raw: Path(raw.replace(b"\0", b"/").decode("utf-8", "surrogateescape"))
+)
+
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    str: st.text(max_size=9),
+    int: st.integers(-(2**63), 2**63 - 1),
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False),
+    bytes: st.binary(max_size=9),
+    Path: paths,
+    type(None): st.none(),
+    Any: json,
+}
+
+
+def anything(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
+    """Whatever the annotation allows."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is Mapping:
+        return st.dictionaries(st.text(max_size=5), json, max_size=3)
+    if origin in (Union, types.UnionType):
+        # a class may hold another of its kind, but not for ever
+        shallow = [a for a in arguments if not (depth > 2 and is_dataclass(a))]
+        return st.one_of([anything(a, depth) for a in shallow])
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(anything(arguments[0], depth), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(anything(a, depth) for a in arguments))
+    if origin is frozenset:
+        return st.frozensets(anything(arguments[0], depth), max_size=3)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return st.sampled_from(list(kind))
+    assert is_dataclass(kind), kind
+    hints = get_type_hints(kind)
+    inside = {field.name: anything(hints[field.name], depth + 1) for field in fields(kind)}
+    return st.fixed_dictionaries(inside).map(lambda values: made(kind, values))
+
+
+def made(kind: Any, values: dict[str, Any]) -> Any:
+    """Settings that exclude each other are nobody's."""
+    if kind is Settings:
+        values |= {"context_shift": False, "multi_user": False, "runner": "process"}
+        values |= {"cache": None, "tls_cert": None, "tls_key": None}
+    return kind(**values)
+
+
+CROSSING = {
+    "an opening": (wire.OPENING, wire.Opening),
+    "a job": (wire.JOB, Job),
+    "inputs to embed": (wire.EMBED_JOB, EmbedJob),
+    "news": (wire.NEWS, wire.News),
+    "a status": (wire.STATUS, wire.Status),
+    "a problem": (wire.PROBLEM, wire.Problem),
+    "what a thread says": (Codec[Any](Loading | Ready | Failed | Step), Ready | Failed | Step),
+    "settings": (Codec[Settings](Settings), Settings),
+    "files": (Codec[ModelFiles](ModelFiles), ModelFiles),
+}
+
+
+@pytest.mark.parametrize(("codec", "kind"), CROSSING.values(), ids=CROSSING)
+@given(data=st.data())
+def test_what_is_read_is_what_was_written(codec: Codec[Any], kind: Any, data: st.DataObject):
+    value = data.draw(anything(kind))
+    line = codec.encode(value)
+    assert b"\n" not in line
+    back = codec.decode(line)
+    assert back == value
+    # equal numbers of other types, and lists for tuples, would look different
+    assert repr(back) == repr(value)
+
+
+def test_a_token_may_be_impossible():
+    """Where a model masks ids of its own, their logarithm is minus infinity, which JSON lacks."""
+    token = Token(job="a", id=1, at=2, logprob=-math.inf, top=((3, -math.inf), (4, -0.1)))
+    assert wire.NEWS.decode(wire.NEWS.encode(_step(token))) == _step(token)
+    scores = PromptScores(job="a", scores=((-math.inf, ((1, math.inf),)),))
+    assert wire.NEWS.decode(wire.NEWS.encode(_step(scores))) == _step(scores)
+
+
+def _step(update: Any) -> Step:
+    return Step(updates=(update,), stats=EngineStats())
+
+
+def test_a_model_may_stay_for_ever():
+    settings = Settings(models=(ModelSettings(name="m", keep_alive=math.inf),), keep_alive=math.inf)
+    codec = Codec[Settings](Settings)
+    assert codec.decode(codec.encode(settings)) == settings
+
+
+def test_a_grammar_may_hold_another():
+    grammar = Lark(text="a", inner=Lark(text="b", inner=Lark(text="c")))
+    codec = Codec[Lark](Lark)
+    assert codec.decode(codec.encode(grammar)) == grammar
+
+
+def test_members_of_a_union_are_told_apart_by_name():
+    ended = Ended(job="a", reason="stop", at=1)
+    assert b'"is":"Ended"' in wire.NEWS.encode(_step(ended))
+    assert wire.NEWS.decode(wire.NEWS.encode(_step(Started(job="a", cached=0, at=1)))) != ended
+    beat = Heartbeat(at=1, doing="decode of 8 sequences")
+    assert wire.NEWS.decode(wire.NEWS.encode(beat)) == beat
+    failed = Failed(kind=Kind.ENGINE, message="x", ours=True)
+    assert wire.NEWS.decode(wire.NEWS.encode(failed)) == failed
+
+
+@dataclass
+class _Ambiguous:
+    value: bytes | str
+
+
+@dataclass
+class _Foreign:
+    value: set[int]
+
+
+@pytest.mark.parametrize("kind", [_Ambiguous, _Foreign, complex])
+def test_what_cannot_cross_is_found_before_anything_does(kind: type):
+    with pytest.raises(TypeError):
+        Codec[Any](kind)
+
+
+def test_vectors_are_bytes_to_the_last_one():
+    codec = Codec[Embedded](Embedded)
+    embedded = Embedded(job="a", vectors=(b"\x00\xff\n" * 100, b""))
+    assert codec.decode(codec.encode(embedded)) == embedded

@@ -1,0 +1,251 @@
+"""Several models behind one `Generate`, over a real pool and real engines."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import store
+from app.catalogue import Catalogue, named
+from app.core.embeddings import EmbedInput, EmbedRequest
+from app.core.errors import AppError, Kind
+from app.core.events import Event, Finish, Loading, TextDelta
+from app.core.files import ModelFiles
+from app.core.jobs import EngineStats, Ledger
+from app.core.requests import GenerateRequest
+from app.core.residents import Need
+from app.core.settings import ModelSettings, Settings
+from app.engine.describe import complete
+from app.front import Front, summed
+from app.runners.local import LocalRunner
+from app.runners.pool import Pool
+from tests import tiny
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models that say different things."""
+    root = tmp_path_factory.mktemp("front")
+    for seed, name in enumerate("abc"):
+        tiny.write(root / name, seed=seed)
+    return root
+
+
+def with_front(
+    folder: Path,
+    use: Callable[[Front], Awaitable[Any]],
+    *,
+    preload: str = "a",
+    files: Callable[[Path], None] | None = None,
+    **settings: Any,
+) -> Any:
+    """Room for two of the three."""
+    chosen = Settings(
+        models=tuple(ModelSettings(name=str(folder / name)) for name in "abc"), **settings
+    )
+    entries = [named(m, complete(store.find(m.name)), chosen) for m in chosen.models]
+
+    async def need(files: ModelFiles, settings: Settings) -> Need:
+        return Need(least=40 * MEBIBYTE, wanted=40 * MEBIBYTE, budget=0)
+
+    async def run() -> Any:
+        catalogue = Catalogue(entries, chosen)
+        pool = Pool(
+            lambda own: LocalRunner(replace(own, models=own.models[:1])),
+            catalogue.files,
+            need,
+            total=100 * MEBIBYTE,
+        )
+        front = Front(catalogue, pool, list(preload))
+        await pool.start()
+        try:
+            await front.start()
+            return await use(front)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(run())
+
+
+def wish(model: str, **changes: Any) -> GenerateRequest:
+    asked = {"prompt": "hello", "sampling": {"temperature": 0.0}, "max_tokens": 12}
+    return GenerateRequest(model=model, **{**asked, **changes})
+
+
+async def events(front: Front, request: GenerateRequest) -> list[Event]:
+    async with front.open(request) as stream:
+        return [event async for event in stream]
+
+
+def text(events: list[Event]) -> str:
+    assert isinstance(events[-1], Finish)
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def test_each_model_gives_its_own_answer_whatever_had_to_leave_for_it(folder: Path) -> None:
+    async def use(front: Front) -> list[str]:
+        said = [text(await events(front, wish(name))) for name in "abcabccba"]
+        assert sum(state.phase == "ready" for state in front.states()) == 2
+        return said
+
+    said = with_front(folder, use)
+    a, b, c = said[:3]
+    assert len({a, b, c}) == 3
+    assert said == [a, b, c, a, b, c, c, b, a]
+
+
+def test_many_at_once_get_the_right_model(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        alone = {name: text(await events(front, wish(name))) for name in "abc"}
+        asked = "abcbca" * 3
+        said = await asyncio.gather(*(events(front, wish(name)) for name in asked))
+        assert [text(one) for one in said] == [alone[name] for name in asked]
+
+    with_front(folder, use)
+
+
+def test_who_waits_for_a_model_is_told(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        first = await events(front, wish("b"))
+        assert isinstance(first[0], Loading)
+        assert not any(isinstance(event, Loading) for event in await events(front, wish("b")))
+
+    with_front(folder, use)
+
+
+def test_leaving_while_the_model_is_loaded_harms_nobody(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        async with front.open(wish("b")) as stream:
+            await anext(stream)
+        assert text(await events(front, wish("b")))
+        assert {state.leases for state in front.states()} == {0}
+
+    with_front(folder, use)
+
+
+def test_a_model_that_nobody_has_is_not_found(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        embed = EmbedRequest(model="d", inputs=(EmbedInput(content="x", at="input"),))
+        for call in (
+            lambda: events(front, wish("d")),
+            lambda: front.embed(embed),
+            lambda: front.load("d"),
+            lambda: front.unload("d"),
+            lambda: front.tokenize("x", "d"),
+        ):
+            with pytest.raises(AppError) as caught:
+                await call()
+            assert (caught.value.kind, caught.value.param) == (Kind.MODEL_NOT_FOUND, "model")
+
+    with_front(folder, use)
+
+
+def test_a_wrong_request_is_refused_also_if_its_model_had_to_be_loaded(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        for _ in range(2):
+            with pytest.raises(AppError) as caught:
+                await events(front, wish("b", prompt="x" * 100_000))
+            assert caught.value.kind is Kind.CONTEXT_LENGTH
+
+    with_front(folder, use)
+
+
+def test_vectors_come_from_the_model_that_was_asked(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        found: list[bytes] = []
+        for name in "ab":
+            inputs = (EmbedInput(content="x", at="input"),)
+            found += (await front.embed(EmbedRequest(model=name, inputs=inputs))).vectors
+        assert found[0] != found[1]
+
+    with_front(folder, use)
+
+
+def test_text_becomes_ids_without_a_model_in_memory(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        assert await front.tokenize("hi") == await front.tokenize("hi", "c") == [104, 105]
+        assert await front.detokenize([104, 105], "c") == "hi"
+        assert front.states()[2].phase == "unloaded"
+
+    with_front(folder, use)
+
+
+def test_models_are_loaded_and_unloaded_on_demand(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        loaded = await front.load("b", math.inf)
+        assert (loaded.name, loaded.phase, loaded.expires) == ("b", "ready", None)
+        assert (await front.unload("b")).phase == "unloaded"
+        assert text(await events(front, wish("b")))
+
+    with_front(folder, use)
+
+
+def test_the_latest_word_counts_for_how_long_a_model_stays(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        await events(front, wish("a", keep_alive=500.0))
+        assert front.states()[0].expires is not None
+        await events(front, wish("a", keep_alive=math.inf))
+        assert front.states()[0].expires is None
+        await events(front, wish("a", keep_alive=0.0))
+        async with asyncio.timeout(20):
+            while front.states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.01)
+
+    with_front(folder, use)
+
+
+def test_cards_tell_what_is_served_and_the_server_is_as_its_preloaded_models_are(
+    folder: Path,
+) -> None:
+    async def use(front: Front) -> None:
+        cards = front.models()
+        assert [card.id for card in cards] == ["a", "b", "c"]
+        assert len({card.fingerprint for card in cards}) == 3
+        assert {card.context_length for card in cards} == {4096}
+        status = front.status()
+        assert (status.state, status.progress) == ("ready", 100)
+        assert status.stats.memory == sum(state.stats.memory for state in front.states())
+        assert status.capacity is not None
+
+    with_front(folder, use)
+
+
+def test_a_preloaded_model_that_cannot_be_loaded_is_told(folder: Path, tmp_path: Path) -> None:
+    for name in "abc":
+        tiny.write(tmp_path / name)
+    shard = tmp_path / "a" / "model.safetensors"
+    whole = shard.read_bytes()
+
+    async def use(front: Front) -> None:
+        shard.write_bytes(b"garbage")
+        await front.unload("a")
+        with pytest.raises(AppError, match="safetensors"):
+            await front.load("a")
+        assert text(await events(front, wish("b")))
+        shard.write_bytes(whole)
+        assert (await front.load("a")).phase == "ready"
+
+    with_front(tmp_path, use)
+
+
+def test_figures_of_several_engines_add_up() -> None:
+    one = EngineStats(
+        memory=1,
+        steps=2,
+        hits=(1,) * 9,
+        misses=(("empty", 1), ("diverged", 2)),
+        ledger=Ledger(budget=10, weights=4),
+    )
+    two = EngineStats(memory=10, steps=20, hits=(2,) * 9, misses=(("empty", 5),))
+    both = summed([one, two])
+    assert (both.memory, both.steps) == (11, 22)
+    assert both.hits == (3,) * 9
+    assert dict(both.misses) == {"empty": 6, "diverged": 2}
+    assert (both.ledger.budget, both.ledger.weights) == (10, 4)
+    assert summed([]) == EngineStats()
