@@ -8,7 +8,7 @@ A caller is the name of a key; all who come without one are one caller.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -50,19 +50,20 @@ class Limited:
         async with AsyncExitStack() as stack:
             param = "n" if request.n > 1 else "prompt"
             stack.enter_context(self._place(request.caller, choices_of(request), param))
-            opening = stack.enter_async_context(self._inner.open(request))
-            events = await self._in_time(opening, until)
+            events = await self._in_time(
+                lambda: stack.enter_async_context(self._inner.open(request)), until
+            )
             yield await stack.enter_async_context(aclosing(self._told(events, until)))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         with self._place(request.caller, 1, "input"):
-            return await self._in_time(self._inner.embed(request), self._until())
+            return await self._in_time(lambda: self._inner.embed(request), self._until())
 
     async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        return await self._in_time(self._inner.tokenize(text, model), self._until())
+        return await self._in_time(lambda: self._inner.tokenize(text, model), self._until())
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
-        return await self._in_time(self._inner.detokenize(ids, model), self._until())
+        return await self._in_time(lambda: self._inner.detokenize(ids, model), self._until())
 
     async def look_for(self, model: str) -> None:
         await self._inner.look_for(model)
@@ -77,10 +78,10 @@ class Limited:
         return self._inner.states()
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        return await self._in_time(self._inner.load(model, keep_alive), None)
+        return await self._in_time(lambda: self._inner.load(model, keep_alive), None)
 
     async def unload(self, model: str) -> ModelState:
-        return await self._in_time(self._inner.unload(model), None)
+        return await self._in_time(lambda: self._inner.unload(model), None)
 
     def _until(self) -> float | None:
         """When an answer that is asked for now has to be whole, by the event loop's clock."""
@@ -117,18 +118,24 @@ class Limited:
         self, events: AsyncIterator[Event], until: float | None
     ) -> AsyncGenerator[Event]:
         while True:
-            event = await self._in_time(anext(events, None), until)
+            event = await self._in_time(lambda: anext(events, None), until)
             if event is None:
                 return
             yield event
 
-    async def _in_time(self, result: Awaitable[Result], until: float | None) -> Result:
+    async def _in_time(
+        self, result: Callable[[], Awaitable[Result]], until: float | None
+    ) -> Result:
         """Raises AppError(DEADLINE) if it is not there by then, or what all answers end with."""
-        wait = asyncio.timeout_at(until if self._over is None else 0.0)
+        if self._over is not None:
+            raise self._over
+        if until is not None and asyncio.get_running_loop().time() >= until:
+            raise self._too_late()
+        wait = asyncio.timeout_at(until)
         self._waits.add(wait)
         try:
             async with wait:
-                return await result
+                return await result()
         except TimeoutError:
             if not wait.expired():
                 raise

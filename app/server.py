@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Building a decode step holds the interpreter for milliseconds at a time; at Python's default of
-# 5 ms the event loop gets each token that much later (DECISIONS.md, 2026-11-21).
+# Building a decode step holds the interpreter for milliseconds at a time, and so does reading a long
+# request, or a template that never ends; at Python's default of 5 ms the event loop gets each token
+# that much later (DECISIONS.md, 2026-11-21).
 _SWITCH_INTERVAL = 0.0005
 
 
@@ -109,8 +110,7 @@ def serve(settings: Settings) -> int:
     server = Server(_uvicorn(app, settings), limited, settings)
     if crew is not None:
         crew.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
-    if settings.runner == "thread":
-        sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
     # which it has logged by then
     with contextlib.suppress(KeyboardInterrupt, SystemExit):

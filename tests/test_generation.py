@@ -546,6 +546,25 @@ def test_an_empty_prompt_is_refused_where_contexts_shift_too(files: ModelFiles) 
     assert refusal(files, SHIFTING, prompt="").kind is Kind.INVALID
 
 
+@pytest.mark.parametrize(("most", "text"), [(0.0, "a"), (25e-9, "abcd"), (1.0, "abcdef")])
+def test_an_answer_is_cut_when_its_time_is_up(files: ModelFiles, most: float, text: str) -> None:
+    """The script's tokens are ten nanoseconds apart, and time counts from the first."""
+    runner = FakeRunner("abcdef", reason="stop")
+    found = events(files, runner, Settings(max_time=most))
+    assert text_of(found) == text
+    assert isinstance(end := found[-1], Finish)
+    assert end.reason == ("stop" if text == "abcdef" else "length")
+    assert end.usage.completion_tokens == len(text)
+    assert runner.kept == (None if text == "abcdef" else len(text))
+    assert runner.left == 1
+
+
+def test_what_is_held_back_when_time_is_up_is_told(files: ModelFiles) -> None:
+    """A stop string that had begun, and did not come."""
+    found = events(files, FakeRunner("abcdef"), Settings(max_time=25e-9), stop=("cdx",))
+    assert text_of(found) == "abcd"
+
+
 DIVERGED = Miss(at=3, reason="diverged", had=(*b"p!", tiny.END, 70_000))
 
 

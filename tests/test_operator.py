@@ -1,6 +1,9 @@
 """What an operator sees of a real server under load: refusals, figures, limits."""
 
 import asyncio
+import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,18 @@ from tests.serving import PATIENCE, Served, serving
 
 
 def scrape(server: Served) -> dict[tuple[str, ...], float]:
-    """Samples by name and label values."""
+    """Samples of the one model by name, vLLM's without its prefix and ours without ours, and by the
+    values of the labels that it has besides."""
     text = httpx.get(f"{server.url}/metrics").text
-    return {
-        (sample.name.removeprefix("mlxrunner_"), *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("model_name", "tiny") == "tiny":
+                labels.pop("engine", None)
+                name = sample.name.removeprefix("mlxrunner_").removeprefix("vllm:")
+                found[name, *labels.values()] = sample.value
+    return found
 
 
 async def crowd(server: Served, count: int, **body: Any) -> list[httpx.Response]:
@@ -43,9 +51,10 @@ def test_a_crowd_is_served_refused_and_counted(tiny_model: Path) -> None:
                 assert 1 <= int(reply.headers["retry-after"]) <= 60
                 assert reply.json()["error"]["code"] == "server_busy"
         told, status = scrape(server), server.status()
-        assert told["requests_total", "length"] == statuses[200]
-        assert told["requests_total", "server_busy"] == status["Rejected"] == statuses[429]
+        assert told["request_success_total", "length"] == statuses[200]
+        assert told["request_errors_total", "server_busy"] == statuses[429] == status["Rejected"]
         assert told["time_to_first_token_seconds_count",] == statuses[200]
+        assert told["inter_token_latency_seconds_count",] == 99 * statuses[200]
         assert told["generation_tokens_total",] == 100 * statuses[200]
 
 
@@ -68,11 +77,54 @@ def test_the_figures_of_both_routes_are_the_same_and_add_up(tiny_model: Path) ->
         assert min(lines.values()) >= 0
         assert (status["Running"], status["Waiting"], ledger["kv"]) == (0, 0, 0)
         assert tokens["cached"] + tokens["prefilled"] == 17 * len("number 0")
-        assert told["prompt_tokens_total", "cache"] == tokens["cached"] > 0
+        assert told["prompt_tokens_total",] == told["prefix_cache_queries_total",]
+        assert told["prefix_cache_hits_total",] == tokens["cached"] > 0
         assert sum(hits.values()) == told["prefix_cache_hit_tokens_count",] == 17
         assert {name: told["prefix_cache_misses_total", name] for name in misses} == misses
         assert misses["unwanted"] == 1
         assert status["ContextLength"] == told["max_model_len",] == 256
+
+
+def test_counters_go_on_when_a_runner_is_replaced(tiny_model: Path) -> None:
+    def counted() -> dict[tuple[str, ...], float]:
+        told = scrape(server)
+        return {key: told[key] for key in told if key[0].endswith("_tokens_total")}
+
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
+    with serving(str(tiny_model)) as server:
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        before = counted()
+        status: Any = server.status()
+        [model] = status["Models"]
+        os.kill(model["Pid"], signal.SIGKILL)
+        # streamed, it waits for as long as it takes
+        reply = None
+        while reply is None or reply.status_code != 200:
+            reply = httpx.post(
+                f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=PATIENCE
+            )
+        after = counted()
+        assert after["generation_tokens_total",] >= before["generation_tokens_total",] + 1
+        assert all(after[key] >= before[key] for key in before)
+        assert scrape(server)["model_restarts_total",] == 1
+
+
+def test_the_log_is_for_programs_too_and_names_each_request(tiny_model: Path) -> None:
+    with serving(str(tiny_model), "--log-format", "json") as server:
+        reply = httpx.post(
+            f"{server.url}/v1/completions?key=secret",
+            json={"model": "tiny", "prompt": "nobody may read this", "max_tokens": 4},
+            headers={"x-request-id": "mine", "authorization": "Bearer secret"},
+            timeout=PATIENCE,
+        )
+        assert reply.status_code == 200
+        server.stop()
+        lines = [json.loads(line) for line in server.log]
+    [line] = [line for line in lines if line["logger"] == "app.access"]
+    assert line["request_id"] == "mine"
+    assert (line["status"], line["path"]) == (200, "/v1/completions")
+    assert (line["model"], line["completion_tokens"]) == ("tiny", 4)
+    assert not [found for found in server.log if "secret" in found or "nobody" in found]
 
 
 def test_a_context_that_was_asked_for_is_the_one_that_counts(tiny_model: Path) -> None:

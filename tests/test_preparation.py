@@ -136,3 +136,16 @@ def test_only_the_first_choice_tells_the_ids(files: ModelFiles) -> None:
     made = prepared(files, prompt=asked, n=2, return_ids=True)
     assert [one.tell_ids for one in made] == [True, False, True, False]
     assert [(one.choice, one.prompt) for one in made] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("asked", "job"), [(None, 50), (50, 50), (51, 50), (7, 7), (10**6, 50)])
+def test_no_answer_is_longer_than_the_server_allows(
+    files: ModelFiles, asked: int | None, job: int
+) -> None:
+    for settings in (Settings(max_tokens=50), replace(SHIFTING, max_tokens=50)):
+        (one,) = prepared(files, settings, max_tokens=asked)
+        assert one.job.max_tokens == job
+
+
+def test_a_job_knows_whose_it_is(files: ModelFiles) -> None:
+    assert [one.job.caller for one in prepared(files, n=2, caller="ann")] == ["ann", "ann"]

@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
@@ -25,8 +27,8 @@ from app.core.visit import VISIT, Visit
 from app.core.watched import Watched
 from app.spans import Spans, stretches
 from app.tracing import tracing_of
-from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, Script, finish, text
-from tests.serving import ROOT
+from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, Script, text
+from tests.serving import PATIENCE, ROOT, serving
 
 SECRET = "what nobody may read"
 CHAT = GenerateRequest(
@@ -283,11 +285,14 @@ def test_vectors_are_an_operation_of_their_own(collector: Collector):
 
 MANY = """
 import asyncio, sys, time
+import app.spans
 from app.core.settings import Settings
 from app.core.watched import Watched
 from app.tracing import tracing_of
 from tests.fakes import FakeGenerate, finish
 from tests.test_tracing import CHAT, drain
+
+app.spans._LAST_WORDS = 0.5  # so that this test is not long
 
 async def main():
     spans = tracing_of(Settings(otlp=sys.argv[1]))
@@ -345,3 +350,24 @@ def test_what_is_not_installed_is_told_with_what_to_do(monkeypatch: pytest.Monke
     with pytest.raises(AppError, match=r"install 'mlxrunner\[otel\]'") as refused:
         tracing_of(Settings(otlp="http://127.0.0.1:4318"))
     assert refused.value.param == "otlp"
+
+
+def test_a_real_server_goes_on_with_its_clients_trace(collector: Collector, tiny_model: Path):
+    with serving(str(tiny_model), "--otlp", collector.address) as server:
+        reply = httpx.post(
+            f"{server.url}/v1/completions?{SECRET}",
+            json={"model": "tiny", "prompt": SECRET, "max_tokens": 3, "stop": [SECRET]},
+            headers={"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"},
+            timeout=PATIENCE,
+        )
+        assert reply.status_code == 200
+        server.stop()
+    roots = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    [root] = [span for span in roots if span.trace_id.hex() == TRACE]
+    assert root.parent_span_id.hex() == PARENT
+    attributes = {pair.key: plain(pair.value) for pair in root.attributes}
+    assert attributes["gen_ai.usage.output_tokens"] == 3
+    assert attributes["mlxrunner.request.id"] == "mine"
+    children = {span.name for span in collector.spans if span.parent_span_id == root.span_id}
+    assert children == {"queue", "prefill", "decode"}
+    assert SECRET.encode() not in b"".join(r.SerializeToString() for _, r in collector.requests)

@@ -27,6 +27,8 @@ class Roster:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
+        self._started = 0
+        self._taken: dict[str, int] = {}  # caller -> how many had started with its last one
 
     @property
     def waiting(self) -> Ids[Sequence]:
@@ -81,7 +83,7 @@ class Roster:
         begun = [s for s in self._waiting if s.started]
         fresh = [s for s in self._waiting if not s.started]
         here = [s.job.caller for s in (*self._running, *begun)]
-        order = turns([s.job.caller for s in fresh], here)
+        order = turns([s.job.caller for s in fresh], here, self._taken)
         return (*begun, *(fresh[i] for i in order))
 
     def _better_later(self, sequence: Sequence) -> bool:
@@ -112,6 +114,8 @@ class Roster:
             self._prefix.begin(sequence.ids, marks=marks, reuse=sequence.reuse, room=room)
         )
         self._running.append(sequence)
+        self._started += 1
+        self._taken[job.caller] = self._started
         self._books.charge(sequence, self._running)
         return True
 

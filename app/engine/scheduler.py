@@ -3,8 +3,9 @@
 Knows: counts and bytes. Must not know: tensors, ids, requests. Pure: asks nothing, changes nothing.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -25,16 +26,19 @@ def admissions(*, waiting: int, running: int, limits: Limits) -> int:
     return max(0, min(waiting, limits.running - running))
 
 
-def turns(waiting: Sequence[str], running: Sequence[str]) -> list[int]:
+def turns(waiting: Sequence[str], running: Sequence[str], taken: Mapping[str, int]) -> list[int]:
     """In which order those who wait are taken. waiting, running: callers of sequences, in order of
-    arrival. The caller of whom fewest run is first, each caller's own in their order: so whoever
-    has nothing running never waits behind the second sequence of another."""
+    arrival. taken: when one of a caller was taken last; any clock.
+
+    The caller of whom fewest run is first; among equals the one that was taken longest ago, or
+    never; each caller's own in their order. So nobody waits behind sixty sequences of another.
+    """
     places = Counter(running)
-    turn: list[tuple[int, int]] = []
+    turn: list[tuple[int, float, int]] = []
     for i, caller in enumerate(waiting):
-        turn.append((places[caller], i))
+        turn.append((places[caller], taken.get(caller, -math.inf), i))
         places[caller] += 1
-    return [i for _, i in sorted(turn)]
+    return [i for *_, i in sorted(turn)]
 
 
 def worth_waiting(*, shared: int, evaluated: int, least: int, length: int) -> bool:

@@ -119,19 +119,28 @@ def proxying(
         process.wait(PATIENCE)
 
 
-def replicas(count: int, model: Path, stack: contextlib.ExitStack) -> list[Served]:
-    """Started together, ready one after the other, gone with the stack."""
-    arguments = [str(model), "--allowed-host", NAME, "--parallel", "4"]
-    started = [Served(arguments) for _ in range(count)]
-    for one in started:
-        stack.callback(_end, one)
-    return [one.ready() for one in started]
+class Replicas:
+    """Servers of one model, started together."""
 
+    def __init__(self, model: Path) -> None:
+        self._arguments = [str(model), "--allowed-host", NAME, "--parallel", "4"]
+        self._servers: list[Served] = []
 
-def _end(server: Served) -> None:
-    if server.process.poll() is None:
-        server.process.kill()
-    server.stop()
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            if server.process.poll() is None:
+                server.process.kill()
+            server.stop()
+
+    def alive(self, count: int) -> list[Served]:
+        """So many that are ready, as few new ones as that takes."""
+        there = [one for one in self._servers if one.process.poll() is None]
+        fresh = [Served(self._arguments) for _ in range(count - len(there))]
+        self._servers += fresh
+        return [one.ready() for one in (*there, *fresh)][:count]
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -76,16 +76,16 @@ def here(server: Served, count: int) -> bool:
 
 def test_a_stream_that_fits_the_drain_time_is_not_lost(tiny_model: Path) -> None:
     with started(tiny_model, 60, "--runner", "process") as server:
-        streams = [Client(server, asking(200)).begun() for _ in range(8)]
-        whole = Client(server, asking(200, stream=False))
-        assert here(server, 9)
+        streams = [Client(server, asking(900)).begun() for _ in range(4)]
+        whole = Client(server, asking(900, stream=False))
+        assert here(server, 5)
         server.process.send_signal(signal.SIGTERM)
         for stream in streams:
             assert stream.over().lines[-1] == "data: [DONE]"
             last = json.loads(stream.lines[-2].removeprefix("data: "))
             assert last["choices"][0]["finish_reason"] == "length"
         assert whole.over().status == 200
-        assert json.loads(whole.lines[0])["usage"]["completion_tokens"] == 200
+        assert json.loads(whole.lines[0])["usage"]["completion_tokens"] == 900
         assert server.stop(0) == -signal.SIGTERM
         assert "Traceback" not in server.text()
 

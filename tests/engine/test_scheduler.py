@@ -1,5 +1,7 @@
 """The scheduling policy: pure, so every case is a line."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from app.engine.scheduler import (
     growers,
     preemptions,
     prefill_shares,
+    turns,
     worth_waiting,
 )
 
@@ -24,6 +27,64 @@ def test_admission_fills_the_room_and_no_more(waiting: int, running: int, room: 
     assert 0 <= count <= waiting
     assert count == 0 or running + count <= room
     assert count == waiting or running + count >= room
+
+
+Callers = st.lists(st.sampled_from("abcd"), max_size=12)
+
+
+Taken = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20))
+
+
+@given(waiting=Callers, running=Callers, taken=Taken)
+def test_everybody_gets_a_turn_and_keeps_his_own_order(
+    waiting: list[str], running: list[str], taken: dict[str, int]
+) -> None:
+    order = turns(waiting, running, taken)
+    assert sorted(order) == list(range(len(waiting)))
+    for caller in set(waiting):
+        own = [i for i in order if waiting[i] == caller]
+        assert own == sorted(own)
+
+
+@given(waiting=Callers.filter(bool), running=Callers, taken=Taken)
+def test_whoever_has_less_is_taken_first(
+    waiting: list[str], running: list[str], taken: dict[str, int]
+) -> None:
+    first = waiting[turns(waiting, running, taken)[0]]
+    fewest = min(running.count(caller) for caller in waiting)
+    equals = {caller for caller in waiting if running.count(caller) == fewest}
+    assert first in equals
+    assert taken.get(first, -1) == min(taken.get(caller, -1) for caller in equals)
+
+
+def test_one_caller_alone_is_served_in_order() -> None:
+    assert turns(["", "", ""], [""], {"": 3}) == [0, 1, 2]
+
+
+def test_one_request_does_not_wait_behind_sixty_of_another() -> None:
+    assert turns(["a"] * 60 + ["b"], ["a"] * 4, {"a": 7})[0] == 60
+    assert turns(["a"] * 60 + ["b"], [], {"a": 7})[0] == 60
+    assert turns(["a", "a", "b", "b", "a"], [], {}) == [0, 2, 1, 3, 4]
+
+
+@given(places=st.integers(1, 4), flood=st.integers(0, 30), seed=st.integers(0, 1 << 30))
+def test_a_caller_is_served_however_many_others_flood(places: int, flood: int, seed: int) -> None:
+    """Three others have two new requests for each that ends, and the fourth caller has one: it
+    starts before any of them has had a second turn. With only one place, where nobody runs when the
+    next is chosen, first come first was once sixty of one caller first."""
+    drawn = random.Random(seed)
+    running = [drawn.choice("abc") for _ in range(places)]
+    waiting = [drawn.choice("abc") for _ in range(flood)] + ["z"]
+    taken = {caller: n for n, caller in enumerate(running)}
+    for turn in range(4):
+        running.pop(drawn.randrange(places))
+        caller = waiting.pop(turns(waiting, running, taken)[0])
+        if caller == "z":
+            return
+        running.append(caller)
+        taken[caller] = places + turn
+        waiting += drawn.choices("abc", k=2)
+    raise AssertionError("it still waits")
 
 
 @given(remaining=Remaining, budget=Budget)

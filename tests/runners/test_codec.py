@@ -5,6 +5,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -46,6 +47,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+@cache  # they take longer to make than to draw from
 def anything(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
     """Whatever the annotation allows."""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -57,7 +59,8 @@ def anything(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
         return st.dictionaries(st.text(max_size=5), json, max_size=3)
     if origin in (Union, types.UnionType):
         # a class may hold another of its kind, but not for ever
-        shallow = [a for a in arguments if not (depth > 2 and is_dataclass(a))]
+        ends = depth > 2 and type(None) in arguments
+        shallow = [a for a in arguments if not (ends and is_dataclass(a))]
         return st.one_of([anything(a, depth) for a in shallow])
     if origin is tuple and arguments[-1] is Ellipsis:
         return st.lists(anything(arguments[0], depth), max_size=3).map(tuple)
@@ -73,11 +76,15 @@ def anything(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(inside).map(lambda values: made(kind, values))
 
 
+_EXCLUSIVE = {"models", "installed", "runner", "max_loaded", "context_shift", "multi_user", "cache"}
+_EXCLUSIVE |= {"tls_cert", "tls_key"}
+
+
 def made(kind: Any, values: dict[str, Any]) -> Any:
     """Settings that exclude each other are nobody's."""
     if kind is Settings:
-        values |= {"context_shift": False, "multi_user": False, "runner": "process"}
-        values |= {"cache": None, "tls_cert": None, "tls_key": None}
+        free = set(values) - _EXCLUSIVE
+        values = {name: values[name] for name in free}
     return kind(**values)
 
 
@@ -90,6 +97,7 @@ CROSSING = {
     "a problem": (wire.PROBLEM, wire.Problem),
     "what a thread says": (Codec[Any](Loading | Ready | Failed | Step), Ready | Failed | Step),
     "settings": (Codec[Settings](Settings), Settings),
+    "a model's settings": (Codec[ModelSettings](ModelSettings), ModelSettings),
     "files": (Codec[ModelFiles](ModelFiles), ModelFiles),
 }
 

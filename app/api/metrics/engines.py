@@ -136,25 +136,31 @@ COUNTERS: Sequence[Row] = (
 
 
 class EngineFigures(Collector):
-    """Read anew at each scrape. Counters only grow: `ModelState.stats` goes on when a model's
-    engine is replaced by another one."""
+    """Counters only grow: `ModelState.stats` goes on when a model's engine is replaced by another
+    one."""
 
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
+    def __init__(self) -> None:
+        self._now: RunnerState = "loading"
+        self._states: Sequence[ModelState] = ()
+
+    def look(self, generate: Generate) -> Sequence[ModelState]:
+        """On the event loop, which owns what it looks at: what the next scrape tells."""
+        self._now, self._states = generate.status().state, generate.states()
+        return self._states
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: so that registering asks for no status, which may not be there yet."""
+        """Nothing: so that registering collects nothing, which is not there yet."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        now = self._generate.status().state
+        """On any thread."""
+        now, states = self._now, self._states
         whole = GaugeMetricFamily(
             "mlxrunner_state", "1 for how the server stands", labels=["state"]
         )
         for name in _SERVER_STATES:
             whole.add_metric([name], name == now)
         yield whole
-        states = self._generate.states()
         yield _by("mlxrunner_model_state", "1 for how the model stands", "state", states, _phases)
         for name, text, value in GAUGES:
             yield _rows(GaugeMetricFamily(name, text, labels=LABELS), states, value)

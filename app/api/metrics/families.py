@@ -212,8 +212,8 @@ class OfModel:
 
 
 class Gaps(Collector):
-    """The time between tokens. An answer has tens of thousands, which are told at once, on the
-    event loop: the library's own histogram would take 50 ms for what this does in three."""
+    """The time between tokens. An answer may have tens of thousands, which are told at once, on the
+    event loop: the library's own histogram takes 48 ms for 32,768, and this one takes five."""
 
     NAME = "vllm:inter_token_latency_seconds"
     TEXT = "Between two tokens of an answer, as the engine drew them; told when it finishes"
@@ -237,7 +237,9 @@ class Gaps(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self.NAME, self.TEXT, labels=LABELS)
         bounds = [*map(str, BETWEEN), "+Inf"]
-        for model, counts in self._counts.items():
-            buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+        # copies, each made at once: this runs on a thread, beside the event loop's `add`
+        for model, counts in list(self._counts.items()):
+            told = list(counts)
+            buckets = list(zip(bounds, map(float, accumulate(told)), strict=True))
             family.add_metric([model, ENGINE], buckets, sum_value=self._sums[model] / 1e9)
         yield family

@@ -23,7 +23,7 @@ from app.core.settings import Settings
 from app.engine.grammar import Grammars, Matcher
 from app.engine.ranks import Ranks
 from app.runners.ranks.launch import Launch
-from app.runners.ranks.line import Compile, Compiled, Down, Hello, Line, Lost, Stop, Up, Welcome
+from app.runners.ranks.line import Compile, Compiled, Down, Hello, Line, Lost, Stop, Welcome
 from app.runners.ranks.meeting import WORDS, Meeting, met, traits_of
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class Crew:
                     self.lose(f"{member}: {words.why}")
                 case Hello():
                     self.lose(f"{member} said hello again")
+        member.line.close()
         self.lose(f"{member} is gone: its process ended, or it cannot be reached any more")
 
     def _note(self, number: int) -> None:
@@ -194,18 +195,19 @@ def _gathered(
             ) from None
         line = Line(connected)
         line.patient(_HELLO)
-        hello: Up | None = next(line.answers(), None)
+        hello = line.greeting()
         # whoever does not know the secret is not one of us
-        if not isinstance(hello, Hello) or not secrets.compare_digest(
+        if hello is None or not secrets.compare_digest(
             hello.secret.encode(), meeting.secret.encode()
         ):
-            line.hang_up()
+            line.close()
             continue
         line.patient(None)
         member = Member(rank=hello.rank, host=hello.host, line=line)
         refused = _difference(member, hello.traits, traits)
         line.tell(Welcome(refused=refused))
         if refused is not None:
+            line.close()
             raise AppError(Kind.INVALID, refused)
         members[hello.rank] = member
     return members

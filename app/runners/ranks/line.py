@@ -101,6 +101,8 @@ class Lost:
 
 Up = Hello | Compiled | Lost
 
+_LONGEST_HELLO = 1 << 16
+
 _DOWN: Codec[Down] = Codec(Down)
 _UP: Codec[Up] = Codec(Up)
 
@@ -138,10 +140,24 @@ class Line:
     def answers(self) -> Iterator[Up]:
         return map(_UP.decode, self._lines())
 
+    def greeting(self) -> Hello | None:
+        """The first words of whoever connected to rank 0, who may be anybody."""
+        try:
+            hello = _UP.decode(self._reader.readline(_LONGEST_HELLO))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return hello if isinstance(hello, Hello) else None
+
     def hang_up(self) -> None:
         """Whoever reads, on either end, comes to the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """For whoever reads, when there is nothing more to read."""
+        self.hang_up()
+        self._reader.close()
+        self._socket.close()
 
     def _write(self, line: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):

@@ -1,0 +1,107 @@
+"""Too much of everything, while another client asks as usual: connections that say little, heads
+and bodies without end, answers that nobody reads."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests import tiny
+from tests.attacks.conftest import Victim
+from tests.door.lines import Line, calling, head, post
+
+COMPLETIONS = "/v1/completions"
+GIGABYTE = 1 << 30
+
+
+@pytest.fixture
+def connect(victim: Victim) -> Iterator[Callable[[], Line]]:
+    with calling(victim.server.port) as opened:
+        yield opened
+
+
+def test_slow_loris_with_500_sockets(victim: Victim, connect: Callable[[], Line]):
+    """Each says one more byte of a head that never ends. They are refused when their time is up,
+    each in its own words, and cost nobody else anything."""
+    slow = [connect().say(b"POST / HTTP/1.1\r\nX: ") for _ in range(500)]
+
+    def dribble() -> None:
+        for line in slow:
+            with contextlib.suppress(OSError):  # refused in the meantime
+                line.say(b"y")
+
+    victim.undisturbed(dribble)
+    refused = slow[0].reply()
+    assert (refused.status, refused.error["code"]) == (408, "request_timeout")
+    assert slow[-1].reply().status == 408
+
+
+def test_more_sockets_than_are_allowed(victim: Victim, connect: Callable[[], Line]):
+    """A second client's connection is older than these, but it is asking: it stays."""
+
+    def crowd() -> None:
+        with calling(victim.server.port) as opened:
+            for _ in range(1200):
+                opened()
+
+    victim.undisturbed(crowd, once=True)
+
+
+def test_a_body_of_a_gigabyte(victim: Victim, connect: Callable[[], Line]):
+    sent: list[int] = []
+
+    def push() -> None:
+        line = Line(victim.server.port).say(head("POST", COMPLETIONS, Content_Length=GIGABYTE))
+        sent.append(flood(line, b" " * (1 << 16)))
+
+    def push_chunks() -> None:
+        line = Line(victim.server.port)
+        line.say(head("POST", COMPLETIONS, Transfer_Encoding="chunked"))
+        sent.append(flood(line, b"10000\r\n" + b" " * (1 << 16) + b"\r\n"))
+
+    victim.undisturbed(push)
+    victim.undisturbed(push_chunks)
+    # what was thrown away, and what lay in the sockets' buffers
+    assert max(sent) < 64 << 20
+
+
+def test_bodies_of_tiny_chunks(victim: Victim):
+    def push() -> None:
+        line = Line(victim.server.port)
+        line.say(head("POST", COMPLETIONS, Transfer_Encoding="chunked"))
+        flood(line, b"1\r\n \r\n" * 10_000)
+
+    victim.undisturbed(push)
+
+
+def test_heads_without_end(victim: Victim):
+    def push() -> None:
+        flood(Line(victim.server.port).say(b"GET / HTTP/1.1\r\n"), b"X-Y: z\r\n" * 10_000)
+        flood(Line(victim.server.port), b"y" * 80_000)
+
+    victim.undisturbed(push)
+
+
+def test_answers_that_nobody_reads(victim: Victim, connect: Callable[[], Line]):
+    """A place in the engine is theirs until the answer is made, and no longer."""
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 400, "stream": True, "logprobs": 5}
+    ask |= {"logit_bias": {str(tiny.END): -100}}
+    for _ in range(8):
+        line = connect()
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.say(post(ask, COMPLETIONS))
+    until = time.monotonic() + 60
+    while victim.server.status()["Running"]:
+        assert time.monotonic() < until, "they hold their places"
+        time.sleep(0.1)
+
+
+def flood(line: Line, piece: bytes) -> int:
+    """Says it until nobody listens any more; how many bytes that were."""
+    sent = 0
+    with contextlib.closing(line.socket), contextlib.suppress(OSError):
+        while sent < GIGABYTE:
+            sent += line.socket.send(piece)
+    return sent

@@ -1,0 +1,221 @@
+"""Runners that do as they are told: they load, answer, break and end when a test says so."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
+from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Update
+from app.core.ports import RunnerState, RunnerStatus
+from app.core.requests import Sampling
+from app.core.residents import Need, Served
+from app.core.settings import ModelSettings, Settings
+from app.runners.pool import Pool
+from app.runners.restarts import Patience
+
+PATIENCE = 20.0
+
+# so short that a test need not wait, so long that a busy machine does not pass them unseen
+QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)
+
+
+@dataclass
+class House:
+    """What all runners of a test look at. needs, problems (errors that loads end with, one each),
+    gates (what loads wait for): by model. hold: while it is not set, jobs do not end."""
+
+    needs: dict[str, Need] = field(default_factory=dict)
+    problems: dict[str, list[Exception]] = field(default_factory=dict)
+    gates: dict[str, asyncio.Event] = field(default_factory=dict)
+    unreadable: dict[str, Exception] = field(default_factory=dict)
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    runners: "list[Scripted]" = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hold.set()
+
+    def make(self, settings: Settings) -> "Scripted":
+        runner = Scripted(self, settings)
+        self.runners.append(runner)
+        return runner
+
+    async def files(self, served: Served) -> ModelFiles:
+        if error := self.unreadable.get(served.name):
+            raise error
+        return files(served.name)
+
+    async def need(self, files: ModelFiles, settings: Settings) -> Need:
+        self.asked.append(files.name)
+        return self.needs[files.name]
+
+    @property
+    def loads(self) -> list[str]:
+        """In the order in which they began."""
+        return [runner.name for runner in self.runners if runner.name]
+
+    @property
+    def here(self) -> list[str]:
+        """Models in memory, or on their way in or out."""
+        return [runner.name for runner in self.runners if runner.name and not runner.stopped]
+
+    def of(self, name: str) -> "Scripted":
+        """Its last runner."""
+        return next(runner for runner in reversed(self.runners) if runner.name == name)
+
+
+class Scripted:
+    """Implements `Runner`."""
+
+    def __init__(self, house: House, settings: Settings) -> None:
+        self.house = house
+        self.settings = settings
+        self.name = ""
+        self.state: RunnerState = "loading"
+        self.stats = EngineStats()
+        self.jobs: list[Job] = []
+        self.most_at_once = self.at_once = 0
+        self.stopped = False
+        self.slow_stop: asyncio.Event | None = None
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self, files: ModelFiles) -> None:
+        self.name = files.name
+        if gate := self.house.gates.get(files.name):
+            await gate.wait()
+        if problems := self.house.problems.get(files.name):
+            raise problems.pop(0)
+        self.state = "ready"
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncGenerator["Going"]:
+        if self.state != "ready":
+            raise AppError(Kind.ENGINE, "the engine is not running")
+        self.jobs.append(job)
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            yield Going(self, job)
+        finally:
+            self.at_once -= 1
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        async with self.submit(job) as going:  # pyright: ignore[reportArgumentType]
+            ended = [update async for update in going][-1]
+        assert isinstance(ended, Ended)
+        if ended.reason == "error":
+            raise AppError(Kind.ENGINE, ended.error or "")
+        return [b""] * len(job.inputs)
+
+    def status(self) -> RunnerStatus:
+        return RunnerStatus(
+            state=self.state,
+            progress=40 if self.state == "loading" else 100,
+            stats=self.stats,
+            capacity=Capacity(parallel=2, context=64, kv_budget=1, kv_bytes=1),
+            pid=7,
+        )
+
+    async def over(self) -> str:
+        return await asyncio.shield(self._over)
+
+    async def stop(self) -> None:
+        self.state = "failed"
+        if not self._over.done():
+            self._over.cancel()
+        if self.slow_stop is not None:
+            await self.slow_stop.wait()
+        self.stopped = True
+
+    def die(self, why: str = "it was killed") -> None:
+        self.state = "failed"
+        self._over.set_result(why)
+
+    @property
+    def dead(self) -> asyncio.Future[str]:
+        return self._over
+
+
+class Going:
+    """Started, and ended when the house lets jobs end, or when the runner dies."""
+
+    def __init__(self, runner: Scripted, job: Job) -> None:
+        self._runner = runner
+        self._job = job
+
+    def keep(self, tokens: int) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        at = time.monotonic_ns()
+        yield Started(job=self._job.id, cached=0, at=at)
+        held = asyncio.ensure_future(self._runner.house.hold.wait())
+        try:
+            await asyncio.wait({held, self._runner.dead}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            held.cancel()
+        if self._runner.dead.done():
+            yield Ended(job=self._job.id, reason="error", at=at, error="the engine stopped")
+        else:
+            yield Ended(job=self._job.id, reason="stop", at=at)
+
+
+def files(name: str) -> ModelFiles:
+    return ModelFiles(
+        name=name,
+        path=Path(name),
+        config={"max_position_embeddings": 64, "vocab_size": 9},
+        shards=(),
+        tokenizer=Path(name),
+        tokenizer_config={},
+        generation_config={},
+        template=None,
+        created=0,
+    )
+
+
+def served(name: str, *, max_queue: int = 64, memory: int | None = None, **changes: Any) -> Served:
+    """Stays for ever."""
+    settings = Settings(models=(ModelSettings(name=name, memory=memory),), max_queue=max_queue)
+    whole: dict[str, Any] = {"source": name, "settings": settings, "keep_alive": math.inf}
+    return Served(name=name, **{**whole, **changes})
+
+
+def need(least: int, wanted: int | None = None, budget: int = 0) -> Need:
+    return Need(least=least, wanted=least if wanted is None else wanted, budget=budget)
+
+
+def job(name: str, *ids: int) -> Job:
+    return Job(id=name, ids=ids or (1,), sampling=Sampling(), max_tokens=1, stop_ids=frozenset({0}))
+
+
+@asynccontextmanager
+async def pooled(house: House, *, total: int | None = 10, **options: Any) -> AsyncGenerator[Pool]:
+    """A started pool of several models, each of which needs what the house says."""
+    pool = Pool(house.make, house.files, house.need, total=total, patience=QUICK, **options)
+    await pool.start()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield pool
+    finally:
+        house.hold.set()
+        await pool.stop()
+    assert house.here == [], "nobody is left"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110  # what is waited for has no event
+        await asyncio.sleep(0.002)
+
+
+async def settled() -> None:
+    """Whatever could happen by now has happened."""
+    for _ in range(20):
+        await asyncio.sleep(0)

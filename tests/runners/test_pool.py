@@ -1,0 +1,627 @@
+"""The pool, with runners that do as they are told."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from app.core.events import Loading
+from app.core.jobs import EngineStats
+from app.core.residents import Served
+from app.runners import pool as pool_module
+from app.runners.pool import Pool
+from app.runners.restarts import CRASHED, Patience
+from tests.runners.scripted import (
+    PATIENCE,
+    House,
+    job,
+    need,
+    pooled,
+    served,
+    settled,
+    until,
+)
+
+A, B, C = served("a"), served("b"), served("c")
+
+
+def small() -> House:
+    """Three models of which two fit."""
+    return House(needs={"a": need(4), "b": need(5), "c": need(6)})
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(body)
+
+
+async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> None:
+    async with pool.lease(model, keep_alive) as lease:
+        await lease.wait()
+
+
+@asynccontextmanager
+async def held(pool: Pool, model: Served, keep_alive: float | None = None) -> AsyncGenerator[None]:
+    async with pool.lease(model, keep_alive) as lease:
+        await lease.wait()
+        yield
+
+
+def phases(pool: Pool) -> dict[str, str]:
+    return {model.name: pool.state(model).phase for model in (A, B, C)}
+
+
+def test_a_request_waits_for_its_model_and_the_next_one_does_not():
+    async def body() -> None:
+        house = small()
+        gate = house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            async with pool.lease(A, None) as lease:
+                assert not lease.ready
+                assert lease.loading() == Loading(progress=0, waits=True)
+                await until(lambda: house.loads)
+                assert lease.loading() == Loading(progress=40)
+                assert phases(pool) == {"a": "loading", "b": "unloaded", "c": "unloaded"}
+                gate.set()
+                await lease.wait()
+                assert lease.ready
+                async with pool.lease(A, None) as second:
+                    assert second.ready
+                    assert pool.state(A).leases == 2
+            state = pool.state(A)
+            assert (state.phase, state.leases, state.share) == ("ready", 0, 4)
+            assert (state.context, state.parallel, state.pid) == (64, 2, 7)
+            assert pool.resident(A) is pool.resident(A)
+            assert house.loads == ["a"]
+
+    run(body())
+
+
+def test_a_model_that_is_loaded_does_not_wait_behind_a_load():
+    async def body() -> None:
+        house = small()
+        house.gates["b"] = asyncio.Event()
+        async with pooled(house) as pool:
+            await use(pool, A)
+            async with pool.lease(B, None):
+                await until(lambda: phases(pool)["b"] == "loading")
+                async with pool.lease(A, None) as lease:
+                    assert lease.ready
+
+    run(body())
+
+
+def test_models_are_loaded_one_at_a_time_in_the_order_in_which_they_were_asked_for():
+    async def body() -> None:
+        house = House(needs={name: need(3) for name in "abc"})
+        house.gates = {name: asyncio.Event() for name in "abc"}
+        async with pooled(house) as pool, AsyncExitStack() as stack:
+            for model in (C, A, B):
+                await stack.enter_async_context(pool.lease(model, None))
+                await asyncio.sleep(0.001)
+            for loaded in ("c", "ca", "cab"):
+                await until(lambda loaded=loaded: len(house.loads) == len(loaded))
+                await settled()
+                assert "".join(house.loads) == loaded
+                assert phases(pool)[loaded[-1]] == "loading"
+                house.gates[loaded[-1]].set()
+            await until(lambda: set(phases(pool).values()) == {"ready"})
+
+    run(body())
+
+
+def test_the_least_recently_used_one_leaves_and_whoever_listens_is_told():
+    async def body() -> None:
+        house, told = small(), list[str]()
+        async with pooled(house) as pool:
+            pool.on_unloaded = lambda model: told.append(model.name)
+            for model in (A, B, A, C):
+                await use(pool, model)
+            assert phases(pool) == {"a": "ready", "b": "unloaded", "c": "ready"}
+            assert told == ["b"]
+
+    run(body())
+
+
+def test_a_busy_model_ends_its_requests_before_it_leaves_and_new_ones_wait():
+    async def body() -> None:
+        house = House(needs={"a": need(9), "b": need(9)})
+        async with pooled(house) as pool:
+            waits = asyncio.Event()
+
+            async def old() -> None:
+                async with held(pool, A):
+                    await waits.wait()
+
+            before = asyncio.create_task(old())
+            await until(lambda: pool.state(A).phase == "ready")
+            async with pool.lease(B, None) as lease:
+                await settled()
+                async with held(pool, A):
+                    # admitted: b cannot be served before the old request ends anyway
+                    waits.set()
+                    await before
+                    await until(lambda: pool.state(A).phase == "unloading")
+                    late = asyncio.create_task(use(pool, A))
+                    await settled()
+                    assert not lease.ready
+                    assert not late.done(), "it found the model closed"
+                await lease.wait()
+                assert house.here == ["b"]
+            await late
+            assert house.loads == ["a", "b", "a"]
+
+    run(body())
+
+
+def test_each_runner_is_told_its_share_and_shares_leave_room_for_those_who_return():
+    async def body() -> None:
+        house = House(needs={"a": need(4, 9), "b": need(5, 9)})
+        async with pooled(house) as pool:
+            for model in (A, B, A):
+                await use(pool, model)
+            assert [runner.settings.memory for runner in house.runners] == [9, 6, 4]
+            assert phases(pool) == {"a": "ready", "b": "ready", "c": "unloaded"}
+
+    run(body())
+
+
+def test_a_models_own_memory_bounds_its_share():
+    async def body() -> None:
+        house = House(needs={"a": need(4, 9)})
+        async with pooled(house) as pool:
+            await use(pool, served("a", memory=6))
+            assert house.runners[0].settings.memory == 6
+
+    run(body())
+
+
+def test_the_only_model_gets_what_the_settings_say_and_is_not_measured():
+    async def body() -> None:
+        house = House()
+        pool = Pool(house.make, house.files, None, total=10)
+        await pool.start()
+        await use(pool, A)
+        assert house.runners[0].settings == A.settings
+        assert pool.state(A).share is None
+        assert house.asked == []
+        await pool.stop()
+
+    run(body())
+
+
+def test_without_a_total_there_is_what_the_device_has_left_and_what_our_models_hold():
+    """a may use 6, and holds 4 of these: so 7 that are free make 11, of which 5 are left for b."""
+
+    async def body() -> None:
+        house = House(needs={"a": need(6, budget=10), "b": need(3, 9, budget=7)})
+        async with pooled(house, total=None) as pool:
+            async with held(pool, A):
+                house.of("a").stats = EngineStats(memory=4)
+                await use(pool, B)
+            assert house.of("b").settings.memory == 5
+
+    run(body())
+
+
+def test_what_does_not_fit_is_refused_with_the_figures_and_others_go_on():
+    async def body() -> None:
+        house = House(needs={"a": need(11), "b": need(5)})
+        async with pooled(house) as pool:
+            [refused, served] = await asyncio.gather(
+                use(pool, A), use(pool, B), return_exceptions=True
+            )
+            assert isinstance(refused, AppError)
+            assert refused.kind is Kind.MODEL_FILES
+            assert "a needs 11 B" in refused.message
+            assert served is None
+            assert pool.state(A).error == refused.message
+
+    run(body())
+
+
+def test_a_model_leaves_when_nobody_asked_for_it_for_as_long_as_it_stays():
+    async def body() -> None:
+        async with pooled(small()) as pool:
+            model = served("a", keep_alive=0.05)
+            async with held(pool, model):
+                await asyncio.sleep(0.1)
+                assert pool.state(model).expires is None
+            ended = time.time()
+            expires = pool.state(model).expires
+            assert expires is not None
+            assert ended - 0.01 <= expires <= ended + 0.06
+            await until(lambda: pool.state(model).phase == "unloaded")
+            assert time.time() >= expires - 0.01
+
+    run(body())
+
+
+def test_a_request_that_says_nothing_leaves_what_was_said_and_unloading_forgets_it():
+    async def body() -> None:
+        async with pooled(small()) as pool:
+            await use(pool, A, keep_alive=500)
+            await use(pool, A)
+            expires = pool.state(A).expires
+            assert expires is not None
+            assert 400 < expires - time.time() < 600
+            await pool.unload(A)
+            await use(pool, A)
+            assert pool.state(A).expires is None, "for ever, as it was served"
+
+    run(body())
+
+
+def test_a_pinned_model_stays_whatever_is_said():
+    async def body() -> None:
+        pinned = served("a", pinned=True, keep_alive=0.0)
+        async with pooled(small()) as pool:
+            await use(pool, pinned, keep_alive=0)
+            for model in (B, C, B):
+                await use(pool, model)
+            assert pool.state(pinned).phase == "ready"
+            with pytest.raises(AppError, match="is pinned"):
+                await pool.unload(pinned)
+
+    run(body())
+
+
+def test_whoever_leaves_while_a_model_is_loaded_lets_it_be_loaded():
+    async def body() -> None:
+        house = small()
+        gate = house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            async with pool.lease(A, None):
+                await until(lambda: house.loads)
+            await settled()
+            gate.set()
+            await until(lambda: pool.state(A).phase == "ready")
+
+    run(body())
+
+
+def test_a_load_that_nobody_waits_for_gives_way():
+    async def body() -> None:
+        house = small()
+        house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            async with pool.lease(A, None):
+                await until(lambda: house.loads)
+            await use(pool, B)
+            assert phases(pool) == {"a": "unloaded", "b": "ready", "c": "unloaded"}
+
+    run(body())
+
+
+def test_no_more_may_wait_for_a_model_than_the_settings_say():
+    async def body() -> None:
+        house = small()
+        gate = house.gates["a"] = asyncio.Event()
+        model = served("a", max_queue=2)
+        async with pooled(house) as pool:
+            two = [asyncio.create_task(use(pool, model)) for _ in range(2)]
+            await until(lambda: pool.state(model).leases == 2)
+            with pytest.raises(AppError, match="2 requests wait for a") as raised:
+                await use(pool, model)
+            assert raised.value.kind is Kind.BUSY
+            assert raised.value.retry_after
+            assert pool.state(model).rejected == 1
+            gate.set()
+            await asyncio.gather(*two)
+
+    run(body())
+
+
+def test_a_broken_model_is_started_again_for_those_who_wait_and_the_others_do_not_notice():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            async with held(pool, B):
+                async with pool.lease(A, None) as lease:
+                    await lease.wait()
+                    house.of("a").die("killed by SIGKILL")
+                    await until(lambda: not lease.ready)
+                    assert "killed by SIGKILL" in (pool.state(A).error or "")
+                    await lease.wait()
+                state = pool.state(A)
+                assert (state.phase, state.restarts, state.error) == ("ready", 1, None)
+            assert house.loads == ["b", "a", "a"]
+
+    run(body())
+
+
+def test_a_broken_model_that_nobody_asks_for_is_just_unloaded():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            await use(pool, A)
+            house.of("a").die()
+            await until(lambda: pool.state(A).phase == "unloaded")
+            await asyncio.sleep(0.1)
+            assert house.loads == ["a"]
+            await use(pool, A)
+            assert pool.state(A).restarts == 1
+
+    run(body())
+
+
+def test_a_broken_model_that_is_to_be_there_is_started_again():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            pool.preload(A)
+            await until(lambda: pool.state(A).phase == "ready")
+            pinned = served("b", pinned=True)
+            await use(pool, pinned)
+            for name in "ab":
+                house.of(name).die()
+            await until(lambda: sorted(house.loads) == ["a", "a", "b", "b"])
+            await until(lambda: pool.state(A).phase == pool.state(pinned).phase == "ready")
+
+    run(body())
+
+
+def test_nobody_leaves_for_what_is_loaded_in_good_time():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            for model in (A, B, C):
+                pool.preload(model)
+            await until(lambda: phases(pool)["b"] == "ready")
+            await settled()
+            assert phases(pool) == {"a": "ready", "b": "ready", "c": "unloaded"}
+
+    run(body())
+
+
+def crash() -> AppError:
+    return AppError(Kind.MODEL_FILES, "its process was killed by SIGKILL", code=CRASHED)
+
+
+def test_a_load_that_crashes_is_tried_again_for_those_who_wait():
+    async def body() -> None:
+        house = small()
+        house.problems["a"] = [crash(), crash()]
+        async with pooled(house) as pool:
+            await use(pool, A)
+            assert house.loads == ["a", "a", "a"]
+            assert pool.state(A).error is None
+
+    run(body())
+
+
+def test_a_model_that_crashes_on_three_loads_is_refused_for_a_while_and_then_tried_once():
+    async def body() -> None:
+        house = small()
+        house.problems["a"] = [crash() for _ in range(4)]
+        async with pooled(house) as pool:
+            for loads in (3, 4):
+                with pytest.raises(AppError, match="killed by SIGKILL") as raised:
+                    await use(pool, A)
+                assert raised.value.kind is Kind.MODEL_FILES
+                assert pool.state(A).phase == "refused"
+                assert len(house.loads) == loads
+                await until(lambda: pool.state(A).phase == "unloaded")
+            await use(pool, A)
+
+    run(body())
+
+
+def test_a_refused_request_is_told_when_to_come_again():
+    async def body() -> None:
+        house = small()
+        house.problems["a"] = [crash() for _ in range(3)]
+        async with pooled(house) as pool:
+            with pytest.raises(AppError):
+                await use(pool, A)
+            with pytest.raises(AppError, match="killed by SIGKILL") as raised:
+                await use(pool, A)
+            assert raised.value.retry_after == 1
+            pool.preload(A)
+            await use(pool, A)
+
+    run(body())
+
+
+def test_who_waits_is_told_at_once_what_is_wrong_with_a_models_files():
+    async def body() -> None:
+        house = small()
+        house.problems["a"] = [AppError(Kind.MODEL_FILES, "a tensor is missing")]
+        house.unreadable["b"] = AppError(Kind.MODEL_FILES, "config.json is gone")
+        house.unreadable["c"] = OSError("no such device")
+        async with pooled(house) as pool:
+            for model, said in ((A, "a tensor"), (B, "config.json"), (C, "no such device")):
+                with pytest.raises(AppError, match=said) as raised:
+                    await use(pool, model)
+                assert raised.value.kind is Kind.MODEL_FILES
+            assert house.loads == ["a"]
+            await use(pool, A)
+
+    run(body())
+
+
+def test_a_model_that_cannot_be_loaded_does_not_delay_others():
+    async def body() -> None:
+        house = small()
+        house.problems["a"] = [crash() for _ in range(3)]
+        slow = Patience(first=PATIENCE, longest=PATIENCE)
+        pool = Pool(house.make, house.files, house.need, total=10, patience=slow)
+        await pool.start()
+        async with pool.lease(A, None) as lease:
+            await until(lambda: pool.state(A).phase == "failed")
+            async with asyncio.timeout(PATIENCE / 4):
+                await use(pool, B)
+            assert not lease.ready
+            await pool.stop()
+
+    run(body())
+
+
+def test_unloading_waits_for_the_requests_that_are_here():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            async with held(pool, A):
+                unloading = asyncio.create_task(pool.unload(A))
+                await until(lambda: pool.state(A).phase == "unloading")
+                late = asyncio.create_task(use(pool, A))
+                await settled()
+                assert not unloading.done()
+                assert house.here == ["a"]
+            await unloading
+            await late
+            assert house.loads == ["a", "a"], "whoever came later has it loaded again"
+
+    run(body())
+
+
+def test_unloading_what_is_being_loaded_for_nobody_ends_the_load():
+    async def body() -> None:
+        house = small()
+        house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            pool.preload(A)
+            await until(lambda: house.loads)
+            await pool.unload(A)
+            await pool.unload(A)
+            assert phases(pool)["a"] == "unloaded"
+
+    run(body())
+
+
+def test_unloading_what_is_being_loaded_for_somebody_serves_it_first():
+    async def body() -> None:
+        house = small()
+        gate = house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            first = asyncio.create_task(use(pool, A))
+            await until(lambda: house.loads)
+            unloading = asyncio.create_task(pool.unload(A))
+            await settled()
+            gate.set()
+            await asyncio.gather(first, unloading)
+            assert house.loads == ["a"]
+
+    run(body())
+
+
+def test_stopping_refuses_who_waits_lets_the_others_end_and_ends_all_at_once():
+    async def body() -> None:
+        house = small()
+        house.gates["c"] = asyncio.Event()
+        async with pooled(house) as pool:
+            await use(pool, B)
+            gone = asyncio.Event()
+            for name in "ab":
+                await use(pool, A if name == "a" else B)
+                house.of(name).slow_stop = gone
+            late = asyncio.create_task(use(pool, C))
+            async with held(pool, A):
+                await settled()
+                stopping = asyncio.create_task(pool.stop(PATIENCE))
+                await settled()
+                with pytest.raises(AppError) as raised:
+                    await late
+                assert raised.value.kind is Kind.STOPPING
+                with pytest.raises(AppError):
+                    await use(pool, A)
+                assert house.of("b").state == "ready", "not before all is over"
+            await until(lambda: {house.of(name).state for name in "ab"} == {"failed"})
+            gone.set()
+            await stopping
+
+    run(body())
+
+
+def test_stopping_does_not_wait_longer_than_it_is_told():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            async with held(pool, A):
+                await pool.stop(0.05)
+                assert house.here == []
+
+    run(body())
+
+
+def test_a_mistake_in_a_plan_does_not_end_the_supervision(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        calls = 0
+
+        def mistaken(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise AssertionError("ours")
+            return real(*arguments)
+
+        real = pool_module.plan
+        monkeypatch.setattr(pool_module, "plan", mistaken)
+        async with pooled(small()) as pool:
+            await use(pool, A)
+
+    run(body())
+
+
+def test_a_runner_that_does_not_stop_as_it_should_is_logged_and_left(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            await use(pool, A)
+            runner, ended = house.of("a"), house.of("a").stop
+
+            async def stop() -> None:
+                await ended()
+                raise RuntimeError("it bites")
+
+            runner.stop = stop
+            await pool.unload(A)
+            await use(pool, A)
+            assert "it bites" in caplog.text
+
+    run(body())
+
+
+def test_counters_go_on_where_a_runner_is_started_again():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            for steps in (5, 7):
+                await use(pool, A)
+                house.of("a").stats = EngineStats(steps=steps, running=3, misses=(("empty", 2),))
+                await pool.unload(A)
+            stats = pool.state(A).stats
+            assert (stats.steps, stats.running, stats.misses) == (12, 0, (("empty", 4),))
+
+    run(body())
+
+
+def test_a_runner_that_died_between_is_an_error_that_says_so():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            await use(pool, A)
+            handle = pool.resident(A)
+            house.of("a").die("killed by SIGKILL")
+            await until(lambda: pool.state(A).phase == "unloaded")
+            with pytest.raises(AppError, match="killed by SIGKILL") as raised:
+                async with handle.submit(job("x")):
+                    raise AssertionError("nobody runs it")
+            assert raised.value.kind is Kind.ENGINE
+            assert handle.status().state == "failed"
+
+    run(body())
+
+
+def test_a_model_nobody_asked_for_has_a_state():
+    async def body() -> None:
+        async with pooled(small()) as pool:
+            state = pool.state(served("a", pinned=True))
+            assert (state.phase, state.pinned, state.leases) == ("unloaded", True, 0)
+
+    run(body())

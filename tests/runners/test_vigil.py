@@ -1,0 +1,61 @@
+"""Silence, standing still, and what only looks like them."""
+
+from app.core.messages import IDLE, Heartbeat
+from app.runners.vigil import Vigil
+
+
+def vigil() -> Vigil:
+    return Vigil(watchdog=4.0, interval=1.0)
+
+
+def at(when: int, doing: str = "decode of 8 sequences") -> Heartbeat:
+    return Heartbeat(at=when, doing=doing)
+
+
+def hear(on: Vigil, *beats: Heartbeat) -> list[str | None]:
+    """A look behind each beat."""
+    told: list[str | None] = []
+    for beat in beats:
+        on.heard()
+        on.beat(beat)
+        told.append(on.look())
+    return told
+
+
+def test_silence_is_a_hang_once_something_was_heard():
+    on = vigil()
+    assert [on.look() for _ in range(100)] == [None] * 100, "nothing has begun"
+    on.heard()
+    assert [on.look() for _ in range(4)] == [None] * 4
+    assert on.look() == "the engine's process has said nothing for 5 s"
+
+
+def test_anything_breaks_a_silence():
+    on = vigil()
+    for _ in range(10):
+        on.heard()
+        assert [on.look() for _ in range(4)] == [None] * 4
+
+
+def test_a_stage_that_does_not_end_is_a_hang():
+    told = hear(vigil(), *[at(7)] * 6)
+    assert told[:4] == [None] * 4
+    assert told[4] == "the engine has not moved for 4 s (decode of 8 sequences)"
+
+
+def test_a_stage_that_begins_again_and_again_is_none():
+    assert hear(vigil(), *[at(i) for i in range(20)]) == [None] * 20
+
+
+def test_idleness_may_last():
+    assert hear(vigil(), *[at(7, IDLE)] * 20) == [None] * 20
+
+
+def test_a_watcher_that_slept_itself_takes_nothing_for_a_hang():
+    """Heartbeats that came meanwhile are heard first, and no clock says how long it was."""
+    on = vigil()
+    hear(on, at(1))
+    for beat in range(2, 300):
+        on.heard()
+        on.beat(at(beat, IDLE))
+    assert on.look() is None

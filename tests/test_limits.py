@@ -1,0 +1,291 @@
+"""What a caller may take and how long an answer may take, with nothing below but a script."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.embeddings import EmbedInput, EmbedRequest
+from app.core.errors import AppError, Kind
+from app.core.events import Event
+from app.core.requests import GenerateRequest, Several
+from app.core.settings import Settings
+from app.limits import Limited
+from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, finish, text
+
+STOPPING = AppError(Kind.STOPPING, "the server is stopping")
+
+
+def asked(caller: str = "ann", **changes: Any) -> GenerateRequest:
+    return GenerateRequest(**{"model": "fake/model", "prompt": "hi", "caller": caller, **changes})
+
+
+def embedding(caller: str = "ann") -> EmbedRequest:
+    one = EmbedInput(content="hi", at="input")
+    return EmbedRequest(model="fake/model", inputs=(one,), caller=caller)
+
+
+async def read(limited: Limited, request: GenerateRequest) -> list[Event]:
+    async with limited.open(request) as events:
+        return [event async for event in events]
+
+
+async def refusal(result: Awaitable[Any]) -> AppError:
+    with pytest.raises(AppError) as caught:
+        await result
+    return caught.value
+
+
+class Held:
+    """Answers that stay in the making."""
+
+    def __init__(self, limited: Limited) -> None:
+        self._limited = limited
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Callable[[GenerateRequest], Awaitable[asyncio.Task[Any]]]:
+        return self._hold
+
+    async def _hold(self, request: GenerateRequest) -> asyncio.Task[Any]:
+        self._tasks.append(asyncio.create_task(read(self._limited, request)))
+        await asyncio.sleep(0.01)
+        return self._tasks[-1]
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def test_without_limits_everything_passes():
+    async def run() -> None:
+        generate = FakeGenerate(HELLO)
+        limited = Limited(generate, Settings())
+        assert await read(limited, asked()) == list(HELLO)
+        assert (await limited.embed(embedding())).vectors
+        assert limited.models() == generate.cards
+        assert limited.status() == generate.now
+        assert limited.states() == generate.states()
+        assert await limited.tokenize("A") == [65]
+        assert await limited.detokenize([65]) == "A"
+        assert (await limited.load("fake/model", 5.0)).name == "fake/model"
+        assert (await limited.unload("fake/model")).phase == "unloaded"
+        await limited.look_for("other")
+        assert generate.loaded == [("fake/model", 5.0)]
+        assert generate.looked == ["other"]
+
+    asyncio.run(run())
+
+
+# Places
+
+
+def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
+    async def run() -> None:
+        limited = Limited(FakeGenerate([FOREVER]), Settings(max_per_key=2))
+        async with Held(limited) as hold:
+            await hold(asked())
+            last = await hold(asked())
+            refused = await refusal(read(limited, asked()))
+            assert (refused.kind, refused.code) == (Kind.BUSY, "too_many_requests")
+            assert refused.retry_after == 1
+            assert not (await hold(asked("bob"))).done()
+            # who has no key is a caller too
+            assert not (await hold(asked("", n=2))).done()
+            assert (await refusal(read(limited, asked("")))).kind is Kind.BUSY
+            last.cancel()
+            await asyncio.gather(last, return_exceptions=True)
+            assert not (await hold(asked())).done()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [asked(n=3), asked(prompt=Several(prompts=("a", "b", "c"))), asked(n=4)],
+    ids=["choices", "prompts", "more"],
+)
+def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: GenerateRequest):
+    async def run() -> None:
+        limited = Limited(FakeGenerate(), Settings(max_per_key=2))
+        refused = await refusal(read(limited, request_))
+        assert refused.kind is Kind.INVALID
+        assert refused.param == ("n" if request_.n > 1 else "prompt")
+        assert "--max-per-key" in refused.message
+
+    asyncio.run(run())
+
+
+def test_vectors_take_a_place_too():
+    async def run() -> None:
+        limited = Limited(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        async with Held(limited) as hold:
+            await hold(asked())
+            assert (await refusal(limited.embed(embedding()))).kind is Kind.BUSY
+            assert (await limited.embed(embedding("bob"))).vectors
+
+    asyncio.run(run())
+
+
+Lives = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.booleans()), max_size=30)
+
+
+@given(lives=Lives, most=st.integers(1, 4))
+def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
+    lives: list[tuple[str, int, bool]], most: int
+):
+    """Each either stays or is left at once, by an error or by a client."""
+
+    async def run() -> None:
+        generate = FakeGenerate([FOREVER])
+        limited = Limited(generate, Settings(max_per_key=most))
+        here = dict.fromkeys("abc", 0)
+        stayed: list[asyncio.Task[Any]] = []
+        try:
+            for caller, count, stays in lives:
+                task = asyncio.create_task(read(limited, asked(caller, n=count)))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                fits = here[caller] + count <= most
+                assert task.done() != fits
+                if fits and stays:
+                    here[caller] += count
+                    stayed.append(task)
+                    continue
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        finally:
+            for task in stayed:
+                task.cancel()
+            await asyncio.gather(*stayed, return_exceptions=True)
+        for caller in here:
+            async with limited.open(asked(caller, n=most)):
+                pass
+        assert len(generate.opened) == generate.left
+
+    asyncio.run(run())
+
+
+# Time
+
+
+@pytest.mark.parametrize("script", [[FOREVER], [text("so"), FOREVER], [text("so"), Pause(0.1)] * 9])
+def test_an_answer_that_takes_too_long_ends_in_an_error(script: Any):
+    async def run() -> None:
+        generate = FakeGenerate(script)
+        limited = Limited(generate, Settings(deadline=0.2))
+        refused = await refusal(read(limited, asked()))
+        assert refused.kind is Kind.DEADLINE
+        assert "0.2 s" in refused.message
+        assert generate.left == 1
+
+    asyncio.run(run())
+
+
+class Slow(FakeGenerate):
+    """Takes for ever before it answers at all."""
+
+    async def embed(self, request: EmbedRequest) -> Any:
+        await asyncio.sleep(1e6)
+
+    async def detokenize(self, ids: Any, model: str | None = None) -> str:
+        await asyncio.sleep(1e6)
+        return ""
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["deadline", "stopping"])
+def test_waiting_to_be_opened_counts_too(ends: bool):
+    async def run() -> None:
+        limited = Limited(Slow(), Settings(deadline=None if ends else 0.1))
+        waits = [
+            asyncio.create_task(refusal(limited.embed(embedding()))),
+            asyncio.create_task(refusal(read(limited, asked(prompt=(1, 2))))),
+        ]
+        await asyncio.sleep(0.05)
+        if ends:
+            limited.end(STOPPING)
+        for refused in await asyncio.gather(*waits):
+            assert refused.kind is (Kind.STOPPING if ends else Kind.DEADLINE)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_reads_slowly_gets_no_more_time():
+    """What is there already needs no waiting, so nothing waited too long."""
+
+    async def run() -> None:
+        limited = Limited(FakeGenerate(HELLO), Settings(deadline=0.05))
+        async with limited.open(asked()) as events:
+            await anext(aiter(events))
+            await asyncio.sleep(0.1)
+            assert (await refusal(anext(aiter(events)))).kind is Kind.DEADLINE
+
+    asyncio.run(run())
+
+
+def test_a_deadline_is_no_business_of_an_answer_that_keeps_it():
+    async def run() -> None:
+        limited = Limited(FakeGenerate(HELLO), Settings(deadline=60))
+        assert await read(limited, asked()) == list(HELLO)
+
+    asyncio.run(run())
+
+
+def test_time_limits_of_others_are_left_alone():
+    """A TimeoutError from below is a fault, not this limit."""
+
+    async def run() -> None:
+        limited = Limited(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
+        with pytest.raises(TimeoutError, match="a disk"):
+            await read(limited, asked())
+
+    asyncio.run(run())
+
+
+# The end
+
+
+def test_all_answers_end_with_the_reason_and_none_begins():
+    async def run() -> None:
+        script = [text("so"), FOREVER, finish()]
+        generate = FakeGenerate(script)
+        limited = Limited(generate, Settings())
+        async with Held(limited) as hold:
+            answers = [await hold(asked()) for _ in range(3)]
+            limited.end(STOPPING)
+            for answer in answers:
+                assert await refusal(answer) is STOPPING
+            assert await refusal(read(limited, asked())) is STOPPING
+            assert await refusal(limited.embed(embedding())) is STOPPING
+            assert await refusal(limited.load("fake/model")) is STOPPING
+            assert len(generate.opened) == generate.left
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
+    async def run() -> None:
+        limited = Limited(FakeGenerate(HELLO), Settings())
+        async with limited.open(asked()) as events:
+            await anext(aiter(events))
+            limited.end(STOPPING)
+            assert await refusal(anext(aiter(events))) is STOPPING
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_is_no_mistake_of_anybody():
+    async def run() -> None:
+        generate = FakeGenerate([FOREVER])
+        limited = Limited(generate, Settings(deadline=60))
+        task = asyncio.create_task(read(limited, asked()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert generate.left == 1
+
+    asyncio.run(run())
