@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Building a decode step holds the interpreter for milliseconds at a time, and so does reading a long
-# request, or a template that never ends; at Python's default of 5 ms the event loop gets each token
-# that much later (DECISIONS.md, 2026-11-21).
+# Building a decode step holds the interpreter for milliseconds at a time, and so does reading a
+# long request, or a template that never ends; at Python's default of 5 ms the event loop gets each
+# token that much later (DECISIONS.md, 2026-11-21).
 _SWITCH_INTERVAL = 0.0005
 
 

@@ -75,8 +75,9 @@ class Launched:
         return self
 
     def says(self, pattern: str) -> str:
-        found = until(lambda: re.search(pattern, self.text), self)
-        return found[1]
+        until(lambda: re.search(pattern, self.text), self)
+        [found, *_] = re.findall(pattern, self.text)
+        return found
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         reply = httpx.post(self._url(path), json={"model": "tiny", **body}, timeout=PATIENCE)

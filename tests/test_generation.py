@@ -179,7 +179,7 @@ def test_events_come_in_their_order(files: ModelFiles) -> None:
         Finish(
             reason="stop",
             usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3),
-            timings=Timings(prompt_ns=1000, eval_ns=3000, total_ns=_any(int)),
+            timings=Timings(prompt_ns=1000, eval_ns=3000, total_ns=_any(int), gaps_ns=(10,)),
         ),
     ]
     assert runner.left == 1

@@ -1,9 +1,14 @@
 """What a caller may take and how long an answer may take, with nothing below but a script."""
 
 import asyncio
+import json
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +19,9 @@ from app.core.events import Event
 from app.core.requests import GenerateRequest, Several
 from app.core.settings import Settings
 from app.limits import Limited
+from tests import tiny
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, finish, text
+from tests.serving import PATIENCE, serving
 
 STOPPING = AppError(Kind.STOPPING, "the server is stopping")
 
@@ -289,3 +296,41 @@ def test_a_client_that_leaves_is_no_mistake_of_anybody():
         assert generate.left == 1
 
     asyncio.run(run())
+
+
+def test_the_real_server_keeps_them(tiny_model: Path):
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "logit_bias": {tiny.END: -100}}
+    limits = ("--deadline", "1", "--max-per-key", "2", "--max-tokens", "3000")
+    with serving(str(tiny_model), "--runner", "thread", *limits) as server:
+        url = f"{server.url}/v1/completions"
+        with (
+            ThreadPoolExecutor(1) as pool,
+            httpx.stream("POST", url, json={**body, "stream": True}) as stream,
+        ):
+            lines = filter(None, stream.iter_lines())
+            next(lines)
+            late = pool.submit(httpx.post, url, json=body)
+            while server.status()["Running"] < 2:
+                time.sleep(0.01)
+            refused = httpx.post(url, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            *_, told, done = lines
+            assert json.loads(told.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+            assert done == "data: [DONE]"
+            assert late.result().status_code == 504
+            assert late.result().json()["error"]["code"] == "deadline_exceeded"
+            assert late.result().headers["x-should-retry"] == "false"
+        short = httpx.post(url, json={**body, "max_tokens": 20}).json()
+        assert short["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_real_server_cuts_what_takes_too_long(tiny_model: Path):
+    body = {"model": "tiny", "prompt": "x", "logit_bias": {tiny.END: -100}, "max_tokens": 4000}
+    limits = ("--max-time", "0.3", "--max-tokens", "3000")
+    with serving(str(tiny_model), "--runner", "thread", *limits) as server:
+        found = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert found["choices"][0]["finish_reason"] == "length"
+        assert 1 < found["usage"]["completion_tokens"] < 3000
+        until = time.monotonic() + PATIENCE
+        while server.status()["Running"]:
+            assert time.monotonic() < until

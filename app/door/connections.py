@@ -157,6 +157,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
         self._look()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Java's client asks for HTTP/2 with each first request, and gets its answer by HTTP/1.1:
+        nothing that would be worth two lines in the log."""
+
     def send_400_response(self, msg: str) -> None:
         assert self.conn.fault is not None, "called where an event could not be read"
         self._refuse(self.conn.fault)

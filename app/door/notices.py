@@ -55,25 +55,31 @@ class Notices:
         if self._address is None:
             yield
             return
-        task = asyncio.create_task(self._follow(server, drain))
+        patience = int((drain + _AFTER_DRAIN) * 1e6)
+        task = asyncio.create_task(self._follow(server, patience))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            # where nothing had to be waited for, nobody looked meanwhile
+            self._tell_of_stopping(patience)
 
-    async def _follow(self, server: Serving, drain: float) -> None:
+    async def _follow(self, server: Serving, patience: int) -> None:
         every = min(_LOOK_EVERY, self._watchdog / 4 if self._watchdog else _LOOK_EVERY)
         ready = stopping = False
         while True:
             if server.started and not ready:
                 ready = self._tell("READY=1")
             if server.should_exit and not stopping:
-                patience = int((drain + _AFTER_DRAIN) * 1e6)
-                stopping = self._tell(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={patience}")
+                stopping = self._tell_of_stopping(patience)
             if self._watchdog is not None:
                 self._tell("WATCHDOG=1")
             await asyncio.sleep(every)
+
+    def _tell_of_stopping(self, microseconds: int) -> bool:
+        """How long it may take from now on. To be told twice does no harm."""
+        return self._tell(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={microseconds}")
 
     def _tell(self, words: str) -> bool:
         """Whether it could be told. Waits for nobody."""

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
@@ -24,6 +24,9 @@ from app.core.ports import RunnerState, RunnerStatus
 
 # seconds that a refused client is told to wait, at most; SDKs ignore what is far above
 _LONGEST_WAIT = 60
+
+# seconds in which it is found out why an engine cannot be reached
+_LAST_WORD = 5.0
 
 # what those are told whose jobs end because the runner was told to
 STOPPED = "the model is being unloaded"
@@ -117,7 +120,9 @@ class Desk:
         self._pace = Pace()
         self._rejected = 0
         self._settled = asyncio.Event()  # the model is there, or never will be
+        self._closed = asyncio.Event()
         self._lost = asyncio.Event()
+        self._told = "the engine cannot be reached"
 
     def status(self) -> RunnerStatus:
         known = self._known
@@ -141,6 +146,12 @@ class Desk:
         await self._lost.wait()
         assert self._known.error is not None
         return self._known.error
+
+    async def why(self) -> AppError:
+        """For those who find the engine gone: why it is, as soon as that is known."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), _LAST_WORD)
+        return AppError(Kind.ENGINE, self._told)
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Waiting]:
@@ -215,7 +226,7 @@ class Desk:
         """Nobody will be served any more. Only the first reason is kept."""
         if self._failure is not None:
             return
-        self._failure = error
+        self._failure, self._told = error, told
         self._known = replace(self._known, state="failed", progress=0, error=error.message)
         at = time.monotonic_ns()
         for job, waiting in self._waiting.items():
@@ -224,6 +235,7 @@ class Desk:
         for job in self._embedding:
             self.hand_over(Embedded(job=job, error=told))
         self._settled.set()
+        self._closed.set()
 
     def _blamed(self, failed: Failed) -> AppError:
         """A fault of ours that shows itself at one model's load is in the way of that model."""

@@ -6,7 +6,7 @@ process is started and no sooner: the client takes a while to import, in which t
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +17,7 @@ from app.core.embeddings import Embedded, EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Job
 from app.runners import wire
+from app.runners.desk import Desk
 from app.runners.wire import News, Status
 
 # they tell of every request, which is nobody's but ours
@@ -35,9 +36,9 @@ _CONNECTIONS = httpx2.Limits(
 
 
 class Line:
-    """The engine of a `Desk`. hand_over: gets what became of inputs to be embedded."""
+    """The engine of a desk."""
 
-    def __init__(self, port: int, secret: str, hand_over: Callable[[Embedded], None]) -> None:
+    def __init__(self, port: int, secret: str, desk: Desk) -> None:
         self._http = httpx2.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             headers={"Authorization": f"Bearer {secret}"},
@@ -47,7 +48,7 @@ class Line:
             timeout=_NO_LIMIT,
             limits=_CONNECTIONS,
         )
-        self._hand_over = hand_over
+        self._desk = desk
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submitting: dict[str, asyncio.Task[None]] = {}
         self._embedding: dict[str, asyncio.Task[None]] = {}
@@ -71,12 +72,11 @@ class Line:
 
     async def submit(self, job: Job) -> None:
         """The request goes on when this is cancelled: only then is it known what to cancel."""
-        request = self._post("/v1/jobs", wire.JOB.encode(job))
-        posting = self._submitting[job.id] = self._begin(self._answered(request))
+        posting = self._submitting[job.id] = self._begin(self._submitted(job))
         posting.add_done_callback(lambda _: self._submitting.pop(job.id))
         await asyncio.wait({posting})
         if posting.cancelled():
-            raise _stopped()
+            raise await self._desk.why()
         posting.result()
 
     def embed(self, job: EmbedJob) -> None:
@@ -112,31 +112,31 @@ class Line:
             await asyncio.sleep(0)
 
     async def _post(self, path: str, body: bytes) -> httpx2.Response:
-        """Raises AppError: the one that was answered, or that nobody did."""
+        """Raises AppError: the one that was answered, or why nobody did."""
         try:
             reply = await self._http.post(path, content=body)
         except httpx2.HTTPError as error:
-            raise _stopped() from error
+            raise await self._desk.why() from error
         if reply.status_code == 422:
             raise wire.app_error(wire.PROBLEM.decode(reply.content))
         if not reply.is_success:
             raise AppError(Kind.ENGINE, f"the engine's process answered {reply.status_code}")
         return reply
 
-    async def _answered(self, request: Coroutine[Any, Any, httpx2.Response]) -> None:
-        await request
+    async def _submitted(self, job: Job) -> None:
+        await self._post("/v1/jobs", wire.JOB.encode(job))
 
     async def _embedded(self, job: EmbedJob) -> None:
         """A vector to each input, all of one length."""
         try:
             reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job))
         except AppError as error:
-            self._hand_over(Embedded(job=job.id, error=error.message))
+            self._desk.hand_over(Embedded(job=job.id, error=error.message))
             return
         whole, count = reply.content, len(job.inputs)
         size = len(whole) // count
         vectors = tuple(whole[i * size : (i + 1) * size] for i in range(count))
-        self._hand_over(Embedded(job=job.id, vectors=vectors))
+        self._desk.hand_over(Embedded(job=job.id, vectors=vectors))
 
     async def _cancelled(self, job: str, keep: int | None) -> None:
         if (posting := self._submitting.get(job)) is not None:
@@ -155,7 +155,3 @@ def _hung_up() -> Generator[None]:
         yield
     except httpx2.HTTPError as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-
-def _stopped() -> AppError:
-    return AppError(Kind.ENGINE, "the engine stopped")

@@ -55,25 +55,13 @@ class ProcessRunner:
 
     async def start(self, files: ModelFiles) -> None:
         assert self._life is None, "a runner is started once"
-        secret = secrets.token_urlsafe(32)
-
-        def opening(socket: int) -> bytes:
-            return wire.OPENING.encode(
-                Opening(
-                    parent=os.getpid(),
-                    socket=socket,
-                    secret=secret,
-                    settings=self._settings,
-                    files=files,
-                )
-            )
-
-        spawned = self._spawned = await Spawned.begin(files.name, opening)
-        self._life = asyncio.create_task(self._live(files.name, secret, spawned))
+        self._life = asyncio.create_task(self._live(files))
         try:
             await self._desk.ready()
         except BaseException:
-            spawned.kill()
+            self._stopping = True
+            if self._spawned is not None:
+                self._spawned.kill()
             await asyncio.wait({self._life})
             raise
 
@@ -97,16 +85,43 @@ class ProcessRunner:
     async def stop(self) -> None:
         self._stopping = True
         self._desk.close(AppError(Kind.STOPPING, "the engine was stopped"), told=STOPPED)
-        if self._spawned is not None and self._life is not None:
+        if self._spawned is not None:
             await self._spawned.end()
+        if self._life is not None:
             await asyncio.wait({self._life})
 
-    async def _live(self, name: str, secret: str, spawned: Spawned) -> None:
+    async def _live(self, files: ModelFiles) -> None:
         """The process, from its beginning to its end."""
+        secret = secrets.token_urlsafe(32)
+        try:
+            self._spawned = await Spawned.begin(files.name, self._opening(files, secret))
+        except OSError as error:
+            message = f"the process of {files.name} could not be started: {error}"
+            self._desk.lose(AppError(Kind.ENGINE, message))
+            return
+        if self._stopping:
+            self._spawned.kill()
+        await self._accompany(files.name, secret, self._spawned)
+
+    def _opening(self, files: ModelFiles, secret: str) -> Callable[[int], bytes]:
+        def opening(socket: int) -> bytes:
+            return wire.OPENING.encode(
+                Opening(
+                    parent=os.getpid(),
+                    socket=socket,
+                    secret=secret,
+                    settings=self._settings,
+                    files=files,
+                )
+            )
+
+        return opening
+
+    async def _accompany(self, name: str, secret: str, spawned: Spawned) -> None:
         # imported while the process does the same with what it needs
         from app.runners.line import Line
 
-        line = self._desk.engine = Line(spawned.port, secret, self._desk.hand_over)
+        line = self._desk.engine = Line(spawned.port, secret, self._desk)
         interval = wire.beat_interval(self._settings)
         vigil = Vigil(watchdog=self._settings.watchdog, interval=interval)
         gone = asyncio.create_task(spawned.gone())
@@ -116,10 +131,9 @@ class ProcessRunner:
         }
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._stopping and self._desk.status().state != "failed":
+            if not self._stopping:
                 # it has hung up, and may be about to say why
                 await asyncio.wait({gone}, timeout=_DYING)
-            if not self._stopping:
                 spawned.kill()
             self._bury(name, await gone)
         finally:
@@ -149,10 +163,9 @@ class ProcessRunner:
                 await self._listen(news, vigil)
         except ConnectionError as error:
             log.debug("%s: %s", name, error)
-        except Exception as error:
+        except Exception:
             log.exception("%s: its process cannot be understood", name)
-            message = f"the process of {name} cannot be understood: {error}"
-            self._desk.lose(AppError(Kind.ENGINE, message))
+            self._give_up(AppError(Kind.ENGINE, f"the process of {name} cannot be understood"))
 
     async def _loaded(self, name: str, status: Ask) -> Ready | None:
         """Looks until the model is there; None when the desk knows that it will not be."""
@@ -163,6 +176,7 @@ class ProcessRunner:
                 while not isinstance(state := (await status()).State, Ready):
                     self._desk.receive(state)
                     if isinstance(state, Failed):
+                        self._give_up(AppError(state.kind, state.message))
                         return None
                     if state != last:
                         last = state
@@ -172,7 +186,7 @@ class ProcessRunner:
         except TimeoutError:
             progress = self._desk.status().progress
             message = f"{name} could not be loaded: nothing moved for {limit:.0f} s at {progress} %"
-            self._desk.lose(AppError(Kind.MODEL_FILES, message))
+            self._give_up(AppError(Kind.MODEL_FILES, message))
             return None
 
     async def _listen(self, news: AsyncIterator[News], vigil: Vigil) -> None:
@@ -188,6 +202,7 @@ class ProcessRunner:
                     vigil.beat(one)
                 case Failed():
                     self._desk.receive(one)
+                    self._give_up(AppError(one.kind, one.message))
                     return
                 case _:
                     assert_never(one)
@@ -199,4 +214,10 @@ class ProcessRunner:
             if (stall := vigil.look()) is not None:
                 break
         self._stall = stall
-        self._desk.lose(AppError(Kind.ENGINE, stall), told=stall)
+        self._give_up(AppError(Kind.ENGINE, stall))
+
+    def _give_up(self, error: AppError) -> None:
+        """The process is there and good for nothing."""
+        assert self._spawned is not None
+        self._desk.lose(error, told=f"the engine stopped: {error.message}")
+        self._spawned.kill()

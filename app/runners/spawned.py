@@ -106,7 +106,6 @@ class Spawned:
 
     def kill(self) -> None:
         """Also when it is stopped, or deaf."""
-        self._ending = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -153,7 +152,7 @@ class Spawned:
         first, _, rest = line.partition(" ")
         if first in _LEVELS:
             level, line = getattr(logging, first), rest
-        # what it says about being ended is no news
+        # what it says about being told to end is no news
         shown = logging.DEBUG if self._ending else level
         if quota.admits(now):
             if held := quota.held():

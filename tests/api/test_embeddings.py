@@ -158,6 +158,11 @@ class Endless(FakeGenerate):
             raise
 
 
+def counted(family: str, label: str) -> str:
+    """A sample of the one model, as /metrics writes it."""
+    return f'{family}{{engine="0",model_name="{CARD.id}",{label}}} 1.0'
+
+
 def test_a_client_that_leaves_cancels_and_is_counted():
     generate = Endless()
 
@@ -171,7 +176,7 @@ def test_a_client_that_leaves_cancels_and_is_counted():
 
     metrics = asyncio.run(run()).body.decode()
     assert generate.cancelled == 1
-    assert 'mlxrunner_requests_total{outcome="cancelled"} 1.0' in metrics
+    assert counted("mlxrunner_embedding_requests_total", 'outcome="cancelled"') in metrics
 
 
 def test_each_end_is_counted(generate: FakeGenerate):
@@ -182,8 +187,10 @@ def test_each_end_is_counted(generate: FakeGenerate):
         await Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode()).end()
         return (await Conversation(app, "GET", "/metrics").end()).body.decode()
 
-    assert 'mlxrunner_requests_total{outcome="embedded"} 1.0' in asyncio.run(run(generate))
-    assert 'mlxrunner_requests_total{outcome="server_busy"} 1.0' in asyncio.run(run(refused))
+    done = counted("mlxrunner_embedding_requests_total", 'outcome="done"')
+    assert done in asyncio.run(run(generate))
+    busy = counted("mlxrunner_request_errors_total", 'reason="server_busy"')
+    assert busy in asyncio.run(run(refused))
 
 
 def test_openais_client_reads_them(generate: FakeGenerate):

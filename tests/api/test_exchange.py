@@ -16,6 +16,8 @@ from app.core.errors import AppError, Kind
 from app.core.events import Loading, Progress
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
+from app.door.keyring import Keyring
+from app.door.keys import Key, digest
 from tests.api.asgi import Conversation, Reply, leftovers
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
 
@@ -431,14 +433,12 @@ def test_a_model_that_cannot_be_loaded_has_a_status_if_nothing_was_told(path: st
 def test_who_asks_is_known_by_the_name_of_the_key():
     generate = FakeGenerate(HELLO)
 
+    keyring = Keyring((Key(name="laptop", digest=digest("what the laptop has")),))
+    shown = {"authorization": "Bearer what the laptop has"}
+
     async def run() -> None:
-        app = build_app(generate, Settings())
-
-        async def door(scope: Any, receive: Any, send: Any) -> None:
-            scope["state"] = {"caller": "laptop"}
-            await app(scope, receive, send)
-
-        await Conversation(door, "POST", CHAT, json.dumps(ASK).encode()).end()
+        app = build_app(generate, Settings(), keyring=keyring)
+        await Conversation(app, "POST", CHAT, json.dumps(ASK).encode(), shown).end()
 
     asyncio.run(run())
     assert generate.opened[0].caller == "laptop"

@@ -5,12 +5,14 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.attacks.conftest import Victim
+from tests.attacks.conftest import Undisturbed, Victim
 from tests.door.lines import Line, calling, head, post
+from tests.serving import PATIENCE, serving
 
 COMPLETIONS = "/v1/completions"
 GIGABYTE = 1 << 30
@@ -22,23 +24,28 @@ def connect(victim: Victim) -> Iterator[Callable[[], Line]]:
         yield opened
 
 
-def test_slow_loris_with_500_sockets(victim: Victim, connect: Callable[[], Line]):
+def test_slow_loris_with_500_sockets(victim: Victim):
     """Each says one more byte of a head that never ends. They are refused when their time is up,
-    each in its own words, and cost nobody else anything."""
-    slow = [connect().say(b"POST / HTTP/1.1\r\nX: ") for _ in range(500)]
+    each in words that say so, and cost nobody else anything."""
+    model = str(victim.disk / "tiny")
+    with (
+        serving(model, "--runner", "thread", "--header-timeout", "3") as server,
+        calling(server.port) as connect,
+    ):
+        slow = [connect().say(b"POST / HTTP/1.1\r\nX: ") for _ in range(500)]
 
-    def dribble() -> None:
-        for line in slow:
-            with contextlib.suppress(OSError):  # refused in the meantime
-                line.say(b"y")
+        def dribble() -> None:
+            for line in slow:
+                with contextlib.suppress(OSError):  # refused in the meantime
+                    line.say(b"y")
 
-    victim.undisturbed(dribble)
-    refused = slow[0].reply()
-    assert (refused.status, refused.error["code"]) == (408, "request_timeout")
-    assert slow[-1].reply().status == 408
+        Undisturbed(server)(dribble)
+        refused = slow[0].reply()
+        assert (refused.status, refused.error["code"]) == (408, "request_timeout")
+        assert slow[-1].reply().status == 408
 
 
-def test_more_sockets_than_are_allowed(victim: Victim, connect: Callable[[], Line]):
+def test_more_sockets_than_are_allowed(victim: Victim):
     """A second client's connection is older than these, but it is asking: it stays."""
 
     def crowd() -> None:
@@ -49,7 +56,7 @@ def test_more_sockets_than_are_allowed(victim: Victim, connect: Callable[[], Lin
     victim.undisturbed(crowd, once=True)
 
 
-def test_a_body_of_a_gigabyte(victim: Victim, connect: Callable[[], Line]):
+def test_a_body_of_a_gigabyte(victim: Victim):
     sent: list[int] = []
 
     def push() -> None:
@@ -88,14 +95,21 @@ def test_answers_that_nobody_reads(victim: Victim, connect: Callable[[], Line]):
     """A place in the engine is theirs until the answer is made, and no longer."""
     ask = {"model": "tiny", "prompt": "x", "max_tokens": 400, "stream": True, "logprobs": 5}
     ask |= {"logit_bias": {str(tiny.END): -100}}
+    before = generated(victim)
     for _ in range(8):
         line = connect()
         line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.say(post(ask, COMPLETIONS))
-    until = time.monotonic() + 60
-    while victim.server.status()["Running"]:
+    until = time.monotonic() + PATIENCE
+    while generated(victim) < before + 8 * 400:
         assert time.monotonic() < until, "they hold their places"
         time.sleep(0.1)
+    assert victim.server.status()["Running"] == 0
+
+
+def generated(victim: Victim) -> int:
+    status: Any = victim.server.status()
+    return status["Tokens"]["generated"]
 
 
 def flood(line: Line, piece: bytes) -> int:

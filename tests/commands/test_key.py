@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli import main
 from app.commands import key as command
 from app.commands.key import append, make_key
 from app.core.errors import AppError
@@ -83,6 +84,18 @@ def test_a_file_that_is_broken_is_left_as_it_is(
         make_key("laptop", admin=False, file=file)
     assert file.read_bytes() == content
     assert capsys.readouterr().out == ""
+
+
+def test_the_command_line_leads_here(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "keys.toml"
+    assert main(["key", "boss", "--admin", "--file", str(file)]) == 0
+    shown = capsys.readouterr().out.strip()
+    [key] = keys.from_file(file.read_text())
+    assert (key.name, key.admin, key.digest) == ("boss", True, keys.digest(shown))
+    assert main(["key", "two words"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mlxrunner: 'two words' cannot be a key's name")
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path):

@@ -237,6 +237,12 @@ def test_a_page_that_may_call_can_ask_first_and_read_the_refusal():
     names = {"access-control-request-headers": "authorization,content-type,x-api-key"}
     preflight = send("OPTIONS", CHAT, None, {**origin, **asked, **names})
     assert preflight.status == 200
+    # Chrome's question whether a page of the network may reach into this machine
+    near = {"access-control-request-private-network": "true"}
+    allowed = send("OPTIONS", CHAT, None, {**origin, **asked, **near})
+    assert allowed.headers["access-control-allow-private-network"] == "true"
+    strange = {"origin": "https://evil.example", **asked, **near}
+    assert send("OPTIONS", CHAT, None, strange).status == 400
     refused = send("POST", CHAT, HI, origin)
     assert refused.status == 401
     assert refused.headers["access-control-allow-origin"] == origin["origin"]

@@ -68,11 +68,24 @@ def test_the_watchdog_hears_of_a_loop_that_turns_and_of_no_other(manager: socket
                 assert await hear(manager) == "WATCHDOG=1"
 
     asyncio.run(live())
+    last = ""
     while True:
         try:
-            assert manager.recv(4096) == b"WATCHDOG=1"
+            last = manager.recv(4096).decode()
         except BlockingIOError:
-            return
+            break
+    assert last == "STOPPING=1\nEXTEND_TIMEOUT_USEC=31000000"
+
+
+def test_a_server_that_stops_before_anybody_looked_says_so_too(manager: socket.socket) -> None:
+    async def live() -> None:
+        server = Server(started=True)
+        async with Notices.of(environment(manager), 7).about(server, drain=1):
+            assert await hear(manager) == "READY=1"
+            server.should_exit = True
+        assert await hear(manager) == "STOPPING=1\nEXTEND_TIMEOUT_USEC=31000000"
+
+    asyncio.run(live())
 
 
 @pytest.mark.parametrize("watchdog", [{}, {"WATCHDOG_USEC": "100000", "WATCHDOG_PID": "8"}])

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 import models
 from models import sharding
 from models.base import Model, ModelError
+from models.checkpoint import text_config
 from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -101,7 +102,7 @@ def said(model: Model, case: Case) -> np.ndarray:
 
 
 def is_ours(case: Case) -> bool:
-    kind = case.config["model_type"]
+    kind = text_config(case.config)["model_type"]
     return find_spec(f"models.{models.ALIASES.get(kind, kind)}") is not None
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from app import store
+from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Started, Token, Update
+from app.core.jobs import Ended, PromptScores, Started, Token, Update
 from app.core.ports import Runner
 from app.core.requests import JsonSchema
+from app.core.settings import Settings
+from app.runners.local import LocalRunner
 from tests.engine.driving import job
 
 PATIENCE = 20.0
@@ -186,3 +189,109 @@ def test_a_ready_runner_tells_where_its_memory_is(runner: MakeRunner, tiny_model
         assert ledger.free == ledger.budget - ledger.weights - ledger.working
 
     with_runner(runner, tiny_model, body)
+
+
+def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> None:
+    """To the last bit: logprobs of many rivals, of a prompt of many pieces, and vectors."""
+    asked = {"top_logprobs": 20, "prompt_logprobs": 5, "max_tokens": 8}
+    prompt = bytes(range(256)) * 5
+    inputs = ((1, 2, 3), (4,), tuple(range(200)))
+
+    async def said(running: Runner) -> tuple[list[object], list[bytes]]:
+        updates = await answer(running, "a", prompt, **asked)
+        vectors = await running.embed(EmbedJob(id="b", inputs=inputs, pooling="mean"))
+        numbers = [
+            (u.scores if isinstance(u, PromptScores) else (u.id, u.logprob, u.top))
+            for u in updates
+            if isinstance(u, PromptScores | Token)
+        ]
+        return [*numbers], list(vectors)
+
+    found: list[tuple[list[object], list[bytes]]] = []
+
+    async def body(running: Runner) -> None:
+        found.append(await said(running))
+
+    with_runner(runner, tiny_model, body)
+    with_runner(lambda: LocalRunner(Settings(prefill_chunk=8)), tiny_model, body)
+    here, there = found
+    assert len(here[1]) == 3
+    assert len(here[0]) > 1
+    assert here == there
+
+
+def test_embedding_that_is_cancelled_leaves_the_engine_to_others(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    many = tuple(tuple(range(200)) for _ in range(500))
+
+    async def body(running: Runner) -> None:
+        asking = asyncio.create_task(
+            running.embed(EmbedJob(id="a", inputs=many, pooling="mean"))  # type: ignore[arg-type]
+        )
+        while not running.status().stats.embedding:  # noqa: ASYNC110  # the engine says so
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert ids(await answer(running, "b", b"hello"))
+        assert running.status().stats.embedding == 0
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_a_job_that_is_left_while_its_grammar_is_compiled_never_runs(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    schema = JsonSchema(text='{"type": "array", "items": {"type": "string"}}')
+
+    async def body(running: Runner) -> None:
+        asking = asyncio.create_task(
+            answer(running, "a", b"hello", grammar=schema, max_tokens=4000)
+        )
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert ids(await answer(running, "b", b"hello", grammar=schema, max_tokens=40))
+        assert running.status().stats.running == 0
+        assert running.status().stats.waiting == 0
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    async def run() -> None:
+        running = runner()
+        await running.start(store.resolve(str(tiny_model)))
+        waiting = asyncio.create_task(running.over())
+        endless = job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]())
+        async with asyncio.timeout(PATIENCE), running.submit(endless) as submission:
+            await asyncio.gather(running.stop(), running.stop())
+            updates = [update async for update in submission]
+        assert isinstance(updates[-1], Ended)
+        assert updates[-1].reason == "error"
+        await running.stop()
+        assert running.status().state == "failed"
+        assert running.status().pid is None
+        with pytest.raises(AppError, match="the engine is not running: the engine was stopped"):
+            await answer(running, "b", b"x")
+        assert not waiting.done(), "a runner that was stopped did not break"
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_load_that_is_stopped_ends_for_whoever_waits_for_it(
+    runner: MakeRunner, tiny_model: Path
+) -> None:
+    async def run() -> None:
+        running = runner()
+        starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
+        await asyncio.sleep(0)
+        await running.stop()
+        with pytest.raises(AppError) as caught:
+            await asyncio.wait_for(starting, PATIENCE)
+        assert caught.value.kind is Kind.STOPPING
+
+    asyncio.run(run())

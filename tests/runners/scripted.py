@@ -20,7 +20,7 @@ from app.core.settings import ModelSettings, Settings
 from app.runners.pool import Pool
 from app.runners.restarts import Patience
 
-PATIENCE = 20.0
+PATIENCE = 5.0
 
 # so short that a test need not wait, so long that a busy machine does not pass them unseen
 QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)

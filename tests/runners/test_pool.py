@@ -539,10 +539,9 @@ def test_stopping_refuses_who_waits_lets_the_others_end_and_ends_all_at_once():
 def test_stopping_does_not_wait_longer_than_it_is_told():
     async def body() -> None:
         house = small()
-        async with pooled(house) as pool:
-            async with held(pool, A):
-                await pool.stop(0.05)
-                assert house.here == []
+        async with pooled(house) as pool, held(pool, A):
+            await pool.stop(0.05)
+            assert house.here == []
 
     run(body())
 

@@ -69,7 +69,9 @@ def follow(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     line = _connected(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
     _leave_with_rank_0(settings)
-    if follower.run():
+    ended_well = follower.run()
+    line.close()
+    if ended_well:
         return 0
     logging.shutdown()
     os._exit(1)
@@ -93,8 +95,10 @@ def _connected(launch: Launch, ranks: Ranks, files: ModelFiles, settings: Settin
             line.patient(None)
             return line
         case Welcome(refused=why):
+            line.close()
             raise AppError(Kind.INVALID, f"refused by rank 0: {why}")
         case _:
+            line.close()
             raise AppError(Kind.ENGINE, "rank 0 is gone")
 
 
@@ -201,6 +205,7 @@ def _leave_with_rank_0(settings: Settings) -> None:
         if told:
             os._exit(128 + number)
         told = True
+        log.info("told to stop: this rank ends when rank 0 does, or when told again")
         threading.Thread(target=end, args=(number,), daemon=True).start()
 
     for number in (signal.SIGINT, signal.SIGTERM):

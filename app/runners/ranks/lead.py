@@ -6,6 +6,7 @@ Knows: the loop, what the others must be told of it. Must not know: threads, how
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
@@ -17,7 +18,7 @@ from app.engine.load import load
 from app.engine.loop import Loop
 from app.engine.weights import Report
 from app.runners.ranks.crew import Crew
-from app.runners.ranks.line import Cancel, Command, Embed, Submit, Turn
+from app.runners.ranks.line import Cancel, Command, Down, Embed, Submit, Turn
 from app.runners.ranks.said import Said
 
 # seconds in which it comes out who was lost when a step failed
@@ -29,11 +30,21 @@ def leading(files: ModelFiles, settings: Settings, crew: Crew, report: Report) -
     return Leading(load(files, settings, report, crew.ranks), crew)
 
 
+class Others(Protocol):
+    """Of `Crew`, what a step needs."""
+
+    def tell(self, words: Down) -> None: ...
+
+    def lost(self, within: float = 0.0) -> str | None: ...
+
+    def lose(self, why: str) -> None: ...
+
+
 class Leading:
     """A loop like any other, whose every turn the crew takes part in: the others are told what it
     was told since the last step, in the same order, and that there is another one."""
 
-    def __init__(self, loop: Loop, crew: Crew) -> None:
+    def __init__(self, loop: Loop, crew: Others) -> None:
         self._loop = loop
         self._crew = crew
         self._commands: list[Command] = []

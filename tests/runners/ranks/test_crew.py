@@ -21,7 +21,6 @@ from tests.runners.ranks.gathered import (
     PATIENCE,
     SETTINGS,
     Ranks,
-    connected,
     files,
     greeted,
     launch,
@@ -81,7 +80,12 @@ def pair(waiting: Waiting, model: ModelFiles) -> Iterator[tuple[Crew, Line]]:
 def heard(crew: Crew) -> Callable[[], list[str]]:
     """Why the crew was lost, once it was."""
     told, event = list[str](), threading.Event()
-    crew.when_lost(lambda why: (told.append(why), event.set()))
+
+    def hear(why: str) -> None:
+        told.append(why)
+        event.set()
+
+    crew.when_lost(hear)
 
     def wait() -> list[str]:
         assert event.wait(PATIENCE)

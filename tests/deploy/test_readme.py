@@ -1,0 +1,38 @@
+"""What README.md tells of containers, read without Docker: the commands would start, and the names
+under which they are called are let in."""
+
+import re
+import shlex
+
+from app.core.settings import ModelSettings
+from app.door.hosts import AllowedHosts, host_of
+from tests import test_dockerfile as image
+from tests.deploy.command import settings_of, would_start
+from tests.serving import ROOT
+
+TEXT = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+
+
+def line_with(beginning: str) -> list[str]:
+    [line] = [line for line in TEXT.splitlines() if line.startswith(beginning)]
+    return shlex.split(line)
+
+
+def test_open_webui_finds_a_server_that_answers_to_the_name_it_uses() -> None:
+    words = line_with(".venv/bin/mlxrunner serve --allowed-host")
+    settings = would_start(settings_of(words, {}), {})
+    [address] = re.findall(r"OPENAI_API_BASE_URL=http://(\S+)/v1 -e", TEXT)
+    name, _, port = address.partition(":")
+    assert int(port) == settings.port
+    assert host_of(address) == name
+    assert AllowedHosts.of(settings).allow(name)
+
+
+def test_the_container_that_anyone_may_call_is_published_to_this_machine() -> None:
+    words = line_with("docker run --init")
+    at = words.index("mlxrunner")
+    settings = settings_of(image.entry(words[at + 1 :]), image.variables())
+    would_start(settings, {})
+    assert settings.allow_anyone
+    assert settings.models == (ModelSettings(name="/models/some-llama"),)
+    assert words[words.index("-p") + 1] == f"127.0.0.1:{settings.port}:{settings.port}"

@@ -1,0 +1,187 @@
+"""Other ranks do what rank 0 says, and end with it."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.core.errors import AppError
+from app.core.files import ModelFiles
+from app.core.requests import Regex
+from app.core.settings import Settings
+from app.runners.ranks import follow as follows
+from app.runners.ranks.follow import follow
+from app.runners.ranks.line import (
+    Cancel,
+    Compile,
+    Compiled,
+    Hello,
+    Line,
+    Lost,
+    Stop,
+    Submit,
+    Turn,
+    Up,
+    Welcome,
+)
+from app.runners.ranks.meeting import Meeting
+from tests import tiny
+from tests.engine.driving import job
+from tests.runners.ranks.gathered import PATIENCE, SETTINGS, Ranks, files, launch
+
+
+class Exited(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The statuses with which it would have ended at once; signal handlers are put back."""
+    statuses: list[int] = []
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        raise Exited
+
+    kept = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(follows.logging, "shutdown", lambda: None)
+    yield statuses
+    for number, handler in kept:
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> ModelFiles:
+    return files(tiny_model)
+
+
+def rank_0(
+    says: Callable[[Line, Iterator[Up]], None], monkeypatch: pytest.MonkeyPatch, **welcome: Any
+) -> None:
+    """Waits for rank 1 on a thread, welcomes it, says what is to be said, and is gone."""
+    server = socket.create_server(("127.0.0.1", 0))
+    meeting = Meeting(secret="s", port=server.getsockname()[1], host="here")
+    monkeypatch.setattr(follows, "met", lambda _: Ranks(1, meeting.written()))
+
+    def speak() -> None:
+        with server:
+            connected, _ = server.accept()
+        line = Line(connected)
+        line.patient(PATIENCE)
+        answers = line.answers()
+        hello = next(answers)
+        assert isinstance(hello, Hello)
+        assert (hello.secret, hello.rank) == ("s", 1)
+        line.tell(Welcome(**welcome))
+        says(line, answers)
+        line.close()
+
+    threading.Thread(target=speak, daemon=True).start()
+
+
+def test_it_takes_every_step_until_it_is_stopped(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+) -> None:
+    heard = list[Up]()
+
+    def says(line: Line, answers: Iterator[Up]) -> None:
+        line.tell(Turn(commands=(), said=0))
+        line.tell(Compile(number=3, grammar=Regex(pattern="a+"), stop_ids=frozenset({tiny.END})))
+        heard.append(next(answers))
+        asked = job("a", [1, 2, 3], grammar=Regex(pattern="a+"), seed=1)
+        line.tell(Turn(commands=(Submit(job=asked), Cancel(job="b", keep=None)), said=0))
+        line.tell(Stop())
+        heard.extend(answers)
+
+    rank_0(says, monkeypatch)
+    assert follow(launch(1), model, SETTINGS) == 0
+    assert heard == [Compiled(number=3)]
+    assert process == []
+
+
+def test_it_ends_when_rank_0_is_gone(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+) -> None:
+    rank_0(lambda line, answers: None, monkeypatch)
+    with pytest.raises(Exited):
+        follow(launch(1), model, SETTINGS)
+    assert process == [1]
+
+
+def test_it_gives_up_where_it_computes_other_things(
+    model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
+) -> None:
+    heard = list[Up]()
+
+    def says(line: Line, answers: Iterator[Up]) -> None:
+        line.tell(Turn(commands=(Submit(job=job("a", [1, 2, 3])),), said=0))
+        line.tell(Turn(commands=(), said=12345))
+        heard.extend(answers)
+
+    rank_0(says, monkeypatch)
+    with pytest.raises(Exited):
+        follow(launch(1), model, SETTINGS)
+    [lost] = heard
+    assert isinstance(lost, Lost)
+    assert "it said other things than rank 0" in lost.why
+    assert process == [1]
+
+
+def test_a_model_that_cannot_be_loaded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: list[int]
+) -> None:
+    folder = tiny.write(tmp_path / "odd", num_key_value_heads=1)
+    heard = list[Up]()
+
+    rank_0(lambda line, answers: heard.extend(answers), monkeypatch)
+    with pytest.raises(Exited):
+        follow(launch(1), files(folder), SETTINGS)
+    [lost] = heard
+    assert isinstance(lost, Lost)
+    assert "1 kv_heads cannot be divided among 2 ranks" in lost.why
+
+
+def test_who_is_refused_says_why(model: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_0(lambda line, answers: None, monkeypatch, refused="rank 1 has other weights")
+    with pytest.raises(AppError, match="refused by rank 0: rank 1 has other weights"):
+        follow(launch(1), model, SETTINGS)
+
+
+def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
+    model: ModelFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    process: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ready, over = threading.Event(), threading.Event()
+    prepare = follows._leave_with_rank_0
+
+    def prepared(settings: Settings) -> None:
+        prepare(settings)
+        ready.set()
+
+    def says(line: Line, answers: Iterator[Up]) -> None:
+        assert ready.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGTERM)
+        # two at once are one
+        deadline = time.monotonic() + PATIENCE
+        while "ends when rank 0 does" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        over.wait(PATIENCE)
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(follows, "_leave_with_rank_0", prepared)
+    rank_0(says, monkeypatch)
+    with pytest.raises(Exited):
+        follow(launch(1), model, SETTINGS)
+    over.set()
+    assert process == [128 + signal.SIGTERM]
