@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -38,9 +38,6 @@ from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, leave_with_launcher, together
 from app.tracing import tracing_of
 
-if TYPE_CHECKING:
-    from app.runners.ranks.crew import Crew
-
 log = logging.getLogger(__name__)
 
 # Building a decode step holds the interpreter for milliseconds at a time, and so does reading a
@@ -63,12 +60,20 @@ def serve(settings: Settings) -> int:
     for warning in _warnings(settings, keyring):
         log.warning("%s", warning)
     entries = [_entry(model, settings) for model in settings.models or (None,)]
-    crew = None
-    if launch is not None:
+    others: _Others | None = None
+    if launch is None:
+        make = _maker(settings)
+    else:
         entries = [_lasting(entry) for entry in entries]
-        crew = _assembled(launch, entries[0])
+        make, others = _assembled(launch, entries[0])
     catalogue = Catalogue(entries, settings)
-    pool = _pool(catalogue, settings, crew)
+    pool = Pool(
+        make,
+        catalogue.files,
+        need if settings.several else None,
+        total=settings.memory,
+        max_loaded=settings.max_loaded,
+    )
     front = Front(catalogue, pool, _preloaded(entries, settings))
     limited = Limited(front, settings)
     tracing = tracing_of(settings)
@@ -100,16 +105,16 @@ def serve(settings: Settings) -> int:
             yield
         await pool.stop()
         await asyncio.gather(loading, return_exceptions=True)
-        if crew is not None:
-            crew.dismiss()
+        if others is not None:
+            others.dismiss()
         if tracing is not None:
             await tracing.stop()
 
     generate = limited if tracing is None else Watched(limited, tracing.watch)
     app = build_app(generate, settings, lifespan=lifespan, keyring=keyring)
     server = Server(_uvicorn(app, settings), limited, settings)
-    if crew is not None:
-        crew.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
+    if others is not None:
+        others.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
     sys.setswitchinterval(_SWITCH_INTERVAL)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
     # which it has logged by then
@@ -153,10 +158,21 @@ def _lasting(entry: Entry) -> Entry:
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
 
 
-def _assembled(launch: Launch, entry: Entry) -> "Crew":
+class _Others(Protocol):
+    """The other ranks."""
+
+    def when_lost(self, told: Callable[[str], None]) -> None: ...
+
+    def dismiss(self) -> None: ...
+
+
+def _assembled(launch: Launch, entry: Entry) -> tuple[Callable[[Settings], Runner], _Others]:
+    """Rank 0 has its engine here: what ranks compute together is begun by one process each."""
+    from app.runners.local import LocalRunner
     from app.runners.ranks.crew import assemble
 
-    return assemble(launch, entry.files, entry.served.settings)
+    crew = assemble(launch, entry.files, entry.served.settings)
+    return partial(LocalRunner, crew=crew), crew
 
 
 def _follow(launch: Launch, settings: Settings) -> int:
@@ -168,25 +184,15 @@ def _follow(launch: Launch, settings: Settings) -> int:
     return follow(launch, entry.files, entry.served.settings)
 
 
-def _pool(catalogue: Catalogue, settings: Settings, crew: "Crew | None") -> Pool:
-    make: Callable[[Settings], Runner]
+def _maker(settings: Settings) -> Callable[[Settings], Runner]:
+    """Only one of the two is imported: the engine takes a while, and is another process's affair."""
     if settings.runner == "thread":
-        # MLX's own process is then this one; where it is not, this one never loads it
         from app.runners.local import LocalRunner
 
-        make = partial(LocalRunner, crew=crew)
-    else:
-        from app.runners.process import ProcessRunner
+        return LocalRunner
+    from app.runners.process import ProcessRunner
 
-        make = ProcessRunner
-
-    return Pool(
-        make,
-        catalogue.files,
-        need if settings.several else None,
-        total=settings.memory,
-        max_loaded=settings.max_loaded,
-    )
+    return ProcessRunner
 
 
 def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:

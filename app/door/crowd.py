@@ -8,6 +8,7 @@ import logging
 import math
 import resource
 import time
+from itertools import chain
 from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
@@ -44,13 +45,15 @@ def allow_files(connections: int) -> None:
 
 
 class Crowd(Generic[Member]):
-    """The connections of one server that were not told to leave, and among them, longest first,
-    those that have not brought a whole request."""
+    """The connections of one server that were not told to leave. Those which wait for a request, or
+    for the rest of one, are kept in the order in which they began to wait; strangers, who have not
+    brought a whole one yet, apart from those whose client may be about to ask again."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._here: set[Member] = set()
-        self._unheard: dict[Member, None] = {}
+        self._strangers: dict[Member, None] = {}
+        self._idle: dict[Member, None] = {}
         self._complained = -math.inf
 
     def join(self, newcomer: Member) -> Member | None:
@@ -58,17 +61,20 @@ class Crowd(Generic[Member]):
         leaver = None
         if len(self._here) >= self._most:
             self._complain()
-            leaver = next(iter(self._unheard), newcomer)
+            leaver = next(chain(self._strangers, self._idle), newcomer)
         self._here.add(newcomer)
-        self._unheard[newcomer] = None
+        self._strangers[newcomer] = None
         return leaver
 
     def wait(self, connection: Member) -> None:
         """It waits for a request, since now unless it did already."""
-        self._unheard.setdefault(connection)
+        if connection not in self._strangers:
+            self._idle.setdefault(connection)
 
     def heard(self, connection: Member) -> None:
-        self._unheard.pop(connection, None)
+        """It has brought a whole request."""
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
 
     def leave(self, connection: Member) -> None:
         self._here.discard(connection)
@@ -80,7 +86,7 @@ class Crowd(Generic[Member]):
             return
         self._complained = now
         log.warning(
-            "%d connections are open, as many as may be (--max-connections): for each new one the "
-            "one that has waited longest without a whole request is closed, if there is one",
+            "%d connections are open, as many as may be (--max-connections): for each new one, one "
+            "that is not being answered is closed, if there is any",
             len(self._here),
         )

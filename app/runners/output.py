@@ -58,7 +58,8 @@ class Output:
     def reason(self) -> str:
         """What it had to say for itself: lines that give a reason, else the last ones."""
         telling = [line for line in self._kept if any(word in line for word in _REASONS)]
-        return "; ".join(telling or list(self._kept)[-_LAST_LINES:])[-_TOLD:]
+        told = dict.fromkeys(telling or list(self._kept)[-_LAST_LINES:])
+        return "; ".join(told)[-_TOLD:]
 
     def _extend(self, data: bytes) -> None:
         room = _LONGEST_LINE - len(self._partial)

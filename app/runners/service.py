@@ -228,6 +228,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 date_header=False,
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=1,

@@ -253,6 +253,17 @@ def test_at_the_bound_the_one_that_waited_longest_gives_way():
         assert told.headers["retry-after"] == "1"
 
 
+def test_strangers_give_way_before_those_who_have_asked_before():
+    """A client that was about to ask again lost its request to a crowd which asked nothing."""
+    with door(max_connections=3) as connect:
+        known = connect()
+        assert known.say(GET).reply().status == 200
+        for _ in range(5):
+            connect()
+        time.sleep(0.2)
+        assert known.say(GET).reply().status == 200
+
+
 def test_an_answer_never_gives_way():
     generate = FakeGenerate([text("so"), FOREVER])
     with door(generate, max_connections=2) as connect:
@@ -282,25 +293,26 @@ Moves = st.lists(st.tuples(st.sampled_from(["join", "heard", "wait", "leave"]), 
 @given(moves=Moves, most=st.integers(1, 4))
 def test_there_are_never_more_than_may_be(moves: list[tuple[str, int]], most: int):
     crowd = Crowd[int](most)
-    here: dict[int, bool] = {}  # in order of their waiting; whether one was heard
+    here: dict[int, str] = {}  # in order of their waiting
     for move, who in moves:
         if move == "join" and who not in here:
             full = len(here) >= most
             leaver = crowd.join(who)
-            here[who] = False
-            unheard = [one for one, heard in here.items() if not heard]
-            assert leaver == (unheard[0] if full else None)
+            here[who] = "stranger"
+            waits = [who for who, state in here.items() if state == "stranger"]
+            waits += [who for who, state in here.items() if state == "idle"]
+            assert leaver == (waits[0] if full else None)
             if leaver is not None:
                 crowd.leave(leaver)
                 del here[leaver]
         elif who in here and move == "heard":
             crowd.heard(who)
-            here[who] = True
+            here[who] = "answered"
         elif who in here and move == "wait":
             crowd.wait(who)
-            if here[who]:
+            if here[who] == "answered":
                 del here[who]
-                here[who] = False
+                here[who] = "idle"
         elif who in here and move == "leave":
             crowd.leave(who)
             del here[who]

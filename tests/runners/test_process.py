@@ -2,7 +2,6 @@
 befall a process."""
 
 import asyncio
-import errno
 import logging
 import os
 import resource
@@ -11,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -27,6 +26,8 @@ from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, ids
 from tests.serving import ROOT
+
+Healthy = Callable[[Callable[[ProcessRunner], Awaitable[None]]], None]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 
@@ -107,7 +108,7 @@ def test_everybody_who_waits_hears_of_a_death(tiny_model: Path, how: signal.Sign
             process = pid(running)
             waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
             watching = asyncio.gather(*(running.over() for _ in range(3)))
-            while running.status().stats.running < 3:
+            while running.status().stats.running < 3:  # noqa: ASYNC110  # the engine says so
                 await asyncio.sleep(0.01)
             os.kill(process, how)
             for ended in await waiting:
@@ -280,22 +281,29 @@ def addressed(process: int) -> int:
 
 
 @linux
-def test_a_process_without_memory_harms_only_itself(tiny_model: Path) -> None:
-    """Its request ends in an error that says so, whether the engine survives it or not."""
-
+def test_a_process_that_runs_out_of_memory_harms_only_itself(tiny_model: Path) -> None:
     async def run() -> None:
         async with started(tiny_model) as running:
-            process = pid(running)
-            limit = addressed(process) + (1 << 20)
-            resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
-            async with running.submit(job("a", b"x" * 4000, max_tokens=90)) as submission:
-                updates = [update async for update in submission]
-            assert isinstance(updates[-1], Ended)
-            if running.status().state == "failed":
-                assert await running.over()
-            assert updates[-1].reason in ("error", "length")
+            limit = addressed(pid(running)) // 2  # from now on it gets nothing more
+            resource.prlimit(pid(running), resource.RLIMIT_AS, (limit, limit))
+            asked = (answer(running, f"job {i}", b"x" * 4000) for i in range(8))
+            for outcome in await asyncio.gather(*asked, return_exceptions=True):
+                last = outcome if isinstance(outcome, BaseException) else outcome[-1]
+                assert isinstance(last, AppError | Ended)
+                assert "the engine stopped: " in str(last)
+            assert "emory" in await running.over()
 
     asyncio.run(run())
+
+
+@linux
+def test_a_process_that_gets_no_memory_to_begin_with_says_so(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (150 << 20, 150 << 20))")
+    error = asyncio.run(refusal(tiny_model))
+    assert error.kind is Kind.MODEL_FILES
+    assert "emory" in error.message
 
 
 def test_a_flood_of_words_without_an_end_blocks_nobody(
@@ -326,47 +334,58 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
     assert max(map(len, said)) < 2100
 
 
-def test_nobody_without_the_secret_gets_in(tiny_model: Path) -> None:
-    async def run() -> None:
-        async with started(tiny_model) as running, httpx2.AsyncClient(trust_env=False) as client:
-            base = f"http://127.0.0.1:{port(running)}"
-            for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer é"}):
-                for method, path in (
-                    ("GET", "/v1/status"),
-                    ("GET", "/v1/updates"),
-                    ("POST", "/v1/jobs"),
-                    ("POST", "/v1/embed"),
-                    ("DELETE", "/v1/jobs/a"),
-                    ("GET", "/docs"),
-                    ("GET", "/"),
-                ):
-                    raw = {name: value.encode() for name, value in headers.items()}
-                    reply = await client.request(method, base + path, headers=raw)
-                    assert (reply.status_code, reply.text) == (401, "no")
-                    assert "server" not in reply.headers
-            assert ids(await answer(running, "a", b"hello"))
+@pytest.fixture(scope="module")
+def healthy(tiny_model: Path) -> Iterator[Healthy]:
+    """A function that does something to a runner; one runner for all tests that should not mind."""
+    with asyncio.Runner() as loop:
+        running = ProcessRunner(Settings())
+        loop.run(running.start(store.resolve(str(tiny_model))))
 
-    asyncio.run(run())
+        async def checked(body: Callable[[ProcessRunner], Awaitable[None]]) -> None:
+            async with asyncio.timeout(PATIENCE):
+                await body(running)
+                assert ids(await answer(running, "afterwards", b"hello"))
+
+        yield lambda body: loop.run(checked(body))
+        loop.run(running.stop())
 
 
-def test_the_port_is_taken_as_long_as_anybody_might_be_talked_to_on_it(tiny_model: Path) -> None:
-    async def run() -> None:
-        async with started(tiny_model) as running:
-            taken = port(running)
-            for option in (None, socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                with socket.socket() as thief:
-                    if option is not None:
-                        thief.setsockopt(socket.SOL_SOCKET, option, 1)
-                    with pytest.raises(OSError, match="in use") as caught:
-                        thief.bind(("127.0.0.1", taken))
-                    assert caught.value.errno == errno.EADDRINUSE
+@pytest.mark.parametrize("secret", [None, b"Bearer", b"Bearer x", b"Bearer \xc3\xa9"])
+def test_nobody_without_the_secret_gets_in(healthy: Healthy, secret: bytes | None) -> None:
+    async def body(running: ProcessRunner) -> None:
+        headers = {} if secret is None else {"Authorization": secret}
+        base = f"http://127.0.0.1:{port(running)}"
+        async with httpx2.AsyncClient(trust_env=False, verify=False, base_url=base) as client:
+            for method, path in (
+                ("GET", "/v1/status"),
+                ("GET", "/v1/updates"),
+                ("POST", "/v1/jobs"),
+                ("POST", "/v1/embed"),
+                ("DELETE", "/v1/jobs/a"),
+                ("GET", "/docs"),
+            ):
+                reply = await client.request(method, path, headers=headers)
+                assert (reply.status_code, reply.text) == (401, "no")
+                assert "server" not in reply.headers
 
-    asyncio.run(run())
+    healthy(body)
 
 
-def test_garbage_on_the_port_harms_nobody(tiny_model: Path) -> None:
-    async def run() -> None:
-        async with started(tiny_model) as running, AsyncExitStack() as crowd:
+@pytest.mark.parametrize("option", [None, socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_nobody_else_gets_the_port(healthy: Healthy, option: int | None) -> None:
+    async def body(running: ProcessRunner) -> None:
+        with socket.socket() as thief:
+            if option is not None:
+                thief.setsockopt(socket.SOL_SOCKET, option, 1)
+            with pytest.raises(OSError, match="in use"):
+                thief.bind(("127.0.0.1", port(running)))
+
+    healthy(body)
+
+
+def test_garbage_on_the_port_harms_nobody(healthy: Healthy) -> None:
+    async def body(running: ProcessRunner) -> None:
+        with ExitStack() as crowd:
             for garbage in (
                 b"\x00" * 100_000,
                 b"POST /v1/jobs HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n{",
@@ -374,24 +393,33 @@ def test_garbage_on_the_port_harms_nobody(tiny_model: Path) -> None:
                 b"",
             ):
                 for _ in range(25):
-                    line = crowd.enter_context(
-                        socket.create_connection(("127.0.0.1", port(running)))
-                    )
+                    line = socket.create_connection(("127.0.0.1", port(running)))
+                    crowd.enter_context(line)
                     with suppress(OSError):  # it may hang up at once
                         line.sendall(garbage)
-            assert ids(await answer(running, "a", b"hello"))
+            assert ids(await answer(running, "meanwhile", b"hello"))
 
-    asyncio.run(run())
+    healthy(body)
 
 
-def test_a_service_manager_that_tells_all_processes_to_end_ends_no_stream(tiny_model: Path) -> None:
-    async def run() -> None:
-        async with started(tiny_model) as running:
-            os.kill(pid(running), signal.SIGTERM)
-            await asyncio.sleep(0.3)
-            assert ids(await answer(running, "a", b"hello"))
+def test_a_service_manager_that_tells_all_processes_to_end_ends_no_stream(healthy: Healthy) -> None:
+    async def body(running: ProcessRunner) -> None:
+        asking = asyncio.create_task(answer(running, "meanwhile", b"hello", max_tokens=200))
+        os.kill(pid(running), signal.SIGTERM)
+        assert ids(await asking)
 
-    asyncio.run(run())
+    healthy(body)
+
+
+@linux
+def test_the_kernel_is_told_whom_to_kill_first(healthy: Healthy) -> None:
+    def points(process: int | str) -> int:
+        return int(Path(f"/proc/{process}/oom_score_adj").read_text())
+
+    async def body(running: ProcessRunner) -> None:
+        assert points(pid(running)) > points("self")
+
+    healthy(body)
 
 
 PARENT = """
@@ -422,18 +450,6 @@ def test_nobody_is_left_behind_by_a_parent_that_was_killed(tiny_model: Path, sto
             os.kill(process, signal.SIGSTOP)
         parent.kill()
     wait_until(lambda: not lives(process))
-
-
-@linux
-def test_the_kernel_is_told_whom_to_kill_first(tiny_model: Path) -> None:
-    def points(process: int | str) -> int:
-        return int(Path(f"/proc/{process}/oom_score_adj").read_text())
-
-    async def run() -> None:
-        async with started(tiny_model) as running:
-            assert points(pid(running)) > points("self")
-
-    asyncio.run(run())
 
 
 @linux
