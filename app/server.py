@@ -161,7 +161,7 @@ def _lasting(entry: Entry) -> Entry:
 class _Others(Protocol):
     """The other ranks."""
 
-    def when_lost(self, told: Callable[[str], None]) -> None: ...
+    def when_lost(self, listener: Callable[[str], None]) -> None: ...
 
     def dismiss(self) -> None: ...
 
@@ -185,7 +185,7 @@ def _follow(launch: Launch, settings: Settings) -> int:
 
 
 def _maker(settings: Settings) -> Callable[[Settings], Runner]:
-    """Only one of the two is imported: the engine takes a while, and is another process's affair."""
+    """Only one of the two is imported: the engine takes a while, and is the other process's."""
     if settings.runner == "thread":
         from app.runners.local import LocalRunner
 

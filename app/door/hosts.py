@@ -28,6 +28,9 @@ _AUTHORITY = re.compile(
 
 _NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
 
+# this machine, as it calls itself, and as Docker's and Podman's containers call it
+_OURS = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+
 # the longest name that DNS has, and a port behind it
 _LONGEST = 255 + len(":65535")
 
@@ -37,7 +40,8 @@ class AllowedHosts:
     """names: in small letters. domains: with the dot before them; all names within are allowed.
 
     Always allowed are `localhost` and names within it, which no resolver may look up elsewhere (RFC
-    6761, 6.3), and every address: a rebound page comes under a name."""
+    6761, 6.3), the names under which containers know their host, since nobody can own one in
+    `.internal` (reserved by ICANN in 2024), and every address: a rebound page comes under a name."""
 
     names: frozenset[str] = frozenset()
     domains: tuple[str, ...] = ()
@@ -56,7 +60,7 @@ class AllowedHosts:
         """host: as `host_of` gives it."""
         return (
             host in self.names
-            or host == "localhost"
+            or host in _OURS
             or host.endswith((".localhost", *self.domains))
             or _is_address(host)
         )

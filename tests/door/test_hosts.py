@@ -41,6 +41,8 @@ def passes(*hosts: str, target: str = "/v1/models", version: str = "1.1", **sett
     "host",
     [
         "localhost",
+        "host.docker.internal:8080",
+        "host.containers.internal",
         "LocalHost:8080",
         "localhost.",
         "localhost:",
@@ -66,6 +68,8 @@ def test_loopback_names_and_all_addresses_are_ours(host: str):
         "evil.example:8080",
         "127.0.0.1.evil.example",
         "localhost.evil.example",
+        "docker.internal",
+        "evil.host.docker.internal",
         "evillocalhost",
         "xn--lcalhost-9ta",
         "127.1",
