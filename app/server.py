@@ -45,6 +45,15 @@ log = logging.getLogger(__name__)
 # token that much later (DECISIONS.md, 2026-11-21).
 _SWITCH_INTERVAL = 0.0005
 
+# Connections that are accepted in one turn of the event loop, which asyncio makes one with those
+# that may wait to be: with uvicorn's 2048, opening 1200 held everybody else up for a second.
+_BACKLOG = 128
+
+# Seconds that a connection may wait for its next request; at the bound of connections the idle give
+# way. Clients that keep theirs for longer than we do lose a request now and then: httpx has the
+# same 5 s as uvicorn, nginx 60.
+_KEEP_ALIVE = 75
+
 
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for what is not there, or would
@@ -208,4 +217,6 @@ def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE,
     )

@@ -38,6 +38,7 @@ def test_slow_loris_with_500_sockets(victim: Victim):
             for line in slow:
                 with contextlib.suppress(OSError):  # refused in the meantime
                     line.say(b"y")
+            time.sleep(0.1)  # it is slow, and works for that reason
 
         Undisturbed(server)(dribble)
         refused = slow[0].reply()

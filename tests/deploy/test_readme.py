@@ -19,7 +19,7 @@ def line_with(beginning: str) -> list[str]:
 
 
 def test_open_webui_finds_a_server_that_answers_to_the_name_it_uses() -> None:
-    words = line_with(".venv/bin/mlxrunner serve --allowed-host")
+    words = line_with(".venv/bin/mlxrunner serve --installed")
     settings = would_start(settings_of(words, {}), {})
     [address] = re.findall(r"OPENAI_API_BASE_URL=http://(\S+)/v1 -e", TEXT)
     name, _, port = address.partition(":")

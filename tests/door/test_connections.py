@@ -287,7 +287,8 @@ def test_a_body_that_does_not_come_gives_way_too():
         assert is_ours(slow.reply(), 503, "too_many_connections")
 
 
-Moves = st.lists(st.tuples(st.sampled_from(["join", "heard", "wait", "leave"]), st.integers(0, 9)))
+Verbs = st.sampled_from(["join", "join", "heard", "wait", "leave"])
+Moves = st.lists(st.tuples(Verbs, st.integers(0, 5)), max_size=60)
 
 
 @given(moves=Moves, most=st.integers(1, 4))
@@ -297,11 +298,11 @@ def test_there_are_never_more_than_may_be(moves: list[tuple[str, int]], most: in
     for move, who in moves:
         if move == "join" and who not in here:
             full = len(here) >= most
+            waits = [one for one, state in here.items() if state == "stranger"]
+            waits += [one for one, state in here.items() if state == "idle"]
             leaver = crowd.join(who)
+            assert leaver == ([*waits, who][0] if full else None)
             here[who] = "stranger"
-            waits = [who for who, state in here.items() if state == "stranger"]
-            waits += [who for who, state in here.items() if state == "idle"]
-            assert leaver == (waits[0] if full else None)
             if leaver is not None:
                 crowd.leave(leaver)
                 del here[leaver]
