@@ -35,7 +35,7 @@ from app.front import Front
 from app.limits import Limited
 from app.runners.needs import need
 from app.runners.pool import Pool
-from app.runners.ranks.launch import Launch, launched, leave_with_launcher, together
+from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
 from app.tracing import tracing_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ def serve(settings: Settings) -> int:
     launch = launched(os.environ)
     if launch is not None:
         settings = together(settings)
-        leave_with_launcher(os.environ)
         if launch.rank > 0:
             return _follow(launch, settings)
     keyring = Keyring.of(settings, os.environ)
@@ -88,9 +87,12 @@ def serve(settings: Settings) -> int:
     tracing = tracing_of(settings)
     failures: list[AppError] = []
 
+    def leave() -> None:
+        server.should_exit = True
+
     def give_up(why: AppError) -> None:
         failures.append(why)
-        server.should_exit = True
+        leave()
 
     async def load() -> None:
         """A server whose one model cannot be loaded is of no use to anybody."""
@@ -124,6 +126,7 @@ def serve(settings: Settings) -> int:
     server = Server(_uvicorn(app, settings), limited, settings)
     if others is not None:
         others.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
+        when_launcher_ends(os.environ, leave)
     sys.setswitchinterval(_SWITCH_INTERVAL)
     # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
     # which it has logged by then

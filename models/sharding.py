@@ -123,6 +123,8 @@ def _divided(part: Any, share: Share, path: str) -> Any:
     """The part, or what sums it up."""
     # asked before anything changes: it may be derived from counts
     cut: Cut = part.cut
+    # and counted first, because heads say more to a reader than rows
+    counts = {name: _counted(getattr(part, name), share, path, name) for name in cut.counts}
     for name, inner in list(part.children().items()):
         if getattr(inner, "cut", None) is not None:
             part[name] = _divided(inner, share, f"{path}.{name}")
@@ -134,8 +136,8 @@ def _divided(part: Any, share: Share, path: str) -> Any:
             part[name] = Summed(part[name], share)
     for name in cut.firsts:
         _cut_firsts(part, name, share, f"{path}.{name}", cut.segments.get(name, ()))
-    for name in cut.counts:
-        setattr(part, name, _counted(getattr(part, name), share, path, name))
+    for name, count in counts.items():
+        setattr(part, name, count)
     return Summed(part, share) if cut.partial else part
 
 

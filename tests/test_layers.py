@@ -94,6 +94,8 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.catalogue": frozenset(),
     "app.front": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
+    # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
+    "app.api.wire": frozenset({"starlette", "orjson", "sse_starlette"}),
     "app.door": frozenset({"starlette"}),
     # the two modules that know what carries HTTP, besides who starts it
     "app.door.connections": frozenset({"h11", "starlette", "uvicorn"}),

@@ -1,14 +1,16 @@
 """Bytes in, bytes out: request bodies, replies, frames of streams, and clients that leave.
 
-Knows starlette, orjson, status codes and the error envelope which every reply that
+Knows starlette, sse_starlette, orjson, status codes and the error envelope which every reply that
 is no dialect's own uses. Must not know: any dialect's requests or answers, or what is generated.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import orjson
+from sse_starlette import EventSourceResponse
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -190,16 +192,16 @@ def line_frame(payload: object) -> bytes:
 
 # Sending, inside `while_connected`
 
-# Nobody keeps a stream, and nginx passes each frame on as it comes.
-_UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
 
 async def send_json(content: object, scope: Scope, send: Send) -> None:
     await json_reply(content)(scope, _receive_nothing, send)
 
 
 async def send_event_stream(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
-    response = StreamingResponse(frames, headers=_UNBUFFERED, media_type="text/event-stream")
+    # Keep-alives are ours (they know about progress) and frames come ready, so neither the
+    # library's ping nor its CRLF come into it. Nor does it end streams when the server is told to
+    # stop, as it would half a second later, without a last frame: app/door/draining.py does that.
+    response = EventSourceResponse(frames, ping=0, shutdown_grace_period=math.inf)
     await response(scope, _receive_nothing, send)
 
 

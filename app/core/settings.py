@@ -74,6 +74,7 @@ class Settings:
     watchdog: seconds without a turn of the engine after which it is reported as stalled, and in a
     process of its own replaced. max_body: bytes of a request body. max_connections: open at once.
     header_timeout, body_timeout: seconds in which a request's head, and its body, must be here.
+    A client that has read nothing of its answer for body_timeout is cut off.
     max_per_key: answers that one key may have in the making at once. deadline: seconds from a
     request's arrival to the end of its answer; past it, an error. max_time: seconds of generation,
     and max_tokens: tokens, after which an answer is cut like one that reached its own limit.

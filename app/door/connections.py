@@ -43,8 +43,7 @@ _REST_SECONDS = 5.0
 # Seconds in which a refused client may read why.
 _LEAVING_SECONDS = 2.0
 
-# Refused clients that may be reading why beyond the connections that are allowed; whoever comes
-# while they do is not even told.
+# Refused clients that may be reading why, beyond max_connections; more are not even told.
 _LEAVING = 64
 
 # Seconds in which a request that was under way when the server began to stop is still answered.

@@ -215,10 +215,11 @@ class Desk:
         if over is not None and not over.done():
             over.set_result(embedded)
 
-    def lose(self, error: AppError, *, told: str = "the engine stopped") -> None:
-        """There is no engine any more, though nobody stopped it. told: to those whose jobs end."""
+    def lose(self, error: AppError, *, told: str | None = None) -> None:
+        """There is no engine any more, though nobody stopped it. told: to those whose jobs end, if
+        not the error."""
         was_ready = self._known.state == "ready"
-        self.close(error, told=told)
+        self.close(error, told=told or f"the engine stopped: {error.message}")
         if was_ready:
             self._lost.set()
 

@@ -70,7 +70,9 @@ class Pool:
         """The model's stable handle: the same one at every call."""
         resident = self._residents.get(served.name)
         if resident is None:
-            resident = Resident(served, clock=self._clock, patience=self._patience)
+            resident = Resident(
+                served, clock=self._clock, patience=self._patience, changed=self._changed.set
+            )
             self._residents[served.name] = resident
         resident.served = served
         return resident

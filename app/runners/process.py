@@ -219,5 +219,5 @@ class ProcessRunner:
     def _give_up(self, error: AppError) -> None:
         """The process is there and good for nothing."""
         assert self._spawned is not None
-        self._desk.lose(error, told=f"the engine stopped: {error.message}")
+        self._desk.lose(error)
         self._spawned.kill()

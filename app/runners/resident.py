@@ -42,7 +42,15 @@ class Resident:
     closed: it takes no new requests, because others need its room. missed_until: when it would have
     gone, had it been let; in the past for one that was not driven out."""
 
-    def __init__(self, served: Served, *, clock: Callable[[], float], patience: Patience) -> None:
+    def __init__(
+        self,
+        served: Served,
+        *,
+        clock: Callable[[], float],
+        patience: Patience,
+        changed: Callable[[], None],
+    ) -> None:
+        """changed: called when it became ready."""
         self.served = served
         self.files: ModelFiles | None = None
         self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
@@ -54,6 +62,7 @@ class Resident:
         self.kept = self.dismissed = self.closed = False
         self.health = Health()
         self.leases = Leases(self._loading)
+        self._changed = changed
         self._clock = clock
         self._patience = patience
         self._careful = Careful(served, self._serving, clock)
@@ -233,6 +242,7 @@ class Resident:
         )
         # also where it was asked to go meanwhile: these came before
         self.grant()
+        self._changed()
 
     def _died(self, why: str, lived: float) -> None:
         self._broke = True

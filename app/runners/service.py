@@ -107,7 +107,7 @@ class Service:
             self._stats = message.stats
         if isinstance(message, Failed):
             for job in self._embedding:
-                self._hand_over(Embedded(job=job, error="the engine stopped"))
+                self._hand_over(Embedded(job=job, error=f"the engine stopped: {message.message}"))
             self._news.put_nowait(message)
         self._state = message
 

@@ -129,11 +129,12 @@ def ask(
 
 
 def leftovers() -> set[str]:
-    """Tasks that nobody has waited for."""
+    """Tasks that nobody has waited for. sse-starlette keeps one watcher per event loop."""
     return {
-        getattr(task.get_coro(), "__qualname__", "")
+        name
         for task in asyncio.all_tasks()
         if task is not asyncio.current_task()
+        and (name := getattr(task.get_coro(), "__qualname__", "")) != "_shutdown_watcher"
     }
 
 

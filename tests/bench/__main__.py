@@ -28,6 +28,7 @@ from tests.bench import (
     loading,
     random_model,
     replay,
+    runners,
     soak,
     switch,
     versus,
@@ -46,6 +47,7 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "versus": versus.report,
     "weights": weights.report,
     "grammars": grammars.report,
+    "runners": runners.report,
 }
 ALONE = ("builtin", "start", "traces", "hits", "kinds", "loading", "soak")
 CHOICES = [*MEASUREMENTS, *ON_FOLDER, *ALONE]

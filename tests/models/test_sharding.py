@@ -199,7 +199,7 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "size", "words"),
     [
-        ({}, 4, "layer 0.self_attn.k_proj|2 kv_heads"),
+        ({}, 4, r"layer 0\.self_attn: 2 kv_heads"),
         ({"num_key_value_heads": 4, "intermediate_size": 30}, 4, "mlp.gate_proj: 30 outputs"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, 2, "3 heads"),
     ],

@@ -206,6 +206,9 @@ async def pooled(house: House, *, total: int | None = 10, **options: Any) -> Asy
             yield pool
     finally:
         house.hold.set()
+        for runner in house.runners:
+            if runner.slow_stop is not None:
+                runner.slow_stop.set()
         await pool.stop()
     assert house.here == [], "nobody is left"
 

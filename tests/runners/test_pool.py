@@ -402,8 +402,8 @@ def test_a_model_that_crashes_on_three_loads_is_refused_for_a_while_and_then_tri
                 with pytest.raises(AppError, match="killed by SIGKILL") as raised:
                     await use(pool, A)
                 assert raised.value.kind is Kind.MODEL_FILES
-                assert pool.state(A).phase == "refused"
                 assert len(house.loads) == loads
+                await until(lambda: pool.state(A).phase == "refused")
                 await until(lambda: pool.state(A).phase == "unloaded")
             await use(pool, A)
 
@@ -510,26 +510,24 @@ def test_unloading_what_is_being_loaded_for_somebody_serves_it_first():
 
 def test_stopping_refuses_who_waits_lets_the_others_end_and_ends_all_at_once():
     async def body() -> None:
-        house = small()
+        house = House(needs={name: need(3) for name in "abc"})
         house.gates["c"] = asyncio.Event()
+        gone = asyncio.Event()
         async with pooled(house) as pool:
-            await use(pool, B)
-            gone = asyncio.Event()
-            for name in "ab":
-                await use(pool, A if name == "a" else B)
-                house.of(name).slow_stop = gone
+            for model in (A, B):
+                await use(pool, model)
+                house.of(model.name).slow_stop = gone
             late = asyncio.create_task(use(pool, C))
             async with held(pool, A):
-                await settled()
+                await until(lambda: phases(pool)["c"] == "loading")
                 stopping = asyncio.create_task(pool.stop(PATIENCE))
-                await settled()
                 with pytest.raises(AppError) as raised:
                     await late
                 assert raised.value.kind is Kind.STOPPING
                 with pytest.raises(AppError):
                     await use(pool, A)
                 assert house.of("b").state == "ready", "not before all is over"
-            await until(lambda: {house.of(name).state for name in "ab"} == {"failed"})
+            await until(lambda: {house.of(name).state for name in "abc"} == {"failed"})
             gone.set()
             await stopping
 

@@ -26,7 +26,7 @@ from app.engine.grammar import Grammars, Matcher
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.engine.ranks import Ranks
-from app.runners.ranks.launch import Launch
+from app.runners.ranks.launch import Launch, when_launcher_ends
 from app.runners.ranks.line import (
     Cancel,
     Command,
@@ -196,9 +196,12 @@ def _leave_with_rank_0(settings: Settings) -> None:
     """Told to end, wait for rank 0 to; told again, end."""
     told = False
 
-    def end(number: int) -> None:
+    def end(status: int) -> None:
         time.sleep(settings.drain + _GRACE)
-        os._exit(128 + number)
+        os._exit(status)
+
+    def end_later(status: int) -> None:
+        threading.Thread(target=end, args=(status,), daemon=True).start()
 
     def handle(number: int, _: FrameType | None) -> None:
         nonlocal told
@@ -206,7 +209,8 @@ def _leave_with_rank_0(settings: Settings) -> None:
             os._exit(128 + number)
         told = True
         log.info("told to stop: this rank ends when rank 0 does, or when told again")
-        threading.Thread(target=end, args=(number,), daemon=True).start()
+        end_later(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
+    when_launcher_ends(os.environ, lambda: end_later(1))

@@ -7,10 +7,9 @@ mlx/_distributed_utils/launch.py; Open MPI's OMPI_COMM_WORLD_*). Must not know: 
 import json
 import logging
 import os
-import signal
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,19 +48,19 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     return Launch(rank=rank, size=size, host=host)
 
 
-def leave_with_launcher(environ: Mapping[str, str]) -> None:
-    """Be told to stop, as by SIGTERM, once `mlx.launch` is gone: it holds the other end of the pipe
-    that is our standard input. On another machine, ssh sends SIGHUP instead."""
+def when_launcher_ends(environ: Mapping[str, str], told: Callable[[], None]) -> None:
+    """told: called on another thread once `mlx.launch` is gone, which holds the other end of the
+    pipe that is our standard input. On another machine, ssh sends SIGHUP instead."""
+
+    def wait() -> None:
+        # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
+        while os.read(0, 1 << 16):
+            pass
+        log.error("mlx.launch is gone, and so its ranks stop")
+        told()
+
     if "MLX_RANK" in environ and stat.S_ISFIFO(os.fstat(0).st_mode):
-        threading.Thread(target=_outlive_nobody, name="launcher", daemon=True).start()
-
-
-def _outlive_nobody() -> None:
-    # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
-    while os.read(0, 1 << 16):
-        pass
-    log.error("mlx.launch is gone, and so this rank stops")
-    os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 def together(settings: Settings) -> Settings:

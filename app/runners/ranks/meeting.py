@@ -65,7 +65,7 @@ def met(launch: Launch) -> Ranks:
         with _interruptible():
             ranks = joined()
     except (RuntimeError, ValueError) as error:
-        raise AppError(Kind.ENGINE, f"the other ranks cannot be reached: {error}") from error
+        raise AppError(Kind.ENGINE, f"the ranks cannot connect with each other: {error}") from error
     if (ranks.rank, ranks.size) != (launch.rank, launch.size):
         raise AppError(
             Kind.ENGINE,

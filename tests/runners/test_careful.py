@@ -1,0 +1,269 @@
+"""Prompts that kill: noticed, tried alone, refused. Innocent ones are cleared."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, Kind
+from app.core.jobs import Ended, Job, Update
+from app.runners import alone
+from app.runners.pool import Pool
+from app.runners.resident import Resident
+from tests.runners.scripted import House, job, need, pooled, served, settled, until
+
+MODEL = served("a")
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(body)
+
+
+@asynccontextmanager
+async def loaded(house: House) -> AsyncGenerator[tuple[Pool, Resident]]:
+    house.needs = {"a": need(1)}
+    async with pooled(house) as pool, pool.lease(MODEL, None) as lease:
+        await lease.wait()
+        yield pool, pool.resident(MODEL)
+
+
+async def updates(handle: Resident, asked: Job) -> list[Update]:
+    async with handle.submit(asked) as submission:
+        return [update async for update in submission]
+
+
+async def end(handle: Resident, asked: Job) -> str:
+    last = (await updates(handle, asked))[-1]
+    assert isinstance(last, Ended)
+    return last.reason
+
+
+async def death(house: House, handle: Resident, *jobs: Job) -> Sequence[str]:
+    """All of them run when the runner dies; how they ended. Returns when there is a new one."""
+    house.hold.clear()
+    runner = house.of("a")
+    before = len(runner.jobs)
+    running = [asyncio.create_task(end(handle, one)) for one in jobs]
+    await until(lambda: len(runner.jobs) == before + len(jobs))
+    await settled()
+    runner.die()
+    ends = await asyncio.gather(*running)
+    house.hold.set()
+    await until(lambda: handle.phase == "ready" and handle.status().state == "ready")
+    return ends
+
+
+def test_a_prompt_that_killed_twice_is_refused_and_told_why():
+    async def body() -> None:
+        house, killer = House(), job("x", 6, 6, 6)
+        async with loaded(house) as (pool, handle):
+            for _ in range(2):
+                assert await death(house, handle, killer) == ["error"]
+            with pytest.raises(AppError, match="broke 2 times") as raised:
+                await updates(handle, killer)
+            assert (raised.value.kind, raised.value.code) == (Kind.INVALID, "prompt_refused")
+            assert await end(handle, job("y", 1)) == "stop"
+            handle.trust()
+            assert await end(handle, killer) == "stop"
+            assert pool.state(MODEL).restarts == 2
+
+    run(body())
+
+
+def test_one_that_waited_for_a_place_is_innocent():
+    """Two run at once; the third cannot have been at it."""
+
+    async def body() -> None:
+        house = House()
+        async with loaded(house) as (_, handle):
+            jobs = [job(name, ord(name)) for name in "xyz"]
+            await death(house, handle, *jobs)
+            house.hold.clear()
+            tasks = [asyncio.create_task(end(handle, one)) for one in jobs]
+            runner = house.of("a")
+            await until(lambda: runner.at_once == 2)
+            await settled()
+            assert {one.id for one in runner.jobs} == {"x", "z"}, "y waits for its turn"
+            house.hold.set()
+            assert await asyncio.gather(*tasks) == ["stop"] * 3
+
+    run(body())
+
+
+def test_suspects_run_one_at_a_time_beside_others_and_a_good_end_clears_them():
+    async def body() -> None:
+        house = House()
+        suspects = [job("x", 1), job("y", 2)]
+        async with loaded(house) as (_, handle):
+            await death(house, handle, *suspects)
+            runner = house.of("a")
+            house.hold.clear()
+            tasks = [asyncio.create_task(end(handle, one)) for one in (*suspects, job("z", 3))]
+            await until(lambda: runner.at_once == 2)
+            await settled()
+            assert [one.id for one in runner.jobs] == ["z", "x"]
+            house.hold.set()
+            assert await asyncio.gather(*tasks) == ["stop"] * 3
+            await death(house, handle, *suspects)
+            assert await end(handle, suspects[0]) == "stop", "the first death does not count"
+
+    run(body())
+
+
+def test_an_innocent_that_stood_beside_a_killer_is_not_refused():
+    """They are tried again together, as SDKs do; only one of the two comes to the runner."""
+
+    async def body() -> None:
+        house, killer, innocent = House(), job("x", 6), job("y", 1)
+        async with loaded(house) as (_, handle):
+            await death(house, handle, killer, innocent)
+            house.hold.clear()
+            runner = house.of("a")
+            tasks = [asyncio.create_task(end(handle, one)) for one in (killer, innocent)]
+            await until(lambda: runner.at_once == 1)
+            await settled()
+            runner.die()
+            house.hold.set()
+            [first, second] = await asyncio.gather(*tasks, return_exceptions=True)
+            assert first == "error"
+            assert isinstance(second, AppError), "there is no runner just now"
+            await until(lambda: handle.status().state == "ready")
+            with pytest.raises(AppError, match="refused"):
+                await updates(handle, killer)
+            assert await end(handle, innocent) == "stop"
+
+    run(body())
+
+
+def test_two_suspects_of_one_request_do_not_wait_for_each_other():
+    """Generation enters all submissions before it reads the first one."""
+
+    async def body() -> None:
+        house, first, second = House(), job("x", 1), job("y", 2)
+        async with loaded(house) as (_, handle):
+            await death(house, handle, first, second)
+            async with handle.submit(first) as one, handle.submit(second) as two:
+                for submission in (two, one):
+                    assert isinstance([update async for update in submission][-1], Ended)
+
+    run(body())
+
+
+def test_a_suspect_that_is_read_slowly_does_not_keep_the_others_waiting():
+    async def body() -> None:
+        house, slow, other = House(), job("x", 1), job("y", 2)
+        async with loaded(house) as (_, handle):
+            await death(house, handle, slow, other)
+            async with handle.submit(slow):
+                assert await end(handle, other) == "stop"
+
+    run(body())
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    real = alone.Alone.__init__
+    monkeypatch.setattr(alone.Alone, "__init__", lambda self, most: real(self, most, 0.02))
+    yield
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_a_long_answer_gives_up_its_turn():
+    async def body() -> None:
+        house, long, other = House(), job("x", 1), job("y", 2)
+        async with loaded(house) as (_, handle):
+            await death(house, handle, long, other)
+            house.hold.clear()
+            tasks = [asyncio.create_task(end(handle, one)) for one in (long, other)]
+            await until(lambda: house.of("a").at_once == 2)
+            house.hold.set()
+            assert await asyncio.gather(*tasks) == ["stop"] * 2
+
+    run(body())
+
+
+def test_a_suspect_that_hangs_up_leaves_its_place():
+    async def body() -> None:
+        house, first, second = House(), job("x", 1), job("y", 2)
+        async with loaded(house) as (_, handle):
+            await death(house, handle, first, second)
+            house.hold.clear()
+            runner = house.of("a")
+            async with handle.submit(first), handle.submit(second):
+                await until(lambda: runner.at_once == 1)
+            assert runner.at_once == 0
+            house.hold.set()
+            assert await end(handle, second) == "stop"
+
+    run(body())
+
+
+def test_no_more_suspects_wait_than_requests_may():
+    async def body() -> None:
+        house = House()
+        house.needs = {"a": need(1)}
+        model = served("a", max_queue=1)
+        jobs = [job(name, ord(name)) for name in "xy"]
+        async with pooled(house) as pool, pool.lease(model, None) as lease:
+            await lease.wait()
+            handle = pool.resident(model)
+            await death(house, handle, *jobs)
+            house.hold.clear()
+            two = [asyncio.create_task(end(handle, one)) for one in jobs]
+            await until(lambda: house.of("a").at_once == 1)
+            await settled()
+            with pytest.raises(AppError) as raised:
+                await updates(handle, jobs[0])
+            assert raised.value.kind is Kind.BUSY
+            house.hold.set()
+            assert await asyncio.gather(*two) == ["stop"] * 2
+
+    run(body())
+
+
+def test_whoever_hears_of_the_death_and_leaves_before_we_do_is_counted():
+    async def body() -> None:
+        house, killer = House(), job("x", 6)
+        async with loaded(house) as (_, handle):
+            for _ in range(2):
+                runner = house.of("a")
+                house.hold.clear()
+                async with handle.submit(killer) as submission:
+                    reading = asyncio.create_task(anext(aiter(submission)))
+                    await reading
+                    await settled()
+                    runner.state = "failed"
+                runner.die()
+                house.hold.set()
+                await until(lambda: handle.status().state == "ready")
+            with pytest.raises(AppError, match="refused"):
+                await updates(handle, killer)
+
+    run(body())
+
+
+def test_inputs_that_kill_are_refused_like_prompts():
+    async def body() -> None:
+        house = House()
+        killer = EmbedJob(id="x", inputs=((1, 2),), pooling="mean")
+        async with loaded(house) as (_, handle):
+            for _ in range(2):
+                house.hold.clear()
+                runner = house.of("a")
+                asking = asyncio.create_task(handle.embed(killer))
+                await until(lambda runner=runner: runner.at_once == 1)
+                await settled()
+                runner.die()
+                with pytest.raises(AppError, match="the engine stopped"):
+                    await asking
+                house.hold.set()
+                await until(lambda: handle.status().state == "ready")
+            with pytest.raises(AppError, match="refused"):
+                await handle.embed(killer)
+            innocent = EmbedJob(id="y", inputs=((3,),), pooling="mean")
+            assert await handle.embed(innocent) == [b""]
+
+    run(body())
