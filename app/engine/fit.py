@@ -89,9 +89,11 @@ def need(files: ModelFiles, settings: Settings) -> Need:
     many = settings.parallel or MOST_PARALLEL
     asked = sizes.together(many if settings.parallel else 1, context)
     least = asked if settings.context else sizes.together(1, usual)
+    # as much again for cached prefixes on which nobody runs
+    cached = many * sizes.footprint(usual)
     return Need(
         least=least,
-        wanted=max(asked, sizes.together(many, usual)),
+        wanted=max(asked, sizes.together(many, usual)) + cached,
         budget=device_budget(),
     )
 

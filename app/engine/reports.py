@@ -53,7 +53,7 @@ class Reports:
         self._tally.lookup(len(job.ids), lease.cached, lease.miss)
         self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
         left = len(job.ids) - lease.cached
-        log.info("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
+        log.debug("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
 
     def advance(self, sequence: Sequence) -> None:
         """A chunk of its prompt has been evaluated, and it is not the last one."""

@@ -79,6 +79,15 @@ class Survey:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _asked(self, resident: Resident, files: ModelFiles) -> Need | None:
+        """Not again for the same files, where it is not the device that must be asked each time:
+        laying out a model takes about as long as loading a small one."""
+        if self._need is None:
+            return None
+        if self._total is not None and resident.need is not None and resident.files == files:
+            return resident.need
+        return await self._need(files, resident.served.settings)
+
     def _end_turn(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -88,7 +97,7 @@ class Survey:
         served = resident.served
         try:
             files = await self._files(served)
-            need = None if self._need is None else await self._need(files, served.settings)
+            need = await self._asked(resident, files)
         except Exception as error:
             self._task = None
             self._end_turn()

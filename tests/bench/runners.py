@@ -96,6 +96,7 @@ async def _answer(
             if isinstance(update, Token):
                 arrivals.append(time.perf_counter() - begun)
                 hops.append((time.monotonic_ns() - update.at) / 1e9)
+    assert len(arrivals) == tokens, runner.status()
     return arrivals
 
 

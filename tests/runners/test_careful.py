@@ -1,7 +1,7 @@
 """Prompts that kill: noticed, tried alone, refused. Innocent ones are cleared."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -164,10 +164,9 @@ def test_a_suspect_that_is_read_slowly_does_not_keep_the_others_waiting():
 
 
 @pytest.fixture
-def short_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     real = alone.Alone.__init__
     monkeypatch.setattr(alone.Alone, "__init__", lambda self, most: real(self, most, 0.02))
-    yield
 
 
 @pytest.mark.usefixtures("short_turns")
@@ -232,8 +231,7 @@ def test_whoever_hears_of_the_death_and_leaves_before_we_do_is_counted():
                 runner = house.of("a")
                 house.hold.clear()
                 async with handle.submit(killer) as submission:
-                    reading = asyncio.create_task(anext(aiter(submission)))
-                    await reading
+                    await anext(aiter(submission))
                     await settled()
                     runner.state = "failed"
                 runner.die()

@@ -193,6 +193,19 @@ def test_the_only_model_gets_what_the_settings_say_and_is_not_measured():
     run(body())
 
 
+def test_what_a_model_needs_is_asked_again_only_where_the_device_has_to_be():
+    async def body() -> None:
+        for total, asked in ((10, 1), (None, 2)):
+            house = House(needs={"a": need(4, budget=10)})
+            async with pooled(house, total=total) as pool:
+                for _ in range(2):
+                    await use(pool, A)
+                    await pool.unload(A)
+            assert house.asked == ["a"] * asked
+
+    run(body())
+
+
 def test_without_a_total_there_is_what_the_device_has_left_and_what_our_models_hold():
     """a may use 6, and holds 4 of these: so 7 that are free make 11, of which 5 are left for b."""
 
