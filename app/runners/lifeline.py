@@ -5,7 +5,9 @@ for. Imported before anything that takes time to import.
 
 Standard input is a pipe whose other end only the parent holds, so that its end is the parent's
 end, however that came. A thread reads it: it wakes up whatever else the process is at. A process
-that is stopped (SIGSTOP) wakes up for nothing, but on Linux the kernel kills it by itself.
+that is stopped (SIGSTOP) wakes up for nothing. On Linux the kernel kills it by itself; elsewhere it
+gets SIGHUP and SIGCONT, as every stopped process does whose process group nobody is left to look
+after (POSIX.1-2024, exit()), which holds for a group in the session of the parent.
 """
 
 import contextlib

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app import store
 from app.core.errors import AppError, Kind
@@ -17,7 +15,6 @@ from app.core.jobs import Ended, Job, Started, Token
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
-from app.runners.desk import Pace
 from app.runners.local import LocalRunner
 from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
@@ -150,32 +147,6 @@ def test_those_who_wait_run_when_a_place_is_free(tiny_model: Path) -> None:
             assert running.status().rejected == 0
 
     asyncio.run(run())
-
-
-def test_the_wait_follows_how_long_jobs_take_and_how_many_stand_before() -> None:
-    pace = Pace()
-    assert pace.wait(waiting=64, parallel=1) == 1, "nothing is known yet"
-    pace.note(3.0)
-    assert pace.wait(waiting=1, parallel=1) == 3
-    assert pace.wait(waiting=8, parallel=4) == 6
-    assert pace.wait(waiting=1, parallel=8) == 1
-    assert pace.wait(waiting=64, parallel=1) == 60
-    pace.note(11.0)
-    assert pace.wait(waiting=1, parallel=1) == 4
-
-
-@given(
-    seconds=st.lists(st.floats(0, 1e6), max_size=20),
-    waiting=st.integers(1, 10_000),
-    parallel=st.integers(1, 64),
-)
-def test_the_wait_is_never_nothing_and_never_more_than_a_minute(
-    seconds: list[float], waiting: int, parallel: int
-) -> None:
-    pace = Pace()
-    for one in seconds:
-        pace.note(one)
-    assert 1 <= pace.wait(waiting=waiting, parallel=parallel) <= 60
 
 
 @pytest.fixture

@@ -455,8 +455,14 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=linux)])
-def test_nobody_is_left_behind_by_a_parent_that_was_killed(tiny_model: Path, stopped: bool) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("helps", [False, pytest.param(True, marks=linux)])
+def test_nobody_is_left_behind_by_a_parent_that_was_killed(
+    tiny_model: Path, plant: Callable[[str], None], stopped: bool, helps: bool
+) -> None:
+    """helps: whether the kernel kills whose parent is gone. Not all of them do."""
+    if not helps:
+        plant("import app.runners.lifeline as it\nit.tie_to_parent = lambda: None")
     command = [sys.executable, "-c", PARENT, str(tiny_model)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

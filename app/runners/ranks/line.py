@@ -10,6 +10,7 @@ be told that rank 0 has nothing to do or is gone.
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,16 @@ from app.core.jobs import Job
 from app.core.requests import Grammar
 from app.runners.codec import Codec
 
+# Seconds after which a peer counts as gone that does not answer the kernel's questions, or does not
+# take what it was sent.
+_SILENCE = 30
+
 # seconds until a silent peer is asked whether it is there, between two questions, and how many
 # questions may stay without an answer
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds, which Python does not name
+_DARWIN_DROP_TIME = 0x80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,10 @@ class Line:
             # each system has some of them
             if (option := getattr(socket, name, None)) is not None:
                 connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        if sys.platform == "darwin":
+            connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_DROP_TIME, _SILENCE)
+        elif hasattr(socket, "TCP_USER_TIMEOUT"):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
 
     def patient(self, seconds: float | None) -> None:
         """How long reading and writing may take from now on; None for ever."""

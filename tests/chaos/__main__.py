@@ -1,0 +1,54 @@
+"""`python -m tests.chaos --minutes 10`: five models that cannot all fit, clients that hang up, and
+runners that are killed, stopped and starved, while the disk refuses writes."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.chaos.judge import complaints
+from tests.chaos.questions import answers, questions, write_models
+from tests.chaos.run import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--log", type=Path, help="where the server's log is kept")
+    chosen = parser.parse_args()
+    print(f"seed {chosen.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root, asked = Path(folder), questions(chosen.prompts, chosen.seed)
+        write_models(root)
+        expected = answers(root, asked)
+        report = run(
+            root,
+            asked,
+            seconds=60 * chosen.minutes,
+            clients=chosen.clients,
+            pause=(0.5, 4.0),
+            seed=chosen.seed,
+        )
+    if chosen.log is not None:
+        chosen.log.write_text(report.log)
+    print(f"requests {report.counts()}")
+    print(f"faults {dict(report.faults)}")
+    longest = sorted(outcome.seconds for outcome in report.asked)
+    print(f"seconds, median {longest[len(longest) // 2]:.2f}, longest {longest[-1]:.1f}")
+    print(f"before {report.before}\nafter {report.after}")
+    told = Counter(outcome.message for outcome in report.asked if outcome.message is not None)
+    for message, count in told.most_common():
+        print(f"{count:6} {message}")
+    found = complaints(report, expected)
+    for complaint in found:
+        print(f"WRONG: {complaint}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

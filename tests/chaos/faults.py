@@ -1,0 +1,92 @@
+"""What happens to the server while it is asked: one fault after the other, drawn from a seed."""
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import signal
+import time
+from collections import Counter
+
+import httpx
+
+from tests.chaos import machine
+from tests.chaos.questions import SHAPES
+
+# bytes that a runner may still take before its memory is at its end
+_LITTLE = 1 << 20
+
+# seconds for which no process of ours can write to a file
+_DISK_FULL = 2.0
+
+
+class Faults:
+    """pid: of the server's first process. Every other one that was seen is kept in `seen`, so that
+    nobody who outlives the server goes unnoticed."""
+
+    def __init__(self, pid: int, url: str, *, pause: tuple[float, float], seed: int) -> None:
+        self.done: Counter[str] = Counter()
+        self.seen: set[int] = set()
+        self._pid = pid
+        self._url = url
+        self._pause = pause
+        self._rng = random.Random(seed)
+
+    async def run(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await asyncio.sleep(self._rng.uniform(*self._pause))
+            self.seen.update(machine.descendants(self._pid))
+            fault = self._rng.choice([self._kill, self._kill, self._stop, self._starve])
+            fault = self._rng.choice([fault, fault, fault, self._fill_disk, self._unload])
+            # what was to suffer from it may have ended just now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if await fault():
+                    self.done[fault.__name__.strip("_")] += 1
+
+    def _victim(self) -> int | None:
+        runners = machine.runners(self._pid)
+        return self._rng.choice(runners) if runners else None
+
+    async def _kill(self) -> bool:
+        return self._signal(signal.SIGKILL)
+
+    async def _stop(self) -> bool:
+        return self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> bool:
+        victim = self._victim()
+        if victim is not None:
+            os.kill(victim, number)
+        return victim is not None
+
+    async def _starve(self) -> bool:
+        victim = self._victim()
+        if victim is None:
+            return False
+        limit = machine.address_space(victim) + _LITTLE
+        resource.prlimit(victim, resource.RLIMIT_AS, (limit, limit))
+        return True
+
+    async def _fill_disk(self) -> bool:
+        """No file may grow: whoever writes to one gets EFBIG. Who is started meanwhile inherits
+        that, and keeps it."""
+        for pid in (self._pid, *machine.runners(self._pid)):
+            _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
+        await asyncio.sleep(_DISK_FULL)
+        _, most = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (most, most))
+        return True
+
+    async def _unload(self) -> bool:
+        """No fault, but somebody does it at the wrong moment. It may wait for long answers."""
+        async with httpx.AsyncClient(base_url=self._url) as http:
+            with contextlib.suppress(httpx.TimeoutException):
+                await http.post(
+                    "/v1/models/unload",
+                    json={"model": self._rng.choice(list(SHAPES))},
+                    timeout=1.0,
+                )
+        return True

@@ -1,0 +1,103 @@
+"""Five models, what they are asked, and what each says when nothing is wrong.
+
+The answers are computed beforehand by an engine of this process, one at a time: another engine than
+the one that is put to the test, in another process, with other company.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app import store
+from app.core.events import TextDelta
+from app.core.requests import GenerateRequest
+from app.core.settings import Settings
+from app.engine.describe import complete
+from app.generation import Generation
+from app.runners.local import LocalRunner
+from tests import tiny
+
+# layers, width: models of different sizes, and with different seeds, so different answers
+SHAPES = {"anna": (2, 16), "bert": (2, 32), "carl": (3, 32), "dora": (4, 48), "emil": (2, 64)}
+
+CONTEXT = 512
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Question:
+    """seed: None is greedy."""
+
+    model: str
+    prompt: str
+    seed: int | None
+
+    def body(self) -> dict[str, object]:
+        """Of POST /v1/completions."""
+        drawn = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
+        asked = {"model": self.model, "prompt": self.prompt, "max_tokens": TOKENS}
+        return {**asked, **drawn}
+
+
+Answers = Mapping[Question, str]
+
+
+def write_models(root: Path) -> None:
+    for seed, (name, (layers, width)) in enumerate(SHAPES.items()):
+        tiny.write(
+            root / name,
+            seed=seed,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            intermediate_size=2 * width,
+        )
+
+
+def questions(count: int, seed: int) -> Sequence[Question]:
+    """`count` prompts, the same ones to each model, each asked greedily and with a seed: an answer
+    of the wrong model is an answer to the same question."""
+    rng = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz      "
+    prompts = ["".join(rng.choices(letters, k=rng.randint(4, 300))) for _ in range(count)]
+    return [
+        Question(model, prompt, drawn)
+        for model in SHAPES
+        for number, prompt in enumerate(prompts)
+        for drawn in (None, number)
+    ]
+
+
+def answers(root: Path, asked: Sequence[Question]) -> Answers:
+    return asyncio.run(_answers(root, asked))
+
+
+async def _answers(root: Path, asked: Sequence[Question]) -> Answers:
+    found: dict[Question, str] = {}
+    for name in SHAPES:
+        files = replace(complete(store.resolve(str(root / name))), name=name)
+        settings = Settings(parallel=1, context=CONTEXT)
+        runner = LocalRunner(settings)
+        await runner.start(files)
+        try:
+            generation = Generation(files, runner, settings)
+            for question in asked:
+                if question.model == name:
+                    found[question] = await _answer(generation, question)
+        finally:
+            await runner.stop()
+    return found
+
+
+async def _answer(generation: Generation, question: Question) -> str:
+    sampling = (
+        {"temperature": 0.0}
+        if question.seed is None
+        else {"temperature": 1.0, "seed": question.seed}
+    )
+    request = GenerateRequest(
+        model=question.model, prompt=question.prompt, sampling=sampling, max_tokens=TOKENS
+    )
+    async with generation.open(request) as events:
+        return "".join([event.text async for event in events if isinstance(event, TextDelta)])
