@@ -127,11 +127,11 @@ class Front:
 
     def _card(self, entry: Entry) -> ModelCard:
         settings, files = entry.served.settings, entry.files
-        state = self._pool.state(entry.served)
+        context = self._pool.context(entry.served)
         return ModelCard(
             id=entry.served.name,
             created=files.created,
-            context_length=state.context or files.served_context(settings.context),
+            context_length=context or files.served_context(settings.context),
             fingerprint=fingerprint(files, settings),
         )
 

@@ -36,6 +36,7 @@ from app.limits import Limited
 from app.runners.needs import need
 from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
+from app.runners.scratch import private_scratch
 from app.tracing import tracing_of
 
 log = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ def _assembled(launch: Launch, entry: Entry) -> tuple[Callable[[Settings], Runne
     from app.runners.local import LocalRunner
     from app.runners.ranks.crew import assemble
 
+    os.environ.update(private_scratch())
     crew = assemble(launch, entry.files, entry.served.settings)
     return partial(LocalRunner, crew=crew), crew
 
@@ -191,6 +193,7 @@ def _follow(launch: Launch, settings: Settings) -> int:
     """What a rank does that serves nobody."""
     from app.runners.ranks.follow import follow
 
+    os.environ.update(private_scratch())
     [model] = settings.models or (None,)
     entry = _entry(model, settings)
     return follow(launch, entry.files, entry.served.settings)
@@ -201,6 +204,7 @@ def _maker(settings: Settings) -> Callable[[Settings], Runner]:
     if settings.runner == "thread":
         from app.runners.local import LocalRunner
 
+        os.environ.update(private_scratch())
         return LocalRunner
     from app.runners.process import ProcessRunner
 

@@ -23,16 +23,21 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from app import store
 from app.api.app import build_app
+from app.catalogue import Catalogue, named
 from app.core.settings import ModelSettings, Settings
 from app.engine.describe import complete
-from app.generation import Generation
+from app.front import Front
 from app.runners.local import LocalRunner
+from app.runners.pool import Pool
 from app.text import families
 from app.text.family import ChatFamily
 from tests import tiny
 from tests.bfcl import questions
 from tests.conftest import SHARED
 from tests.serving import PATIENCE
+
+# lines are told from tests of one thing each; tracing these would take half as long again
+pytestmark = pytest.mark.no_cover
 
 # templates that cannot show any tool: one wants it in a variable that only its makers' server has,
 # the other's macros look for the variable of a loop
@@ -125,19 +130,22 @@ def _add(calls: list[tuple[str, str]], piece: dict[str, Any]) -> None:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     """The application with a real engine, without a socket."""
-    settings = Settings(models=(ModelSettings(name=str(folder)),), parallel=AT_ONCE, memory=1 << 30)
-    files = complete(store.resolve(str(folder)))
-    runner = LocalRunner(settings)
-    generation = Generation(files, runner, settings)
-    await runner.start(files)
+    model = ModelSettings(name=str(folder))
+    settings = Settings(models=(model,), parallel=AT_ONCE, memory=1 << 30)
+    entry = named(model, complete(store.resolve(str(folder))), settings)
+    catalogue = Catalogue([entry], settings)
+    pool = Pool(LocalRunner, catalogue.files, None, total=None)
+    front = Front(catalogue, pool, [entry.served.name])
+    await pool.start()
     try:
-        transport = httpx.ASGITransport(build_app(generation, settings))
+        await front.start()
+        transport = httpx.ASGITransport(build_app(front, settings))
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", timeout=PATIENCE
+            transport=transport, base_url="http://localhost", timeout=PATIENCE
         ) as http:
             yield http
     finally:
-        await runner.stop()
+        await pool.stop()
 
 
 def template_of(family: ChatFamily) -> str | None:

@@ -6,12 +6,15 @@ publish names a machine's own folders or a package registry.
 
 import json
 import re
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from app.cli import _parser
+from app.configuration import flags
 from app.configuration.options import (
     CONFIG_VARIABLE,
     MODEL_OPTIONS,
@@ -31,6 +34,9 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "DECISIONS.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "deploy/README.md",
+    "deploy/several-machines.md",
     "models/builtin/MODEL_CARD.md",
 )
 
@@ -122,6 +128,44 @@ def test_the_example_file_names_every_key_with_its_default(tmp_path):
             assert option.take(document[option.field]) == option.default, option.field
     (tmp_path / "a.toml").write_text(keys)
     decide({}, str(tmp_path / "a.toml"), {})
+
+
+COMMANDS = [
+    line
+    for fence in re.findall(r"^```sh\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
+    for line in fence.splitlines()
+    if line.startswith(".venv/bin/mlxrunner ")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_in_the_readme_is_one(command):
+    words = shlex.split(command, comments=True)[1:]
+    assert flags.parsed(_parser(), words).command == words[0]
+
+
+# The column of the tree at which it says what a file is.
+WHAT = 24
+
+
+def tree() -> set[str]:
+    """The paths that are drawn at the end of README.md."""
+    [drawn] = re.findall(r"^```\n(models/ .*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    above: list[str] = []
+    for line in drawn.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = line[:WHAT].split()
+        found |= {"/".join([*above[:depth], name.rstrip("/")]) for name in names}
+        above[depth:] = [names[0].rstrip("/")]
+    return found
+
+
+def test_the_tree_in_the_readme_is_that_of_the_repository():
+    told = tree()
+    assert [path for path in told if not (ROOT / path).exists()] == []
+    rooms = {f"app/{path.name}" for path in (ROOT / "app").iterdir() if path.name[0] not in "_."}
+    assert rooms <= told
 
 
 def test_the_architecture_tells_each_room():

@@ -1,15 +1,16 @@
 """How many connections may be open, and which of them makes room for one more.
 
-Knows: that some have brought a whole request and others have not. Must not know: HTTP, how one is
-told to leave.
+Knows: that some have brought a whole request and others have not, and that some are on their way
+out. Must not know: HTTP, how one is told to leave.
 """
 
 import logging
-import math
 import resource
 import time
 from itertools import chain
 from typing import Generic, TypeVar
+
+from app.door.complaints import Complaint
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +19,8 @@ Member = TypeVar("Member")
 # Files that a server opens besides its connections: models, children, logs.
 _OTHER_FILES = 256
 
-# Seconds between two words about a server that is full: whoever fills it must not fill the log.
-_COMPLAIN_EVERY = 60.0
+# Connections beyond the bound that were told to leave, and may still read why.
+_LEAVING = 64
 
 
 def allow_files(connections: int) -> None:
@@ -45,19 +46,23 @@ def allow_files(connections: int) -> None:
 
 
 class Crowd(Generic[Member]):
-    """The connections of one server that were not told to leave. Those which wait for a request, or
-    for the rest of one, are kept in the order in which they began to wait; strangers, who have not
-    brought a whole one yet, apart from those whose client may be about to ask again."""
+    """The connections of one server, in three orders of waiting, longest first: strangers, who have
+    not brought a whole request yet; the idle, whose client may be about to ask again; and those who
+    were told to leave and still hold their socket. Nobody waits while a request is answered."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._here: set[Member] = set()
         self._strangers: dict[Member, None] = {}
         self._idle: dict[Member, None] = {}
-        self._complained = -math.inf
+        self._leaving: dict[Member, None] = {}
+        self._full = Complaint()
+
+    def __len__(self) -> int:
+        return len(self._here) + len(self._leaving)
 
     def join(self, newcomer: Member) -> Member | None:
-        """Who must leave for it: perhaps itself, perhaps nobody."""
+        """Who must be told to leave for it: perhaps itself, perhaps nobody."""
         leaver = None
         if len(self._here) >= self._most:
             self._complain()
@@ -66,9 +71,19 @@ class Crowd(Generic[Member]):
         self._strangers[newcomer] = None
         return leaver
 
+    def overdue(self) -> Member | None:
+        """Who has to be gone at once, if anybody: of those who were told to leave, the first. It is
+        forgotten with this. Asked whenever one has joined, and no more than `most` and a few are
+        ever open."""
+        if len(self) <= self._most + _LEAVING or not self._leaving:
+            return None
+        first = next(iter(self._leaving))
+        del self._leaving[first]
+        return first
+
     def wait(self, connection: Member) -> None:
         """It waits for a request, since now unless it did already."""
-        if connection not in self._strangers:
+        if connection in self._here and connection not in self._strangers:
             self._idle.setdefault(connection)
 
     def heard(self, connection: Member) -> None:
@@ -76,17 +91,25 @@ class Crowd(Generic[Member]):
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
+    def part(self, connection: Member) -> None:
+        """It was told to leave, or is about to by itself."""
+        if connection in self._here:
+            self._leave_line(connection)
+            self._leaving[connection] = None
+
     def leave(self, connection: Member) -> None:
+        """Its socket is gone."""
+        self._leave_line(connection)
+        self._leaving.pop(connection, None)
+
+    def _leave_line(self, connection: Member) -> None:
         self._here.discard(connection)
         self.heard(connection)
 
     def _complain(self) -> None:
-        now = time.monotonic()
-        if now - self._complained < _COMPLAIN_EVERY:
-            return
-        self._complained = now
-        log.warning(
-            "%d connections are open, as many as may be (--max-connections): for each new one, one "
-            "that is not being answered is closed, if there is any",
-            len(self._here),
-        )
+        if self._full.due(time.monotonic()):
+            log.warning(
+                "%d connections are open, as many as may be (--max-connections): for each new one, "
+                "one that is not being answered is closed, if there is any",
+                len(self._here),
+            )

@@ -10,6 +10,7 @@ import signal
 import sys
 
 from app.runners import lifeline
+from app.runners.scratch import private_scratch
 
 # Building a decode step holds the interpreter for milliseconds at a time; at Python's default of
 # 5 ms every token would leave that much later (DECISIONS.md, 2026-11-21).
@@ -40,6 +41,7 @@ def main() -> int:
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    os.environ.update(private_scratch())
     sys.setswitchinterval(_SWITCH_INTERVAL)
     service = Service(opening)
     service.run()

@@ -73,11 +73,16 @@ class Line:
     async def submit(self, job: Job) -> None:
         """The request goes on when this is cancelled: only then is it known what to cancel."""
         posting = self._submitting[job.id] = self._begin(self._submitted(job))
-        posting.add_done_callback(lambda _: self._submitting.pop(job.id))
+        posting.add_done_callback(lambda done: self._posted(job.id, done))
         await asyncio.wait({posting})
         if posting.cancelled():
             raise await self._desk.why()
         posting.result()
+
+    def _posted(self, job: str, posting: asyncio.Task[None]) -> None:
+        del self._submitting[job]
+        if not posting.cancelled():
+            posting.exception()  # its client may have left, and then nobody else asks for it
 
     def embed(self, job: EmbedJob) -> None:
         asking = self._embedding[job.id] = self._begin(self._embedded(job))

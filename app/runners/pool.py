@@ -24,7 +24,7 @@ from app.runners.residency import plan
 from app.runners.resident import Resident
 from app.runners.restarts import Patience
 from app.runners.survey import Survey
-from app.runners.tenancy import Applicant, Evict, Forgo, Limits, Load, Refuse, Tenant
+from app.runners.tenancy import Applicant, Evict, Forgo, Limits, Load, Refuse
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,13 @@ class Pool:
             return ModelState(name=served.name, phase="unloaded", pinned=served.pinned)
         return resident.state()
 
+    def context(self, served: Served) -> int | None:
+        """Positions of one sequence; None while the model is not loaded. The one thing here that
+        may be asked on any thread: requests are read on others than the event loop's."""
+        resident = self._residents.get(served.name)
+        capacity = None if resident is None else resident.capacity
+        return None if capacity is None else capacity.context
+
     def preload(self, served: Served) -> None:
         """Load it where there is room, and start it again when it breaks, though nobody asks for
         it: until it is unloaded, its time is over or others need its room. Forgets a refusal."""
@@ -185,7 +192,7 @@ class Pool:
         here = [self._residents[name] for name in self._lives]
         head = next((resident for resident in queue if resident.phase == "out"), None)
         self._survey.turn_to(head, here)
-        tenants = [_tenant(resident) for resident in here]
+        tenants = [resident.tenant() for resident in here]
         applicants = [self._applicant(resident) for resident in queue]
         decided = plan(now, applicants, tenants, self._limits(now, head))
         for action in decided.actions:
@@ -281,21 +288,3 @@ class Pool:
         resident.gone()
         self.on_unloaded(resident.served)
         self._changed.set()
-
-
-def _tenant(resident: Resident) -> Tenant:
-    phase, leases = resident.phase, resident.leases
-    assert phase != "out"
-    return Tenant(
-        name=resident.served.name,
-        phase=phase,
-        share=resident.share or 0,
-        busy_since=leases.held_since,
-        used=resident.used,
-        # whoever waits for it is about to use it
-        expires=resident.expires() if leases.waiting_since is None else math.inf,
-        wanted=resident.wanted,
-        pinned=resident.served.pinned,
-        dismissed=resident.dismissed,
-        closed=resident.closed,
-    )

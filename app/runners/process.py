@@ -95,13 +95,17 @@ class ProcessRunner:
         secret = secrets.token_urlsafe(32)
         try:
             self._spawned = await Spawned.begin(files.name, self._opening(files, secret))
-        except OSError as error:
+            if self._stopping:
+                self._spawned.kill()
+            await self._accompany(files.name, secret, self._spawned)
+        except Exception as error:
+            if not isinstance(error, OSError):  # which the machine has to answer for
+                log.exception("%s: its process was lost", files.name)
             message = f"the process of {files.name} could not be started: {error}"
             self._desk.lose(AppError(Kind.ENGINE, message))
-            return
-        if self._stopping:
-            self._spawned.kill()
-        await self._accompany(files.name, secret, self._spawned)
+            if self._spawned is not None:
+                self._spawned.kill()
+                await self._spawned.gone()
 
     def _opening(self, files: ModelFiles, secret: str) -> Callable[[int], bytes]:
         def opening(socket: int) -> bytes:

@@ -5,6 +5,7 @@ when it is loaded or evicted: the pool says so. Everything here runs on the even
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -29,6 +30,7 @@ from app.runners.restarts import (
     after_failed_load,
     after_load,
 )
+from app.runners.tenancy import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,12 @@ log = logging.getLogger(__name__)
 class Resident:
     """Implements `Engine`. What the pool decides by and sets is public.
 
-    phase: of its runner; "out" is none. share, need: bytes, see `Need`. keep_alive: seconds that it
-    stays without requests, by the last request that said so. used: when a request last began or
-    ended to hold it. kept: it is to be here also while nobody asks. dismissed: it was asked to go.
-    closed: it takes no new requests, because others need its room. missed_until: when it would have
-    gone, had it been let; in the past for one that was not driven out."""
+    phase: of its runner; "out" is none. capacity: while it is ready. share, need: bytes, see
+    `Need`. keep_alive: seconds that it stays without requests, by the last request that said so.
+    used: when a request last began or ended to hold it. kept: it is to be here also while nobody
+    asks. dismissed: it was asked to go. closed: it takes no new requests, because others need its
+    room. missed_until: when it would have gone, had it been let; in the past for one that was not
+    driven out."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Resident:
         self._patience = patience
         self._careful = Careful(served, self._serving, clock)
         self._runner: Runner | None = None
-        self._capacity: Capacity | None = None
+        self.capacity: Capacity | None = None
         self._past = EngineStats()
         self._rejected = 0
         self._restarts = self._loads = self._evictions = 0
@@ -110,6 +113,22 @@ class Resident:
     @property
     def open(self) -> bool:
         return self.phase == "ready" and not self.closed
+
+    def tenant(self) -> Tenant:
+        assert self.phase != "out"
+        return Tenant(
+            name=self.served.name,
+            phase=self.phase,
+            share=self.share or 0,
+            busy_since=self.leases.held_since,
+            used=self.used,
+            # whoever waits for it is about to use it
+            expires=self.expires() if self.leases.waiting_since is None else math.inf,
+            wanted=self.wanted,
+            pinned=self.served.pinned,
+            dismissed=self.dismissed,
+            closed=self.closed,
+        )
 
     def expires(self) -> float:
         """When it may go, in case that it is idle then."""
@@ -163,12 +182,12 @@ class Resident:
             self._rejected += self._runner.status().rejected
         self.missed_until = 0.0 if self.dismissed else self.expires()
         # one that broke, or was asked to go, was not driven out; nor one that had not been here
-        self._evictions += self._capacity is not None and not (
+        self._evictions += self.capacity is not None and not (
             self._broke or self.missed_until <= self._clock()
         )
         if not self._broke:
             self.keep_alive = self.served.keep_alive
-        self._runner = self._capacity = self.share = None
+        self._runner = self.capacity = self.share = None
         self._careful.reset()
         self.phase = "out"
         self.closed = self.dismissed = False
@@ -178,7 +197,7 @@ class Resident:
         status, now = self.status(), self._clock()
         capacity = status.capacity
         idle = self.phase == "ready" and self.leases.held_since is None
-        expires = self.expires() - now if idle and not self.served.pinned else float("inf")
+        expires = self.expires() - now if idle and not self.served.pinned else math.inf
         return ModelState(
             name=self.served.name,
             phase=self._told_phase(status, now),
@@ -190,7 +209,7 @@ class Resident:
             rejected=status.rejected,
             pinned=self.served.pinned,
             share=self.share,
-            expires=None if expires == float("inf") else time.time() + expires,
+            expires=None if expires == math.inf else time.time() + expires,
             loads=self._loads,
             evictions=self._evictions,
             restarts=self._restarts,
@@ -229,14 +248,14 @@ class Resident:
     def _ready(self, began: float) -> None:
         now = self._clock()
         assert self._runner is not None
-        self._capacity = self._runner.status().capacity
+        self.capacity = self._runner.status().capacity
         self.phase = "ready"
         self._loads += 1
         self.health = after_load(self.health)
         self.used = now
         self._broke = False
         self.kept = self.kept or self.served.pinned
-        context = self._capacity.context if self._capacity else 0
+        context = self.capacity.context if self.capacity else 0
         log.info(
             "%s is ready after %.1f s (context %d tokens)", self.served.name, now - began, context
         )
@@ -248,7 +267,7 @@ class Resident:
         self._broke = True
         error = AppError(Kind.ENGINE, f"{self.served.name} broke: {why}")
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
-        self._careful.accuse(self._capacity.parallel if self._capacity else 1)
+        self._careful.accuse(self.capacity.parallel if self.capacity else 1)
         log.error("%s", error.message)
 
     def _failed(self, error: Exception) -> None:
@@ -260,7 +279,7 @@ class Resident:
             log.error("%s could not be loaded", name, exc_info=error)
             error = AppError(Kind.MODEL_FILES, f"{name} could not be loaded: {error}")
         else:
-            log.error("%s could not be loaded: %s", name, error.message)
+            log.error("%s", error.message)
         self.health = after_failed_load(self.health, self._clock(), error, self._patience)
         if error.code != CRASHED or self.health.refused(self._clock(), self._patience):
             self.leases.refuse(error)

@@ -66,6 +66,7 @@ class Spawned:
         try:
             listener.bind(("127.0.0.1", 0))
             listener.listen(_BACKLOG)
+            first_line = opening(listener.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # no package of ours is looked for in the working directory
@@ -76,10 +77,10 @@ class Spawned:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C at the terminal is for the parent, which ends its children in order. A group
-                # of its own and not a session: see `lifeline`; and Linux shares processors out by
-                # session (autogroups), so that on a busy machine one token in a hundred came 0.1 s
-                # late from another session, and 0.02 s from this one.
+                # Ctrl-C at the terminal is for the parent, which ends its children in order. A
+                # group of its own and not a session: see `lifeline`; and Linux shares processors
+                # out by session (autogroups), so that on a busy machine one token in a hundred was
+                # 0.1 s late from another session, and 0.02 s from this one.
                 process_group=0,
                 env=_environment(),
             )
@@ -88,7 +89,7 @@ class Spawned:
             raise
         spawned = cls(name, process, listener)
         assert process.stdin is not None
-        process.stdin.write(opening(listener.fileno()) + b"\n")
+        process.stdin.write(first_line)
         return spawned
 
     @property

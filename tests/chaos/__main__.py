@@ -31,7 +31,7 @@ def main() -> int:
             asked,
             seconds=60 * chosen.minutes,
             clients=chosen.clients,
-            pause=(0.5, 4.0),
+            pause=(0.3, 1.5),
             seed=chosen.seed,
         )
     if chosen.log is not None:

@@ -38,8 +38,8 @@ class Faults:
         while time.monotonic() < until:
             await asyncio.sleep(self._rng.uniform(*self._pause))
             self.seen.update(machine.descendants(self._pid))
-            fault = self._rng.choice([self._kill, self._kill, self._stop, self._starve])
-            fault = self._rng.choice([fault, fault, fault, self._fill_disk, self._unload])
+            faults = [self._kill, self._stop, self._starve, self._fill_disk, self._unload]
+            [fault] = self._rng.choices(faults, weights=[3, 2, 2, 1, 1])
             # what was to suffer from it may have ended just now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if await fault():

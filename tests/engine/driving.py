@@ -228,16 +228,30 @@ def near_tie(a: Token, b: Token) -> bool:
 
 def assert_same(a: Outcome, b: Outcome) -> int:
     """Equal tokens and logprobs to 1e-4, up to the first near-tie; how many of those there were."""
-    for x, y in zip(a.tokens, b.tokens, strict=False):
-        if x.id != y.id:
-            assert near_tie(x, y), f"{x} is not {y}"
-            return 1
-        assert x.logprob is not None
-        assert y.logprob is not None
-        np.testing.assert_allclose(x.logprob, y.logprob, atol=NEAR)
-        np.testing.assert_allclose([v for _, v in x.top], [v for _, v in y.top], atol=NEAR)
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    same = next((n for n, (x, y) in enumerate(pairs) if x.id != y.id), len(pairs))
+    _assert_near([x for x, _ in pairs[:same]], [y for _, y in pairs[:same]])
+    if same < len(pairs):
+        x, y = pairs[same]
+        assert near_tie(x, y), f"{x} is not {y}"
+        return 1
     assert (len(a.tokens), a.reason) == (len(b.tokens), b.reason)
     return 0
+
+
+def _assert_near(a: Sequence[Token], b: Sequence[Token]) -> None:
+    """All at once: numpy takes a tenth of a millisecond for the smallest comparison."""
+    assert [len(token.top) for token in a] == [len(token.top) for token in b]
+    np.testing.assert_allclose(_logprobs(a), _logprobs(b), atol=NEAR)
+
+
+def _logprobs(tokens: Sequence[Token]) -> list[float]:
+    """Each token's own, then those of the likeliest."""
+    told = list[float]()
+    for token in tokens:
+        assert token.logprob is not None
+        told += (token.logprob, *(logprob for _, logprob in token.top))
+    return told
 
 
 def greedy(model: Model, ids: Sequence[int], count: int) -> list[int]:

@@ -18,6 +18,9 @@ from tests.engine.driving import assert_same, make_loop, play
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
+# lines are told from tests of one thing each; tracing these would take half as long again
+pytestmark = pytest.mark.no_cover
+
 # slots of many users: beside going on and cutting back, as single does, they lend copies
 POLICIES = ("single", "multi_user", "radix")
 TOYS = {"toy-kwr": "kwr", "toy-kw": "kw", "toy-r": "r"}

@@ -111,6 +111,7 @@ def test_without_a_grammar_the_same_model_writes_no_json(model: Model) -> None:
         json.loads(bytes(id for id in plain.ids if id < 256))
 
 
+@pytest.mark.no_cover
 def test_rows_with_and_without_grammars_answer_as_they_do_alone(
     model: Model, ties: list[int]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_prompt_advances_beside_grammars_as_beside_others() -> None:
     assert progress[0] == progress[1]
 
 
+@pytest.mark.no_cover
 def test_an_answer_that_was_preempted_goes_on_where_its_grammar_was(
     model: Model, ties: list[int]
 ) -> None:

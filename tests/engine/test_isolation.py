@@ -18,6 +18,9 @@ from models.base import Model
 from tests.engine import hybrid
 from tests.engine.driving import Outcome, Visit, assert_same, job, make_loop, play, tiny_model
 
+# lines are told from tests of one thing each; tracing these would take half as long again
+pytestmark = pytest.mark.no_cover
+
 SHARED = tuple(b"a system prompt that all of them share. ")
 LENGTH = 16
 
@@ -43,18 +46,21 @@ MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 CROWD = 5
 
 
-def asked(name: str, feature: str, model: Model) -> Job:
+def asked(name: str, feature: str, kind: str) -> Job:
     """A request with one feature, behind the prompt that all share. Outcomes can only be compared
     where logprobs come along, so all ask for some."""
     changes = {"max_tokens": LENGTH, "top_logprobs": 2, "stop_ids": frozenset[int]()}
     changes |= FEATURES[feature]
     if feature == "stop":
-        plain = play(
-            make_loop(model),
-            [Visit(job=job("p", prompt(feature), **changes | {"stop_ids": frozenset[int]()}))],
-        )["p"].ids
-        changes["stop_ids"] = frozenset({plain[5]})
+        changes["stop_ids"] = frozenset({unstopped(kind)[5]})
     return job(name, prompt(feature), **changes)
+
+
+@cache
+def unstopped(kind: str) -> list[int]:
+    """What the request that stops would say if nothing stopped it."""
+    endless = job("p", prompt("stop"), max_tokens=LENGTH, stop_ids=frozenset[int]())
+    return play(make_loop(model_of(kind)), [Visit(job=endless)])["p"].ids
 
 
 def prompt(feature: str) -> tuple[int, ...]:
@@ -69,23 +75,22 @@ def model_of(kind: str) -> Model:
 @cache
 def alone(kind: str, feature: str) -> Outcome:
     """Its answer on a fresh engine with nobody else."""
-    model = model_of(kind)
-    return play(make_loop(model), [Visit(job=asked("it", feature, model))])["it"]
+    return play(make_loop(model_of(kind)), [Visit(job=asked("it", feature, kind))])["it"]
 
 
-def visits(model: Model, pair: tuple[str, str], rng: random.Random) -> list[Visit]:
+def visits(kind: str, pair: tuple[str, str], rng: random.Random) -> list[Visit]:
     """The two of the pair several times over, among others that come and hang up."""
     crowd = [*pair, *pair, *rng.choices(sorted(FEATURES), k=2)]
     rng.shuffle(crowd)
     made = [
-        Visit(job=asked(f"{i} {feature}", feature, model), at=rng.randrange(24))
+        Visit(job=asked(f"{i} {feature}", feature, kind), at=rng.randrange(24))
         for i, feature in enumerate(crowd)
     ]
     for i in range(2):
         comes = rng.randrange(24)
         made.append(
             Visit(
-                job=asked(f"gone {i}", rng.choice(sorted(FEATURES)), model),
+                job=asked(f"gone {i}", rng.choice(sorted(FEATURES)), kind),
                 at=comes,
                 cancelled_at=comes + rng.randrange(1, 16),
             )
@@ -104,7 +109,7 @@ def test_every_pair_of_requests_leaves_each_other_alone(
     for pair in combinations_with_replacement(FEATURES, 2):
         rng = random.Random(f"{kind} {policy} {pair}")
         loop = make_loop(model, running=CROWD, policy=policy, chunk=16)
-        together = play(loop, visits(model, pair, rng))
+        together = play(loop, visits(kind, pair, rng))
         for name, outcome in together.items():
             number, feature = name.split()
             if number != "gone":

@@ -29,6 +29,7 @@ def footprint(model: Model, positions: int) -> int:
     return memory.footprint(positions)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("policy", ["radix", "slots"])
 def test_a_preempted_answer_is_the_one_it_would_have_been(
     model: Model, policy: str, ties: list[int]
@@ -55,6 +56,7 @@ def test_a_preempted_answer_is_the_one_it_would_have_been(
         ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
 
 
+@pytest.mark.no_cover
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:

@@ -21,6 +21,9 @@ from tests.engine.driving import tiny_model as model
 from tests.engine.schemas import CORNERS, Schema, drawn
 from tests.engine.test_grammar import ids_of
 
+# lines are told from tests of one thing each; tracing these would take half as long again
+pytestmark = pytest.mark.no_cover
+
 ENDS = frozenset({tiny.END})
 DRAWN = 500
 TOGETHER = 50

@@ -74,6 +74,7 @@ def test_a_request_waits_for_its_model_and_the_next_one_does_not():
             state = pool.state(A)
             assert (state.phase, state.leases, state.share) == ("ready", 0, 4)
             assert (state.context, state.parallel, state.pid) == (64, 2, 7)
+            assert (pool.context(A), pool.context(B)) == (64, None)
             assert pool.resident(A) is pool.resident(A)
             assert house.loads == ["a"]
 

@@ -45,6 +45,7 @@ def refusal(source: str, seconds: float = 5.0, **context) -> str:
     return caught.value.message
 
 
+@pytest.mark.no_cover
 class TestRealTemplates:
     def test_render_as_upstream_documents(self, shared):
         template = compiled(shared / "chat_templates")

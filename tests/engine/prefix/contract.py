@@ -238,6 +238,7 @@ numbers = st.integers(0, 10_000)
 operations = st.lists(st.tuples(st.sampled_from(NAMES), numbers, numbers, numbers), max_size=40)
 
 
+@pytest.mark.no_cover
 @every_kind
 @settings(max_examples=40)
 @given(operations=operations, grid=st.sampled_from(GRIDS))
@@ -247,6 +248,7 @@ def test_any_history_keeps_every_promise(
     History(make_cache(kinds, grid), grid).play(operations)
 
 
+@pytest.mark.no_cover
 @every_kind
 def test_thousands_of_long_histories_keep_every_promise(make_cache: MakeCache, kinds: str) -> None:
     """Longer than what hypothesis likes to draw, and more of them: 400 for each kind of layers."""

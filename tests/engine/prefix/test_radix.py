@@ -31,6 +31,7 @@ def make_cache() -> MakeCache:
     return cache_of
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("kinds", ["k", "kwr", "r", "w"])
 def test_in_any_history_every_node_is_backed_by_what_it_stands_for(kinds: str) -> None:
     for seed in range(1000, 1150):
@@ -50,6 +51,7 @@ Prompts = st.lists(
 )
 
 
+@pytest.mark.no_cover
 @settings(max_examples=300)
 @given(prompts=Prompts, grid=st.sampled_from(GRIDS))
 def test_without_evictions_everything_that_was_ever_evaluated_is_found(

@@ -399,6 +399,7 @@ class Crowded(History):
             super().begin(a, b, c)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("multi_user", [False, True])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_few_slots_under_any_history_keep_every_promise(kinds: str, multi_user: bool) -> None:

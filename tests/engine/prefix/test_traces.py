@@ -9,6 +9,10 @@ from tests.bench.replay import POLICIES, replay
 from tests.bench.traces import Turn
 
 
+# lines are told from tests of one thing each; tracing these would take half as long again
+pytestmark = pytest.mark.no_cover
+
+
 @pytest.fixture(scope="module")
 def turns(shared: Path) -> list[Turn]:
     return traces.interleaved(traces.conversations(shared))

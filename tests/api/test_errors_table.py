@@ -1,0 +1,128 @@
+"""The table of errors in API.md: each row is what a client gets, and there is no other error.
+
+What is raised is read from the sources: every `AppError` that names its kind. Those which pass on
+what another one said have the words of that one.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from app.api.wire import MANNERS
+from app.core.errors import AppError, Kind
+from tests.api.asgi import ask
+from tests.fakes import CARD, FakeGenerate
+
+ROOT = Path(__file__).parents[2]
+
+CHAT = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
+
+# What is answered with another status than that of its kind, because HTTP has one for it: by the
+# connection itself (tests/door/test_connections.py), and by /health (tests/api/test_meta.py).
+OTHER_STATUSES = {
+    "request_header_fields_too_large": {431},
+    "invalid_http": {400, 501},
+    "too_many_connections": {503},
+    "engine_error": {500, 503},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """code: None where there is none. retry_after: always, sometimes or never."""
+
+    status: int
+    code: str | None
+    type: str
+    retry_after: str
+
+    def __str__(self) -> str:
+        return f"{self.status}-{self.code}"
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error as our code makes it. waits: whether it says how long."""
+
+    kind: Kind
+    code: str | None
+    waits: bool
+
+
+def rows() -> list[Row]:
+    text = (ROOT / "API.md").read_text("utf-8")
+    _, _, table = text.partition("| Status | Code | Type | What happened | Retry-After |\n")
+    found: list[Row] = []
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+        status, code, type_, _, retry_after = line.strip("| ").split(" | ")
+        assert retry_after in ("always", "sometimes", "never"), line
+        known = None if code == "–" else code.strip("`")
+        found.append(Row(int(status), known, type_.strip("`"), retry_after))
+    return found
+
+
+def raised() -> Iterator[Raised]:
+    trees = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "app").rglob("*.py")]
+    constants = {
+        target.id: node.value.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in (node for tree in trees for node in ast.walk(tree)):
+        match call:
+            case ast.Call(func=ast.Name(id="AppError"), args=[ast.Attribute(attr=name), *_]):
+                if name not in Kind.__members__:
+                    continue
+                said = {keyword.arg: keyword.value for keyword in call.keywords}
+                for code in codes(said.get("code"), constants) or [MANNERS[Kind[name]].code]:
+                    yield Raised(Kind[name], code, "retry_after" in said)
+
+
+def codes(value: ast.expr | None, constants: dict[str, object]) -> list[str]:
+    """The texts that an expression may have for its value."""
+    if value is None:
+        return []
+    if isinstance(value, ast.Name):
+        return [str(constants[value.id])]
+    if isinstance(value, ast.IfExp):
+        return [*codes(value.body, constants), *codes(value.orelse, constants)]
+    assert isinstance(value, ast.Constant), ast.unparse(value)
+    return [str(value.value)]
+
+
+ROWS = rows()
+RAISED = set(raised())
+
+
+def test_the_table_has_all_that_is_raised_and_nothing_else():
+    expected = {
+        (status, one.code)
+        for one in RAISED
+        for status in OTHER_STATUSES.get(one.code or "", {MANNERS[one.kind].status})
+    }
+    assert {(row.status, row.code) for row in ROWS} == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_client_is_told_what_the_row_says(row: Row):
+    HTTPStatus(row.status)
+    for one in (one for one in RAISED if one.code == row.code):
+        assert row.type == MANNERS[one.kind].type
+        if row.retry_after == "never" and row.status == MANNERS[one.kind].status:
+            assert not one.waits
+        for wait in (None, 7) if row.retry_after == "sometimes" else (None,):
+            error = AppError(one.kind, "what", code=one.code, retry_after=wait)
+            reply = ask(FakeGenerate(refusal=error), "POST", "/v1/chat/completions", CHAT)
+            assert reply.error["code"] == row.code
+            if row.code not in OTHER_STATUSES:
+                assert reply.status == row.status
+            waits = row.retry_after == "always" or wait is not None
+            assert ("retry-after" in reply.headers) == waits
+            assert ("x-should-retry" in reply.headers) == (row.status == 504)

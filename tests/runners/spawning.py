@@ -1,0 +1,90 @@
+"""Runners in processes of their own: started, watched, and looked into."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.core.errors import AppError
+from app.core.jobs import Ended, Job, Update
+from app.core.settings import Settings
+from app.runners.process import ProcessRunner
+from tests.engine.driving import job
+from tests.runners.contract import PATIENCE
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
+
+
+@asynccontextmanager
+async def started(folder: Path, **changes: object) -> AsyncIterator[ProcessRunner]:
+    running = ProcessRunner(Settings(**changes))  # type: ignore[arg-type]
+    await running.start(store.resolve(str(folder)))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield running
+    finally:
+        await running.stop()
+
+
+def endless(name: str) -> Job:
+    return job(name, b"hello", max_tokens=4000, stop_ids=frozenset[int]())
+
+
+def pid(running: ProcessRunner) -> int:
+    found = running.status().pid
+    assert found is not None
+    return found
+
+
+def port(running: ProcessRunner) -> int:
+    assert running._spawned is not None
+    return running._spawned.port
+
+
+def lives(process: int) -> bool:
+    """Whether it does anything any more; one that nobody has buried does not."""
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def end(running: ProcessRunner, name: str) -> Ended:
+    """How a job ends that would go on for long."""
+    async with running.submit(endless(name)) as submission:
+        last: Update | None = None
+        async for update in submission:
+            last = update
+    assert isinstance(last, Ended)
+    return last
+
+
+async def refusal(folder: Path, **changes: object) -> AppError:
+    running = ProcessRunner(Settings(**changes))  # type: ignore[arg-type]
+    with pytest.raises(AppError) as caught:
+        await asyncio.wait_for(running.start(store.resolve(str(folder))), PATIENCE)
+    assert running.status().state == "failed"
+    assert running.status().pid is None
+    await running.stop()
+    return caught.value
+
+
+def addressed(process: int) -> int:
+    """Bytes of its address space."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,217 @@
+"""What happens when a runner's process dies, hangs, runs wild, or loses its parent."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from tests.engine.driving import job
+from tests.runners.contract import answer, ids
+from tests.runners.spawning import (
+    addressed,
+    end,
+    linux,
+    lives,
+    pid,
+    started,
+    wait_until,
+)
+from tests.serving import ROOT
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+def test_everybody_who_waits_hears_of_a_death(tiny_model: Path, how: signal.Signals) -> None:
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            process = pid(running)
+            waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
+            watching = asyncio.gather(*(running.over() for _ in range(3)))
+            while running.status().stats.running < 3:  # noqa: ASYNC110  # the engine says so
+                await asyncio.sleep(0.01)
+            os.kill(process, how)
+            for ended in await waiting:
+                assert ended.reason == "error"
+                assert ended.error is not None
+                assert ended.error.startswith("the engine stopped: its process was killed by SIG")
+            for said in await watching:
+                assert said.startswith(f"the process of tiny was killed by {how.name}")
+            assert ("memory" in said) == (how is signal.SIGKILL)
+            assert ("Segmentation" in said) == (how is signal.SIGSEGV)
+            status = running.status()
+            assert (status.state, status.error, status.pid) == ("failed", said, None)
+            with pytest.raises(AppError, match="the engine is not running") as caught:
+                await answer(running, "b", b"x")
+            assert caught.value.kind is Kind.ENGINE
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_says_nothing_any_more_is_replaceable(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with started(tiny_model, watchdog=0.5) as running:
+            process = pid(running)
+            waiting = asyncio.create_task(end(running, "a"))
+            while not running.status().stats.running:  # noqa: ASYNC110  # the engine says so
+                await asyncio.sleep(0.01)
+            os.kill(process, signal.SIGSTOP)
+            said = await running.over()
+            assert said.startswith("the engine's process has said nothing for ")
+            assert (await waiting).error == f"the engine stopped: {said}"
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+HANG = """
+import time
+from app.engine.loop import Loop
+
+def step(loop):
+    loop.on_stage("decode of 8 sequences")
+    time.sleep(3600)
+
+Loop.step = step
+"""
+
+
+def test_an_engine_that_hangs_is_killed(tiny_model: Path, plant: Callable[[str], None]) -> None:
+    plant(HANG)
+
+    async def run() -> None:
+        async with started(tiny_model, watchdog=0.5) as running:
+            process = pid(running)
+            ended, said = await asyncio.gather(end(running, "a"), running.over())
+            assert said.startswith("the engine has not moved for ")
+            assert said.endswith("(decode of 8 sequences)")
+            assert ended.error == f"the engine stopped: {said}"
+            assert running.status().state in ("stalled", "failed")
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_breaks_tells_why_before_it_ends(
+    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(
+        "from app.engine.loop import Loop\n"
+        "def step(loop): raise AssertionError('planted')\n"
+        "Loop.step = step\n"
+    )
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            process = pid(running)
+            ended, said = await asyncio.gather(end(running, "a"), running.over())
+            assert said == "AssertionError: planted"
+            assert ended.error == f"the engine stopped: {said}"
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+    assert "in step" in caplog.text, "its traceback is in our log"
+
+
+HUNGRY = """
+from app.engine.loop import Loop
+held, real = [], Loop.step
+
+def step(loop):
+    held.append(bytearray(8 << 20))
+    return real(loop)
+
+Loop.step = step
+"""
+
+
+@linux
+def test_a_process_that_runs_out_of_memory_harms_only_itself(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant(HUNGRY)
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            limit = addressed(pid(running)) + (128 << 20)
+            resource.prlimit(pid(running), resource.RLIMIT_AS, (limit, limit))
+            for ended in await asyncio.gather(*(end(running, f"job {i}") for i in range(4))):
+                assert ended.error is not None
+                assert ended.error.startswith("the engine stopped")
+            assert "emory" in await running.over()
+
+    asyncio.run(run())
+
+
+def test_a_flood_of_words_without_an_end_blocks_nobody(
+    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(
+        "import sys\n"
+        "from app.engine.loop import Loop\n"
+        "real = Loop.step\n"
+        "def step(loop):\n"
+        "    sys.stderr.write('x' * 100_000)\n"
+        "    sys.stderr.write('\\ny' * 1000)\n"
+        "    return real(loop)\n"
+        "Loop.step = step\n"
+    )
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            asked = job("a", b"hello", max_tokens=40, stop_ids=frozenset[int]())
+            async with running.submit(asked) as submission:
+                updates = [update async for update in submission]
+            assert len(ids(updates)) == 40
+
+    asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) < 500
+    assert max(map(len, said)) < 2100
+
+
+PARENT = """
+import asyncio, sys
+from app import store
+from app.core.settings import Settings
+from app.runners.process import ProcessRunner
+from tests.engine.driving import job
+
+async def main():
+    running = ProcessRunner(Settings())
+    await running.start(store.resolve(sys.argv[1]))
+    async with running.submit(job("a", b"hello", max_tokens=4000, stop_ids=frozenset())):
+        print(running.status().pid, flush=True)
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("helps", [False, pytest.param(True, marks=linux)])
+def test_nobody_is_left_behind_by_a_parent_that_was_killed(
+    tiny_model: Path, plant: Callable[[str], None], stopped: bool, helps: bool
+) -> None:
+    """helps: whether the kernel kills whose parent is gone. Not all of them do."""
+    if not helps:
+        plant("import app.runners.lifeline as it\nit.tie_to_parent = lambda: None")
+    command = [sys.executable, "-c", PARENT, str(tiny_model)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = int(parent.stdout.readline())
+        if stopped:
+            os.kill(process, signal.SIGSTOP)
+        parent.kill()
+    wait_until(lambda: not lives(process))

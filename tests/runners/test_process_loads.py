@@ -1,0 +1,125 @@
+"""How a runner's process begins, and how it does not."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.core.errors import AppError, Kind
+from app.core.settings import Settings
+from app.runners.process import ProcessRunner
+from tests.runners.contract import answer
+from tests.runners.spawning import (
+    linux,
+    lives,
+    pid,
+    refusal,
+    started,
+)
+
+
+def test_a_process_that_ends_before_it_is_ready_is_told_with_its_last_words(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant("import os, sys\nsys.stderr.write('libmlx.so: cannot open\\nbye\\n')\nos._exit(3)")
+    error = asyncio.run(refusal(tiny_model))
+    assert error.kind is Kind.MODEL_FILES
+    assert error.message == (
+        "tiny could not be loaded: its process ended with exit status 3: "
+        "libmlx.so: cannot open; bye"
+    )
+
+
+def test_a_load_that_does_not_get_on_is_given_up(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant("import time\nimport app.engine.load as it\nit.load = lambda *_: time.sleep(3600)")
+    error = asyncio.run(refusal(tiny_model, load_timeout=1.5))
+    assert error.message == "tiny could not be loaded: nothing moved for 2 s at 0 %"
+
+
+def test_progress_of_a_load_is_seen_and_buys_time(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant(
+        "import time\n"
+        "import app.engine.load as it\n"
+        "real = it.load\n"
+        "def load(files, settings, report):\n"
+        "    for percent in range(0, 100, 20):\n"
+        "        report(percent, percent)\n"
+        "        time.sleep(0.5)\n"
+        "    return real(files, settings, report)\n"
+        "it.load = load\n"
+    )
+
+    async def run() -> set[int]:
+        running = ProcessRunner(Settings(load_timeout=2.0))
+        starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
+        seen: set[int] = set()
+        while not starting.done():
+            status = running.status()
+            seen.add(status.progress)
+            assert status.state in ("loading", "ready")
+            with pytest.raises(AppError, match="still loading"):
+                await answer(running, "a", b"x")
+            await asyncio.sleep(0.05)
+        await starting
+        await running.stop()
+        return seen
+
+    assert {20, 40, 60, 80} <= asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_understood_is_ended(
+    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(
+        "from app.runners import wire\n"
+        "class Mumbling:\n"
+        "    def encode(self, news): return b'mumble'\n"
+        "wire.NEWS = Mumbling()\n"
+    )
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            assert await running.over() == "the process of tiny cannot be understood"
+
+    asyncio.run(run())
+    assert "JSONDecodeError" in caplog.text
+
+
+def test_a_process_that_cannot_be_started_is_the_starters_error(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    error = asyncio.run(refusal(tiny_model))
+    assert "the process of tiny could not be started: " in error.message
+
+
+def test_a_start_that_is_cancelled_leaves_nobody(tiny_model: Path) -> None:
+    async def run() -> None:
+        running = ProcessRunner(Settings())
+        starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
+        while running.status().pid is None:  # noqa: ASYNC110  # no event tells of it
+            await asyncio.sleep(0.01)
+        process = pid(running)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        assert not lives(process)
+        await running.stop()
+
+    asyncio.run(run())
+
+
+@linux
+def test_a_process_that_gets_no_memory_to_begin_with_says_so(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (150 << 20, 150 << 20))")
+    error = asyncio.run(refusal(tiny_model))
+    assert error.kind is Kind.MODEL_FILES
+    assert "emory" in error.message

@@ -1,0 +1,92 @@
+"""Everything at once, for a little while: `python -m tests.chaos` is the same for ten minutes.
+
+First, that the judge would see what it is there to see.
+"""
+
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.judge import MOST_GROWTH, Report, complaints
+from tests.chaos.load import Outcome
+from tests.chaos.machine import Resources
+from tests.chaos.questions import Question, answers, questions, write_models
+from tests.chaos.run import run
+
+ANNA, BERT = Question("anna", "hello", None), Question("bert", "hello", None)
+EXPECTED = {ANNA: "from anna", BERT: "from bert"}
+ANSWER = Outcome(question=ANNA, streamed=True, text="from anna")
+ERROR = Outcome(
+    question=ANNA,
+    streamed=True,
+    status=500,
+    code="engine_error",
+    message="the engine stopped: its process was killed by SIGKILL",
+)
+FRONT = Resources(rss=1 << 26, descriptors=("pipe", "socket"), threads=4)
+WELL = Report(
+    asked=(ANSWER, ERROR, Outcome(question=ANNA, streamed=True, left=True)),
+    afterwards=(ANSWER,),
+    before=FRONT,
+    after=FRONT,
+    orphans=(),
+    status=-signal.SIGTERM,
+    faults=Counter(kill=1),
+    log="",
+)
+
+# what the judge must say of a report that is changed so
+WRONG = {
+    "a wrong answer": ({"asked": [replace(ANSWER, text="nonsense")]}, "was right"),
+    "another model's answer": (
+        {"asked": [replace(ANSWER, text="from bert")]},
+        "got the answer of bert",
+    ),
+    "half an answer": ({"asked": [replace(ANSWER, text="from a")]}, "was right"),
+    "a stream that broke off": (
+        {"asked": [ANSWER, replace(ANSWER, text=None, broken="silence")]},
+        "ended in silence",
+    ),
+    "an error without a cause": (
+        {"asked": [ANSWER, replace(ERROR, message="internal error")]},
+        "without a cause",
+    ),
+    "an error of another kind": (
+        {"asked": [ANSWER, replace(ERROR, code="internal_error")]},
+        "which nothing here brings about",
+    ),
+    "nobody answered": ({"asked": [ERROR]}, "nobody was answered"),
+    "no answer afterwards": ({"afterwards": [ERROR]}, "when all was quiet"),
+    "an orphan": ({"orphans": [7]}, "outlived the server: [7]"),
+    "a socket left": (
+        {"after": replace(FRONT, descriptors=("pipe", "socket", "socket"))},
+        "left open: {'socket': 1}",
+    ),
+    "memory that grew": ({"after": replace(FRONT, rss=FRONT.rss + MOST_GROWTH + 1)}, "grew"),
+    "threads that grew": ({"after": replace(FRONT, threads=99)}, "threads grew"),
+    "a bad end": ({"status": 1}, "status 1"),
+    "a traceback": ({"log": "x\nTraceback (most recent call last)"}, "a traceback"),
+}
+
+
+def test_a_run_in_which_all_is_well_gives_no_cause_for_complaint() -> None:
+    assert complaints(WELL, EXPECTED) == []
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG.values(), ids=WRONG)
+def test_the_judge_sees_what_is_wrong(change: dict[str, object], said: str) -> None:
+    [complaint] = complaints(replace(WELL, **change), EXPECTED)
+    assert said in complaint
+
+
+def test_five_models_sixteen_clients_and_whatever_can_happen(tmp_path: Path) -> None:
+    asked = questions(5, seed=6)
+    write_models(tmp_path)
+    expected = answers(tmp_path, asked)
+    assert len(set(expected.values())) == len(asked), "else a wrong answer could go unseen"
+    report = run(tmp_path, asked, seconds=12, clients=16, pause=(0.2, 0.8), seed=6)
+    assert complaints(report, expected) == [], report.counts()
+    assert report.faults.total() > 3
