@@ -23,10 +23,11 @@ from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
+from app.core.traffic import Traffic
 from app.core.watched import Watched
 from app.door.certificates import check_certificate
-from app.door.connections import protocol
 from app.door.draining import Server
+from app.door.entrance import protocol
 from app.door.exposure import check_exposure
 from app.door.keyring import Keyring
 from app.door.notices import Notices
@@ -123,8 +124,9 @@ def serve(settings: Settings) -> int:
             await tracing.stop()
 
     generate = limited if tracing is None else Watched(limited, tracing.watch)
-    app = build_app(generate, settings, lifespan=lifespan, keyring=keyring)
-    server = Server(_uvicorn(app, settings), limited, settings)
+    traffic = Traffic()
+    app = build_app(generate, settings, lifespan=lifespan, keyring=keyring, traffic=traffic)
+    server = Server(_uvicorn(app, settings, traffic), limited, settings)
     if others is not None:
         others.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
         when_launcher_ends(os.environ, leave)
@@ -211,14 +213,13 @@ def _maker(settings: Settings) -> Callable[[Settings], Runner]:
     return ProcessRunner
 
 
-def _uvicorn(app: Starlette, settings: Settings) -> uvicorn.Config:
+def _uvicorn(app: Starlette, settings: Settings, traffic: Traffic) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol(settings),
+        # with TLS, where there is a certificate
+        http=protocol(settings, traffic),
         host=settings.host,
         port=settings.port,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -51,6 +51,17 @@ def _write_bytecode(folder: Path) -> None:
     sys.dont_write_bytecode = False
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests whose input is drawn are not traced, nor are those that are marked so one by one:
+    matrices, long histories, all questions of a benchmark. Tracing doubles their time, and a line
+    counts as covered when a test was written for it, not when chance came by."""
+    for item in items:
+        # hypothesis marks its own
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker("no_cover")
+
+
 def pytest_collection_finish() -> None:
     """An engine that ends, and a test that counts memory, make Python look at all that there is.
     With nine thousand tests in memory, that takes half a second each time; frozen, they are not

@@ -36,8 +36,7 @@ from tests.bfcl import questions
 from tests.conftest import SHARED
 from tests.serving import PATIENCE
 
-# lines are told from tests of one thing each; tracing these would take half as long again
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
 # templates that cannot show any tool: one wants it in a variable that only its makers' server has,
 # the other's macros look for the variable of a loop

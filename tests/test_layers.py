@@ -97,8 +97,9 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
     "app.api.wire": frozenset({"starlette", "orjson", "sse_starlette"}),
     "app.door": frozenset({"starlette"}),
-    # the two modules that know what carries HTTP, besides who starts it
+    # the few modules that know what carries HTTP, besides who starts it
     "app.door.connections": frozenset({"h11", "starlette", "uvicorn"}),
+    "app.door.entrance": frozenset({"uvicorn"}),
     "app.door.strict": frozenset({"h11", "starlette"}),
     "app.door.draining": frozenset({"uvicorn"}),
     "app.limits": frozenset(),

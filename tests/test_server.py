@@ -48,7 +48,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
+@pytest.fixture(scope="module")
+def described() -> Any:
+    return schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
+
+
+# see tests/api/test_schemathesis.py
+DESCRIBED = schemathesis.pytest.from_fixture("described")
 
 
 @DESCRIBED.parametrize()

@@ -13,12 +13,13 @@ from app.api import dialects, meta
 from app.api.metrics.registry import Metrics
 from app.core.ports import Generate
 from app.core.settings import Settings
+from app.core.traffic import Traffic
 from app.core.visit import VisitWatch
 from app.core.watched import Watched
 
 
-def routes(generate: Generate, settings: Settings) -> list[BaseRoute]:
-    metrics = Metrics(generate)
+def routes(generate: Generate, settings: Settings, traffic: Traffic) -> list[BaseRoute]:
+    metrics = Metrics(generate, traffic)
     watched = Watched(generate, metrics.watch, VisitWatch)
     found: list[BaseRoute] = [*meta.routes(generate, settings), *metrics.routes()]
     for module in pkgutil.iter_modules(dialects.__path__):

@@ -23,6 +23,7 @@ from app.api.wire import ClientLeft, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import LOOPBACK_ORIGINS, Settings
+from app.core.traffic import Traffic
 from app.door.access import Access
 from app.door.hosts import AllowedHosts, HostCheck
 from app.door.keyring import Keyring
@@ -87,10 +88,12 @@ def build_app(
     settings: Settings,
     lifespan: Lifespan[Starlette] | None = None,
     keyring: Keyring | None = None,
+    traffic: Traffic | None = None,
 ) -> Starlette:
-    """keyring: None is one without keys. Raises AppError(INVALID) for names and origins in settings
-    that are none."""
+    """keyring: None is one without keys. traffic: where answers are counted; None is nowhere.
+    Raises AppError(INVALID) for names and origins in settings that are none."""
     origins = AllowedOrigins.of(settings)
+    counted = Traffic() if traffic is None else traffic
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
@@ -102,11 +105,11 @@ def build_app(
         allow_private_network=True,
     )
     app = _Application(
-        routes=routes(generate, settings),
+        routes=routes(generate, settings, counted),
         # CORS before the keys: browsers send none with a preflight, and a page that may call us
         # may also read why it was refused
         outer=[
-            Middleware(RequestIds),
+            Middleware(RequestIds, counted),
             Middleware(HostCheck, AllowedHosts.of(settings)),
             cors,
             Middleware(OriginCheck, origins),

@@ -1,5 +1,5 @@
-"""A name for every request, told with its answer and in the log, and a line in the log when it is
-over.
+"""A name for every request, told with its answer and in the log, and when it is over a line in the
+log and a count.
 
 Knows the header that OpenAI's SDKs read (`x-request-id`; they show it as `_request_id` and in
 their exceptions), and that of W3C's Trace Context. Must not know: routes, or what is answered.
@@ -13,8 +13,10 @@ import time
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.core.traffic import Traffic
 from app.core.visit import VISIT, Visit
 
 # its own, so that it can be switched off (app/logs.py)
@@ -46,10 +48,12 @@ def new_id() -> str:
 
 class RequestIds:
     """ASGI middleware, to stand around everything else. The id is the client's own, if it sent one
-    that can be repeated, and lies in `request.state.request_id`."""
+    that can be repeated, and lies in `request.state.request_id`. traffic: where each answer is
+    counted."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, traffic: Traffic | None = None) -> None:
         self._app = app
+        self._traffic = Traffic() if traffic is None else traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,7 +80,19 @@ class RequestIds:
         try:
             await self._app(scope, receive, naming_send)
         finally:
+            self._traffic.answer(*_route(scope), status)
             _note(scope, visit, status, time.monotonic() - began)
+
+
+def _route(scope: Scope) -> tuple[str, str]:
+    """Method and path of the route that took the request: what a client made up is no figure."""
+    match scope.get("route"):
+        case Route(path=path, methods=methods) if methods and scope["method"] in methods:
+            return scope["method"], path
+        case Route(path=path):
+            return "none", path
+        case _:
+            return "none", "none"
 
 
 def _note(scope: Scope, visit: Visit, status: int, seconds: float) -> None:

@@ -26,7 +26,7 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
 
     cert: PEM, the server's certificate first, then those between it and the root. key: PEM, without
     a passphrase. now: Unix time. Raises AppError(INVALID) if it cannot be served with."""
-    server = _loaded(cert, key)
+    server = loaded(cert, key)
     told: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         told.append(f"--tls-key: {key} can be read by other users of this machine: chmod 600 {key}")
@@ -39,7 +39,8 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
     return told
 
 
-def _loaded(cert: str, key: str) -> ssl.SSLContext:
+def loaded(cert: str, key: str) -> ssl.SSLContext:
+    """What a server speaks TLS with. Raises AppError(INVALID) as `check_certificate` does."""
     for option, file in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             content = Path(file).read_bytes()

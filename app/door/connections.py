@@ -1,20 +1,21 @@
-"""One HTTP connection: how long each part of a request may take, how large its head may be, and who
-gives way when too many are open.
+"""One HTTP connection: how long each part of a request may take, what comes of one that nobody can
+read, and how one leaves.
 
-Knows: uvicorn's protocol on h11, sockets, timers. Must not know: routes, keys, what is answered.
+Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, what is answered.
 
 What a connection waits for, and what ends the wait:
 
-    opened ──head──▶ body ──▶ answer ──▶ idle ──first byte──▶ head …
-      └ header_timeout ┘ └ body_timeout ┘  └ uvicorn's keep-alive ┘ └ header_timeout
+    accepted ─handshake─▶ head ─▶ body ─▶ answer ─▶ idle ─first byte─▶ head …
+       header_timeout ┘      ┘       ┘ body_timeout    ┘ uvicorn's keep-alive
 
-An answer that came before its request was whole (413, 404) is followed by `rest`: what is left of
-the body is thrown away for a while, since closing at once would reset the connection and with it
-the answer (RFC 9112, 9.6). So are connections left that were refused here: `leaving`.
+An answer that came before its request was whole (401, 404, 413) is followed by `rest`: what is left
+of the body is thrown away for a while, since closing at once would reset the connection and with it
+the answer (RFC 9112, 9.6). Where nothing may follow it, or where the refusal is our own, the
+connection is `leaving`: it is closed in one direction, and thrown away is what comes in the other.
 """
 
 import asyncio
-import logging
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import h11
@@ -26,54 +27,37 @@ from uvicorn.server import ServerState
 from app.api.request_id import HEADER, RequestIds, new_id
 from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
-from app.core.settings import Settings
-from app.door.crowd import Crowd
+from app.core.traffic import Reason
+from app.door.hall import Hall
+from app.door.outlet import Outlet
 from app.door.strict import StrictConnection
-
-log = logging.getLogger(__name__)
+from app.door.unread import Unread
+from app.door.waiting import Waiting
 
 # Bytes that are read in one turn of the event loop: h11 takes 4 microseconds for a chunk of one
 # byte, so that asyncio's 256 KiB of them would stop everybody else for 0.2 s.
 _READ = 8 * 1024
 
-# What is read and thrown away behind an answer that came early, in bytes and in seconds.
-_REST_BYTES = 16 * 1024 * 1024
+# Seconds in which the rest of a request that was answered is read and thrown away.
 _REST_SECONDS = 5.0
 
 # Seconds in which a refused client may read why.
 _LEAVING_SECONDS = 2.0
 
-# Refused clients that may be reading why, beyond max_connections; more are not even told.
-_LEAVING = 64
-
 # Seconds in which a request that was under way when the server began to stop is still answered.
 _LAST_LOOK = 0.05
-
-# Bytes that a client must have read of what waits for it to be given more time.
-_PROGRESS = 16 * 1024
 
 STOPPING = "the server is stopping: try again in a moment, by then another one may be here"
 
 _CLOSE = {"Connection": "close"}
 
-Waits = Literal["head", "body", "rest", "leaving"]
+Waits = Literal["handshake", "head", "body", "rest", "leaving"]
 
-
-def protocol(settings: Settings) -> type["Connection"]:
-    """What `uvicorn.Config(http=…)` takes: the connections of one server, bounded together."""
-    crowd = Crowd["Connection"](settings.max_connections)
-
-    class Bounded(Connection):
-        def __init__(
-            self,
-            config: Config,
-            server_state: ServerState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(config, server_state, app_state, _loop, crowd, settings)
-
-    return Bounded
+_TOO_LATE: Mapping[Waits | None, Reason] = {
+    "handshake": "handshake_timeout",
+    "head": "head_timeout",
+    "body": "body_timeout",
+}
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -86,41 +70,44 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
-        loop: asyncio.AbstractEventLoop | None,
-        crowd: Crowd["Connection"],
-        settings: Settings,
+        loop: asyncio.AbstractEventLoop,
+        hall: Hall,
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
         self.conn = StrictConnection()
-        self._crowd = crowd
-        self._most = settings.max_connections
-        self._header_timeout = settings.header_timeout
-        self._body_timeout = settings.body_timeout
+        self._hall = hall
+        self._out = Outlet(self)
+        self._unread = Unread(loop, hall.body_timeout, self._give_up_reader)
         self._buffer = bytearray()
-        self._waits: Waits | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.TimerHandle | None = None
+        self._waiting = Waiting[Waits](loop, self._expire)
         self._thrown_away = 0
-        self._stops = False
+        # left: nothing more is answered here. closes: as soon as all is out
+        self._stops = self._left = self._closes = False
 
-    # What asyncio calls
+    # What asyncio calls, or `Handshake` in its place
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._waiting.begin("handshake", self._hall.header_timeout)
+        self._hall.enter(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
+        encrypted = self._waiting.what == "handshake"
         super().connection_made(transport)
         # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
-        transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
-        self._wait_for("head", self._header_timeout)
-        leaver = self._crowd.join(self)
-        if leaver is self and len(self.connections) > self._most + _LEAVING:
-            transport.abort()
-        elif leaver is not None:
-            leaver.give_way(tell=leaver is self)
+        transport.set_write_buffer_limits(high=1 if encrypted else 0)
+        self._waiting.begin("head", self._hall.header_timeout)
+        if not encrypted:
+            self._hall.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
-        self._wait_for(None)
-        self._stop_watching()
+        self.gone()
         super().connection_lost(exc)
+
+    def gone(self) -> None:
+        self._hall.leave(self)
+        self._waiting.end()
+        self._unread.stop()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._buffer = bytearray(_READ)
@@ -132,41 +119,53 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
-        if self._waits in ("rest", "leaving"):
-            self._thrown_away += len(data)
-            if self._thrown_away > _REST_BYTES:
-                self.transport.abort()
-                return
-        if self._waits == "leaving":
-            return
-        super().data_received(data)
-        self._look()
+        unwanted = self._left or self._waiting.what == "rest"
+        self._thrown_away = self._thrown_away + len(data) if unwanted else 0
+        if self._thrown_away > self._hall.rest:
+            self.cut()
+        elif not self._left:
+            super().data_received(data)
+            self._look()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch(self.transport.get_write_buffer_size())
+        self._unread.watch(self.transport)
 
     def resume_writing(self) -> None:
-        self._stop_watching()
+        self._unread.stop()
         super().resume_writing()
+        if self._closes:
+            self.transport.close()
 
     # What uvicorn calls
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
+        if cycle is not None:
+            cycle.transport = self._out
+        if self.conn.fault is not None:
+            error, status = self.conn.fault
+            self._hall.invalid(str(self.client), error.message)
+            self._hall.turned_away("head_too_large" if status == 431 else "invalid_http")
+            self._refuse(problem_reply(error, status=status))
+
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._look()
+        if not self._left:
+            super().on_response_complete()
+            self._look()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.parted:
+            self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Java's client asks for HTTP/2 with each first request, and gets its answer by HTTP/1.1:
         nothing that would be worth two lines in the log."""
 
-    def send_400_response(self, msg: str) -> None:
-        assert self.conn.fault is not None, "called where an event could not be read"
-        self._refuse(self.conn.fault)
-
     def shutdown(self) -> None:
         """Finish what is being answered, answer nothing else, and close. May be called again."""
-        if self._stops or self._waits == "leaving":
+        if self._stops or self._left:
             return
         self._stops = True
         self.app = RequestIds(problem_reply(AppError(Kind.STOPPING, STOPPING), headers=_CLOSE))
@@ -179,10 +178,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             # a request may lie in the socket already
             self.loop.call_later(_LAST_LOOK, self._hang_up)
 
-    # What the server and other connections call
+    # What the server, other connections and `Outlet` call
 
     def give_way(self, *, tell: bool) -> None:
-        """Too many are open, and this one has to go. tell: also if nothing of a request came."""
+        if self._waiting.what == "handshake":
+            self.cut()
+            return
         if not tell and not self._begun:
             self._close()
             return
@@ -190,12 +191,26 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         told = AppError(Kind.BUSY, message, code="too_many_connections")
         self._refuse(problem_reply(told, status=503))
 
+    def cut(self) -> None:
+        self.transport.abort()
+
+    def part(self) -> None:
+        """An answer is out, or broke off, after which there is none."""
+        if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
+            self._leave(_REST_SECONDS)
+        else:
+            self._close()
+
+    @property
+    def parted(self) -> bool:
+        return self._left or self.transport.is_closing()
+
     # Ours
 
     @property
     def _answering(self) -> bool:
         """Whether a request is with the application."""
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
+        cycle = cast(RequestResponseCycle | None, self.cycle)
         return cycle is not None and not cycle.response_complete
 
     @property
@@ -205,96 +220,84 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def _look(self) -> None:
         """What does it wait for now?"""
-        if self._waits == "leaving" or self.transport.is_closing():
+        if self.parted:
             return
         theirs = self.conn.their_state
         if theirs is h11.IDLE:
-            self._crowd.wait(self)
+            self._hall.crowd.wait(self)
             if self._stops and not self._begun:
                 self._close()
                 return
             # before the first byte uvicorn's keep-alive counts, unless something stopped it
             if self._begun or self.timeout_keep_alive_task is None:
-                self._wait_for("head", self._header_timeout)
+                self._waiting.begin("head", self._hall.header_timeout)
             else:
-                self._wait_for(None)
+                self._waiting.end()
         elif theirs is not h11.SEND_BODY:
-            self._crowd.heard(self)
-            self._wait_for(None)
+            self._hall.crowd.heard(self)
+            self._waiting.end()
         elif self._answering:
-            self._wait_for("body", self._body_timeout)
+            self._waiting.begin("body", self._hall.body_timeout)
         else:
-            self._wait_for("rest", _REST_SECONDS)
-
-    def _wait_for(self, what: Waits | None, seconds: float = 0.0) -> None:
-        """Waiting longer for the same thing gives no more time."""
-        if what == self._waits:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._waits, self._thrown_away = what, 0
-        self._timer = None if what is None else self.loop.call_later(seconds, self._expire)
+            self._waiting.begin("rest", _REST_SECONDS)
 
     def _expire(self) -> None:
-        match self._waits:
-            case "head" | "body" if self._begun:
-                seconds = self._header_timeout if self._waits == "head" else self._body_timeout
-                message = f"the request's {self._waits} took longer than {seconds:g} s to come"
-                self._refuse(problem_reply(AppError(Kind.TIMEOUT, message)))
-            case "head":
-                self._close()
-            case _:
-                self.transport.abort()
+        waited = self._waiting.what
+        if waited in _TOO_LATE:
+            self._hall.turned_away(_TOO_LATE[waited])
+        if waited in ("head", "body") and self._begun:
+            seconds = self._hall.header_timeout if waited == "head" else self._hall.body_timeout
+            message = f"the request's {waited} took longer than {seconds:g} s to come"
+            self._refuse(problem_reply(AppError(Kind.TIMEOUT, message)))
+        elif waited == "head":
+            self._close()
+        else:
+            self.cut()
 
     def _hang_up(self) -> None:
-        if self.transport.is_closing() or self._answering or self._waits in ("rest", "leaving"):
+        if self.parted or self._answering or self._waiting.what == "rest":
             return
         if self._begun:
             self._refuse(problem_reply(AppError(Kind.STOPPING, STOPPING)))
         else:
             self._close()
 
-    def _close(self) -> None:
-        self._crowd.leave(self)
-        self.transport.close()
-
     def _refuse(self, reply: Response) -> None:
         """Answer in the application's place, if there is anything left to answer, and leave."""
-        self._crowd.leave(self)
-        self._unset_keepalive_if_required()
         if self._answering:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()
+        if self.conn.our_state is h11.SEND_BODY:
+            self.cut()
             return
-        log.debug("a connection was refused: %d", reply.status_code)
-        reply.headers.update({HEADER: new_id(), **_CLOSE})
-        head = h11.Response(
-            status_code=reply.status_code,
-            headers=[*self.server_state.default_headers, *reply.raw_headers],
-        )
-        body = b"" if self.conn.method == b"HEAD" else bytes(reply.body)
-        self._wait_for("leaving", _LEAVING_SECONDS)
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            reply.headers.update({HEADER: new_id(), **_CLOSE})
+            self.transport.write(self.conn.whole(reply, self.server_state.default_headers))
+        self._leave(_LEAVING_SECONDS)
+
+    def _leave(self, seconds: float) -> None:
+        """Close for sending, and throw away what comes, for as long as the client may take to read
+        what it was told."""
+        self._take_leave()
+        self._waiting.begin("leaving", seconds)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
 
-    def _watch(self, unread: int) -> None:
-        self._writing = self.loop.call_later(self._body_timeout, self._press, unread)
+    def _close(self) -> None:
+        self._take_leave()
+        # TLS, once it closes, gives all that is unsent one time, and not one for each piece
+        if self._unread.waits and not self.transport.can_write_eof():
+            self._closes = True
+        else:
+            self.transport.close()
 
-    def _press(self, before: int) -> None:
-        """A client that reads nothing holds memory, and a place for as long as it likes."""
-        unread = self.transport.get_write_buffer_size()
-        if unread <= before - _PROGRESS:
-            self._watch(unread)
-            return
-        log.debug("a client did not read its answer for %g s", self._body_timeout)
-        self.transport.abort()
+    def _take_leave(self) -> None:
+        self._left = True
+        self._hall.crowd.part(self)
+        self._unset_keepalive_if_required()
+        self._waiting.end()
 
-    def _stop_watching(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+    def _give_up_reader(self) -> None:
+        self._hall.turned_away("unread_answer")
+        self.cut()

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Sequence
 from types import FrameType
 from typing import Protocol, cast
 
@@ -50,10 +51,18 @@ class Server(uvicorn.Server):
         self._answers = answers
         self._drain = settings.drain
         self._most = settings.max_connections
+        self._certificate = settings.tls_cert
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         allow_files(self._most)
         await super().startup(sockets)
+
+    def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
+        """uvicorn knows nothing of our TLS."""
+        scheme = "http" if self._certificate is None else "https"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        port = self.config.port or listeners[0].getsockname()[1]
+        log.info("running on %s://%s:%d (Ctrl-C ends it)", scheme, host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What uvicorn does with a second signal depends on which one it is, and waits for the

@@ -11,7 +11,7 @@ would be an open file that nobody counts. So a connection hears of its socket be
 import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
-from typing import Protocol
+from typing import Protocol, cast
 
 # Bytes that are read at once: a record of TLS, at most. asyncio's own 256 KiB are taken by each
 # connection for as long as it is open, which for a thousand of them is a quarter of a gigabyte.
@@ -51,10 +51,11 @@ class Handshake(SSLProtocol):
             loop,
             connection,
             context,
-            None,
+            cast("asyncio.Future[None]", None),  # as asyncio's own servers do
             server_side=True,
-            ssl_handshake_timeout=patience,
-            ssl_shutdown_timeout=farewell,
+            # seconds need not be whole, whatever the types say
+            ssl_handshake_timeout=cast("int", patience),
+            ssl_shutdown_timeout=cast("int", farewell),
         )
         self._served = served
 
@@ -62,6 +63,6 @@ class Handshake(SSLProtocol):
         self._served.begin(transport)
         super().connection_made(transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._served.gone()

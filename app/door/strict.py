@@ -3,10 +3,12 @@
 Knows: HTTP/1.1 as h11 reads it. Must not know: sockets, time, who reads it.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import h11
 from starlette.responses import Response
 
-from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
 
 # Of a request line with its header fields, and of the fields alone. Nginx has 32 KiB, Node 16 KiB,
@@ -19,15 +21,22 @@ _CHUNKS = 1024
 _CHUNK_BYTES = 128
 
 
+class Fault(NamedTuple):
+    """Why a request could not be read, and the status that tells it."""
+
+    error: AppError
+    status: int
+
+
 class StrictConnection(h11.Connection):
     """A server's side. h11 alone holds a head to its size only while the head is not whole, and
-    counts neither fields nor chunks. method: of the request that came last. fault: why the last
-    event could not be read."""
+    counts neither fields nor chunks. method: of the request that came last. fault: why nothing can
+    be read any more; h11's own user, who would be told by an error, writes a warning for each."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         self.method = b""
-        self.fault: Response | None = None
+        self.fault: Fault | None = None
         self._chunks = self._bytes = 0
 
     def next_event(
@@ -41,14 +50,18 @@ class StrictConnection(h11.Connection):
                 self._check_chunk(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
-            told = AppError(
-                Kind.INVALID,
-                f"the request is no valid HTTP: {error}",
-                code="request_header_fields_too_large" if status == 431 else "invalid_http",
-            )
-            self.fault = problem_reply(told, status=status)
-            raise
+            code = "request_header_fields_too_large" if status == 431 else "invalid_http"
+            why = f"the request is no valid HTTP: {error}"
+            self.fault = Fault(AppError(Kind.INVALID, why, code=code), status)
+            return h11.NEED_DATA
         return event
+
+    def whole(self, reply: Response, more: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """A reply as it is sent, where none has begun. more: header fields."""
+        head = h11.Response(status_code=reply.status_code, headers=[*more, *reply.raw_headers])
+        body = b"" if self.method == b"HEAD" else bytes(reply.body)
+        events = (head, h11.Data(data=body), h11.EndOfMessage())
+        return b"".join(self.send(event) or b"" for event in events)
 
     def _check_head(self, head: h11.Request) -> None:
         self.method = head.method

@@ -81,6 +81,9 @@ class Leases:
 
     def leave(self, lease: Lease) -> None:
         del self._all[lease]
+        if lease.stands == "waits":
+            # whoever still waits in another task would do so for ever
+            lease.refuse(AppError(Kind.LOADING, "the request is over"))
 
     def grant(self, now: float) -> bool:
         """Whether anybody had waited."""

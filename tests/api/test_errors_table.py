@@ -5,7 +5,7 @@ what another one said have the words of that one.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -67,34 +67,40 @@ def rows() -> list[Row]:
 
 def raised() -> Iterator[Raised]:
     trees = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "app").rglob("*.py")]
-    constants = {
-        target.id: node.value.value
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for call in (node for tree in trees for node in ast.walk(tree)):
-        match call:
-            case ast.Call(func=ast.Name(id="AppError"), args=[ast.Attribute(attr=name), *_]):
-                if name not in Kind.__members__:
-                    continue
-                said = {keyword.arg: keyword.value for keyword in call.keywords}
-                for code in codes(said.get("code"), constants) or [MANNERS[Kind[name]].code]:
-                    yield Raised(Kind[name], code, "retry_after" in said)
+    constants = {name: value for tree in trees for name, value in assigned(tree.body)}
+    for tree in trees:
+        # a name is what was assigned to it in its own file, else a constant of another one
+        names = {**constants, **dict(assigned(ast.walk(tree)))}
+        for call in ast.walk(tree):
+            match call:
+                case ast.Call(func=ast.Name(id="AppError"), args=[ast.Attribute(attr=kind), *_]):
+                    if kind not in Kind.__members__:
+                        continue
+                    said = {keyword.arg: keyword.value for keyword in call.keywords}
+                    for code in codes(said.get("code"), names) or [MANNERS[Kind[kind]].code]:
+                        yield Raised(Kind[kind], code, "retry_after" in said)
 
 
-def codes(value: ast.expr | None, constants: dict[str, object]) -> list[str]:
+def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, value
+
+
+def codes(value: ast.expr | None, names: Mapping[str, ast.expr]) -> list[str]:
     """The texts that an expression may have for its value."""
-    if value is None:
-        return []
-    if isinstance(value, ast.Name):
-        return [str(constants[value.id])]
-    if isinstance(value, ast.IfExp):
-        return [*codes(value.body, constants), *codes(value.orelse, constants)]
-    assert isinstance(value, ast.Constant), ast.unparse(value)
-    return [str(value.value)]
+    match value:
+        case None:
+            return []
+        case ast.Name(id=name):
+            return codes(names[name], names)
+        case ast.IfExp(body=one, orelse=other):
+            return [*codes(one, names), *codes(other, names)]
+        case ast.Constant(value=str(text)):
+            return [text]
+        case _:
+            raise AssertionError(f"nobody can tell which codes {ast.unparse(value)} may be")
 
 
 ROWS = rows()

@@ -18,6 +18,7 @@ from app.core.ports import RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelState
 from app.core.settings import Settings
+from app.core.traffic import Traffic
 from tests.api.asgi import Conversation
 from tests.fakes import CARD, FOREVER, HELLO, STATS, FakeGenerate, Pause, Script, finish, text
 
@@ -177,7 +178,7 @@ def test_what_a_client_made_up_is_no_label():
 @pytest.mark.parametrize("asked", ["m", "m:latest"])
 def test_a_model_is_one_under_both_of_its_names(asked: str):
     cards = (replace(CARD, id="m"),)
-    metrics = Metrics(FakeGenerate(cards=cards))
+    metrics = Metrics(FakeGenerate(cards=cards), Traffic())
     watch = metrics.watch(GenerateRequest(model=asked, prompt="x"))
     watch.fail(AppError(Kind.BUSY, "no"))
     watch.end(complete=False)

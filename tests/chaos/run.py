@@ -26,7 +26,7 @@ def configuration(root: Path) -> Path:
     models = "\n".join(f'[[models]]\nname = "{root / name}"\nalias = "{name}"' for name in SHAPES)
     file = root / "mlxrunner.toml"
     file.write_text(
-        f"memory = {_MEMORY}\nparallel = 2\ncontext = {CONTEXT}\nwatchdog = 5\n"
+        f"memory = {_MEMORY}\nparallel = 2\ncontext = {CONTEXT}\nwatchdog = 5\nload_timeout = 10\n"
         f"access_log = false\n{models}\n"
     )
     return file

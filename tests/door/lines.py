@@ -9,7 +9,7 @@ from typing import Any
 
 from app.api.app import build_app
 from app.core.settings import Settings
-from app.door.connections import protocol
+from app.door.entrance import protocol
 from tests.api.asgi import Reply, serving
 from tests.fakes import FakeGenerate
 

@@ -13,10 +13,13 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.server import ServerState
 
+from app.api.app import build_app
 from app.core.settings import Settings
-from app.door.connections import Connection, protocol
+from app.door.connections import Connection
 from app.door.crowd import Crowd, allow_files
+from app.door.entrance import protocol
 from app.door.strict import HEAD_BYTES, HEAD_FIELDS
 from tests.api.asgi import Reply
 from tests.door.lines import ASK, CHAT, GET, Line, door, eventually, head, post
@@ -334,7 +337,10 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
 
 def test_uvicorn_parses_with_nothing_else():
     """With httptools installed, uvicorn would take that by itself, and no bound would hold."""
-    config = uvicorn.Config("none", http=protocol(Settings()))
-    config.load_app = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-    assert issubclass(config.http, Connection)  # pyright: ignore[reportArgumentType]
-    assert issubclass(Connection, asyncio.BufferedProtocol)
+    made: Any = protocol(Settings())
+    config = uvicorn.Config(build_app(FakeGenerate(), Settings()), http=made)
+    config.load()
+    assert config.http_protocol_class is made
+    connection = made(config, ServerState(), {}, asyncio.new_event_loop())
+    assert isinstance(connection, Connection)
+    assert isinstance(connection, asyncio.BufferedProtocol)

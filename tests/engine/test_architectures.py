@@ -18,8 +18,7 @@ from tests.engine.driving import assert_same, make_loop, play
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
-# lines are told from tests of one thing each; tracing these would take half as long again
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
 # slots of many users: beside going on and cutting back, as single does, they lend copies
 POLICIES = ("single", "multi_user", "radix")

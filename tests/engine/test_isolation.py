@@ -18,8 +18,7 @@ from models.base import Model
 from tests.engine import hybrid
 from tests.engine.driving import Outcome, Visit, assert_same, job, make_loop, play, tiny_model
 
-# lines are told from tests of one thing each; tracing these would take half as long again
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
 SHARED = tuple(b"a system prompt that all of them share. ")
 LENGTH = 16

@@ -64,7 +64,6 @@ def test_a_prompt_of_one_token_is_answered(model: Model) -> None:
     assert run_one(make_loop(model), job("a", [7])).ids == greedy(model, [7], 12)
 
 
-@pytest.mark.no_cover
 @examples(max_examples=40)
 @given(
     prompts=st.lists(

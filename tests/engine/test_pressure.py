@@ -56,7 +56,6 @@ def test_a_preempted_answer_is_the_one_it_would_have_been(
         ties.append(assert_same(together[one.id], run_one(make_loop(model), one)))
 
 
-@pytest.mark.no_cover
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:

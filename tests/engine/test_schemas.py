@@ -21,8 +21,7 @@ from tests.engine.driving import tiny_model as model
 from tests.engine.schemas import CORNERS, Schema, drawn
 from tests.engine.test_grammar import ids_of
 
-# lines are told from tests of one thing each; tracing these would take half as long again
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
 ENDS = frozenset({tiny.END})
 DRAWN = 500

@@ -45,7 +45,6 @@ def test_logits_are_those_of_the_reference(pair: Pair) -> None:
     assert max(found.values()) < parity.TOLERANCE, found
 
 
-@pytest.mark.no_cover
 @settings(max_examples=5)
 @given(cuts=st.sets(st.integers(1, PROMPT - 1), max_size=12))
 def test_a_prompt_may_be_evaluated_in_any_pieces(pair: Pair, cuts: set[int]) -> None:

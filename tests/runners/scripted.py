@@ -29,7 +29,8 @@ QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)
 @dataclass
 class House:
     """What all runners of a test look at. needs, problems (errors that loads end with, one each),
-    gates (what loads wait for): by model. hold: while it is not set, jobs do not end."""
+    gates (what loads, and answers of what a model needs, wait for): by model. hold: while it is not
+    set, jobs do not end."""
 
     needs: dict[str, Need] = field(default_factory=dict)
     problems: dict[str, list[Exception]] = field(default_factory=dict)
@@ -54,6 +55,8 @@ class House:
 
     async def need(self, files: ModelFiles, settings: Settings) -> Need:
         self.asked.append(files.name)
+        if gate := self.gates.get(f"need of {files.name}"):
+            await gate.wait()
         return self.needs[files.name]
 
     @property

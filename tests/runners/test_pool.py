@@ -207,6 +207,20 @@ def test_what_a_model_needs_is_asked_again_only_where_the_device_has_to_be():
     run(body())
 
 
+def test_a_model_that_takes_long_to_measure_gives_way_when_nobody_waits_for_it():
+    async def body() -> None:
+        house = small()
+        house.gates["need of a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            async with pool.lease(A, None):
+                await until(lambda: house.asked == ["a"])
+                assert pool.state(A).phase == "queued"
+            await use(pool, B)
+            assert house.loads == ["b"]
+
+    run(body())
+
+
 def test_without_a_total_there_is_what_the_device_has_left_and_what_our_models_hold():
     """a may use 6, and holds 4 of these: so 7 that are free make 11, of which 5 are left for b."""
 
@@ -293,6 +307,20 @@ def test_whoever_leaves_while_a_model_is_loaded_lets_it_be_loaded():
             await settled()
             gate.set()
             await until(lambda: pool.state(A).phase == "ready")
+
+    run(body())
+
+
+def test_whoever_waits_for_a_lease_that_was_left_does_not_wait_for_ever():
+    async def body() -> None:
+        house = small()
+        house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            async with pool.lease(A, None) as lease:
+                waiting = asyncio.create_task(lease.wait())
+                await settled()
+            with pytest.raises(AppError, match="is over"):
+                await waiting
 
     run(body())
 

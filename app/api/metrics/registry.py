@@ -1,8 +1,8 @@
 """/metrics: what Prometheus scrapes.
 
 Knows: prometheus_client, starlette. Must not know: how any of it is counted below. Each number has
-one writer: the engines' are read from the models' states when somebody scrapes, and those of a
-request's life are noted by a watcher of requests.
+one writer: the engines' are read from the models' states when somebody scrapes, those of a
+request's life are noted by a watcher of requests, and those of the door by the door.
 """
 
 import asyncio
@@ -16,21 +16,24 @@ from starlette.routing import Route
 
 from app.api.metrics.engines import EngineFigures
 from app.api.metrics.requests import RequestFigures
+from app.api.metrics.traffic import TrafficFigures
 from app.core.embeddings import EmbedRequest
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
+from app.core.traffic import Traffic
 from app.core.watched import Watch
 
 
 class Metrics:
     """Figures of one server, in a registry of its own."""
 
-    def __init__(self, generate: Generate) -> None:
+    def __init__(self, generate: Generate, traffic: Traffic) -> None:
         self._registry = CollectorRegistry()
         self._generate = generate
         self._engines = EngineFigures()
         self._registry.register(self._engines)
         self._requests = RequestFigures(self._registry, self._served)
+        self._registry.register(TrafficFigures(traffic))
         # of the front door alone: runners are processes of their own. Linux only.
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "What this is", registry=self._registry).info(

@@ -238,7 +238,6 @@ numbers = st.integers(0, 10_000)
 operations = st.lists(st.tuples(st.sampled_from(NAMES), numbers, numbers, numbers), max_size=40)
 
 
-@pytest.mark.no_cover
 @every_kind
 @settings(max_examples=40)
 @given(operations=operations, grid=st.sampled_from(GRIDS))

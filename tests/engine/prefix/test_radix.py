@@ -51,7 +51,6 @@ Prompts = st.lists(
 )
 
 
-@pytest.mark.no_cover
 @settings(max_examples=300)
 @given(prompts=Prompts, grid=st.sampled_from(GRIDS))
 def test_without_evictions_everything_that_was_ever_evaluated_is_found(

@@ -8,9 +8,7 @@ from tests.bench import traces
 from tests.bench.replay import POLICIES, replay
 from tests.bench.traces import Turn
 
-
-# lines are told from tests of one thing each; tracing these would take half as long again
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,51 @@
+"""What comes to the door, as Prometheus reads it.
+
+Knows: prometheus_client, the names of prometheus-fastapi-instrumentator, by which vLLM's servers
+count their answers (`http_requests_total`). Must not know: how anything is counted.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.core.traffic import Traffic
+
+
+class TrafficFigures(Collector):
+    """Those of one server."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """On any thread, beside the event loop, which writes: so copies are read."""
+        traffic = self._traffic
+        yield GaugeMetricFamily(
+            "mlxrunner_http_connections", "Connections that are open", value=traffic.open
+        )
+        yield CounterMetricFamily(
+            "mlxrunner_http_connections_opened", "Connections since the start", traffic.opened
+        )
+        turned_away = CounterMetricFamily(
+            "mlxrunner_http_connections_turned_away",
+            "Connections that the server ended, before their request was whole or their answer was "
+            "read",
+            labels=["reason"],
+        )
+        for reason, count in traffic.turned_away.copy().items():
+            turned_away.add_metric([reason], count)
+        yield turned_away
+        answered = CounterMetricFamily(
+            "http_requests",
+            "Answers, by the route that they came from (none: refused before one was found) and the "
+            "class of their status; 4xx for a client that left",
+            labels=["handler", "method", "status"],
+        )
+        for (method, route, status), count in traffic.answered.copy().items():
+            answered.add_metric([route, method, status], count)
+        yield answered

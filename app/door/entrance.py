@@ -1,0 +1,51 @@
+"""What uvicorn calls for each socket: a connection, and TLS below it.
+
+Knows: settings, how connections and what they share are put together. Must not know: what happens
+on a connection.
+"""
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from app.core.settings import Settings
+from app.core.traffic import Traffic
+from app.door.certificates import loaded
+from app.door.connections import Connection
+from app.door.hall import Hall
+from app.door.handshakes import Handshake
+
+
+def protocol(settings: Settings, traffic: Traffic | None = None) -> type[asyncio.Protocol]:
+    """What `uvicorn.Config(http=…)` takes and calls for each socket: the connections of one server,
+    bounded together, and with TLS where the settings have a certificate; uvicorn must not have it
+    too. Raises AppError(INVALID) for one that cannot be used."""
+    hall = Hall(settings, Traffic() if traffic is None else traffic)
+    certificate = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        certificate = loaded(settings.tls_cert, settings.tls_key)
+
+    def accepted(
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.BaseProtocol:
+        loop = asyncio.get_running_loop() if _loop is None else _loop
+        connection = Connection(config, server_state, app_state, loop, hall)
+        if certificate is None:
+            return connection
+        return Handshake(
+            loop,
+            connection,
+            certificate,
+            served=connection,
+            # the connection's own patience ends first
+            patience=2 * settings.header_timeout,
+            farewell=settings.body_timeout,
+        )
+
+    # uvicorn takes whatever makes a protocol; its types speak of classes
+    return cast("type[asyncio.Protocol]", accepted)

@@ -1,0 +1,69 @@
+"""What all connections of one server have in common.
+
+Knows: who is here, what is counted and complained of. Must not know: HTTP, sockets.
+"""
+
+import logging
+import time
+from typing import Protocol
+
+from app.core.settings import MEBIBYTE, Settings
+from app.core.traffic import Reason, Traffic
+from app.door.complaints import Complaint
+from app.door.crowd import Crowd
+
+log = logging.getLogger(__name__)
+
+# What is read and thrown away behind an answer that came early, at least: a body that might have
+# been taken is never too long to be thrown away.
+_REST_BYTES = 16 * MEBIBYTE
+
+
+class Guest(Protocol):
+    """A connection, as others see it."""
+
+    def give_way(self, *, tell: bool) -> None:
+        """Leave, in order. tell: say why, even if nothing was asked."""
+        ...
+
+    def cut(self) -> None: ...
+
+
+class Hall:
+    """settings: those that bound a connection."""
+
+    def __init__(self, settings: Settings, traffic: Traffic) -> None:
+        self.header_timeout = settings.header_timeout
+        self.body_timeout = settings.body_timeout
+        self.rest = max(_REST_BYTES, settings.max_body)
+        self.crowd = Crowd[Guest](settings.max_connections)
+        self._traffic = traffic
+        self._invalid = Complaint()
+
+    def enter(self, guest: Guest) -> None:
+        """Others may have to leave for it, or it has to go itself."""
+        self._traffic.opened += 1
+        leaver = self.crowd.join(guest)
+        if leaver is not None:
+            self.turned_away("too_many_connections")
+            leaver.give_way(tell=leaver is guest)
+        late = self.crowd.overdue()
+        if late is not None:
+            late.cut()
+        self._traffic.open = len(self.crowd)
+
+    def leave(self, guest: Guest) -> None:
+        """Its socket is closed. May be told again."""
+        self.crowd.leave(guest)
+        self._traffic.open = len(self.crowd)
+
+    def turned_away(self, why: Reason) -> None:
+        self._traffic.turned_away[why] += 1
+
+    def invalid(self, client: str, why: str) -> None:
+        """A request could not be read. why: may hold what the client sent."""
+        times = self._invalid.due(time.monotonic())
+        if times == 1:
+            log.warning("a request from %s was refused: %s", client, why)
+        elif times:
+            log.warning("%d requests were refused; the last, from %s: %s", times, client, why)
