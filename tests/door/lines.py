@@ -9,6 +9,7 @@ from typing import Any
 
 from app.api.app import build_app
 from app.core.settings import Settings
+from app.core.traffic import Traffic
 from app.door.entrance import protocol
 from tests.api.asgi import Reply, serving
 from tests.fakes import FakeGenerate
@@ -113,11 +114,14 @@ def calling(port: int) -> Iterator[Callable[[], Line]]:
 
 
 @contextlib.contextmanager
-def door(generate: FakeGenerate | None = None, **settings: Any) -> Iterator[Callable[[], Line]]:
+def door(
+    generate: FakeGenerate | None = None, traffic: Traffic | None = None, **settings: Any
+) -> Iterator[Callable[[], Line]]:
     """A server with our connections. Yields what opens one."""
     chosen = Settings(**settings)
-    app = build_app(generate or FakeGenerate(), chosen)
-    with serving(app, http=protocol(chosen)) as url, calling(int(url.rpartition(":")[2])) as opens:
+    app = build_app(generate or FakeGenerate(), chosen, traffic=traffic)
+    made = protocol(chosen, traffic)
+    with serving(app, http=made) as url, calling(int(url.rpartition(":")[2])) as opens:
         yield opens
 
 

@@ -341,6 +341,10 @@ def test_uvicorn_parses_with_nothing_else():
     config = uvicorn.Config(build_app(FakeGenerate(), Settings()), http=made)
     config.load()
     assert config.http_protocol_class is made
-    connection = made(config, ServerState(), {}, asyncio.new_event_loop())
+
+    async def accepted() -> object:
+        return made(config, ServerState(), {})
+
+    connection = asyncio.run(accepted())
     assert isinstance(connection, Connection)
     assert isinstance(connection, asyncio.BufferedProtocol)
