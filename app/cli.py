@@ -68,12 +68,15 @@ def _configuration(arguments: argparse.Namespace) -> Configuration:
 
 
 def _serve(settings: Settings) -> int:
-    from app.logs import configure
+    from app.logs import configure, flush
 
     configure(settings)
     from app.server import serve
 
-    return serve(settings)
+    try:
+        return serve(settings)
+    finally:
+        flush()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,13 +48,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def described() -> Any:
-    return schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
-
-
-# see tests/api/test_schemathesis.py
-DESCRIBED = schemathesis.pytest.from_fixture("described")
+DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 
 
 @DESCRIBED.parametrize()
@@ -351,7 +345,7 @@ def test_a_load_that_breaks_ends_the_server(
     monkeypatch.setattr(LocalRunner, "start", broken)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
-        serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0))
+        serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
 
 
 def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:

@@ -1,5 +1,4 @@
-"""One HTTP connection: how long each part of a request may take, what comes of one that nobody can
-read, and how one leaves.
+"""One HTTP connection: how long each part of a request may take, and how a client is left.
 
 Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, what is answered.
 
@@ -21,6 +20,7 @@ from typing import Any, Literal, cast
 import h11
 from starlette.responses import Response
 from uvicorn import Config
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -30,25 +30,19 @@ from app.core.errors import AppError, Kind
 from app.core.traffic import Reason
 from app.door.hall import Hall
 from app.door.outlet import Outlet
+from app.door.pieces import Pieces
 from app.door.strict import StrictConnection
 from app.door.unread import Unread
 from app.door.waiting import Waiting
 
-# Bytes that are read in one turn of the event loop: h11 takes 4 microseconds for a chunk of one
-# byte, so that asyncio's 256 KiB of them would stop everybody else for 0.2 s.
-_READ = 8 * 1024
-
-# Seconds in which the rest of a request that was answered is read and thrown away.
-_REST_SECONDS = 5.0
-
-# Seconds in which a refused client may read why.
-_LEAVING_SECONDS = 2.0
+# Seconds in which the rest of a request that was answered is read and thrown away, and in which a
+# client that was refused here may read why.
+_REST_SECONDS, _LEAVING_SECONDS = 5.0, 2.0
 
 # Seconds in which a request that was under way when the server began to stop is still answered.
 _LAST_LOOK = 0.05
 
 STOPPING = "the server is stopping: try again in a moment, by then another one may be here"
-
 _CLOSE = {"Connection": "close"}
 
 Waits = Literal["handshake", "head", "body", "rest", "leaving"]
@@ -60,7 +54,7 @@ _TOO_LATE: Mapping[Waits | None, Reason] = {
 }
 
 
-class Connection(H11Protocol, asyncio.BufferedProtocol):
+class Connection(H11Protocol, Pieces):
     """One client's. Everything here runs on the event loop."""
 
     conn: StrictConnection
@@ -77,8 +71,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.conn = StrictConnection()
         self._hall = hall
         self._out = Outlet(self)
-        self._unread = Unread(loop, hall.body_timeout, self._give_up_reader)
-        self._buffer = bytearray()
+        self._unread = Unread(loop, hall.body_timeout, self._unsent, self._give_up_reader)
+        self._below: asyncio.Transport | None = None
         self._waiting = Waiting[Waits](loop, self._expire)
         self._thrown_away = 0
         # left: nothing more is answered here. closes: as soon as all is out
@@ -87,17 +81,16 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     # What asyncio calls, or `Handshake` in its place
 
     def begin(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+        self.transport = self._below = transport
         self._waiting.begin("handshake", self._hall.header_timeout)
         self._hall.enter(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
-        encrypted = self._waiting.what == "handshake"
         super().connection_made(transport)
         # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
-        transport.set_write_buffer_limits(high=1 if encrypted else 0)
+        transport.set_write_buffer_limits(high=0 if self._below is None else 1)
         self._waiting.begin("head", self._hall.header_timeout)
-        if not encrypted:
+        if self._below is None:
             self._hall.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,15 +101,6 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._hall.leave(self)
         self._waiting.end()
         self._unread.stop()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        self._buffer = bytearray(_READ)
-        # TLS fills it piece by piece through slices, and a slice of a bytearray is a copy
-        return memoryview(self._buffer)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
-        self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         unwanted = self._left or self._waiting.what == "rest"
@@ -129,11 +113,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread.watch(self.transport)
+        if self._below is None:
+            self.stuck()
 
     def resume_writing(self) -> None:
-        self._unread.stop()
         super().resume_writing()
+        if self._below is None:
+            self.flows()
+
+    def stuck(self) -> None:
+        self._unread.watch()
+
+    def flows(self) -> None:
+        self._unread.stop()
         if self._closes:
             self.transport.close()
 
@@ -141,12 +133,11 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
-        if cycle is not None:
-            cycle.transport = self._out
+        if self._answering:
+            self.cycle.transport = self._out
         if self.conn.fault is not None:
             error, status = self.conn.fault
-            self._hall.invalid(str(self.client), error.message)
+            self._hall.invalid(self.client, error.message)
             self._hall.turned_away("head_too_large" if status == 431 else "invalid_http")
             self._refuse(problem_reply(error, status=status))
 
@@ -168,12 +159,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._stops or self._left:
             return
         self._stops = True
-        self.app = RequestIds(problem_reply(AppError(Kind.STOPPING, STOPPING), headers=_CLOSE))
+        stopping = problem_reply(AppError(Kind.STOPPING, STOPPING), headers=_CLOSE)
+        self.app = RequestIds(stopping, self._hall.traffic)
         if self._answering:
             self.cycle.keep_alive = False
             if not self.cycle.response_started:
-                told = [(name.encode(), value.encode()) for name, value in _CLOSE.items()]
-                self.cycle.default_headers = [*self.cycle.default_headers, *told]
+                self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         else:
             # a request may lie in the socket already
             self.loop.call_later(_LAST_LOOK, self._hang_up)
@@ -192,6 +183,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._refuse(problem_reply(told, status=503))
 
     def cut(self) -> None:
+        self._take_leave()
         self.transport.abort()
 
     def part(self) -> None:
@@ -210,7 +202,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     @property
     def _answering(self) -> bool:
         """Whether a request is with the application."""
-        cycle = cast(RequestResponseCycle | None, self.cycle)
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
         return cycle is not None and not cycle.response_complete
 
     @property
@@ -287,7 +279,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def _close(self) -> None:
         self._take_leave()
         # TLS, once it closes, gives all that is unsent one time, and not one for each piece
-        if self._unread.waits and not self.transport.can_write_eof():
+        if self._below is not None and self._unsent():
             self._closes = True
         else:
             self.transport.close()
@@ -297,6 +289,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._hall.crowd.part(self)
         self._unset_keepalive_if_required()
         self._waiting.end()
+
+    def _unsent(self) -> int:
+        below = 0 if self._below is None else self._below.get_write_buffer_size()
+        return below + self.transport.get_write_buffer_size()
 
     def _give_up_reader(self) -> None:
         self._hall.turned_away("unread_answer")

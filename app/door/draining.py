@@ -10,10 +10,11 @@ Told a second time, it ends as a process without a handler would: at once, statu
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Protocol, cast
 
@@ -70,8 +71,18 @@ class Server(uvicorn.Server):
         self._captured_signals.append(sig)
         self.should_exit = True
         if len(self._captured_signals) > 1:
+            _flush_logs()
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are raised again behind it, and end the process where it stands."""
+        with super().capture_signals():
+            try:
+                yield
+            finally:
+                _flush_logs()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in self.servers:
@@ -112,3 +123,9 @@ class Server(uvicorn.Server):
                 return False
             await asyncio.sleep(_TICK)
         return True
+
+
+def _flush_logs() -> None:
+    """They may be written by a thread, which ends with the process."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

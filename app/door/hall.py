@@ -37,12 +37,12 @@ class Hall:
         self.body_timeout = settings.body_timeout
         self.rest = max(_REST_BYTES, settings.max_body)
         self.crowd = Crowd[Guest](settings.max_connections)
-        self._traffic = traffic
+        self.traffic = traffic
         self._invalid = Complaint()
 
     def enter(self, guest: Guest) -> None:
         """Others may have to leave for it, or it has to go itself."""
-        self._traffic.opened += 1
+        self.traffic.opened += 1
         leaver = self.crowd.join(guest)
         if leaver is not None:
             self.turned_away("too_many_connections")
@@ -50,20 +50,21 @@ class Hall:
         late = self.crowd.overdue()
         if late is not None:
             late.cut()
-        self._traffic.open = len(self.crowd)
+        self.traffic.open = len(self.crowd)
 
     def leave(self, guest: Guest) -> None:
         """Its socket is closed. May be told again."""
         self.crowd.leave(guest)
-        self._traffic.open = len(self.crowd)
+        self.traffic.open = len(self.crowd)
 
     def turned_away(self, why: Reason) -> None:
-        self._traffic.turned_away[why] += 1
+        self.traffic.turned_away[why] += 1
 
-    def invalid(self, client: str, why: str) -> None:
-        """A request could not be read. why: may hold what the client sent."""
+    def invalid(self, client: tuple[str, int] | None, why: str) -> None:
+        """A request could not be read. client: address and port. why: may hold what it sent."""
         times = self._invalid.due(time.monotonic())
+        address = "somebody" if client is None else client[0]
         if times == 1:
-            log.warning("a request from %s was refused: %s", client, why)
+            log.warning("a request from %s was refused: %s", address, why)
         elif times:
-            log.warning("%d requests were refused; the last, from %s: %s", times, client, why)
+            log.warning("%d requests were refused; the last, from %s: %s", times, address, why)

@@ -25,6 +25,14 @@ class Served(Protocol):
         """Somebody is here, and no TLS was agreed on yet."""
         ...
 
+    def stuck(self) -> None:
+        """Some of what was sent has not gone out."""
+        ...
+
+    def flows(self) -> None:
+        """All of it has."""
+        ...
+
     def gone(self) -> None:
         """The socket is closed. Called also where `connection_lost` was or will be."""
         ...
@@ -58,10 +66,25 @@ class Handshake(SSLProtocol):
             ssl_shutdown_timeout=cast("int", farewell),
         )
         self._served = served
+        self._stuck = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # what a server's is
+        # TLS has buffers of its own above this one, and tells of them only
+        transport.set_write_buffer_limits(high=0)
         self._served.begin(transport)
         super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        self._stuck = True
+        super().pause_writing()
+        self._served.stuck()
+
+    def resume_writing(self) -> None:
+        self._stuck = False
+        super().resume_writing()
+        # which may have sent more, and that may be stuck again
+        if not self._stuck:
+            self._served.flows()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

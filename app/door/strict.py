@@ -20,6 +20,9 @@ HEAD_FIELDS = 128
 _CHUNKS = 1024
 _CHUNK_BYTES = 128
 
+# Characters of what is said of a fault.
+_LONGEST = 200
+
 
 class Fault(NamedTuple):
     """Why a request could not be read, and the status that tells it."""
@@ -51,7 +54,8 @@ class StrictConnection(h11.Connection):
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
-            why = f"the request is no valid HTTP: {error}"
+            # h11 repeats what was sent, however long it is
+            why = f"the request is no valid HTTP: {str(error)[:_LONGEST]}"
             self.fault = Fault(AppError(Kind.INVALID, why, code=code), status)
             return h11.NEED_DATA
         return event

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import schemathesis
 
 from app.api.app import build_app
@@ -10,16 +9,8 @@ from app.core.settings import Settings
 from tests.api.fuzzed import ACCEPTING_CHECKS, document, examples
 from tests.fakes import CARD, FakeGenerate
 
-
-@pytest.fixture(scope="module")
-def described() -> Any:
-    schema = schemathesis.openapi.from_dict(document(CARD.id, 256))
-    schema.app = build_app(FakeGenerate(), Settings())
-    return schema
-
-
-# by way of a fixture, because each worker that collects would think up thousands of requests
-SCHEMA = schemathesis.pytest.from_fixture("described")
+SCHEMA = schemathesis.openapi.from_dict(document(CARD.id, 256))
+SCHEMA.app = build_app(FakeGenerate(), Settings())
 
 
 @SCHEMA.parametrize()

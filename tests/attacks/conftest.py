@@ -1,6 +1,7 @@
 """Two victims, one for all attacks to save time: a server as it is started on one's own machine,
 and one that was exposed, with keys and TLS. Each attack is made while another client asks."""
 
+import ssl
 import statistics
 import threading
 import time
@@ -31,16 +32,19 @@ PAUSE = 0.01
 
 
 class Undisturbed:
-    """Another client, which asks as usual."""
+    """Another client, which asks as usual. trust: who signed the server's certificate."""
 
-    def __init__(self, server: Served) -> None:
+    def __init__(self, server: Served, trust: ssl.SSLContext | None = None) -> None:
         self._server = server
+        self._verify: ssl.SSLContext | bool = True if trust is None else trust
 
     def __call__(self, attack: Callable[[], object], *, once: bool = False) -> None:
         """Its median while the attack goes on, again and again, is about what it was before. once:
         the attack is so long that it is made a single time."""
         told: list[str] = []
-        with httpx.Client(base_url=self._server.url, timeout=PATIENCE) as client:
+        with httpx.Client(
+            base_url=self._server.url, verify=self._verify, timeout=PATIENCE
+        ) as client:
             for _ in range(TRIES):
                 _ask(client)
                 before = statistics.median(_ask(client) for _ in range(ASKED))

@@ -5,13 +5,16 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import trustme
 
 from tests import tiny
 from tests.attacks.conftest import Undisturbed, Victim
-from tests.door.lines import Line, calling, head, post
+from tests.door.lines import GET, Line, calling, head, post
 from tests.serving import PATIENCE, serving
 
 COMPLETIONS = "/v1/completions"
@@ -44,6 +47,45 @@ def test_slow_loris_with_500_sockets(victim: Victim):
         refused = slow[0].reply()
         assert (refused.status, refused.error["code"]) == (408, "request_timeout")
         assert slow[-1].reply().status == 408
+
+
+def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path):
+    """asyncio waited a minute for each, and nobody counted them: they could take all open files."""
+    authority = trustme.CA()
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    leaf.private_key_pem.write_to_path(tmp_path / "key.pem")
+    trust = httpx.create_ssl_context()
+    authority.configure_trust(trust)
+    model, cert, key = (str(one) for one in (victim.disk / "tiny", *sorted(tmp_path.iterdir())))
+    patience = ("--header-timeout", "3", "--max-connections", "600")
+    arguments = ("--runner", "thread", "--tls-cert", cert, "--tls-key", key, *patience)
+    with serving(model, *arguments, trust=trust) as server, calling(server.port) as connect:
+        silent = [connect().say(b"\x16\x03\x01") for _ in range(500)]
+
+        def more() -> None:
+            """All the time; each drives out the one that waited longest."""
+            with contextlib.suppress(OSError):
+                connect().say(GET[:1])
+
+        Undisturbed(server, trust)(more)
+        # let go when their time is up, as those are that say something else
+        assert silent[0].closed(within=10)
+        assert silent[-1].closed(within=10)
+        metrics = httpx.get(f"{server.url}/metrics", verify=trust, timeout=PATIENCE).text
+        assert "too_many_connections" in metrics
+        assert figure(metrics, "mlxrunner_http_connections") <= 600 + 64
+        assert (
+            figure(
+                metrics, 'mlxrunner_http_connections_turned_away_total{reason="handshake_timeout"}'
+            )
+            >= 400
+        )
+
+
+def figure(metrics: str, sample: str) -> float:
+    [found] = [line for line in metrics.splitlines() if line.startswith(f"{sample} ")]
+    return float(found.rpartition(" ")[2])
 
 
 def test_more_sockets_than_are_allowed(victim: Victim):

@@ -43,7 +43,7 @@ def main() -> int:
     print(f"before {report.before}\nafter {report.after}")
     told = Counter(outcome.message for outcome in report.asked if outcome.message is not None)
     for message, count in told.most_common():
-        print(f"{count:6} {message}")
+        print(f"{count:6} {' '.join(message.split())}")
     found = complaints(report, expected)
     for complaint in found:
         print(f"WRONG: {complaint}")

@@ -207,11 +207,13 @@ def homes(nginx: Nginx, servers: list[Served]) -> dict[int, list[str]]:
 def test_no_client_can_make_nginx_leave_out_a_replica(
     several: Nginx, servers: list[Served]
 ) -> None:
-    """A body that is refused unread, of a client without rights, breaks off in nginx's eyes."""
+    """Nor is a body that is refused unread, of a client without rights, a server that broke off."""
     home = homes(several, servers)[servers[0].port][0]
     headers = {"X-Session-Id": home, "Content-Type": "text/plain"}
     for _ in range(12):
-        several.send("POST", "/v1/completions", content=b"x" * (9 << 20), headers=headers)
+        body = b"x" * (9 << 20)
+        reply = several.send("POST", "/v1/completions", content=body, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
         assert place(several, {"X-Session-Id": home}) == servers[0].port
 
 

@@ -17,6 +17,8 @@ from uvicorn.server import ServerState
 
 from app.api.app import build_app
 from app.core.settings import Settings
+from app.core.traffic import Traffic
+from app.door.complaints import Complaint
 from app.door.connections import Connection
 from app.door.crowd import Crowd, allow_files
 from app.door.entrance import protocol
@@ -36,6 +38,11 @@ def connect() -> Iterator[Connect]:
     """To a server without special settings."""
     with door(header_timeout=0.5) as opened:
         yield opened
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    return Traffic()
 
 
 def is_ours(reply: Reply, status: int, code: str) -> bool:
@@ -348,3 +355,134 @@ def test_uvicorn_parses_with_nothing_else():
     connection = asyncio.run(accepted())
     assert isinstance(connection, Connection)
     assert isinstance(connection, asyncio.BufferedProtocol)
+
+
+# Leaving
+
+SENT = 9 << 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Encoding": "gzip"}, 415),
+        ({"Host": "rebound.example.net"}, 403),
+    ],
+)
+def test_a_refusal_reaches_whoever_sends_all_before_they_read(fields: dict[str, str], status: int):
+    """Closing at once reset the connection, and what a proxy made of that was a broken server."""
+    with door() as connect:
+        for _ in range(5):
+            line = connect()
+            asked = head("POST", CHAT, Content_Length=SENT, Connection="close", **fields)
+            line.say(asked + b" " * SENT)
+            reply = line.reply()
+            assert (reply.status, reply.headers["connection"]) == (status, "close")
+            # and an end in good order
+            assert line.socket.recv(1) == b""
+
+
+def test_what_may_be_sent_is_thrown_away_to_its_end():
+    """However large bodies may be here."""
+    with door(max_body=40 << 20) as connect:
+        asked = head("POST", "/none", Content_Length=40 << 20, Connection="close")
+        assert connect().say(asked + b" " * (40 << 20)).reply().status == 404
+
+
+def test_a_refused_client_that_goes_on_for_ever_is_cut_off(traffic: Traffic):
+    with door(None, traffic) as connect:
+        line = connect().say(head("POST", CHAT, Content_Length=1 << 40, Connection="close"))
+        assert line.reply().status == 413
+        assert line.socket.recv(1) == b""  # nothing more is said
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 1 << 30:
+                sent += line.socket.send(b" " * 65536)
+        assert sent < 64 << 20
+        assert eventually(lambda: traffic.open == 0)
+
+
+def test_requests_behind_the_last_one_do_not_take_its_answer_back(connect: Connect):
+    last = head("GET", "/v1/models", Connection="close")
+    for _ in range(5):
+        line = connect().say(last + GET * 50)
+        assert line.reply().status == 200
+        assert line.socket.recv(1) == b""
+
+
+def test_there_are_never_more_sockets_than_were_allowed_and_a_few(traffic: Traffic):
+    """Each of these was told why it is refused, and was given time to read it."""
+    seen: list[int] = []
+    with door(None, traffic, max_connections=5, max_body=10) as connect:
+        for _ in range(150):
+            asked = head("POST", CHAT, Content_Length=1 << 20, Connection="close")
+            with contextlib.suppress(ConnectionError):  # one that had to go at once
+                connect().say(asked)
+            seen.append(traffic.open)
+        assert eventually(lambda: traffic.opened == 150)
+        seen.append(traffic.open)
+    assert 5 < max(seen) <= 5 + 64
+
+
+# What is counted and told
+
+
+def test_why_a_connection_was_ended_is_counted(traffic: Traffic):
+    generate = FakeGenerate([text("x" * 20_000_000), finish()])
+    limits = {"header_timeout": 0.2, "body_timeout": 0.3}
+    with door(generate, traffic, **limits) as connect:
+        assert connect().closed()
+        assert connect().say(GET[:5]).reply().status == 408
+        assert connect().say(post(ASK)[:-3]).reply().status == 408
+        assert connect().say(b"hello\r\n\r\n").reply().status == 400
+        assert connect().say(head("GET", "/", **LONG)).reply().status == 431
+        connect().say(post(ASK))
+        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        assert eventually(lambda: traffic.open == 0)
+    assert traffic.opened == 6
+    assert traffic.turned_away == {
+        "handshake_timeout": 0,
+        "head_timeout": 2,
+        "body_timeout": 1,
+        "unread_answer": 1,
+        "too_many_connections": 0,
+        "head_too_large": 1,
+        "invalid_http": 1,
+    }
+
+
+def test_answers_are_counted_by_their_route_and_class(traffic: Traffic):
+    with door(None, traffic, max_body=100) as connect:
+        line = connect()
+        for asked in (GET, GET, head("GET", "/v1/models/none"), head("GET", "/made-up-by-client")):
+            line.say(asked).reply()
+        line.say(head("BREW", "/v1/models")).reply()
+        line.say(head("GET", "/v1/models", Host="rebound.example.net")).reply()
+        line.say(post({"x": "y" * 200})).reply()
+        wanted = {
+            ("GET", "/v1/models", "2xx"): 2,
+            ("GET", "/v1/models/{id:path}", "4xx"): 1,
+            ("none", "none", "4xx"): 2,
+            ("none", "/v1/models", "4xx"): 1,
+            ("POST", CHAT, "4xx"): 1,
+        }
+        assert eventually(lambda: traffic.answered == wanted)
+
+
+def test_broken_requests_are_told_of_once_in_a_while(connect: Connect, caplog: Any):
+    """Each wrote a warning, for whoever liked to fill a disk."""
+    with door() as connect:
+        for _ in range(30):
+            assert connect().say(b"GET /\x1b[2J HTTP/1.1\r\n\r\n").reply().status == 400
+    told = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "a request from 127.0.0.1 was refused: " in told[0].getMessage()
+
+
+def test_a_complaint_says_how_often_it_was_held_back():
+    complaint = Complaint()
+    assert complaint.due(0) == 1
+    assert [complaint.due(now) for now in (1, 2, 59)] == [0, 0, 0]
+    assert complaint.due(60) == 4
+    assert complaint.due(61) == 0
