@@ -64,6 +64,7 @@ class Catalogue:
         self._installed: Mapping[str, Entry] = {}
         self._looked = -math.inf
         self._look: asyncio.Task[None] | None = None
+        self._reading: dict[str, asyncio.Task[ModelFiles]] = {}
         if len(self._named) < len(entries):
             twice = sorted(e.served.name for e in entries if self._named[e.served.name] is not e)
             raise AppError(
@@ -100,15 +101,33 @@ class Catalogue:
         await asyncio.shield(self._look)
 
     async def files(self, served: Served) -> ModelFiles:
-        """As they are on the disk now, their digests checked. Raises AppError."""
-        return replace(await asyncio.to_thread(_verified, served.source), name=served.name)
+        """As they are on the disk now, their digests checked. Raises AppError. Who asks meanwhile
+        waits for the same look: it may take minutes, which whoever leaves cannot end, and clients
+        that come and go must not take all threads that there are."""
+        reading = self._reading.get(served.name)
+        if reading is None:
+            work = asyncio.to_thread(_verified, served.source)
+            reading = self._reading[served.name] = asyncio.create_task(work)
+            reading.add_done_callback(lambda done: self._read(served.name, done))
+        return replace(await asyncio.shield(reading), name=served.name)
+
+    def _read(self, name: str, reading: asyncio.Task[ModelFiles]) -> None:
+        del self._reading[name]
+        if not reading.cancelled():
+            reading.exception()  # who asked may have left, and then nobody else asks for it
 
     async def _see(self) -> None:
         found = await asyncio.to_thread(_readable, self._installed)
         self._installed = {
-            name: self._entry(name, files) for name, files in found if name not in self._named
+            name: self._kept(name, files) for name, files in found if name not in self._named
         }
         self._looked = time.monotonic()
+
+    def _kept(self, name: str, files: ModelFiles) -> Entry:
+        """The same entry as long as the files are the same: others remember what they know of it
+        by it."""
+        entry, known = self._entry(name, files), self._installed.get(name)
+        return known if known is not None and known.files == entry.files else entry
 
     def _entry(self, name: str, files: ModelFiles) -> Entry:
         keep_alive = self._settings.keep_alive

@@ -14,6 +14,7 @@ from app.catalogue import Catalogue, Entry
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import Event
+from app.core.files import ModelFiles
 from app.core.jobs import EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
@@ -23,8 +24,9 @@ from app.runners.pool import Lease, Pool
 
 Result = TypeVar("Result")
 
-# seconds between two words to a request that waits for its model
-_TELL_EVERY = 1.0
+# seconds between two words to a request that waits for its model, and after which one comes again
+# that waited in vain
+_TELL_EVERY, _LOADING_AGAIN = 1.0, 10
 
 # How a server stands whose models stand so, the worst one first. One that is not loaded, because
 # it had to make room or nobody asked for it, will be when somebody asks.
@@ -37,13 +39,17 @@ _WORST: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
 
 class Front:
     """Implements `Generate`. preload: names of models that are loaded at the start, by which the
-    server's health is told."""
+    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model."""
 
-    def __init__(self, catalogue: Catalogue, pool: Pool, preload: Sequence[str]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, pool: Pool, preload: Sequence[str], *, load_wait: float
+    ) -> None:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
+        self._load_wait = load_wait
         self._texts: dict[str, asyncio.Task[Generation]] = {}
+        self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
         pool.on_unloaded = self._forget
 
     async def start(self) -> None:
@@ -56,19 +62,25 @@ class Front:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         entry = self._entry(request.model)
-        async with self._pool.lease(entry.served, request.keep_alive) as lease:
-            if lease.ready:
-                generation = await self._generation(entry)
-                async with generation.open(request) as events:
+        async with self._lease(entry, request.keep_alive) as lease:
+            if lease.waits:
+                async with aclosing(self._when_loaded(entry, lease, request)) as events:
                     yield events
                 return
-            async with aclosing(self._when_loaded(entry, lease, request)) as events:
+            await lease.wait()  # which says so at once where it was refused
+            generation = await self._generation(entry)
+            async with generation.open(request) as events:
                 yield events
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         entry = self._entry(request.model)
-        async with self._pool.lease(entry.served, request.keep_alive) as lease:
-            await lease.wait()
+        async with self._lease(entry, request.keep_alive) as lease:
+            try:
+                async with asyncio.timeout(self._load_wait):
+                    await lease.wait()
+            except TimeoutError:
+                message = f"the model is still loading ({lease.loading().progress} %): try again"
+                raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN) from None
             generation = await self._generation(entry)
             return await generation.embed(request)
 
@@ -91,12 +103,12 @@ class Front:
         states = self.states()
         kept = [state for state in states if state.name in self._preload]
         phases = {state.phase for state in kept}
-        worst: RunnerState = next((state for state, bad in _WORST if phases & bad), "ready")
+        bad: list[RunnerState] = [state for state, meant in _WORST if phases & meant]
         loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
         errors = [f"{state.name}: {state.error}" for state in kept if state.error is not None]
         first = self._pool.resident(next(self._catalogue.entries()).served).status()
         return RunnerStatus(
-            state=worst,
+            state=bad[0] if bad else "ready",
             progress=min(loading, default=100),
             stats=summed([state.stats for state in states]),
             error="; ".join(errors) or None,
@@ -106,7 +118,7 @@ class Front:
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
         entry = self._entry(model)
-        async with self._pool.lease(entry.served, keep_alive) as lease:
+        async with self._lease(entry, keep_alive) as lease:
             await asyncio.gather(lease.wait(), self._generation(entry))
         return self._pool.state(entry.served)
 
@@ -132,8 +144,25 @@ class Front:
             id=entry.served.name,
             created=files.created,
             context_length=context or files.served_context(settings.context),
-            fingerprint=fingerprint(files, settings),
+            fingerprint=self._fingerprint(entry),
         )
+
+    def _fingerprint(self, entry: Entry) -> str:
+        """Made once: it takes a millisecond, and each request asks for those of all models."""
+        name = entry.served.name
+        files, known = self._fingerprints.get(name, (None, ""))
+        if files is not entry.files:
+            known = fingerprint(entry.files, entry.served.settings)
+            self._fingerprints[name] = (entry.files, known)
+        return known
+
+    @asynccontextmanager
+    async def _lease(self, entry: Entry, keep_alive: float | None) -> AsyncGenerator[Lease]:
+        try:
+            async with self._pool.lease(entry.served, keep_alive) as lease:
+                yield lease
+        finally:
+            self._tidy(entry)
 
     async def _when_loaded(
         self, entry: Entry, lease: Lease, request: GenerateRequest
@@ -145,10 +174,12 @@ class Front:
             while not loaded.done():
                 yield lease.loading()
                 await asyncio.wait({loaded}, timeout=_TELL_EVERY)
-            _, generation = loaded.result()
+            loaded.result()
         finally:
             loaded.cancel()
             await asyncio.gather(loaded, return_exceptions=True)
+        # not the one of before: it may be that of a runner which was still on its way out
+        generation = await self._generation(entry)
         async with generation.open(request) as events:
             async for event in events:
                 yield event
@@ -161,8 +192,7 @@ class Front:
         try:
             return await use(await self._generation(entry))
         finally:
-            if self._pool.state(entry.served).phase == "unloaded":
-                self._forget(entry.served)
+            self._tidy(entry)
 
     async def _generation(self, entry: Entry) -> Generation:
         """The text room of a model: made once, for as long as the model stays in memory. Raises
@@ -171,18 +201,27 @@ class Front:
         task = self._texts.get(name)
         if task is None:
             task = self._texts[name] = asyncio.create_task(self._made(entry.served))
-        try:
-            # others may wait for the same one
-            return await asyncio.shield(task)
-        except Exception:
-            if self._texts.get(name) is task:
-                del self._texts[name]
-            raise
+            task.add_done_callback(lambda made: self._keep(name, made))
+        # others may wait for the same one
+        return await asyncio.shield(task)
+
+    def _keep(self, name: str, made: asyncio.Task[Generation]) -> None:
+        """If it is there; what could not be made is tried again by whoever asks next."""
+        failed = made.cancelled() or made.exception() is not None
+        if failed and self._texts.get(name) is made:
+            del self._texts[name]
 
     async def _made(self, served: Served) -> Generation:
         files = await self._catalogue.files(served)
         engine = self._pool.resident(served)
         return await asyncio.to_thread(Generation, files, engine, served.settings)
+
+    def _tidy(self, entry: Entry) -> None:
+        """Of a model that nobody asks for any more, and that was not loaded after all, nobody will
+        say that it is unloaded."""
+        state = self._pool.state(entry.served)
+        if not state.leases and state.phase in ("unloaded", "refused"):
+            self._forget(entry.served)
 
     def _forget(self, served: Served) -> None:
         """Its tokenizer takes memory too. Whoever uses it just now goes on with it."""

@@ -84,7 +84,7 @@ def serve(settings: Settings) -> int:
         total=settings.memory,
         max_loaded=settings.max_loaded,
     )
-    front = Front(catalogue, pool, _preloaded(entries, settings))
+    front = Front(catalogue, pool, _preloaded(entries, settings), load_wait=settings.load_wait)
     limited = Limited(front, settings)
     tracing = tracing_of(settings)
     failures: list[AppError] = []
@@ -101,7 +101,10 @@ def serve(settings: Settings) -> int:
         try:
             await front.start()
             log.info("ready")
-        except AppError as error:
+        except Exception as error:
+            if not isinstance(error, AppError):
+                log.exception("a fault of ours while models were loaded")
+                error = AppError(Kind.ENGINE, f"models could not be loaded: {error}")
             if error.kind is Kind.STOPPING:
                 return
             if settings.several:

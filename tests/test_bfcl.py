@@ -134,7 +134,7 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     entry = named(model, complete(store.resolve(str(folder))), settings)
     catalogue = Catalogue([entry], settings)
     pool = Pool(LocalRunner, catalogue.files, None, total=None)
-    front = Front(catalogue, pool, [entry.served.name])
+    front = Front(catalogue, pool, [entry.served.name], load_wait=60.0)
     await pool.start()
     try:
         await front.start()

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 from app import store
 from app.catalogue import Catalogue, named
 from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
 from app.core.settings import ModelSettings, Settings
 from app.engine.describe import complete
 from tests import tiny
@@ -142,6 +144,57 @@ def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model:
     entry = catalogue.find("org/tiny")
     assert entry is not None
     assert entry.served.source == str(tiny_model)
+
+
+def test_an_entry_is_the_same_as_long_as_its_files_are(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    install(hub, tiny_model, "org/tiny")
+    catalogue = opened(Settings(installed=True))
+    seen: list[object] = []
+    for _ in range(2):
+        looked(catalogue, lambda c: c.refresh())
+        seen.append(catalogue.find("org/tiny"))
+    (config,) = (hub / "models--org--tiny").rglob("generation_config.json")
+    config.write_text('{"top_k": 7}')
+    looked(catalogue, lambda c: c.refresh())
+    assert seen[0] is seen[1] is not catalogue.find("org/tiny")
+
+
+def test_clients_that_come_and_go_have_files_read_once_at_a_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Digests of a large model take minutes the first time, and a thread cannot be ended."""
+    (entry,) = (
+        catalogue := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
+    ).entries()
+    let, begun = threading.Event(), list[str | None]()
+
+    def slow(source: str | None) -> ModelFiles:
+        begun.append(source)
+        let.wait(10)
+        if len(begun) == 1:
+            raise AppError(Kind.MODEL_FILES, "a digest is wrong")
+        return entry.files
+
+    monkeypatch.setattr("app.catalogue._verified", slow)
+
+    async def run() -> None:
+        for _ in range(5):
+            asking = asyncio.create_task(catalogue.files(entry.served))
+            await asyncio.sleep(0.01)
+            asking.cancel()
+        assert len(begun) == 1
+        waiting = [asyncio.create_task(catalogue.files(entry.served)) for _ in range(2)]
+        await asyncio.sleep(0)
+        let.set()
+        assert {str(e) for e in await asyncio.gather(*waiting, return_exceptions=True)} == {
+            "a digest is wrong"
+        }
+        assert (await catalogue.files(entry.served)).name == entry.served.name
+
+    asyncio.run(run())
 
 
 def test_files_are_read_anew_for_each_load(tmp_path: Path):

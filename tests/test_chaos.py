@@ -87,6 +87,6 @@ def test_five_models_sixteen_clients_and_whatever_can_happen(tmp_path: Path) -> 
     write_models(tmp_path)
     expected = answers(tmp_path, asked)
     assert len(set(expected.values())) == len(asked), "else a wrong answer could go unseen"
-    report = run(tmp_path, asked, seconds=8, clients=16, pause=(0.2, 0.8), seed=6)
+    report = run(tmp_path, asked, seconds=6, clients=16, pause=(0.2, 0.8), seed=6)
     assert complaints(report, expected) == [], report.counts()
     assert report.faults.total() > 3

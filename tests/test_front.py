@@ -1,6 +1,7 @@
 """Several models behind one `Generate`, over a real pool and real engines."""
 
 import asyncio
+import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from app import store
 from app.catalogue import Catalogue, named
 from app.core.embeddings import EmbedInput, EmbedRequest
 from app.core.errors import AppError, Kind
-from app.core.events import Event, Finish, Loading, TextDelta
+from app.core.events import Event, Finish, Loading, Prompt, TextDelta
 from app.core.files import ModelFiles
 from app.core.jobs import EngineStats, Ledger
 from app.core.requests import GenerateRequest
@@ -51,7 +52,7 @@ def with_front(
     )
     entries = [named(m, complete(store.find(m.name)), chosen) for m in chosen.models]
 
-    async def need(files: ModelFiles, settings: Settings) -> Need:
+    async def need(files: ModelFiles, settings: Settings, held: int) -> Need:
         return Need(least=40 * MEBIBYTE, wanted=40 * MEBIBYTE, budget=0)
 
     async def run() -> Any:
@@ -62,7 +63,7 @@ def with_front(
             need,
             total=100 * MEBIBYTE,
         )
-        front = Front(catalogue, pool, list(preload))
+        front = Front(catalogue, pool, list(preload), load_wait=chosen.load_wait)
         await pool.start()
         try:
             await front.start()
@@ -144,6 +145,75 @@ def test_a_model_that_nobody_has_is_not_found(folder: Path) -> None:
             assert (caught.value.kind, caught.value.param) == (Kind.MODEL_NOT_FOUND, "model")
 
     with_front(folder, use)
+
+
+def test_what_can_be_refused_at_once_is_not_told_to_wait_first(folder: Path) -> None:
+    """What is raised before anything is said becomes a status, which clients act on."""
+
+    async def use(front: Front) -> None:
+        async with front.open(wish("b")):
+            with pytest.raises(AppError, match="1 requests wait for b") as caught:
+                async with front.open(wish("b")):
+                    raise AssertionError("it has been opened")
+            assert caught.value.kind is Kind.BUSY
+
+    with_front(folder, use, max_queue=1)
+
+
+def test_whoever_asks_for_vectors_does_not_wait_longer_than_was_said(folder: Path) -> None:
+    async def use(front: Front) -> None:
+        inputs = (EmbedInput(content="x", at="input"),)
+        with pytest.raises(AppError, match="still loading") as caught:
+            await front.embed(EmbedRequest(model="b", inputs=inputs))
+        assert (caught.value.kind, caught.value.retry_after) == (Kind.LOADING, 10)
+
+    with_front(folder, use, load_wait=0.0)
+
+
+def test_only_of_models_in_memory_it_is_kept_how_they_read_and_write(folder: Path) -> None:
+    """One that is asked for and never gets there would keep its tokenizer for ever."""
+
+    async def use(front: Front) -> None:
+        assert list(front._texts) == ["a"]
+        async with front.open(wish("b")) as stream:
+            await anext(stream)
+            assert list(front._texts) == ["a", "b"]
+            await front.unload("b")
+        await front.unload("b")
+        assert list(front._texts) == ["a"]
+        async with front.open(wish("c")):
+            pass
+        await front.tokenize("x", "c")
+        assert list(front._texts) == ["a"]
+
+    with_front(folder, use)
+
+
+def test_a_model_that_changed_on_the_disk_is_read_and_written_as_it_is_now(tmp_path: Path) -> None:
+    """Also by those who came while what was there before was still on its way out."""
+    for name in "abc":
+        tiny.write(tmp_path / name)
+    tokenizer = tmp_path / "a" / "tokenizer.json"
+
+    async def asked(front: Front) -> tuple[int, ...]:
+        said = await events(front, wish("a", return_ids=True))
+        return next(event.ids for event in said if isinstance(event, Prompt))
+
+    async def use(front: Front) -> None:
+        before = await asked(front)
+        async with front.open(wish("a")) as stream:
+            await anext(stream)
+            leaving = asyncio.create_task(front.unload("a"))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(asked(front))
+            await asyncio.sleep(0.05)
+            changed = json.loads(tokenizer.read_text())
+            changed["normalizer"] = {"type": "Prepend", "prepend": "x"}
+            tokenizer.write_text(json.dumps(changed))
+        await leaving
+        assert await late == (ord("x"), *before)
+
+    with_front(tmp_path, use)
 
 
 def test_a_wrong_request_is_refused_also_if_its_model_had_to_be_loaded(folder: Path) -> None:

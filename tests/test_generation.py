@@ -35,7 +35,7 @@ from app.core.jobs import (
     Token,
     Update,
 )
-from app.core.ports import Runner, RunnerStatus
+from app.core.ports import Engine, RunnerStatus
 from app.core.requests import (
     Conversation,
     GenerateRequest,
@@ -131,7 +131,7 @@ def request(**changes: Any) -> GenerateRequest:
 
 
 def events(
-    files: ModelFiles, runner: Runner, settings: Settings = PLAIN, **changes: Any
+    files: ModelFiles, runner: Engine, settings: Settings = PLAIN, **changes: Any
 ) -> list[Event]:
     async def collect() -> list[Event]:
         async with Generation(files, runner, settings).open(request(**changes)) as stream:

@@ -53,7 +53,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.limits": frozenset({"app.core"}),
     # options, environment and file; commands and the root get the Settings
     "app.configuration": frozenset({"app.core"}),
-    "app.logs": frozenset({"app.core"}),
+    "app.logs": frozenset({"app.core", "app.log_writing"}),
+    "app.log_writing": frozenset(),
     "app.spans": frozenset({"app.core"}),
     "app.tracing": frozenset({"app.core", "app.spans"}),
     "app.commands": EVERYTHING,
@@ -108,6 +109,7 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # what `mlxrunner config --toml` writes with
     "app.configuration": frozenset({"tomli_w"}),
     "app.logs": frozenset(),
+    "app.log_writing": frozenset(),
     # an optional dependency, imported where traces are asked for
     "app.spans": frozenset({"opentelemetry"}),
     "app.tracing": frozenset(),

@@ -33,7 +33,7 @@ class Served:
 class Need:
     """Bytes that a model asks for before it is loaded, KV caches included. least: with less it
     cannot be served as it was asked for. wanted: what suits it; more helps only the prefix cache.
-    budget: what the device could give to models now, those of ours that are loaded not counted."""
+    budget: what the device can give to all our models together, as things stand now."""
 
     least: int
     wanted: int

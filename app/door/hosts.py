@@ -41,7 +41,7 @@ class AllowedHosts:
 
     Always allowed are `localhost` and names within it, which no resolver may look up elsewhere (RFC
     6761, 6.3), the names under which containers know their host, since nobody can own one in
-    `.internal` (reserved by ICANN in 2024), and every address: a rebound page comes under a name."""
+    `.internal` (reserved by ICANN in 2024), and every address: a rebound page has a name."""
 
     names: frozenset[str] = frozenset()
     domains: tuple[str, ...] = ()

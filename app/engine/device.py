@@ -31,13 +31,14 @@ _FILES = (
 )
 
 
-def device_budget() -> int:
+def device_budget(held: int = 0) -> int:
     """On Metal by the recommended working set, on CUDA by the memory that is free, else by that of
-    the machine or of the container. What this process has in use already is counted as free."""
+    the machine or of the container. What this process has in use already is counted as free, and so
+    are `held` bytes which other processes of ours have."""
     device = mx.device_info()
     if mx.metal.is_available():
         return int(_DEVICE_SHARE * cast(int, device["max_recommended_working_set_size"]))
-    held = mx.get_active_memory() + mx.get_cache_memory()
+    held += mx.get_active_memory() + mx.get_cache_memory()
     if mx.default_device().type == mx.DeviceType.gpu:
         total = cast(int, device.get("total_memory", device.get("memory_size", 0)))
         free = cast(int, device.get("free_memory", total))

@@ -77,12 +77,12 @@ def fit(files: ModelFiles, settings: Settings) -> Fit:
     return foretold(open_model(files, settings.quantize), files, settings)
 
 
-def need(files: ModelFiles, settings: Settings) -> Need:
+def need(files: ModelFiles, settings: Settings, held: int = 0) -> Need:
     """What to give a model that shares the device with others; as `fit`, for the rest. Where it was
     said how much memory it shall have, that is what it needs: whether it can do with so much is
-    seen when it is loaded."""
+    seen when it is loaded. held: bytes that models have which are loaded already."""
     if settings.memory is not None:
-        return Need(least=settings.memory, wanted=settings.memory, budget=device_budget())
+        return Need(least=settings.memory, wanted=settings.memory, budget=device_budget(held))
     sizes = _Sizes(open_model(files, settings.quantize), files, settings)
     context = files.served_context(settings.context)
     usual = min(context, USUAL_LENGTH)
@@ -94,7 +94,7 @@ def need(files: ModelFiles, settings: Settings) -> Need:
     return Need(
         least=least,
         wanted=max(asked, sizes.together(many, usual)) + cached,
-        budget=device_budget(),
+        budget=device_budget(held),
     )
 
 

@@ -177,7 +177,8 @@ class Desk:
             self.engine.embed(job)
             embedded = await over
         except asyncio.CancelledError:
-            self.engine.cancel(job.id)
+            if over.cancelled():  # else it had its answer, and there may be no engine any more
+                self.engine.cancel(job.id)
             raise
         finally:
             del self._embedding[job.id]

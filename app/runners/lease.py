@@ -29,6 +29,10 @@ class Lease:
     def ready(self) -> bool:
         return self.stands == "holds"
 
+    @property
+    def waits(self) -> bool:
+        return self.stands == "waits"
+
     def loading(self) -> Loading:
         return self._told()
 

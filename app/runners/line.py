@@ -20,6 +20,8 @@ from app.runners import wire
 from app.runners.desk import Desk
 from app.runners.wire import News, Status
 
+log = logging.getLogger(__name__)
+
 # they tell of every request, which is nobody's but ours
 for _chatty in ("httpx2", "httpcore2"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
@@ -33,6 +35,9 @@ _NO_LIMIT = httpx2.Timeout(None)
 _CONNECTIONS = httpx2.Limits(
     max_connections=None, max_keepalive_connections=16, keepalive_expiry=60.0
 )
+
+# bytes of one line of news: many times what 512 positions and their rivals take (`wire.split`)
+_LONGEST_LINE = 1 << 24
 
 
 class Line:
@@ -86,7 +91,15 @@ class Line:
 
     def embed(self, job: EmbedJob) -> None:
         asking = self._embedding[job.id] = self._begin(self._embedded(job))
-        asking.add_done_callback(lambda _: self._embedding.pop(job.id))
+        asking.add_done_callback(lambda done: self._asked(job.id, done))
+
+    def _asked(self, job: str, asking: asyncio.Task[None]) -> None:
+        del self._embedding[job]
+        if asking.cancelled() or (error := asking.exception()) is None:
+            return
+        if not isinstance(error, AppError):
+            log.error("vectors that were asked for cannot be understood", exc_info=error)
+        self._desk.hand_over(Embedded(job=job, error=str(error)))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._begin(self._cancelled(job, keep))
@@ -113,6 +126,8 @@ class Line:
                 yield wire.NEWS.decode(partial)
                 partial.clear()
             partial += rest
+            if len(partial) > _LONGEST_LINE:
+                raise ValueError("a line that does not end")
             # what is here already must not keep the others waiting
             await asyncio.sleep(0)
 
@@ -133,11 +148,7 @@ class Line:
 
     async def _embedded(self, job: EmbedJob) -> None:
         """A vector to each input, all of one length."""
-        try:
-            reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job))
-        except AppError as error:
-            self._desk.hand_over(Embedded(job=job.id, error=error.message))
-            return
+        reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job))
         whole, count = reply.content, len(job.inputs)
         size = len(whole) // count
         vectors = tuple(whole[i * size : (i + 1) * size] for i in range(count))

@@ -6,29 +6,31 @@ Laying out a model makes arrays, which is nothing for the process that all reque
 
 import asyncio
 import os
-import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.residents import Need
 from app.core.settings import Settings
 from app.runners.codec import Codec
+from app.runners.interpreter import command, environment
+from app.runners.output import Output, ended
 
-# where our packages lie, wherever this process found them
-_ROOT = Path(__file__).resolve().parents[2]
-
-# characters of a complaint that are worth telling
-_TOLD = 2000
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One line to the process's standard input."""
+    """One line to the process's standard input, which stays open as long as somebody waits for the
+    answer. parent: the pid of whoever asks. held: bytes that models have which are loaded
+    already."""
 
+    parent: int
     files: ModelFiles
     settings: Settings
+    held: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,42 +48,65 @@ class Answer:
     found: Need | Refused
 
 
-async def need(files: ModelFiles, settings: Settings) -> Need:
-    """Raises AppError(MODEL_FILES) for files that cannot become a model, or if the process broke
-    over them or took longer than `settings.load_timeout`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "app.runners.measuring",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _search_path()))},
-        start_new_session=True,
-    )
-    question = Codec[Question](Question).encode(Question(files=files, settings=settings))
+async def need(files: ModelFiles, settings: Settings, held: int) -> Need:
+    """held: bytes that models have which are loaded already. Raises AppError(MODEL_FILES) for files
+    that cannot become a model, or if the process broke over them or took longer than
+    `settings.load_timeout`; AppError(ENGINE) where there can be no process."""
+    question = Question(parent=os.getpid(), files=files, settings=settings, held=held)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command("app.runners.measuring"),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=environment(),
+            process_group=0,  # as in `app.runners.spawned`
+        )
+    except OSError as error:
+        raise _failed(Kind.ENGINE, files, f"no process can be started: {error}") from error
+    complaint = Output()
     try:
         async with asyncio.timeout(settings.load_timeout):
-            said, complaint = await process.communicate(question + b"\n")
+            said = await _answered(process, Codec[Question](Question).encode(question), complaint)
     except TimeoutError:
-        raise _broken(files, f"took longer than {settings.load_timeout:g} s") from None
+        why = f"took longer than {settings.load_timeout:g} s"
+        raise _failed(Kind.MODEL_FILES, files, why) from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0 or not said:
-        words = complaint.decode(errors="replace").strip()[-_TOLD:]
-        raise _broken(files, words or f"ended with status {process.returncode}")
+        how, reason = ended(process.returncode or 0), complaint.reason()
+        why = f"its process {how}{reason and f': {reason}'}"
+        raise _failed(Kind.MODEL_FILES, files, why)
     found = Codec[Answer](Answer).decode(said).found
     if isinstance(found, Refused):
         raise AppError(found.kind, found.message)
     return found
 
 
-def _search_path() -> tuple[str, str | None]:
-    return str(_ROOT), os.environ.get("PYTHONPATH")
+async def _answered(process: Process, question: bytes, complaint: Output) -> bytes:
+    """What it says until it ends; what it complains of is kept."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(question + b"\n")
+    try:
+        said, _, _ = await asyncio.gather(
+            process.stdout.read(), _listen(process, complaint), process.wait()
+        )
+    finally:
+        process.stdin.close()
+    return said
 
 
-def _broken(files: ModelFiles, why: str) -> AppError:
-    message = f"{files.path}: finding out how much memory the model needs failed: {why}"
-    return AppError(Kind.MODEL_FILES, message)
+async def _listen(process: Process, complaint: Output) -> None:
+    assert process.stderr is not None
+    while data := await process.stderr.read(_CHUNK):
+        deque(complaint.feed(data), maxlen=0)
+    deque(complaint.flush(), maxlen=0)
+
+
+def _failed(kind: Kind, files: ModelFiles, why: str) -> AppError:
+    return AppError(
+        kind, f"{files.path}: finding out how much memory the model needs failed: {why}"
+    )

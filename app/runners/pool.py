@@ -17,13 +17,13 @@ from dataclasses import replace
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.ports import Runner
-from app.core.residents import ModelState, Need, Served
+from app.core.residents import ModelState, Served
 from app.core.settings import Settings
 from app.runners.lease import Lease, again, busy, stopping
 from app.runners.residency import plan
 from app.runners.resident import Resident
 from app.runners.restarts import Patience
-from app.runners.survey import Survey
+from app.runners.survey import AskNeed, Survey
 from app.runners.tenancy import Applicant, Evict, Forgo, Limits, Load, Refuse
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Pool:
         self,
         make: Callable[[Settings], Runner],
         files: Callable[[Served], Awaitable[ModelFiles]],
-        need: Callable[[ModelFiles, Settings], Awaitable[Need]] | None = None,
+        need: AskNeed | None = None,
         *,
         total: int | None = None,
         max_loaded: int | None = None,
@@ -92,7 +92,7 @@ class Pool:
             resident.grant()
         elif (error := resident.health.error) and resident.health.refused(now, self._patience):
             lease.refuse(again(error, math.ceil(resident.health.not_before - now)))
-        elif waiting >= served.settings.max_queue:
+        elif waiting >= max(1, served.settings.max_queue):  # one always may, or it is never loaded
             resident.reject()
             lease.refuse(busy(served.name, waiting))
         else:

@@ -138,7 +138,9 @@ class ProcessRunner:
             if not self._stopping:
                 # it has hung up, and may be about to say why
                 await asyncio.wait({gone}, timeout=_DYING)
-                spawned.kill()
+                if not gone.done():
+                    message = f"the process of {name} hung up and did not end"
+                    self._give_up(AppError(Kind.ENGINE, message))
             self._bury(name, await gone)
         finally:
             for task in work:
@@ -162,6 +164,7 @@ class ProcessRunner:
             ready = await self._loaded(name, status)
             if ready is None:
                 return
+            vigil.heard()  # from here on, silence is a hang
             async with open_news() as news:
                 self._desk.receive(ready)
                 await self._listen(news, vigil)

@@ -157,7 +157,9 @@ class Service:
 
     async def _beat(self) -> None:
         while True:
-            self._news.put_nowait(self._thread.heartbeat())
+            # behind other news it would tell nothing, and fill memory where nobody reads
+            if self._news.empty():
+                self._news.put_nowait(self._thread.heartbeat())
             await asyncio.sleep(self._interval)
 
     async def _submit(self, request: Request) -> Response:

@@ -10,20 +10,15 @@ being refused, and when the process is dead there is still nobody else to talk t
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from app.runners.interpreter import command, environment
 from app.runners.output import Output, Quota, ended
 
 log = logging.getLogger(__name__)
-
-# where our packages lie, wherever this process found them
-_ROOT = Path(__file__).resolve().parents[2]
 
 # connections that may wait until the process accepts them
 _BACKLOG = 128
@@ -68,11 +63,7 @@ class Spawned:
             listener.listen(_BACKLOG)
             first_line = opening(listener.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # no package of ours is looked for in the working directory
-                "-m",
-                "app.runners.child",
-                name,
+                *command("app.runners.child", name),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -82,7 +73,7 @@ class Spawned:
                 # out by session (autogroups), so that on a busy machine one token in a hundred was
                 # 0.1 s late from another session, and 0.02 s from this one.
                 process_group=0,
-                env=_environment(),
+                env=environment(),
             )
         except BaseException:
             listener.close()
@@ -163,8 +154,3 @@ class Spawned:
                 log.warning("%s: %d more lines were not shown", self._name, held)
             log.log(shown, "%s: %s", self._name, line)
         return level
-
-
-def _environment() -> dict[str, str]:
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{known}" if known else str(_ROOT)}

@@ -19,7 +19,8 @@ from app.runners.resident import Resident
 log = logging.getLogger(__name__)
 
 ReadFiles = Callable[[Served], Awaitable[ModelFiles]]
-AskNeed = Callable[[ModelFiles, Settings], Awaitable[Need]]
+# files, settings, bytes that models have which are loaded already
+AskNeed = Callable[[ModelFiles, Settings, int], Awaitable[Need]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +80,14 @@ class Survey:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _asked(self, resident: Resident, files: ModelFiles) -> Need | None:
+    async def _asked(self, resident: Resident, files: ModelFiles, held: int) -> Need | None:
         """Not again for the same files, where it is not the device that must be asked each time:
         laying out a model takes about as long as loading a small one."""
         if self._need is None:
             return None
         if self._total is not None and resident.need is not None and resident.files == files:
             return resident.need
-        return await self._need(files, resident.served.settings)
+        return await self._need(files, resident.served.settings, held)
 
     def _end_turn(self) -> None:
         if self._task is not None:
@@ -97,19 +98,22 @@ class Survey:
         served = resident.served
         try:
             files = await self._files(served)
-            need = await self._asked(resident, files)
+            need = await self._asked(resident, files, sum(one.bytes_held for one in here))
         except Exception as error:
             self._task = None
             self._end_turn()
             resident.refuse(_told(error, served))
         else:
-            total = self._total
-            if need is None:
-                total = None
-            elif total is None:
-                total = need.budget + sum(one.bytes_held for one in here)
+            self._task = None
             resident.need = need
-            self._found, self._task = Found(files=files, need=need, total=total), None
+            if need is None:
+                self._found = Found(files=files, need=None, total=None)
+            elif self._total is not None:
+                self._found = Found(files=files, need=need, total=self._total)
+            elif all(one.phase == "ready" for one in here):
+                self._found = Found(files=files, need=need, total=need.budget)
+            else:  # somebody left meanwhile, and nobody knows whether that was free already
+                self._end_turn()
         self._told()
 
 

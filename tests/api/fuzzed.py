@@ -78,8 +78,7 @@ def document(model: str, vocab: int) -> Any:
     """As it stands in the repository, but for what a schema cannot say or cannot know: which model
     is served, how large its vocabulary is, and that a text is JSON."""
     text = (Path(__file__).parents[2] / "openapi.yaml").read_text("utf-8")
-    # in C: pure Python takes a second
-    read = yaml.load(text, yaml.CSafeLoader)
+    read = yaml.safe_load(text)
     schemas = read["components"]["schemas"]
     schemas["ModelId"]["enum"] = [model]
     schemas["TokenIds"]["items"]["maximum"] = vocab - 1

@@ -19,7 +19,7 @@ from tests.serving import Served, serving
 _MEMORY = 0.05
 
 # seconds that all may take to become quiet again
-_QUIET = 60.0
+_QUIET = 120.0
 
 
 def configuration(root: Path) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import ssl
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,16 +153,12 @@ def test_a_refusal_of_a_long_body_is_read_to_its_end(lock: Lock):
 def test_a_connection_takes_little_memory(lock: Lock):
     """asyncio's buffer is a quarter of a megabyte for each."""
     with locked(lock) as connect:
-        for _ in range(20):
-            lock.agree(connect())
-        before = resident()
-        for _ in range(200):
-            lock.agree(connect())
-        # both sides are in this process
-        assert resident() - before < 200 * 200_000
-
-
-def resident() -> int:
-    """Bytes."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
+        lock.agree(connect())
+        tracemalloc.start()
+        try:
+            for _ in range(50):
+                lock.agree(connect())
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert taken < 50 * 100_000

@@ -55,6 +55,20 @@ def test_what_we_hold_ourselves_is_ours(machine: Path, monkeypatch: pytest.Monke
     assert device_budget() == 2700 * MIB
 
 
+def test_what_other_processes_of_ours_hold_is_ours_and_makes_nothing_larger(machine: Path) -> None:
+    assert device_budget(3000 * MIB) == 7000 * MIB, "of a machine that is free it is no more"
+    (machine / "meminfo").write_text(f"MemAvailable: {2000 * 1024} kB\n")
+    assert device_budget(3000 * MIB) == 4500 * MIB
+
+
+def test_metal_recommends_one_and_the_same_whoever_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
+    assert device_budget() == device_budget(500) == 900
+
+
 def test_a_container_is_held_to_its_limit(machine: Path) -> None:
     group(machine / "cgroup", 1000, taken=0)
     assert device_budget() == 700 * MIB

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)
 
 @dataclass
 class House:
-    """What all runners of a test look at. needs, problems (errors that loads end with, one each),
-    gates (what loads, and answers of what a model needs, wait for): by model. hold: while it is not
-    set, jobs do not end."""
+    """What all runners of a test look at. needs (whose budget is what the device has free),
+    problems (errors that loads end with, one each), gates (what loads, and answers of what a model
+    needs, wait for): by model. hold: while it is not set, jobs do not end."""
 
     needs: dict[str, Need] = field(default_factory=dict)
     problems: dict[str, list[Exception]] = field(default_factory=dict)
@@ -53,11 +53,12 @@ class House:
             raise error
         return files(served.name)
 
-    async def need(self, files: ModelFiles, settings: Settings) -> Need:
+    async def need(self, files: ModelFiles, settings: Settings, held: int) -> Need:
         self.asked.append(files.name)
         if gate := self.gates.get(f"need of {files.name}"):
             await gate.wait()
-        return self.needs[files.name]
+        found = self.needs[files.name]
+        return replace(found, budget=found.budget + held)
 
     @property
     def loads(self) -> list[str]:

@@ -143,6 +143,22 @@ def test_what_nobody_waits_for_any_more_is_dropped():
     at_desk(body)
 
 
+def test_nobody_is_asked_to_cancel_what_is_over_already():
+    """There may be no engine any more, where a client leaves at the moment at which it ends."""
+
+    async def body(desk: Desk, engine: Noted) -> None:
+        desk.receive(READY)
+        vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
+        asking = asyncio.create_task(desk.embed(vectors))
+        await asyncio.sleep(0)
+        desk.receive(BROKEN)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert engine.asked == ["embed v"]
+
+    at_desk(body)
+
+
 def test_the_wait_follows_how_long_jobs_take_and_how_many_stand_before() -> None:
     pace = Pace()
     assert pace.wait(waiting=64, parallel=1) == 1, "nothing is known yet"

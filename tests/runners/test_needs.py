@@ -1,7 +1,9 @@
 """What a model needs is found out in a process of its own."""
 
 import asyncio
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from app.engine import fit
 from app.engine.describe import complete
 from app.runners.needs import need
 from tests import tiny
+from tests.runners.spawning import lives, wait_until
+from tests.serving import ROOT
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def files(tiny_model: Path) -> ModelFiles:
 
 def test_the_process_says_what_would_be_found_here(files: ModelFiles) -> None:
     settings = Settings(context=700, parallel=3)
-    told, here = asyncio.run(need(files, settings)), fit.need(files, settings)
+    told, here = asyncio.run(need(files, settings, 0)), fit.need(files, settings)
     assert (told.least, told.wanted) == (here.least, here.wanted)
     assert told.budget > 0
 
@@ -35,7 +39,7 @@ def test_files_that_are_no_model_are_refused_with_the_same_words(
     broken = complete(store.find(str(tiny.write(tmp_path / "broken"))))
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(AppError, match="safetensors") as caught:
-        asyncio.run(need(broken, Settings()))
+        asyncio.run(need(broken, Settings(), 0))
     assert caught.value.kind is Kind.MODEL_FILES
 
 
@@ -46,9 +50,62 @@ def test_a_process_that_breaks_is_an_error_that_tells_what_it_said(
     python.write_text("#!/bin/sh\necho no such library >&2\nexit 3\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(AppError, match="no such library") as caught:
-        asyncio.run(need(files, Settings()))
+    with pytest.raises(AppError, match=r"status 3: no such library$") as caught:
+        asyncio.run(need(files, Settings(), 0))
     assert caught.value.kind is Kind.MODEL_FILES
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_model(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(AppError, match="no process can be started") as caught:
+        asyncio.run(need(files, Settings(), 0))
+    assert caught.value.kind is Kind.ENGINE
+
+
+def test_a_folder_that_has_an_app_of_its_own_is_a_fine_place_to_serve_from(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another package of the name of ours is found first, unless Python is told not to look."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert asyncio.run(need(files, Settings(), 0)).least > 0
+
+
+HANGS = """
+import os
+import app.engine.fit as it, app.runners.lifeline as line
+
+def need(*_):
+    open({told!r}, "w").write(f"{{os.getpid()}}\\n")
+    os.read(os.pipe()[0], 1)
+
+it.need = need
+line.tie_to_parent = lambda: None
+"""
+
+ASKS = """
+import asyncio, sys
+from app import store
+from app.core.settings import Settings
+from app.runners.needs import need
+asyncio.run(need(store.resolve(sys.argv[1]), Settings(), 0))
+"""
+
+
+def test_nobody_is_left_behind_by_an_asker_that_was_killed(
+    tiny_model: Path, tmp_path: Path, plant: Callable[[str], None]
+) -> None:
+    told = tmp_path / "pid"
+    plant(HANGS.format(told=str(told)))
+    with subprocess.Popen([sys.executable, "-c", ASKS, str(tiny_model)], cwd=ROOT) as asker:
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"))
+        process = int(told.read_text())
+        assert lives(process)
+        asker.kill()
+    wait_until(lambda: not lives(process))
 
 
 def test_a_process_that_hangs_is_ended(
@@ -58,7 +115,6 @@ def test_a_process_that_hangs_is_ended(
     python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(AppError, match="took longer than 0.5 s"):
-        asyncio.run(need(files, replace(Settings(), load_timeout=0.5)))
-    pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(AppError, match="took longer than "):
+        asyncio.run(need(files, replace(Settings(), load_timeout=0.5), 0))
+    assert not lives(int((tmp_path / "pid").read_text()))

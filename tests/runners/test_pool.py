@@ -235,6 +235,27 @@ def test_without_a_total_there_is_what_the_device_has_left_and_what_our_models_h
     run(body())
 
 
+def test_what_was_measured_while_another_one_left_is_measured_again():
+    """What it held may have been free by then, or not: either way the total would be wrong."""
+
+    async def body() -> None:
+        house = House(needs={"a": need(6, budget=10), "b": need(6, budget=10)})
+        gate = house.gates["need of b"] = asyncio.Event()
+        async with pooled(house, total=None) as pool:
+            await use(pool, A)
+            house.of("a").stats = EngineStats(memory=6)
+            async with pool.lease(B, None) as lease:
+                await until(lambda: house.asked == ["a", "b"])
+                house.of("a").die()
+                await until(lambda: pool.state(A).phase == "unloaded")
+                gate.set()
+                await lease.wait()
+            assert house.asked == ["a", "b", "b"]
+            assert pool.state(B).share == 6
+
+    run(body())
+
+
 def test_what_does_not_fit_is_refused_with_the_figures_and_others_go_on():
     async def body() -> None:
         house = House(needs={"a": need(11), "b": need(5)})
@@ -353,6 +374,22 @@ def test_no_more_may_wait_for_a_model_than_the_settings_say():
             assert pool.state(model).rejected == 1
             gate.set()
             await asyncio.gather(*two)
+
+    run(body())
+
+
+def test_where_nobody_may_wait_for_a_place_one_still_has_the_model_loaded():
+    async def body() -> None:
+        house = small()
+        house.gates["a"] = asyncio.Event()
+        model = served("a", max_queue=0)
+        async with pooled(house) as pool:
+            first = asyncio.create_task(use(pool, model))
+            await until(lambda: house.loads)
+            with pytest.raises(AppError, match="1 requests wait"):
+                await use(pool, model)
+            house.gates["a"].set()
+            await first
 
     run(body())
 

@@ -72,6 +72,26 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(tiny_model: Path) -
     asyncio.run(run())
 
 
+def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    plant(
+        "from app.runners import service as it\n"
+        "async def lines(self):\n"
+        "    yield it.wire.NEWS.encode(self._thread.heartbeat()) + b'\\n'\n"
+        "it.Service._lines = lines\n"
+    )
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            process = pid(running)
+            assert await running.over() == "the process of tiny hung up and did not end"
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
 HANG = """
 import time
 from app.engine.loop import Loop

@@ -74,13 +74,21 @@ def test_progress_of_a_load_is_seen_and_buys_time(
     assert {20, 40, 60, 80} <= asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("mumbled", "logged"),
+    [("b'mumble'", "JSONDecodeError"), ("bytes(1 << 25)", "a line that does not end")],
+)
 def test_a_process_that_cannot_be_understood_is_ended(
-    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    tiny_model: Path,
+    plant: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    mumbled: str,
+    logged: str,
 ) -> None:
     plant(
         "from app.runners import wire\n"
         "class Mumbling:\n"
-        "    def encode(self, news): return b'mumble'\n"
+        f"    def encode(self, news): return {mumbled}\n"
         "wire.NEWS = Mumbling()\n"
     )
 
@@ -89,7 +97,21 @@ def test_a_process_that_cannot_be_understood_is_ended(
             assert await running.over() == "the process of tiny cannot be understood"
 
     asyncio.run(run())
-    assert "JSONDecodeError" in caplog.text
+    assert logged in caplog.text
+
+
+def test_a_process_that_falls_silent_before_its_first_word_is_ended(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    """It says that the model is there, and then nothing at all."""
+    plant(
+        "import asyncio\n"
+        "from app.runners.service import Service\n"
+        "async def silence(self, request): await asyncio.sleep(3600)\n"
+        "Service._tell_news = silence\n"
+    )
+    error = asyncio.run(refusal(tiny_model, watchdog=0.5))
+    assert error.message.startswith("the engine's process has said nothing for ")
 
 
 def test_a_process_that_cannot_be_started_is_the_starters_error(

@@ -1,0 +1,104 @@
+"""The thread that writes the log.
+
+Knows: logging's queues, file descriptors. Must not know: formats, what anybody logs.
+
+Lines are made where they arise and written here: a pipe that nobody reads, or a terminal in which
+somebody pressed Ctrl-S, would stop the event loop otherwise, and with it everybody.
+"""
+
+import logging
+import os
+import select
+import threading
+from contextvars import Context
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+
+# Lines that wait for somebody to read those before them; more are lost, and counted.
+_WAITING = 4096
+
+# Seconds that lines may take to be written when a process ends.
+_PATIENCE = 1.0
+
+
+class Queued(QueueHandler):
+    """Hands lines to a thread that writes them to a file descriptor. Nobody who logs ever waits."""
+
+    def __init__(self, descriptor: int) -> None:
+        # no lock of its own in Python: a signal's handler may come in between, and may flush
+        self._lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        super().__init__(self._lines)
+        self._lost = 0
+        self._listener = QueueListener(self._lines, _Descriptor(descriptor))
+        self._listener.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Called with the handler's lock held."""
+        if self._lines.qsize() >= _WAITING:
+            self._lost += 1
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            # of no request: a formatter asks whose line it is
+            self._lines.put(Context().run(self.prepare, _loss(lost)))
+        self._lines.put(record)
+
+    def flush(self) -> None:
+        self._written()
+
+    def close(self) -> None:
+        if self._written():
+            self._listener.stop()
+        # else its thread is left where it is: a process that ends does not wait for it
+        super().close()
+
+    def _written(self) -> bool:
+        """Whether all lines until now are, after a while."""
+        mark = _Mark()
+        self._lines.put(mark)
+        return mark.reached.wait(_PATIENCE)
+
+
+def _loss(count: int) -> logging.LogRecord:
+    message = "%d lines of the log were lost here: nobody had read those before them"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None)
+
+
+class _Mark(logging.LogRecord):
+    """No line, but where all lines before it are written."""
+
+    def __init__(self) -> None:
+        super().__init__(__name__, logging.DEBUG, __file__, 0, "", None, None)
+        self.reached = threading.Event()
+
+
+class _Descriptor(logging.Handler):
+    """Past sys.stderr, whose lock the thread would hold while nobody reads; when the process ends,
+    Python waits for that lock, and aborts."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def createLock(self) -> None:
+        """None, for the same reason: only one thread writes, and logging waits for all locks when
+        the process ends."""
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record, _Mark):
+            record.reached.set()
+            return
+        left = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+        try:
+            while left:
+                left = left[self._write(left) :]
+        except OSError:
+            return  # nobody will ever read it, and there is nobody to tell
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except BlockingIOError:  # another process that has this file does not want to wait
+            select.select([], [self._descriptor], [])
+            return 0

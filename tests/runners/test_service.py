@@ -1,0 +1,33 @@
+"""What a runner's process keeps for a parent that does not listen."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+from app import store
+from app.core.settings import Settings
+from app.runners.service import Service
+from app.runners.wire import Opening
+
+
+def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        opening = Opening(
+            parent=0,
+            socket=listener.detach(),
+            secret="x",
+            settings=Settings(watchdog=0.004),
+            files=store.resolve(str(tiny_model)),
+        )
+        service = Service(opening)
+        with service._socket:
+            beating = asyncio.create_task(service._beat())
+            await asyncio.sleep(0.1)
+            assert service._news.qsize() == 1
+            await service._news.get()
+            await asyncio.sleep(0.05)
+            assert service._news.qsize() == 1, "and they go on when somebody does"
+            beating.cancel()
+
+    asyncio.run(run())
