@@ -53,11 +53,12 @@ class Front:
         pool.on_unloaded = self._forget
 
     async def start(self) -> None:
-        """Returns when all that is to be preloaded is. Raises AppError for what could not be."""
+        """Have loaded what is to be preloaded. One is waited for: raises AppError if it cannot be
+        loaded. Of several, each is loaded where there is room: none may drive another one out."""
         for name in self._preload:
             self._pool.preload(self._entry(name).served)
-        for name in self._preload:
-            await self.load(name)
+        if len(self._preload) == 1:
+            await self.load(self._preload[0])
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:

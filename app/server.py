@@ -100,7 +100,6 @@ def serve(settings: Settings) -> int:
         """A server whose one model cannot be loaded is of no use to anybody."""
         try:
             await front.start()
-            log.info("ready")
         except Exception as error:
             if not isinstance(error, AppError):
                 log.exception("a fault of ours while models were loaded")

@@ -79,7 +79,7 @@ def test_a_model_named_at_start_has_its_own_settings(tiny_model: Path):
 
 
 def test_two_models_of_one_name_are_refused(tiny_model: Path):
-    twice = Settings(models=(ModelSettings(name=str(tiny_model)),) * 2)
+    twice = Settings(models=tuple(ModelSettings(name=f"{tiny_model}{end}") for end in ("", "/")))
     with pytest.raises(AppError, match="alias") as caught:
         opened(twice)
     assert caught.value.kind is Kind.INVALID
@@ -156,8 +156,8 @@ def test_an_entry_is_the_same_as_long_as_its_files_are(
     for _ in range(2):
         looked(catalogue, lambda c: c.refresh())
         seen.append(catalogue.find("org/tiny"))
-    (config,) = (hub / "models--org--tiny").rglob("generation_config.json")
-    config.write_text('{"top_k": 7}')
+    [config] = (hub / "models--org--tiny").rglob("config.json")
+    (config.parent / "generation_config.json").write_text('{"top_k": 7}')
     looked(catalogue, lambda c: c.refresh())
     assert seen[0] is seen[1] is not catalogue.find("org/tiny")
 

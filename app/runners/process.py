@@ -175,24 +175,32 @@ class ProcessRunner:
             self._give_up(AppError(Kind.ENGINE, f"the process of {name} cannot be understood"))
 
     async def _loaded(self, name: str, status: Ask) -> Ready | None:
-        """Looks until the model is there; None when the desk knows that it will not be."""
+        """Looks until the model is there; None when the desk knows that it will not be. A process
+        that does not even answer is stuck, or stopped, and nothing to be patient with."""
         last, limit = None, self._settings.load_timeout
         now = asyncio.get_running_loop().time
+        moved = now()
+
+        async def look() -> wire.Status:
+            async with asyncio.timeout(self._settings.watchdog):
+                return await status()
+
         try:
             async with asyncio.timeout(limit) as patience:
-                while not isinstance(state := (await status()).State, Ready):
+                while not isinstance(state := (await look()).State, Ready):
                     self._desk.receive(state)
                     if isinstance(state, Failed):
                         self._give_up(AppError(state.kind, state.message))
                         return None
                     if state != last:
-                        last = state
-                        patience.reschedule(now() + limit)
+                        last, moved = state, now()
+                        patience.reschedule(moved + limit)
                     await asyncio.sleep(_POLL)
                 return state
         except TimeoutError:
             progress = self._desk.status().progress
-            message = f"{name} could not be loaded: nothing moved for {limit:.0f} s at {progress} %"
+            still = now() - moved
+            message = f"{name} could not be loaded: nothing moved for {still:.0f} s at {progress} %"
             self._give_up(AppError(Kind.MODEL_FILES, message))
             return None
 
