@@ -29,12 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mlxrunner: {error.message}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `list | head`: whoever reads has seen enough
-        # or Python tries to write the rest when it ends, and complains
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         return 0
-    except KeyboardInterrupt:  # while something is downloaded; the server has its own way to end
-        print("mlxrunner: interrupted; the same command goes on where it stopped", file=sys.stderr)
+    except OSError as error:  # `config > /full/disk`: the machine's answer, and no fault of ours
+        _say_no_more()
+        print(f"mlxrunner: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # the server has its own way to end, once it listens
+        loads = arguments.command in ("pull", "serve")
+        more = "; a download goes on where it stopped" if loads else ""
+        print(f"mlxrunner: interrupted{more}", file=sys.stderr)
         return 130
+
+
+def _say_no_more() -> None:
+    """Or Python tries to write the rest when it ends, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ tensors, who is evicted for whom.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import fields
@@ -20,7 +21,10 @@ from app.core.ports import ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelPhase, ModelState, Served
 from app.generation import Generation, fingerprint
+from app.runners.discreet import discreet
 from app.runners.pool import Lease, Pool
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -119,6 +123,8 @@ class Front:
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
         entry = self._entry(model)
+        # also one that was refused lately: whoever asks has perhaps mended it
+        self._pool.preload(entry.served)
         async with self._lease(entry, keep_alive) as lease:
             await asyncio.gather(lease.wait(), self._generation(entry))
         return self._pool.state(entry.served)
@@ -213,9 +219,14 @@ class Front:
             del self._texts[name]
 
     async def _made(self, served: Served) -> Generation:
-        files = await self._catalogue.files(served)
         engine = self._pool.resident(served)
-        return await asyncio.to_thread(Generation, files, engine, served.settings)
+        try:
+            files = await self._catalogue.files(served)
+            return await asyncio.to_thread(Generation, files, engine, served.settings)
+        except AppError as error:
+            log.error("%s: %s", served.name, error.message)
+            entry = self._catalogue.find(served.name)
+            raise discreet(error, entry.files.path if entry else None, served.name) from error
 
     def _tidy(self, entry: Entry) -> None:
         """Of a model that nobody asks for any more, and that was not loaded after all, nobody will

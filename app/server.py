@@ -25,6 +25,7 @@ from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.traffic import Traffic
 from app.core.watched import Watched
+from app.door.address import check_address
 from app.door.certificates import check_certificate
 from app.door.draining import Server
 from app.door.entrance import protocol
@@ -69,6 +70,7 @@ def serve(settings: Settings) -> int:
     notices = Notices.of(os.environ, os.getpid())
     for warning in _warnings(settings, keyring):
         log.warning("%s", warning)
+    check_address(settings.host, settings.port)
     entries = [_entry(model, settings) for model in settings.models or (None,)]
     others: _Others | None = None
     if launch is None:
@@ -165,8 +167,8 @@ def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
 
 
 def _preloaded(entries: list[Entry], settings: Settings) -> list[str]:
-    """Those that were marked so, else the first."""
-    marked = {place for place, model in enumerate(settings.models) if model.preload}
+    """Those that were marked so or are to stay for ever, else the first."""
+    marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 

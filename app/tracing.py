@@ -34,8 +34,8 @@ def tracing_of(settings: Settings) -> Tracing | None:
     except ModuleNotFoundError as error:
         raise AppError(
             Kind.INVALID,
-            f"--otlp needs {error.name}, which is not installed: install mlxrunner with its extra, "
-            "as in pip install 'mlxrunner[otel]'",
+            f"--otlp needs {error.name}, which is not installed: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http",
             param="otlp",
         ) from None
     return Spans(settings)

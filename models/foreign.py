@@ -29,7 +29,8 @@ from models.foreign_kv import LayerParts, Rows, adopted
 from models.kv import LayerCache
 
 _LIBRARY = "mlx_lm"
-_HINT = 'pip install "mlxrunner[mlx-lm]"'
+# by the library's own name: what an index has under ours may be anybody's
+_HINT = 'pip install "mlx-lm>=0.32"'
 
 # how config.json names the positions that a model was made for; the first that is there
 _LENGTHS = (

@@ -17,7 +17,8 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 60.0
 
-_TRACED = "COVERAGE_PROCESS_CONFIG"
+# what coverage sets for processes that it is to trace
+UNTRACED = {"COVERAGE_PROCESS_CONFIG": ""}
 
 
 class Served:
@@ -35,7 +36,7 @@ class Served:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**_surroundings(), **(variables or {})},
+            env={**os.environ, **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,20 +91,16 @@ class Served:
         self._listening.set()
 
 
-def _surroundings() -> dict[str, str]:
-    """Our environment but for what makes coverage trace a process: most servers are killed, so what
-    it notes would be lost, and takes them half as long again."""
-    return {name: value for name, value in os.environ.items() if name != _TRACED}
-
-
 @contextlib.contextmanager
 def serving(
     *arguments: str,
     variables: Mapping[str, str] | None = None,
     trust: ssl.SSLContext | None = None,
 ) -> Iterator[Served]:
-    """Arguments of `mlxrunner serve`."""
-    server = Served(arguments, variables, trust)
+    """Arguments of `mlxrunner serve`. It is killed in the end, when what coverage has noted of it
+    is lost, so it is not traced either: that takes half as long again. One that ends by itself may
+    be, with `variables=os.environ`."""
+    server = Served(arguments, {**UNTRACED, **(variables or {})}, trust)
     try:
         yield server.ready()
     finally:

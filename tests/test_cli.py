@@ -224,7 +224,18 @@ def test_an_interrupted_command_says_how_to_go_on(
 
     monkeypatch.setattr(server, "serve", interrupted)
     assert cli.main(["serve"]) == 130
-    assert capsys.readouterr().err.startswith("mlxrunner: interrupted")
+    assert capsys.readouterr().err.startswith("mlxrunner: interrupted; a download goes on")
+
+
+def test_an_interrupted_command_that_downloads_nothing_speaks_of_no_download(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("app.commands.config.tell", interrupted)
+    assert cli.main(["config"]) == 130
+    assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 
 
 @pytest.mark.parametrize("line", ["list", "show --json"])
@@ -242,3 +253,23 @@ def test_a_reader_that_has_seen_enough_is_no_failure(line: str, tmp_path: Path) 
     )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that Linux has")
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from app.cli import main; sys.exit(main())",
+                "config",
+            ],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("mlxrunner: ")
+    assert ended.stderr.count("\n") == 1

@@ -41,7 +41,9 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.embedding": frozenset({"app.core", "app.text"}),
     "app.generation": frozenset({"app.core", "app.embedding", "app.preparation", "app.text"}),
     "app.catalogue": frozenset({"app.core", "app.store", "app.engine.describe"}),
-    "app.front": frozenset({"app.core", "app.catalogue", "app.generation", "app.runners.pool"}),
+    "app.front": frozenset(
+        {"app.core", "app.catalogue", "app.generation", "app.runners.discreet", "app.runners.pool"}
+    ),
     "app.api": frozenset({"app.core"}),
     # puts together what a request passes on its way in
     "app.api.app": frozenset({"app.api", "app.core", "app.door"}),

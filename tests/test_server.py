@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import statistics
@@ -20,6 +21,7 @@ import schemathesis
 from app.core.errors import AppError
 from app.core.files import ModelFiles
 from app.core.settings import ModelSettings, Settings
+from app.front import Front
 from app.runners.local import LocalRunner
 from app.server import serve
 from tests import tiny
@@ -324,7 +326,7 @@ def test_the_seeds_client_finds_what_it_reads(server: Served) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_even_while_it_streams(tiny_model: Path, sent: int) -> None:
-    with serving(str(tiny_model)) as running:
+    with serving(str(tiny_model), variables=os.environ) as running:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "stream": True}
         body |= {"logit_bias": {str(tiny.END): -100}}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as reply:
@@ -340,7 +342,8 @@ def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -
     second = Served([str(tiny_model), "--port", str(server.port)])
     second.process.wait(PATIENCE)
     assert second.stop() == 1
-    assert "address already in use" in second.text()
+    told = f"mlxrunner: 127.0.0.1:{server.port} cannot be listened on: another program listens"
+    assert second.text().startswith(told), "one line, and nothing was begun"
     assert "Traceback" not in second.text()
 
 
@@ -354,6 +357,21 @@ def test_a_load_that_breaks_ends_the_server(
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
         serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
+
+
+def test_a_fault_of_ours_at_the_start_is_told_and_ends_a_server_that_would_serve_nobody(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all tasks, this one's errors nobody would look at before the server ends."""
+
+    async def broken(_: Front) -> None:
+        raise RuntimeError("of all things")
+
+    monkeypatch.setattr(Front, "start", broken)
+    monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
+    with pytest.raises(AppError, match="models could not be loaded: of all things"):
+        serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
+    assert "in broken" in caplog.text
 
 
 def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:

@@ -141,7 +141,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 async def _from_starlette(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, the only two that the router raises by itself."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {shown(request.url.path)}"
+    where = f"{request.method[:20]} {shown(request.url.path)}"
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         told = AppError(Kind.METHOD, f"{where}: this path answers only to {allowed}")

@@ -39,7 +39,7 @@ _PASSING = frozenset({503, 504})
 # What nginx writes for a client that left before it was answered.
 _LEFT = 499
 
-_LONGEST_PATH = 200
+_LONGEST_PATH, _LONGEST_METHOD = 200, 20
 
 
 def new_id() -> str:
@@ -122,7 +122,7 @@ def _fields(scope: Scope, visit: Visit, status: int, seconds: float) -> Mapping[
     The path is as the client wrote it, with its escapes."""
     client = scope.get("client")
     fields: dict[str, str | int] = {
-        "method": scope["method"],
+        "method": scope["method"][:_LONGEST_METHOD],
         "path": scope.get("raw_path", b"").decode("latin-1")[:_LONGEST_PATH],
         "status": status,
         "ms": round(1000 * seconds),

@@ -29,7 +29,8 @@ class ModelSettings:
     """One model that was named at start, and what holds for it alone; None is what holds for all.
 
     name: a folder, a hub id or an Ollama name. alias: what clients call it; None is its own name.
-    preload: load it at start, without waiting for a request. pinned: never evict it."""
+    preload: load it at start, without waiting for a request. pinned: do that, and never evict
+    it."""
 
     name: str
     alias: str | None = None

@@ -41,7 +41,6 @@ _REST_SECONDS, _LEAVING_SECONDS = 5.0, 2.0
 
 # Seconds in which a request that was under way when the server began to stop is still answered.
 _LAST_LOOK = 0.05
-
 STOPPING = "the server is stopping: try again in a moment, by then another one may be here"
 _CLOSE = {"Connection": "close"}
 
@@ -174,13 +173,12 @@ class Connection(H11Protocol, Pieces):
     def give_way(self, *, tell: bool) -> None:
         if self._waiting.what == "handshake":
             self.cut()
-            return
-        if not tell and not self._begun:
+        elif not tell and not self._begun:
             self._close()
-            return
-        message = "too many connections are open: try again in a moment"
-        told = AppError(Kind.BUSY, message, code="too_many_connections")
-        self._refuse(problem_reply(told, status=503))
+        else:
+            message = "too many connections are open: try again in a moment"
+            told = AppError(Kind.BUSY, message, code="too_many_connections")
+            self._refuse(problem_reply(told, status=503))
 
     def cut(self) -> None:
         self._take_leave()
@@ -272,9 +270,12 @@ class Connection(H11Protocol, Pieces):
         what it was told."""
         self._take_leave()
         self._waiting.begin("leaving", seconds)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
         self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            try:
+                self.transport.write_eof()
+            except OSError:  # it is gone, and nobody has noticed yet
+                self.cut()
 
     def _close(self) -> None:
         self._take_leave()

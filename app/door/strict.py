@@ -3,7 +3,9 @@
 Knows: HTTP/1.1 as h11 reads it. Must not know: sockets, time, who reads it.
 """
 
+import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import NamedTuple
 
 import h11
@@ -19,6 +21,9 @@ HEAD_FIELDS = 128
 # Chunks may be as small as they like up to so many, and then have so many bytes on average.
 _CHUNKS = 1024
 _CHUNK_BYTES = 128
+
+# A target as a proxy gets it (RFC 9112, 3.2.2).
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 # Characters of what is said of a fault.
 _LONGEST = 200
@@ -49,6 +54,7 @@ class StrictConnection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check_head(event)
+                event = _to_us(event)
             if isinstance(event, h11.Data):
                 self._check_chunk(event)
         except h11.RemoteProtocolError as error:
@@ -62,7 +68,10 @@ class StrictConnection(h11.Connection):
 
     def whole(self, reply: Response, more: Sequence[tuple[bytes, bytes]]) -> bytes:
         """A reply as it is sent, where none has begun. more: header fields."""
-        head = h11.Response(status_code=reply.status_code, headers=[*more, *reply.raw_headers])
+        status = reply.status_code
+        reason = HTTPStatus(status).phrase.encode()
+        headers = [*more, *reply.raw_headers]
+        head = h11.Response(status_code=status, headers=headers, reason=reason)
         body = b"" if self.method == b"HEAD" else bytes(reply.body)
         events = (head, h11.Data(data=body), h11.EndOfMessage())
         return b"".join(self.send(event) or b"" for event in events)
@@ -80,6 +89,15 @@ class StrictConnection(h11.Connection):
                 error_status_hint=431,
             )
 
+        if not head.http_version.startswith(b"1."):
+            raise h11.RemoteProtocolError(
+                f"HTTP/{head.http_version.decode()} is not spoken here: use HTTP/1.1",
+                error_status_hint=505,
+            )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
+            # a proxy may have believed the other one (RFC 9112, 6.1)
+            raise h11.RemoteProtocolError("it has both Content-Length and Transfer-Encoding")
+
     def _check_chunk(self, piece: h11.Data) -> None:
         self._chunks += piece.chunk_start
         self._bytes += len(piece.data)
@@ -88,3 +106,19 @@ class StrictConnection(h11.Connection):
                 f"its body came in {self._chunks} chunks of less than {_CHUNK_BYTES} bytes on "
                 "average: send larger ones"
             )
+
+
+def _to_us(head: h11.Request) -> h11.Request:
+    """The same request, as it would be written to us and not to a proxy. What the target names
+    counts then, whatever the Host header says."""
+    absolute = _ABSOLUTE.fullmatch(head.target)
+    if absolute is None:
+        return head
+    host, path = absolute.groups()
+    others = [(name, value) for name, value in head.headers.raw_items() if name.lower() != b"host"]
+    return h11.Request(
+        method=head.method,
+        target=path if path.startswith(b"/") else b"/" + path,
+        headers=[(b"Host", host), *others],
+        http_version=head.http_version,
+    )

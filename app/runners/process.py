@@ -38,6 +38,9 @@ OpenNews = Callable[[], AbstractAsyncContextManager[AsyncIterator[News]]]
 # seconds between two looks at a model that is being loaded
 _POLL = 0.1
 
+# seconds that a process may take to begin: a second or two, on a machine that is not very busy
+_BEGINNING = 30.0
+
 # seconds that a process which has hung up may take to end
 _DYING = 2.0
 
@@ -176,13 +179,14 @@ class ProcessRunner:
 
     async def _loaded(self, name: str, status: Ask) -> Ready | None:
         """Looks until the model is there; None when the desk knows that it will not be. A process
-        that does not even answer is stuck, or stopped, and nothing to be patient with."""
+        that does not even answer any more is stuck, or stopped, and nothing to be patient with."""
         last, limit = None, self._settings.load_timeout
         now = asyncio.get_running_loop().time
         moved = now()
 
         async def look() -> wire.Status:
-            async with asyncio.timeout(self._settings.watchdog):
+            silence = self._settings.watchdog
+            async with asyncio.timeout(silence if last else max(silence, _BEGINNING)):
                 return await status()
 
         try:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from app.core.embeddings import EmbedJob
@@ -21,6 +22,7 @@ from app.core.ports import Runner, RunnerStatus, Submission
 from app.core.residents import ModelPhase, ModelState, Need, Served
 from app.runners.careful import Careful
 from app.runners.counted import all_told, of_the_past
+from app.runners.discreet import discreet
 from app.runners.lease import Leases
 from app.runners.restarts import (
     CRASHED,
@@ -148,6 +150,7 @@ class Resident:
 
     def refuse(self, error: AppError) -> None:
         """It cannot be loaded, and nobody tried."""
+        error = self._discreet(error)
         self.health = after_failed_load(self.health, self._clock(), error, self._patience)
         self.leases.refuse(error)
 
@@ -266,9 +269,15 @@ class Resident:
     def _died(self, why: str, lived: float) -> None:
         self._broke = True
         error = AppError(Kind.ENGINE, f"{self.served.name} broke: {why}")
+        log.error("%s", error.message)
+        error = self._discreet(error)
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
         self._careful.accuse(self.capacity.parallel if self.capacity else 1)
-        log.error("%s", error.message)
+
+    def _discreet(self, error: AppError) -> AppError:
+        source = self.served.source
+        folder = Path(source).expanduser() if source else None
+        return discreet(error, self.files.path if self.files else folder, self.served.name)
 
     def _failed(self, error: Exception) -> None:
         """Whoever waits is told at once what is wrong with the model; a runner that crashed may
@@ -280,6 +289,7 @@ class Resident:
             error = AppError(Kind.MODEL_FILES, f"{name} could not be loaded: {error}")
         else:
             log.error("%s", error.message)
+        error = self._discreet(error)
         self.health = after_failed_load(self.health, self._clock(), error, self._patience)
         if error.code != CRASHED or self.health.refused(self._clock(), self._patience):
             self.leases.refuse(error)

@@ -84,6 +84,12 @@ class Line:
             self._read = bytearray()
         return Reply(status=int(first.split()[1]), headers=headers, body=bytes(rest), complete=True)
 
+    def interim(self) -> int:
+        """The status of one that goes before a reply: 100."""
+        top, _, rest = self.until(lambda read: b"\r\n\r\n" in read).partition(b"\r\n\r\n")
+        self._read = rest
+        return int(top.split()[1])
+
     def closed(self, within: float = PATIENCE) -> bool:
         """Whether the other side closes, without another word, in so many seconds."""
         self.socket.settimeout(within)

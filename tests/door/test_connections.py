@@ -5,6 +5,7 @@ import contextlib
 import json
 import resource
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,6 +170,74 @@ def test_what_is_no_http_is_told_in_our_words(said: bytes, connect: Connect):
         assert is_ours(reply, 400, "invalid_http")
     assert line.closed()
     assert connect().say(GET).reply().status == 200
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.0", 505), ("0.9", 505), ("1.2", 200)])
+def test_another_http_is_not_spoken(version: str, status: int, connect: Connect):
+    """HTTP/1.2 is to be read as what we know of it (RFC 9110, 2.5)."""
+    asked = GET.replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+    assert connect().say(asked).reply().status == status
+
+
+def test_a_body_whose_length_is_said_in_two_ways_is_refused(connect: Connect):
+    """A proxy may have believed the other one, and taken what follows for another's request."""
+    smuggling = head("POST", CHAT, Content_Length=5, Transfer_Encoding="chunked")
+    line = connect().say(smuggling + b"0\r\n\r\n" + GET)
+    assert is_ours(line.reply(), 400, "invalid_http")
+    assert line.closed()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models?x=y"])
+def test_a_target_with_its_host_is_read_like_any_other(path: str, connect: Connect):
+    """As servers must (RFC 9112, 3.2.2), and the Host header counts for nothing then."""
+    line = connect()
+    for scheme in ("http", "https", "HTTP"):
+        assert (
+            line.say(head("GET", f"{scheme}://127.0.0.1:80{path}", Host="x")).reply().status == 200
+        )
+    refused = line.say(head("GET", f"http://rebound.example.net{path}")).reply()
+    assert (refused.status, refused.error["code"]) == (403, "host_not_allowed")
+    assert line.say(head("GET", "http://localhost")).reply().status == 404
+
+
+@pytest.mark.parametrize("method", ["CONNECT", "BREW", "A" * 5000])
+def test_a_strange_method_is_an_unknown_one(method: str, connect: Connect):
+    line = connect().say(head(method, "/v1/models"))
+    reply = line.reply()
+    assert reply.status == 405
+    assert len(reply.body) < 300
+    assert line.say(GET).reply().status == 200
+
+
+@pytest.mark.parametrize("wanted", ["websocket", "h2c"])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(wanted: str, connect: Connect):
+    line = connect().say(head("GET", "/v1/models", Connection="Upgrade", Upgrade=wanted) + GET)
+    assert [line.reply().status for _ in range(2)] == [200, 200]
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connect: Connect):
+    line = connect()
+    asked = post(ASK, Expect="100-continue")
+    at = asked.index(b"\r\n\r\n") + 4
+    line.say(asked[:at])
+    assert line.interim() == 100
+    assert line.say(asked[at:]).reply().status == 200
+
+
+def test_a_client_that_waits_to_be_asked_is_refused_without(connect: Connect):
+    line = connect().say(head("POST", CHAT, Content_Length=1 << 30, Expect="100-continue"))
+    assert line.reply().status == 413
+
+
+def test_a_refused_client_that_is_gone_leaves_no_traceback(connect: Connect, caplog: Any):
+    """To close in one direction fails then: ten lines in the log for each, at a thousand a second."""
+    asked = head("POST", "/none", Content_Length=1 << 20, Connection="close")
+    for _ in range(50):
+        line = connect().say(asked)
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        line.socket.close()
+    assert connect().say(GET).reply().status == 200
+    assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
 
 
 def test_an_unknown_transfer_encoding_is_not_implemented(connect: Connect):

@@ -168,9 +168,9 @@ def opened(config: dict[str, Any], folder: Path) -> Model:
     return parity.opened(folder)
 
 
-def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
-    hint = r"model_type 'starcoder2' is not supported.*pip install \"mlxrunner\[mlx-lm\]\""
+    hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\""
     for ask in (models.facts, lambda config: models.build(config, {})):
         with pytest.raises(ModelError, match=hint):
             ask(PLAIN)

@@ -51,9 +51,9 @@ def test_a_process_that_does_not_even_answer_while_it_loads_is_given_up_sooner(
 ) -> None:
     """It held the one place to load for five minutes."""
     plant(
-        "import os, signal\n"
+        "import os, signal, time\n"
         "import app.engine.load as it\n"
-        "it.load = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "it.load = lambda *_: (time.sleep(1), os.kill(os.getpid(), signal.SIGSTOP))\n"
     )
     began = time.monotonic()
     error = asyncio.run(refusal(tiny_model, load_timeout=600.0, watchdog=2.0))
@@ -71,13 +71,13 @@ def test_progress_of_a_load_is_seen_and_buys_time(
         "def load(files, settings, report):\n"
         "    for percent in range(0, 100, 20):\n"
         "        report(percent, percent)\n"
-        "        time.sleep(0.5)\n"
+        "        time.sleep(0.8)\n"
         "    return real(files, settings, report)\n"
         "it.load = load\n"
     )
 
     async def run() -> set[int]:
-        running = ProcessRunner(Settings(load_timeout=2.0))
+        running = ProcessRunner(Settings(load_timeout=3.0))
         starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
         seen: set[int] = set()
         while not starting.done():

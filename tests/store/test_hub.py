@@ -228,7 +228,7 @@ def test_nobody_who_interrupts_waits_for_a_silent_hub(
         pulling.send_signal(signal.SIGINT)
         _, told = pulling.communicate(timeout=5)
     assert pulling.returncode == 130
-    assert told.endswith(b"mlxrunner: interrupted; the same command goes on where it stopped\n")
+    assert told.endswith(b"mlxrunner: interrupted; a download goes on where it stopped\n")
 
 
 @pytest.mark.parametrize(

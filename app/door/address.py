@@ -1,0 +1,55 @@
+"""Whether there is room at the address where the server is to listen, found out at once.
+
+Knows: sockets. Must not know: who listens. What is found here may be old when the server binds,
+which can fail all the same; but mostly whoever named a port that is taken reads so here, in one
+line, and not after a model was downloaded.
+"""
+
+import errno
+import os
+import socket
+from typing import Any
+
+from app.core.errors import AppError, Kind
+
+_WHY = {
+    errno.EADDRINUSE: "another program listens there: stop it, or choose another --port",
+    errno.EACCES: "it takes more rights than this user has: choose a --port above 1023, or put a "
+    "proxy before the server",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+}
+
+
+def check_address(host: str, port: int) -> None:
+    """port: 0 is any that is free. Raises AppError(INVALID)."""
+    try:
+        # as asyncio asks, for which an empty name is every address
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        message = f"--host: {host!r} cannot be listened on: {why}"
+        raise AppError(Kind.INVALID, message, param="host") from None
+    for family, kind, protocol, _, address in found:
+        _try(family, kind, protocol, address)
+
+
+def _try(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
+    try:
+        probe = socket.socket(family, kind, protocol)
+    except OSError:  # a kernel without IPv6: the server does without it too
+        return
+    with probe:
+        # or a server that ended just now would be in the way
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            where = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+            why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())
+            message = f"{where}:{address[1]} cannot be listened on: {why}"
+            param = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
+            raise AppError(Kind.INVALID, message, param=param) from None
