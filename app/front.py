@@ -124,7 +124,7 @@ class Front:
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
         entry = self._entry(model)
         # also one that was refused lately: whoever asks has perhaps mended it
-        self._pool.preload(entry.served)
+        self._pool.resident(entry.served).forgive()
         async with self._lease(entry, keep_alive) as lease:
             await asyncio.gather(lease.wait(), self._generation(entry))
         return self._pool.state(entry.served)

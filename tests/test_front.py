@@ -317,3 +317,22 @@ def test_figures_of_several_engines_add_up() -> None:
     assert dict(both.misses) == {"empty": 6, "diverged": 2}
     assert (both.ledger.budget, both.ledger.weights) == (10, 4)
     assert summed([]) == EngineStats()
+
+
+def test_whoever_asks_for_a_load_does_not_wait_out_a_refusal(tmp_path: Path) -> None:
+    """An operator who has mended the files wants to see that at once."""
+    for name in "abc":
+        tiny.write(tmp_path / name)
+    shard = tmp_path / "b" / "model.safetensors"
+    whole = shard.read_bytes()
+
+    async def use(front: Front) -> None:
+        shard.write_bytes(b"garbage")
+        for _ in range(5):
+            with pytest.raises(AppError) as caught:
+                await front.load("b")
+            assert str(tmp_path) not in caught.value.message
+        shard.write_bytes(whole)
+        assert (await front.load("b")).phase == "ready"
+
+    with_front(tmp_path, use)

@@ -268,7 +268,12 @@ MODEL_OPTIONS = (
         of=ModelSettings,
     ),
     option("preload", forms.switch(), "load it at start", of=ModelSettings),
-    option("pinned", forms.switch(), "load it at start, and never make it leave for another one", of=ModelSettings),
+    option(
+        "pinned",
+        forms.switch(),
+        "load it at start, and never make it leave for another one",
+        of=ModelSettings,
+    ),
     _of_one_model("keep_alive"),
     _of_one_model("quantize"),
     _of_one_model("parallel"),

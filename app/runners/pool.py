@@ -124,7 +124,7 @@ class Pool:
         it: until it is unloaded, its time is over or others need its room. Forgets a refusal."""
         resident = self.resident(served)
         resident.kept = True
-        resident.health = replace(resident.health, loads=0, not_before=self._clock())
+        resident.forgive()
         self._changed.set()
 
     async def unload(self, served: Served) -> None:

@@ -148,6 +148,10 @@ class Resident:
             self.used = now
         return granted
 
+    def forgive(self) -> None:
+        """Try again at once, as if it had not broken lately."""
+        self.health = replace(self.health, loads=0, not_before=self._clock())
+
     def refuse(self, error: AppError) -> None:
         """It cannot be loaded, and nobody tried."""
         error = self._discreet(error)
@@ -272,7 +276,8 @@ class Resident:
         log.error("%s", error.message)
         error = self._discreet(error)
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
-        self._careful.accuse(self.capacity.parallel if self.capacity else 1)
+        parallel = self.capacity.parallel if self.capacity else 1
+        self._careful.accuse(parallel, self._runner.status().stats if self._runner else self._past)
 
     def _discreet(self, error: AppError) -> AppError:
         source = self.served.source

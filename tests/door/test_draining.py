@@ -1,6 +1,7 @@
 """How the real server ends: what it finishes, what it breaks off, and that it says so."""
 
 import json
+import os
 import signal
 import socket
 import threading
@@ -27,7 +28,8 @@ def asking(tokens: int, *, stream: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def started(model: Path, drain: float, *more: str) -> Iterator[Served]:
-    with serving(str(model), "--runner", "thread", "--drain", str(drain), *more) as server:
+    arguments = ("--runner", "thread", "--drain", str(drain), *more)
+    with serving(str(model), *arguments, variables=os.environ) as server:
         yield server
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Job, Update
+from app.core.jobs import Ended, EngineStats, Job, Update
 from app.runners import alone
 from app.runners.pool import Pool
 from app.runners.resident import Resident
@@ -54,6 +54,13 @@ async def death(house: House, handle: Resident, *jobs: Job) -> Sequence[str]:
     house.hold.set()
     await until(lambda: handle.phase == "ready" and handle.status().state == "ready")
     return ends
+
+
+async def leave_early(house: House, handle: Resident, asked: Job) -> None:
+    house.hold.clear()
+    async with handle.submit(asked) as submission:
+        await anext(aiter(submission))
+    house.hold.set()
 
 
 def test_a_prompt_that_killed_twice_is_refused_and_told_why():
@@ -239,6 +246,51 @@ def test_whoever_hears_of_the_death_and_leaves_before_we_do_is_counted():
                 await until(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await updates(handle, killer)
+
+    run(body())
+
+
+def test_a_client_that_does_not_wait_for_a_hang_to_be_noticed_is_counted():
+    """Most clients are less patient than the watchdog: they leave, and try again."""
+
+    async def body() -> None:
+        house, killer = House(), job("x", 6)
+        async with loaded(house) as (_, handle):
+            for _ in range(2):
+                await leave_early(house, handle, killer)
+                house.of("a").die("the engine has not moved for 60 s")
+                await until(lambda: handle.status().state == "ready")
+            with pytest.raises(AppError, match="refused"):
+                await updates(handle, killer)
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "stats", [EngineStats(steps=18, running=1), EngineStats(steps=11)], ids=["busy", "idle"]
+)
+def test_one_that_was_left_long_before_a_death_is_innocent(stats: EngineStats):
+    async def body() -> None:
+        house, innocent = House(), job("x", 1)
+        async with loaded(house) as (_, handle):
+            for _ in range(2):
+                house.of("a").stats = EngineStats(steps=10, running=1)
+                await leave_early(house, handle, innocent)
+                house.of("a").stats = stats
+                house.of("a").die()
+                await until(lambda: handle.status().state == "ready")
+            assert await end(handle, innocent) == "stop"
+
+    run(body())
+
+
+def test_what_is_remembered_of_a_hang_is_bounded():
+    async def body() -> None:
+        house = House()
+        async with loaded(house) as (_, handle):
+            for number in range(200):
+                await leave_early(house, handle, job(f"job {number}", number))
+            assert len(handle._careful._dispatched) == 64
 
     run(body())
 
