@@ -63,6 +63,8 @@ class Catalogue:
         self._named: Mapping[str, Entry] = {entry.served.name: entry for entry in entries}
         self._installed: Mapping[str, Entry] = {}
         self._looked = -math.inf
+        self._complaint: str | None = None
+        self._unfit: Sequence[str] = ()
         self._look: asyncio.Task[None] | None = None
         self._reading: dict[str, asyncio.Task[ModelFiles]] = {}
         if len(self._named) < len(entries):
@@ -109,7 +111,14 @@ class Catalogue:
             work = asyncio.to_thread(_verified, served.source)
             reading = self._reading[served.name] = asyncio.create_task(work)
             reading.add_done_callback(lambda done: self._read(served.name, done))
-        return replace(await asyncio.shield(reading), name=served.name)
+        try:
+            return replace(await asyncio.shield(reading), name=served.name)
+        except AppError as error:
+            if error.kind is not Kind.MODEL_NOT_FOUND or served.name not in self._named:
+                raise
+            # it is listed, and the client's request is right
+            message = f"the files of {served.name} are gone: {error.message}"
+            raise AppError(Kind.MODEL_FILES, message) from error
 
     def _read(self, name: str, reading: asyncio.Task[ModelFiles]) -> None:
         del self._reading[name]
@@ -117,11 +126,26 @@ class Catalogue:
             reading.exception()  # who asked may have left, and then nobody else asks for it
 
     async def _see(self) -> None:
-        found = await asyncio.to_thread(_readable, self._installed)
+        try:
+            found, unfit = await asyncio.to_thread(_readable, self._installed)
+        except AppError as error:
+            # what is known is served as before, and what nobody can find is simply not here
+            self._complain(error.message)
+            return
+        self._complaint = None
+        if unfit and unfit != self._unfit:
+            log.info("%d installed models cannot be served: `mlxrunner list` says why", len(unfit))
+        self._unfit = unfit
         self._installed = {
             name: self._kept(name, files) for name, files in found if name not in self._named
         }
         self._looked = time.monotonic()
+
+    def _complain(self, message: str) -> None:
+        """Once, and not whenever a request names a model that is not here."""
+        if message != self._complaint:
+            log.warning("what is installed cannot be looked at: %s", message)
+        self._complaint, self._looked = message, time.monotonic()
 
     def _kept(self, name: str, files: ModelFiles) -> Entry:
         """The same entry as long as the files are the same: others remember what they know of it
@@ -146,15 +170,18 @@ def _verified(source: str | None) -> ModelFiles:
     return complete(store.resolve(source))
 
 
-def _readable(known: Iterable[str]) -> list[tuple[str, ModelFiles]]:
-    """Installed models that could be served, by their names. known: names which are no news."""
+def _readable(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[str]]:
+    """Installed models that could be served, by their names, and the names of those that could
+    not. known: names which are no news."""
     found: list[tuple[str, ModelFiles]] = []
+    unfit: list[str] = []
     known = set(known)
     for entry in store.installed():
         try:
             found.append((entry.name, complete(entry.read())))
         except AppError as error:
+            unfit.append(entry.name)
             log.debug("%s is installed and cannot be served: %s", entry.name, error.message)
     for name in sorted({name for name, _ in found} - known):
         log.debug("%s is installed and can be asked for", name)
-    return found
+    return found, unfit

@@ -110,7 +110,11 @@ class Front:
         phases = {state.phase for state in kept}
         bad: list[RunnerState] = [state for state, meant in _WORST if phases & meant]
         loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
-        errors = [f"{state.name}: {state.error}" for state in kept if state.error is not None]
+        errors = [
+            state.error if state.name in state.error else f"{state.name}: {state.error}"
+            for state in kept
+            if state.error is not None
+        ]
         first = self._pool.resident(next(self._catalogue.entries()).served).status()
         return RunnerStatus(
             state=bad[0] if bad else "ready",

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,28 @@ def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
     assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
 
 
+def test_a_disk_that_cannot_be_read_takes_nothing_away(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    install(hub, tiny_model, "org/tiny")
+    catalogue = opened(Settings(installed=True))
+    assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
+
+    def broken() -> Iterator[store.Installed]:
+        raise AppError(Kind.MODEL_FILES, "the cache cannot be read: Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "installed", broken)
+        for _ in range(2):
+            names = looked(catalogue, lambda c: c.look_for("org/other"))
+        assert names == ["builtin", "org/tiny"]
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+    assert "Input/output error" in caplog.text
+    shutil.rmtree(hub)
+    assert looked(catalogue, lambda c: c.refresh()) == ["builtin"]
+
+
 def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
     mine = ModelSettings(name=str(tiny_model), alias="org/tiny")
@@ -206,3 +228,24 @@ def test_files_are_read_anew_for_each_load(tmp_path: Path):
     with pytest.raises(AppError) as caught:
         asyncio.run(catalogue.files(entry.served))
     assert caught.value.kind is Kind.MODEL_FILES
+    shutil.rmtree(folder)
+    with pytest.raises(AppError, match="the files of model are gone") as caught:
+        asyncio.run(catalogue.files(entry.served))
+    assert caught.value.kind is Kind.MODEL_FILES, "it is still served, and listed"
+
+
+def test_that_installed_models_are_broken_is_told_once(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Whoever misses one in GET /v1/models finds no other trace of it."""
+    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    caplog.set_level("INFO", logger="app.catalogue")
+    install(hub, tiny_model, "org/tiny")
+    install(hub, tiny_model, "org/broken")
+    [config] = (hub / "models--org--broken").rglob("config.json")
+    config.write_text("{")
+    catalogue = opened(Settings(installed=True))
+    for _ in range(3):
+        assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
+    told = "1 installed models cannot be served: `mlxrunner list` says why"
+    assert caplog.messages == [told]

@@ -43,6 +43,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO]]
     names = (None, "app", "app.access", "uvicorn.access", "httpx2")
     before = {name: logging.getLogger(name).level for name in names}
     handlers = logging.getLogger().handlers
+    # tests that serve in this process leave uvicorn's own ways behind, which a server of ours has
+    # not
+    for name in ("uvicorn", "uvicorn.error"):
+        for attribute, value in (("level", logging.NOTSET), ("propagate", True), ("handlers", [])):
+            monkeypatch.setattr(logging.getLogger(name), attribute, value)
 
     def begin(**settings: Any) -> io.StringIO:
         written = io.StringIO()

@@ -10,15 +10,13 @@ from typing import Any
 
 from app import store
 from app.commands.listing import architecture
-from app.core.amounts import in_bytes, in_short
+from app.core.amounts import in_bytes, in_memory, in_short
 from app.core.defaults import defaults
 from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine.contents import Contents, contents
 from app.engine.describe import complete
 from app.engine.fit import Fit, fit
-
-_GIB = 1 << 30
 
 
 def show(settings: Settings, *, as_json: bool) -> int:
@@ -105,11 +103,11 @@ def _defaults(files: ModelFiles) -> Mapping[str, Any]:
 
 def _needs(fits: Fit) -> str:
     many = "a sequence" if fits.sequences == 1 else f"{fits.sequences} sequences"
-    return f"{fits.needed / _GIB:.2f} GiB with {many} of {fits.context} tokens"
+    return f"{in_memory(fits.needed)} with {many} of {fits.context} tokens"
 
 
 def _verdict(fits: Fit) -> str:
-    room = f"the {fits.budget / _GIB:.2f} GiB that may be used"
+    room = f"the {in_memory(fits.budget)} that may be used"
     if fits.context_that_fits >= fits.context:
         return f"fits into {room}"
     if fits.context_that_fits:

@@ -5,11 +5,17 @@ Knows: units. Must not know: what is counted.
 
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 _COUNTS = ("", "K", "M", "B", "T")
+_MEMORY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def in_bytes(count: float) -> str:
     """Decimal, as the hub, Ollama and the Finder count: 1.23 GB. Three digits at least."""
     return _scaled(count, _BYTES, " ")
+
+
+def in_memory(count: float) -> str:
+    """Bytes as `--memory` counts them: 1.23 GiB. So whoever gave it 6 reads of 6."""
+    return _scaled(count, _MEMORY, " ", step=1024)
 
 
 def in_short(count: float) -> str:
@@ -25,11 +31,11 @@ def in_time(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
-def _scaled(count: float, units: tuple[str, ...], gap: str) -> str:
+def _scaled(count: float, units: tuple[str, ...], gap: str, step: int = 1000) -> str:
     unit = 0
     # 999.5 would be written as 1000
     while count >= 999.5 and unit < len(units) - 1:
-        count /= 1000
+        count /= step
         unit += 1
     digits = 0 if unit == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
     return f"{count:.{digits}f}{gap}{units[unit]}".rstrip()

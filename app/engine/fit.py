@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from app.core.amounts import in_memory
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.residents import Need
@@ -38,8 +39,6 @@ _ROWS_HELD = 8
 
 # experts that a token passes through, and how many are taken where the config does not say
 _CHOSEN, _MANY_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 8
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +144,10 @@ def refuse(found: Fit, files: ModelFiles) -> None:
         return
     many = "a sequence" if found.sequences == 1 else f"{found.sequences} sequences"
     needs = (
-        f"{files.path} does not fit: its weights take {found.weights / _GIB:.2f} GiB, a step "
-        f"{found.working / _GIB:.2f} GiB and {many} of {found.context} tokens "
-        f"{found.sequences * found.kv_per_context / _GIB:.2f} GiB, {found.needed / _GIB:.2f} GiB "
-        f"together, but the budget is {found.budget / _GIB:.2f} GiB"
+        f"{files.path} does not fit: its weights take {in_memory(found.weights)}, a step "
+        f"{in_memory(found.working)} and {many} of {found.context} tokens "
+        f"{in_memory(found.sequences * found.kv_per_context)}, {in_memory(found.needed)} "
+        f"together, but the budget is {in_memory(found.budget)}"
     )
     if found.context_that_fits:
         advice = f"the largest --context that fits is {found.context_that_fits}"

@@ -133,7 +133,8 @@ def _allow_open_files(count: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise AppError(
             Kind.MODEL_FILES,
-            f"the model lies in {count} files, and this process may open {hard} (see ulimit -Hn)",
+            f"the model lies in {count} files, for which this process has to be able to open "
+            f"{needed}, and it may open {hard}: raise the limit (ulimit -Hn, LimitNOFILE)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

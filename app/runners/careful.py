@@ -120,9 +120,10 @@ class Careful:
         if self._dispatched.get(job.id) is not job:
             return  # of a runner that is gone
         status = runner.status()
-        if status.state != "failed":
+        alive = status.state != "failed"
+        if alive:
             self._let_go(status.stats)
-        if ended_well or len(self._left) >= _MOST_LEFT:
+        if ended_well or (alive and len(self._left) >= _MOST_LEFT):
             del self._dispatched[job.id]
         else:
             self._left[job.id] = status.stats.steps

@@ -29,7 +29,7 @@ The rules:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.core.amounts import in_bytes
+from app.core.amounts import in_memory
 from app.runners.tenancy import Action, Applicant, Evict, Forgo, Limits, Load, Plan, Refuse, Tenant
 
 
@@ -153,20 +153,21 @@ def _hopeless(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -
     if applicant.need is None or limits.total is None:
         return None
     least = applicant.need.least
-    needs = f"{applicant.name} needs {in_bytes(least)} for weights, KV caches and working space"
+    needs = f"{applicant.name} needs {in_memory(least)} for weights, KV caches and working space"
     lower = "ask for a shorter --context or less --parallel, or quantize it"
     if applicant.most is not None and least > applicant.most:
-        return f"{needs}, and may use {in_bytes(applicant.most)}: raise its memory, or {lower}"
+        return f"{needs}, and may use {in_memory(applicant.most)}: raise its memory, or {lower}"
     kept = sum(t.share for t in pinned)
     if least <= limits.total - kept:
         return None
     if kept and least <= limits.total:
         names = ", ".join(sorted(t.name for t in pinned))
         return (
-            f"{needs}, and {in_bytes(limits.total - kept)} are left beside what is pinned "
-            f"({names}): pin less, raise --memory, or {lower}"
+            f"{needs}, and {in_memory(limits.total - kept)} are left beside what is pinned "
+            f"({names}): pin less, give it less memory of its own, raise --memory, or {lower}"
         )
-    return f"{needs}, and all models together may use {in_bytes(limits.total)}: {lower}"
+    together = in_memory(limits.total)
+    return f"{needs}, and all models together may use {together}: raise --memory, or {lower}"
 
 
 def _share(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -> int | None:

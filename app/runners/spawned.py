@@ -134,7 +134,7 @@ class Spawned:
         """Always on: a full pipe would stop the process."""
         stream = self._process.stdout
         assert stream is not None
-        quota, level = Quota(), logging.INFO
+        quota, level = Quota(), logging.WARNING
         now = asyncio.get_running_loop().time
         while data := await stream.read(_CHUNK):
             for line in self._output.feed(data):
@@ -143,10 +143,13 @@ class Spawned:
             level = self._pass_on(line, level, quota, now())
 
     def _pass_on(self, line: str, level: int, quota: Quota, now: float) -> int:
-        """To our log; at its level, which is that of the line before where it names none."""
+        """To our log, at its level. A line that names none and is not indented was not written by
+        a logger: it is a library's complaint, or the last word of a process."""
         first, _, rest = line.partition(" ")
         if first in _LEVELS:
             level, line = getattr(logging, first), rest
+        elif not line.startswith(" "):
+            level = max(level, logging.WARNING)
         # what it says about being told to end is no news
         shown = logging.DEBUG if self._ending else level
         if quota.admits(now):

@@ -49,7 +49,7 @@ def test_the_words_stay_within_80_columns(
     ("memory", "words"),
     [
         (1 << 30, "fits into the 1.00 GiB"),
-        (1 << 10, "does not fit into the 0.00 GiB that may be used, however short the context"),
+        (1 << 10, "does not fit into the 1.00 KiB that may be used, however short the context"),
     ],
 )
 def test_it_says_whether_it_fits(

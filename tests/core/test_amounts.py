@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.amounts import in_bytes, in_short, in_time
+from app.core.amounts import in_bytes, in_memory, in_short, in_time
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ from app.core.amounts import in_bytes, in_short, in_time
 )
 def test_bytes_have_three_digits(count: int, text: str) -> None:
     assert in_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1000, "0.98 KiB"),
+        (6 << 30, "6.00 GiB"),
+        (int(6.5 * (1 << 30)), "6.50 GiB"),
+        (999 << 30, "999 GiB"),
+    ],
+)
+def test_memory_is_told_as_it_is_given(count: int, text: str) -> None:
+    assert in_memory(count) == text
 
 
 @pytest.mark.parametrize(

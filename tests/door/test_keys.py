@@ -1,6 +1,7 @@
 """Keys: how they are written, how they are found, and that nobody is ever shown one again."""
 
 import hmac
+import itertools
 import string
 from typing import Any
 
@@ -112,6 +113,8 @@ SECRET = "mr-do-not-show-me-to-anybody"
         (f'key = "{SECRET}"\n' + entry("a", LAPTOP), "something else"),
         (entry("a", LAPTOP) + entry("b", LAPTOP), "a and b have one and the same key"),
     ],
+    # numbers: keys are fresh in each process, and workers must agree on the names of tests
+    ids=itertools.count(),
 )
 def test_a_file_that_is_wrong_is_told_of_without_its_content(text: str, why: str):
     with pytest.raises(AppError, match=why) as caught:

@@ -6,6 +6,7 @@ kind of cache, under each policy: a random history gives the answers of a fresh 
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -28,25 +29,29 @@ PARALLEL, CHUNK = 3, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A model and what is asked of it. ids: its vocabulary."""
+    """A model and what is asked of it. vocab: how many ids it has."""
 
+    name: str
     model: Model
     vocab: int
-    history: list[Told]
+
+    @cached_property
+    def history(self) -> list[Told]:
+        """The same for all policies, so its answers are found once."""
+        told = history(self.model, self.vocab, random.Random(self.name))
+        assert {one.kind for one in told} == set(KINDS)
+        return told
 
 
 @pytest.fixture(scope="module", params=[*TOYS, *cases()], ids=lambda one: getattr(one, "id", one))
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """The history is the same for all policies, so its answers are found once."""
     if isinstance(request.param, str):
         name, vocab = request.param, tiny.VOCAB
         model: Model = hybrid.Model(kinds=TOYS[name])
     else:
         name, vocab = request.param.id, request.param.vocab
         model = _opened(request.param, tmp_path_factory.mktemp(name))
-    told = history(model, vocab, random.Random(name))
-    assert {one.kind for one in told} == set(KINDS)
-    return Asked(model=model, vocab=vocab, history=told)
+    return Asked(name=name, model=model, vocab=vocab)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

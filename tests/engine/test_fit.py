@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache, starcoder2
 
 from app import store
+from app.core.amounts import in_memory
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
@@ -166,9 +167,9 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: Mo
         refuse(found, files)
     message = caught.value.message
     assert caught.value.kind is Kind.MODEL_FILES
-    assert f"4 sequences of 1024 tokens {4 * found.kv_per_context / GIB:.2f} GiB" in message
-    assert f"{found.needed / GIB:.2f} GiB together" in message
-    assert f"the budget is {found.budget / GIB:.2f} GiB" in message
+    assert f"4 sequences of 1024 tokens {in_memory(4 * found.kv_per_context)}" in message
+    assert f"{in_memory(found.needed)} together" in message
+    assert f"the budget is {in_memory(found.budget)}" in message
     assert f"the largest --context that fits is {found.context_that_fits}" in message
     assert found.needed > found.budget
     assert "ask for less --parallel than 4" in message

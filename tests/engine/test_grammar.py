@@ -95,6 +95,7 @@ def assert_satisfied(outcome: Outcome) -> None:
     assert len(value["name"]) <= 8
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("stop_ids", [ENDS, NONE], ids=["with an end", "without one"])
 def test_random_weights_satisfy_a_schema_and_end_by_themselves(

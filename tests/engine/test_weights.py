@@ -194,4 +194,4 @@ def test_as_many_files_are_opened_as_there_are(tmp_path: Path) -> None:
         for limit in (hard, 48)
     ]
     assert done[0].stdout == "80.0\n", done[0].stderr
-    assert "the model lies in 40 files, and this process may open 48" in done[1].stderr
+    assert "the model lies in 40 files, for which" in done[1].stderr

@@ -201,6 +201,33 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
     assert max(map(len, said)) < 2100
 
 
+def test_what_no_logger_wrote_is_a_warning_at_least(
+    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or the last words of a process would go with `--log-level info` among other news, and with
+    `--log-level warning` nowhere."""
+    plant(
+        "import logging, sys\n"
+        "from app.runners import service\n"
+        "def load(files, settings, report):\n"
+        "    logging.getLogger('x').info('fine\\n  more of it')\n"
+        "    sys.stderr.write('terminating: no reason\\n  at 0x0\\n')\n"
+        "    sys.exit(3)\n"
+        "service.load = load\n"
+    )
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        with pytest.raises(AppError):
+            async with started(tiny_model):
+                pass
+
+    asyncio.run(run())
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said["tiny: x: fine"] == said["tiny:   more of it"] == "INFO"
+    assert said["tiny: terminating: no reason"] == said["tiny:   at 0x0"] == "WARNING"
+
+
 PARENT = """
 import asyncio, sys
 from app import store

@@ -155,13 +155,13 @@ def test_a_pinned_one_never_goes():
 
 
 def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
-    here = [tenant("a", 6_000_000_000, pinned=True), tenant("b", 4_000_000_000)]
-    [refused] = decide(applicant("c", 5_000_000_000), here=here, under=limits(10**10)).actions
+    here = [tenant("a", 6 << 30, pinned=True), tenant("b", 4 << 30)]
+    [refused] = decide(applicant("c", 5 << 30), here=here, under=limits(10 << 30)).actions
     assert refused == Refuse(
         name="c",
-        why="c needs 5.00 GB for weights, KV caches and working space, and 4.00 GB are left beside "
-        "what is pinned (a): pin less, raise --memory, or ask for a shorter --context or less "
-        "--parallel, or quantize it",
+        why="c needs 5.00 GiB for weights, KV caches and working space, and 4.00 GiB are left "
+        "beside what is pinned (a): pin less, give it less memory of its own, raise --memory, or "
+        "ask for a shorter --context or less --parallel, or quantize it",
     )
 
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_alone_is_refused_and_nobody_goes_for_it():
     decided = decide(applicant("b", 11), here=[tenant("a", 9)], under=limits(10))
     [refused] = decided.actions
     assert isinstance(refused, Refuse)
-    assert "all models together may use 10 B" in refused.why
+    assert "all models together may use 10 B: raise --memory" in refused.why
 
 
 def test_what_its_owner_does_not_allow_enough_is_refused():

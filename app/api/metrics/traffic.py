@@ -42,8 +42,8 @@ class TrafficFigures(Collector):
         yield turned_away
         answered = CounterMetricFamily(
             "http_requests",
-            "Answers, by the route that they came from (none: refused before that) and the class of "
-            "their status; 4xx for a client that left",
+            "Answers, by the route that they came from (none: refused before that) and the class "
+            "of their status; 4xx for a client that left",
             labels=["handler", "method", "status"],
         )
         for (method, route, status), count in traffic.answered.copy().items():
