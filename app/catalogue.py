@@ -134,7 +134,7 @@ class Catalogue:
             return
         self._complaint = None
         if unfit and unfit != self._unfit:
-            log.info("%d installed models cannot be served: `mlxrunner list` says why", len(unfit))
+            log.info("%d of the installed cannot be served: `mlxrunner list` says why", len(unfit))
         self._unfit = unfit
         self._installed = {
             name: self._kept(name, files) for name, files in found if name not in self._named

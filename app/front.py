@@ -159,7 +159,8 @@ class Front:
         )
 
     def _fingerprint(self, entry: Entry) -> str:
-        """Made once: it takes a millisecond, and each request asks for those of all models."""
+        """Made once: it takes a millisecond, and each request asks for those of all models, on
+        whichever thread it is read."""
         name = entry.served.name
         files, known = self._fingerprints.get(name, (None, ""))
         if files is not entry.files:

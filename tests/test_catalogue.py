@@ -247,5 +247,5 @@ def test_that_installed_models_are_broken_is_told_once(
     catalogue = opened(Settings(installed=True))
     for _ in range(3):
         assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
-    told = "1 installed models cannot be served: `mlxrunner list` says why"
+    told = "1 of the installed cannot be served: `mlxrunner list` says why"
     assert caplog.messages == [told]

@@ -132,7 +132,7 @@ class EngineThread:
             self._live()
         except AppError as error:
             self._post(Failed(kind=error.kind, message=error.message))
-        except Exception as error:
+        except BaseException as error:  # a thread that ends without a word leaves all waiting
             log.exception("the engine thread ended")
             message = f"{type(error).__name__}: {error}"
             self._post(Failed(kind=Kind.ENGINE, message=message, ours=True))

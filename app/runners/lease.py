@@ -14,6 +14,9 @@ from app.core.events import Loading
 # seconds that a client is told to wait which is refused because others wait already
 _LATER = 5
 
+# seconds by which a client may be late that was told when to come again
+_LATE = 5.0
+
 
 class Lease:
     """What one request has of a model. at: when it came to wait, or to hold."""
@@ -57,18 +60,29 @@ class Lease:
 
 
 class Leases:
-    """All of one model."""
+    """All of one model.
+
+    Not every client can be kept waiting; one that cannot is told to come again. Its place is kept
+    until it does: for as long as it is expected, one lease of nobody's stands for all such clients,
+    which waits, and holds, as theirs did. Otherwise they would stand behind everybody else each
+    time, and a load that takes longer than they wait would be given up for others each time.
+
+    expected_until: when that ends; None where nobody is expected."""
 
     def __init__(self, told: Callable[[], Loading]) -> None:
         self._told = told
         self._all: dict[Lease, None] = {}
+        self._place: Lease | None = None
+        self.expected_until: float | None = None
 
     def __len__(self) -> int:
-        return len(self._all)
+        """Of clients that are here."""
+        return len(self._all) - (self._place is not None)
 
     @property
     def waiting(self) -> int:
-        return sum(lease.stands == "waits" for lease in self._all)
+        """Clients that are here."""
+        return sum(lease.waits for lease in self._all if lease is not self._place)
 
     @property
     def waiting_since(self) -> float | None:
@@ -80,8 +94,30 @@ class Leases:
 
     def enter(self, now: float) -> Lease:
         lease = Lease(now, self._told)
+        if self._place is not None and self._place.waits:
+            lease.at = self._place.at
+        self.expect_nobody()
         self._all[lease] = None
         return lease
+
+    def expect(self, lease: Lease, seconds: int, now: float) -> None:
+        """The client is about to leave, and was told to come again after so many seconds."""
+        if not lease.waits:
+            return
+        if self._place is None:
+            self._place = Lease(lease.at, self._told)
+            self._all[self._place] = None
+        self.expected_until = now + seconds + _LATE
+
+    def expect_nobody(self) -> None:
+        """Somebody came, or there is nothing to come for."""
+        if self._place is not None:
+            del self._all[self._place]
+        self._place = self.expected_until = None
+
+    def give_up_those_who_are_late(self, now: float) -> None:
+        if self.expected_until is not None and self.expected_until <= now:
+            self.expect_nobody()
 
     def leave(self, lease: Lease) -> None:
         del self._all[lease]
@@ -100,6 +136,7 @@ class Leases:
 
     def refuse(self, error: AppError) -> None:
         """To all who wait."""
+        self.expect_nobody()
         for lease in self._all:
             if lease.stands == "waits":
                 lease.refuse(error)

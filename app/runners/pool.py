@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -99,6 +99,10 @@ class Pool:
             self._changed.set()
         try:
             yield lease
+        except AppError as error:
+            if error.kind is Kind.LOADING and error.retry_after is not None:
+                resident.leases.expect(lease, error.retry_after, self._clock())
+            raise
         finally:
             if lease.ready:
                 resident.used = self._clock()
@@ -140,6 +144,7 @@ class Pool:
             )
         resident = self.resident(served)
         resident.kept = False
+        resident.leases.expect_nobody()
         resident.trust()
         life = self._lives.get(served.name)
         if life is not None:
@@ -217,13 +222,14 @@ class Pool:
             news |= resident.open and resident.grant()
         if news:
             self._changed.set()
-        later = [r.health.not_before for r in self._residents.values() if self._later(r, now)]
+        later = [wake for r in self._residents.values() for wake in self._later(r, now)]
         return min([*later, *([] if decided.wake is None else [decided.wake])], default=None)
 
     def _queue(self, now: float) -> list[Resident]:
         """Models that are waited for and may be tried now, in the order in which they came."""
         queue: list[tuple[float, Resident]] = []
         for resident in self._residents.values():
+            resident.leases.give_up_those_who_are_late(now)
             since = resident.leases.waiting_since
             if resident.phase == "out" and (resident.health.not_before > now or self._stopping):
                 continue
@@ -234,8 +240,11 @@ class Pool:
         queue.sort(key=lambda item: (item[0], not item[1].served.pinned))
         return [resident for _, resident in queue]
 
-    def _later(self, resident: Resident, now: float) -> bool:
-        return resident.phase == "out" and resident.wanted and resident.health.not_before > now
+    def _later(self, resident: Resident, now: float) -> Iterator[float]:
+        if resident.phase == "out" and resident.wanted and resident.health.not_before > now:
+            yield resident.health.not_before
+        if resident.leases.expected_until is not None:
+            yield resident.leases.expected_until
 
     def _applicant(self, resident: Resident) -> Applicant:
         served, since = resident.served, resident.leases.waiting_since

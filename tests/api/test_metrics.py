@@ -354,3 +354,48 @@ def test_no_figure_has_two_names_and_every_family_of_a_model_names_it(call: Any)
         if family.name.startswith("vllm:"):
             assert family.samples, family.name
             assert all({"model_name", "engine"} <= one.labels.keys() for one in family.samples)
+
+
+def test_what_came_to_the_door_is_told():
+    traffic = Traffic(open=3, opened=9)
+    traffic.turned_away["invalid_http"] += 2
+
+    async def run() -> Scraped:
+        app = build_app(FakeGenerate(), Settings(), traffic=traffic)
+        await get(app, "/v1/models")
+        await get(app, "/v1/models/none")
+        await get(app, "/made-up")
+        await Conversation(app, "BREW", "/v1/models").end()
+        return Scraped(read((await get(app, "/metrics")).body.decode()))
+
+    told = asyncio.run(run())
+    assert told.samples["mlxrunner_http_connections", ()] == 3
+    assert told.samples["mlxrunner_http_connections_opened_total", ()] == 9
+    name = "mlxrunner_http_connections_turned_away_total"
+    assert told.of(name, "reason") == {"invalid_http": 2}
+    assert told.samples[name, (("reason", "unread_answer"),)] == 0
+    answered = {
+        tuple(dict(labels)[label] for label in ("handler", "method", "status"))
+        for sample, labels in told.samples
+        if sample == "http_requests_total"
+    }
+    assert answered == {
+        ("/v1/models", "GET", "2xx"),
+        ("/v1/models/{id:path}", "GET", "4xx"),
+        ("none", "none", "4xx"),
+        ("/v1/models", "none", "4xx"),
+    }
+
+
+def test_a_client_that_left_is_an_answer_of_class_four():
+    """Whatever would have come of it: the server's log has 499."""
+
+    async def run() -> Traffic:
+        traffic = Traffic()
+        app = build_app(FakeGenerate([FOREVER]), Settings(), traffic=traffic)
+        conversation = Conversation(app, "POST", "/v1/completions", None)
+        conversation.hang_up()
+        await conversation.end()
+        return traffic
+
+    assert asyncio.run(run()).answered == {("POST", "/v1/completions", "4xx"): 1}

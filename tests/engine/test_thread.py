@@ -115,6 +115,18 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
     assert thread.join(PATIENCE)
 
 
+def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) -> None:
+    """By a library: threads end on SystemExit without a word, and then a load would go on for
+    ever, at 0 %."""
+
+    def exits(_: Any) -> Loop:
+        raise SystemExit(3)
+
+    thread, heard = started(exits)
+    assert heard.next(Failed) == Failed(kind=Kind.ENGINE, message="SystemExit: 3", ours=True)
+    assert thread.join(PATIENCE)
+
+
 def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
     thread, heard = started(load_tiny)
     thread.submit(job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]()))

@@ -12,6 +12,7 @@ from app.core.errors import AppError, Kind
 from app.core.events import Loading
 from app.core.jobs import EngineStats
 from app.core.residents import Served
+from app.runners import lease as lease_module
 from app.runners import pool as pool_module
 from app.runners.pool import Pool
 from app.runners.restarts import CRASHED, Patience
@@ -355,6 +356,107 @@ def test_a_load_that_nobody_waits_for_gives_way():
                 await until(lambda: house.loads)
             await use(pool, B)
             assert phases(pool) == {"a": "unloaded", "b": "ready", "c": "unloaded"}
+
+    run(body())
+
+
+async def give_up(pool: Pool, model: Served) -> None:
+    """As a client does that cannot be kept waiting, and is told to come again."""
+    with pytest.raises(AppError, match="come again"):
+        async with pool.lease(model, None) as lease:
+            await settled()
+            assert lease.waits
+            raise AppError(Kind.LOADING, "come again", retry_after=1)
+
+
+def test_whoever_was_told_to_come_again_keeps_its_place_and_finds_its_model():
+    """Or it would wait behind everybody else each time, and among enough others for ever."""
+
+    async def body() -> None:
+        house = House(needs={name: need(8) for name in "abc"})
+        async with pooled(house) as pool:
+            async with held(pool, A):
+                await give_up(pool, B)
+                assert (pool.state(B).phase, pool.state(B).leases) == ("queued", 0)
+                behind = asyncio.create_task(use(pool, C))
+                await settled()
+            await until(lambda: pool.state(B).phase == "ready")
+            await settled()
+            assert house.loads == ["a", "b"], "and it does not go for the one behind it"
+            async with pool.lease(B, None) as lease:
+                assert lease.ready
+            await behind
+            assert house.loads == ["a", "b", "c"]
+
+    run(body())
+
+
+def test_a_load_goes_on_for_whoever_was_told_to_come_again():
+    """One that takes longer than a client waits would be given up for others each time."""
+
+    async def body() -> None:
+        house = House(needs={name: need(8) for name in "abc"})
+        gate = house.gates["a"] = asyncio.Event()
+        async with pooled(house) as pool:
+            await give_up(pool, A)
+            await until(lambda: house.loads)
+            other = asyncio.create_task(use(pool, B))
+            await settled()
+            assert house.here == ["a"]
+            gate.set()
+            await use(pool, A)
+            await other
+            assert house.loads == ["a", "b"]
+
+    run(body())
+
+
+def test_whoever_does_not_come_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lease_module, "_LATE", -0.9)
+
+    async def body() -> None:
+        house = House(needs={name: need(8) for name in "abc"})
+        async with pooled(house) as pool:
+            await give_up(pool, A)
+            await use(pool, B)
+            assert phases(pool)["a"] == "unloaded"
+            async with held(pool, B):
+                await give_up(pool, A)
+                await settled()
+                async with asyncio.timeout(PATIENCE), pool.lease(B, None) as lease:
+                    # it had been closed for the sake of the one who did not come
+                    await lease.wait()
+            await settled()
+            assert house.loads.count("b") == 1
+
+    run(body())
+
+
+@pytest.mark.parametrize("end", ["unload", "stop"])
+def test_an_end_does_not_wait_for_those_who_were_told_to_come_again(end: str):
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool:
+            await give_up(pool, A)
+            await until(lambda: pool.state(A).phase == "ready")
+            async with asyncio.timeout(PATIENCE):
+                await (pool.unload(A) if end == "unload" else pool.stop(drain=2 * PATIENCE))
+            assert not house.here
+
+    run(body())
+
+
+def test_those_who_were_told_to_come_again_take_no_place_of_others():
+    async def body() -> None:
+        house = small()
+        house.gates["a"] = asyncio.Event()
+        narrow = served("a", max_queue=1)
+        async with pooled(house) as pool:
+            for _ in range(3):
+                await give_up(pool, narrow)
+            async with pool.lease(narrow, None) as lease:
+                assert lease.waits
+                assert pool.state(narrow).leases == 1
 
     run(body())
 

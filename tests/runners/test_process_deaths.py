@@ -73,8 +73,9 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(tiny_model: Path) -
 
 
 def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
-    tiny_model: Path, plant: Callable[[str], None]
+    tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("app.runners.process._DYING", 0.3)
     plant(
         "from app.runners import service as it\n"
         "async def lines(self):\n"
