@@ -14,6 +14,7 @@ from app.api import routes
 from app.api.wire import MANNERS
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
+from app.core.traffic import Traffic
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
@@ -44,7 +45,7 @@ def documented() -> set[tuple[str, str]]:
 
 def served() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for route in routes(FakeGenerate(), Settings()):
+    for route in routes(FakeGenerate(), Settings(), Traffic()):
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.
