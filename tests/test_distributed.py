@@ -71,7 +71,7 @@ class Launched:
             int(self.says(r"Started server process \[(\d+)\]")),
             int(self.says(r"rank 1 of 2 is ready \(process (\d+)\)")),
         )
-        self.says(r"(app\.server: ready)")
+        self.says(r"(tiny is ready after)")
         return self
 
     def says(self, pattern: str) -> str:

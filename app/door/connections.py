@@ -266,8 +266,7 @@ class Connection(H11Protocol, Pieces):
         self._leave(_LEAVING_SECONDS)
 
     def _leave(self, seconds: float) -> None:
-        """Close for sending, and throw away what comes, for as long as the client may take to read
-        what it was told."""
+        """Close for sending, and throw away what comes while the client reads what it was told."""
         self._take_leave()
         self._waiting.begin("leaving", seconds)
         self.flow.resume_reading()

@@ -94,20 +94,20 @@ class Leases:
 
     def enter(self, now: float) -> Lease:
         lease = Lease(now, self._told)
-        if self._place is not None and self._place.waits:
-            lease.at = self._place.at
+        if self._place is not None:
+            lease.put(self._place.stands, self._place.at)
         self.expect_nobody()
         self._all[lease] = None
         return lease
 
-    def expect(self, lease: Lease, seconds: int, now: float) -> None:
-        """The client is about to leave, and was told to come again after so many seconds."""
-        if not lease.waits:
+    def expect(self, lease: Lease, error: AppError, now: float) -> None:
+        """The client is about to leave with this error; perhaps it is told to come again."""
+        if not lease.waits or error.kind is not Kind.LOADING or error.retry_after is None:
             return
         if self._place is None:
             self._place = Lease(lease.at, self._told)
             self._all[self._place] = None
-        self.expected_until = now + seconds + _LATE
+        self.expected_until = now + error.retry_after + _LATE
 
     def expect_nobody(self) -> None:
         """Somebody came, or there is nothing to come for."""

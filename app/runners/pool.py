@@ -90,6 +90,8 @@ class Pool:
             lease.refuse(stopping())
         elif resident.open:
             resident.grant()
+        elif lease.ready:
+            pass  # a place was kept for it, though nobody else is let in
         elif (error := resident.health.error) and resident.health.refused(now, self._patience):
             lease.refuse(again(error, math.ceil(resident.health.not_before - now)))
         elif waiting >= max(1, served.settings.max_queue):  # one always may, or it is never loaded
@@ -100,8 +102,7 @@ class Pool:
         try:
             yield lease
         except AppError as error:
-            if error.kind is Kind.LOADING and error.retry_after is not None:
-                resident.leases.expect(lease, error.retry_after, self._clock())
+            resident.leases.expect(lease, error, self._clock())
             raise
         finally:
             if lease.ready:

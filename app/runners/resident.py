@@ -220,7 +220,7 @@ class Resident:
             loads=self._loads,
             evictions=self._evictions,
             restarts=self._restarts,
-            error=status.error,
+            error=None if self.phase == "leaving" and not self._broke else status.error,
             pid=status.pid,
         )
 

@@ -123,6 +123,7 @@ class Scripted:
             state=self.state,
             progress=40 if self.state == "loading" else 100,
             stats=self.stats,
+            error="the engine was stopped" if self.state == "failed" else None,
             capacity=Capacity(parallel=2, context=64, kv_budget=1, kv_bytes=1),
             pid=7,
         )
