@@ -25,7 +25,7 @@ CHAT = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
 # connection itself (tests/door/test_connections.py), and by /health (tests/api/test_meta.py).
 OTHER_STATUSES = {
     "request_header_fields_too_large": {431},
-    "invalid_http": {400, 501},
+    "invalid_http": {400, 501, 505},
     "too_many_connections": {503},
     "engine_error": {500, 503},
 }
