@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -67,7 +67,6 @@ def serve(settings: Settings) -> int:
         if launch.rank > 0:
             return _follow(launch, settings)
     keyring = Keyring.of(settings, os.environ)
-    notices = Notices.of(os.environ, os.getpid())
     for warning in _warnings(settings, keyring):
         log.warning("%s", warning)
     check_address(settings.host, settings.port)
@@ -78,70 +77,94 @@ def serve(settings: Settings) -> int:
     else:
         entries = [_lasting(entry) for entry in entries]
         make, others = _assembled(launch, entries[0])
-    catalogue = Catalogue(entries, settings)
-    pool = Pool(
-        make,
-        catalogue.files,
-        need if settings.several else None,
-        total=settings.memory,
-        max_loaded=settings.max_loaded,
-    )
-    front = Front(catalogue, pool, _preloaded(entries, settings), load_wait=settings.load_wait)
-    limited = Limited(front, settings)
-    tracing = tracing_of(settings)
-    failures: list[AppError] = []
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    return _Serving(settings, entries, keyring, make, others).run()
 
-    def leave() -> None:
-        server.should_exit = True
 
-    def give_up(why: AppError) -> None:
-        failures.append(why)
-        leave()
+class _Serving:
+    """A server from its beginning to its end. make: what runs a model. others: ranks that compute
+    with this one."""
 
-    async def load() -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        entries: Sequence[Entry],
+        keyring: Keyring,
+        make: Callable[[Settings], Runner],
+        others: "_Others | None",
+    ) -> None:
+        self._settings = settings
+        self._others = others
+        self._failure: AppError | None = None
+        self._notices = Notices.of(os.environ, os.getpid())
+        self._tracing = tracing_of(settings)
+        catalogue = Catalogue(entries, settings)
+        self._pool = Pool(
+            make,
+            catalogue.files,
+            need if settings.several else None,
+            total=settings.memory,
+            max_loaded=settings.max_loaded,
+        )
+        preload = _preloaded(entries, settings)
+        self._front = Front(catalogue, self._pool, preload, load_wait=settings.load_wait)
+        limited = Limited(self._front, settings)
+        watch = None if self._tracing is None else self._tracing.watch
+        generate = limited if watch is None else Watched(limited, watch)
+        traffic = Traffic()
+        app = build_app(
+            generate, settings, lifespan=self._lifespan, keyring=keyring, traffic=traffic
+        )
+        self._server = Server(_uvicorn(app, settings, traffic), limited, settings)
+
+    def run(self) -> int:
+        """The exit status; raises AppError for what ended it too early."""
+        if self._others is not None:
+            self._others.when_lost(lambda why: self._give_up(AppError(Kind.ENGINE, why)))
+            when_launcher_ends(os.environ, self._leave)
+        # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
+        # which it has logged by then
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            self._server.run()
+        if self._failure is not None:
+            raise self._failure
+        return 0 if self._server.started else 1
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
+        await self._pool.start()
+        # not awaited: /v1/status tells the progress while models load
+        loading = asyncio.create_task(self._load())
+        async with self._notices.about(self._server, self._settings.drain):
+            yield
+        await self._pool.stop()
+        await asyncio.gather(loading, return_exceptions=True)
+        if self._others is not None:
+            self._others.dismiss()
+        if self._tracing is not None:
+            await self._tracing.stop()
+
+    async def _load(self) -> None:
         """A server whose one model cannot be loaded is of no use to anybody."""
         try:
-            await front.start()
+            await self._front.start()
         except Exception as error:
             if not isinstance(error, AppError):
                 log.exception("a fault of ours while models were loaded")
                 error = AppError(Kind.ENGINE, f"models could not be loaded: {error}")
             if error.kind is Kind.STOPPING:
                 return
-            if settings.several:
+            if self._settings.several:
                 log.error("%s", error.message)
                 return
-            give_up(error)
+            self._give_up(error)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        await pool.start()
-        # not awaited: /v1/status tells the progress while models load
-        loading = asyncio.create_task(load())
-        async with notices.about(server, settings.drain):
-            yield
-        await pool.stop()
-        await asyncio.gather(loading, return_exceptions=True)
-        if others is not None:
-            others.dismiss()
-        if tracing is not None:
-            await tracing.stop()
+    def _give_up(self, why: AppError) -> None:
+        self._failure = self._failure or why
+        self._leave()
 
-    generate = limited if tracing is None else Watched(limited, tracing.watch)
-    traffic = Traffic()
-    app = build_app(generate, settings, lifespan=lifespan, keyring=keyring, traffic=traffic)
-    server = Server(_uvicorn(app, settings, traffic), limited, settings)
-    if others is not None:
-        others.when_lost(lambda why: give_up(AppError(Kind.ENGINE, why)))
-        when_launcher_ends(os.environ, leave)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
-    # which it has logged by then
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        server.run()
-    if failures:
-        raise failures[0]
-    return 0 if server.started else 1
+    def _leave(self) -> None:
+        self._server.should_exit = True
 
 
 def _warnings(settings: Settings, keyring: Keyring) -> list[str]:
@@ -166,7 +189,7 @@ def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
     return named(model, files, settings)
 
 
-def _preloaded(entries: list[Entry], settings: Settings) -> list[str]:
+def _preloaded(entries: Sequence[Entry], settings: Settings) -> list[str]:
     """Those that were marked so or are to stay for ever, else the first."""
     marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
