@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -49,12 +50,23 @@ def port(running: ProcessRunner) -> int:
 
 def lives(process: int) -> bool:
     """Whether it does anything any more; one that nobody has buried does not."""
+    return _state(process) not in (None, "Z")
+
+
+def stop(process: int) -> None:
+    """Returns when all of its threads are stopped, which is a while after it was told to."""
+    os.kill(process, signal.SIGSTOP)
+    threads = Path(f"/proc/{process}/task")
+    if threads.is_dir():  # elsewhere nothing tells of them
+        wait_until(lambda: {_state(int(thread.name)) for thread in threads.iterdir()} == {"T"})
+
+
+def _state(process: int) -> str | None:
     try:
         os.kill(process, 0)
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (ProcessLookupError, FileNotFoundError):
-        return False
-    return state != "Z"
+        return None
 
 
 def wait_until(true: Callable[[], bool]) -> None:

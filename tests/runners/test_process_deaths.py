@@ -22,6 +22,7 @@ from tests.runners.spawning import (
     lives,
     pid,
     started,
+    stop,
     wait_until,
 )
 from tests.serving import ROOT
@@ -260,6 +261,8 @@ def test_nobody_is_left_behind_by_a_parent_that_was_killed(
         assert parent.stdout is not None
         process = int(parent.stdout.readline())
         if stopped:
-            os.kill(process, signal.SIGSTOP)
+            # whoever is still on its way into it when its parent goes stays there: no kernel looks
+            # after that moment
+            stop(process)
         parent.kill()
     wait_until(lambda: not lives(process))

@@ -7,6 +7,7 @@ Rank 0 decides when all end. A rank that was told to end by itself waits for tha
 whoever stops several processes at once tells all of them, and answers may still be on their way.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,7 +15,7 @@ import queue
 import signal
 import socket
 import threading
-import time
+from collections.abc import Generator
 from types import FrameType
 
 import mlx.core as mx
@@ -68,8 +69,8 @@ def follow(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     ranks = met(launch)
     line = _connected(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
-    _leave_with_rank_0(settings)
-    ended_well = follower.run()
+    with _leaving_with_rank_0(settings):
+        ended_well = follower.run()
     line.close()
     if ended_well:
         return 0
@@ -192,25 +193,28 @@ class _Follower:
         self._line.hang_up()
 
 
-def _leave_with_rank_0(settings: Settings) -> None:
-    """Told to end, wait for rank 0 to; told again, end."""
-    told = False
-
-    def end(status: int) -> None:
-        time.sleep(settings.drain + _GRACE)
-        os._exit(status)
+@contextlib.contextmanager
+def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
+    """Told to end, or without whoever started all, wait for rank 0 to end; told again, end."""
+    patience: list[threading.Timer] = []
 
     def end_later(status: int) -> None:
-        threading.Thread(target=end, args=(status,), daemon=True).start()
+        timer = threading.Timer(settings.drain + _GRACE, os._exit, (status,))
+        timer.daemon = True
+        patience.append(timer)
+        timer.start()
 
     def handle(number: int, _: FrameType | None) -> None:
-        nonlocal told
-        if told:
+        if patience:
             os._exit(128 + number)
-        told = True
-        log.info("told to stop: this rank ends when rank 0 does, or when told again")
         end_later(128 + number)
+        log.info("told to stop: this rank ends when rank 0 does, or when told again")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
     when_launcher_ends(os.environ, lambda: end_later(1))
+    try:
+        yield
+    finally:
+        for timer in patience:
+            timer.cancel()

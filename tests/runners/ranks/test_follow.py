@@ -1,5 +1,6 @@
 """Other ranks do what rank 0 says, and end with it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -64,7 +65,7 @@ def model(tiny_model: Path) -> ModelFiles:
 
 def rank_0(
     says: Callable[[Line, Iterator[Up]], None], monkeypatch: pytest.MonkeyPatch, **welcome: Any
-) -> None:
+) -> threading.Thread:
     """Waits for rank 1 on a thread, welcomes it, says what is to be said, and is gone."""
     server = socket.create_server(("127.0.0.1", 0))
     meeting = Meeting(secret="s", port=server.getsockname()[1], host="here")
@@ -83,7 +84,9 @@ def rank_0(
         says(line, answers)
         line.close()
 
-    threading.Thread(target=speak, daemon=True).start()
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_it_takes_every_step_until_it_is_stopped(
@@ -100,8 +103,9 @@ def test_it_takes_every_step_until_it_is_stopped(
         line.tell(Stop())
         heard.extend(answers)
 
-    rank_0(says, monkeypatch)
+    zero = rank_0(says, monkeypatch)
     assert follow(launch(1), model, SETTINGS) == 0
+    zero.join(PATIENCE)
     assert heard == [Compiled(number=3)]
     assert process == []
 
@@ -125,9 +129,10 @@ def test_it_gives_up_where_it_computes_other_things(
         line.tell(Turn(commands=(), said=12345))
         heard.extend(answers)
 
-    rank_0(says, monkeypatch)
+    zero = rank_0(says, monkeypatch)
     with pytest.raises(Exited):
         follow(launch(1), model, SETTINGS)
+    zero.join(PATIENCE)
     [lost] = heard
     assert isinstance(lost, Lost)
     assert "it said other things than rank 0" in lost.why
@@ -140,9 +145,10 @@ def test_a_model_that_cannot_be_loaded_is_told(
     folder = tiny.write(tmp_path / "odd", num_key_value_heads=1)
     heard = list[Up]()
 
-    rank_0(lambda line, answers: heard.extend(answers), monkeypatch)
+    zero = rank_0(lambda line, answers: heard.extend(answers), monkeypatch)
     with pytest.raises(Exited):
         follow(launch(1), files(folder), SETTINGS)
+    zero.join(PATIENCE)
     [lost] = heard
     assert isinstance(lost, Lost)
     assert "1 kv_heads cannot be divided among 2 ranks" in lost.why
@@ -161,11 +167,13 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ready, over = threading.Event(), threading.Event()
-    prepare = follows._leave_with_rank_0
+    prepare = follows._leaving_with_rank_0
 
-    def prepared(settings: Settings) -> None:
-        prepare(settings)
-        ready.set()
+    @contextlib.contextmanager
+    def prepared(settings: Settings) -> Iterator[None]:
+        with prepare(settings):
+            ready.set()
+            yield
 
     def says(line: Line, answers: Iterator[Up]) -> None:
         assert ready.wait(PATIENCE)
@@ -179,9 +187,12 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
         over.wait(PATIENCE)
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(follows, "_leave_with_rank_0", prepared)
+    monkeypatch.setattr(follows, "_leaving_with_rank_0", prepared)
     rank_0(says, monkeypatch)
     with pytest.raises(Exited):
         follow(launch(1), model, SETTINGS)
     over.set()
     assert process == [128 + signal.SIGTERM]
+    # what would have ended it a minute later, and did end whoever ran this test
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
