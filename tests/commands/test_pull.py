@@ -156,6 +156,8 @@ def test_ctrl_c_ends_a_download_and_keeps_what_came(
         env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        # a shell that runs us in the background has it ignored, and who is started inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + PATIENCE
     while not hub.downloads(f"{commit}/{WEIGHTS}"):
