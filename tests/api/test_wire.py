@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.api.app import build_app
-from app.api.wire import MANNERS, envelope, problem_reply
+from app.api.wire import MANNERS, envelope, event_frame, line_frame, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, serving
@@ -137,3 +137,11 @@ def test_whoever_knows_how_long_to_wait_says_so():
 def test_a_more_precise_code_wins():
     error = AppError(Kind.CONTEXT_LENGTH, "what", code="prompt_alone_is_too_long")
     assert envelope(error)["error"]["code"] == "prompt_alone_is_too_long"
+
+
+@pytest.mark.parametrize("frame", [event_frame, line_frame])
+def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
+    """A model said U+0085, and httpx's `iter_lines` made two lines of one event."""
+    said = "a\x85b\u2028c\u2029d\x0b\x1ce"
+    [line] = frame({"text": said}).decode().rstrip("\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": said}
