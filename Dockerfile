@@ -29,10 +29,18 @@ ENV PIP_PYTHON=/opt/mlxrunner/bin/python PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERS
 COPY requirements requirements
 RUN lock=serve; if [ "$CUDA" = 1 ]; then lock=cuda; fi; \
     pip install --require-hashes --only-binary=:all: --requirement "requirements/$lock.txt"
+# The CPU kernels want a compiler, which stays in this stage; NVIDIA's image has no use for them.
+RUN if [ "$CUDA" != 1 ]; then \
+        apt-get update && apt-get install --yes --no-install-recommends g++; \
+    fi
 COPY pyproject.toml README.md LICENSE ./
 COPY models models
 COPY app app
-RUN pip install --no-build-isolation --no-deps . && pip uninstall --yes setuptools
+# An install goes on without kernels; an image that is many times too slow is not worth having.
+RUN pip install --no-build-isolation --no-deps . && \
+    pip uninstall --yes cmake nanobind ninja pathspec scikit-build-core setuptools && \
+    cd /opt/mlxrunner/lib/python3*/site-packages/models/kernels && \
+    if [ "$CUDA" != 1 ] && ! ls _kernels.*.so; then cat not_built.txt; exit 1; fi
 
 FROM ${BASE}
 # A home in which models are looked for and may be put: /models/.cache/huggingface is the Hugging

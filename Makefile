@@ -11,7 +11,7 @@
 # which is the one that the type checker brings.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test clients check fix bench parity builtin transcripts lock size clean
+.PHONY: help venv serve test clients check fix bench bench-cpu parity builtin transcripts wheel lock size clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -27,7 +27,11 @@ HASHED  := --require-hashes --only-binary=:all:
 FLAVOUR := $(if $(filter 1,$(CUDA)),cuda,serve)
 SERVE   := .venv/.$(FLAVOUR)
 DEV     := .venv/.dev
-SELF    := .venv/.self
+# What is installed with a compiler and what is without are two states: a compiler that comes later
+# makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
+COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
+SELF    := .venv/.self$(if $(COMPILER),,-uncompiled)
+KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed examples/node/node_modules/.installed
 
 # $(call new_venv,folder): made by the first Python that is new enough.
@@ -41,9 +45,10 @@ echo "mlxrunner needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:"
 endef
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(SERVE) $(SELF)  ## .venv with what serving needs (CUDA=1 on Linux: for NVIDIA)
+	@if [ -f models/kernels/not_built.txt ]; then cat models/kernels/not_built.txt >&2; fi
 
 serve: venv  ## serve MODEL=folder, or the built-in model; HOST=, PORT=, ARGS=
 	@exec $(BIN)/mlxrunner serve $(if $(MODEL),"$(MODEL)") \
@@ -69,6 +74,9 @@ fix: venv $(DEV)  ## format, and repair what ruff can
 bench: venv $(DEV)  ## measure; ARGS=--help tells what
 	@$(BIN)/python -m tests.bench $(ARGS)
 
+bench-cpu: venv $(DEV)  ## on a Linux CPU, against stock MLX and llama.cpp; ARGS=--help tells how
+	@$(BIN)/python -m tests.bench.cpu $(ARGS)
+
 parity: .venv-parity/.installed  ## hold every architecture against mlx-lm and transformers
 	@.venv-parity/bin/python -m tests.models.transformers_parity $(ARGS)
 
@@ -77,6 +85,9 @@ transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a 
 
 builtin: .venv-builtin/.installed  ## train the built-in model again
 	@.venv-builtin/bin/python -m models.builtin.train $(ARGS)
+
+wheel: venv $(DEV)  ## dist/*.whl with the kernels in it, tried in a new environment without a compiler
+	@$(BIN)/python -m tests.wheel
 
 LOCKED = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
          --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS)
@@ -97,6 +108,7 @@ size:  ## lines of each file, longest last
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
+	rm -f models/kernels/*.so models/kernels/not_built.txt
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE): requirements/$(FLAVOUR).txt
@@ -108,8 +120,11 @@ $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
 	$(BIN)/python $(INSTALL) $(HASHED) -r $<
 	@touch $@
 
-# Our own package: the command in .venv/bin and a path entry that leads here.
-$(SELF): pyproject.toml $(SERVE)
+# Our own package: the command in .venv/bin, a path entry that leads here, and the CPU kernels among
+# the sources. build/kernels keeps what was compiled, so that a changed source is all that is compiled
+# again.
+$(SELF): pyproject.toml $(KERNELS) $(SERVE)
+	@rm -f .venv/.self*
 	$(BIN)/python $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 

@@ -145,6 +145,36 @@ def test_the_cpu_is_the_default_and_each_choice_has_a_hashed_lock():
         assert "--hash=sha256:" in (ROOT / "requirements" / f"{lock}.txt").read_text("utf-8")
 
 
+def test_a_compiler_is_in_the_stage_that_builds_and_in_no_other():
+    build, last = stages()
+    [compiler] = [run for run in arguments("RUN", build) if "apt-get install" in run]
+    assert re.search(r"\bg\+\+", compiler)
+    assert 'if [ "$CUDA" != 1 ]' in compiler
+    assert not [run for run in arguments("RUN", last) if "apt-get" in run]
+
+
+def test_what_only_a_build_needs_is_taken_away_again():
+    """Everything that the lock holds for the group `build`, and for nothing else."""
+    lock = (ROOT / "requirements" / "serve.txt").read_text("utf-8")
+    wanted_by = {
+        name: {word.strip(" #") for word in via.replace("via", "", 1).splitlines()} - {""}
+        for name, via in re.findall(
+            r"^([\w.-]+)==.*\n(?:    --hash.*\n)+((?:    #.*\n?)+)", lock, re.MULTILINE
+        )
+    }
+    for_building = {"mlxrunner (pyproject.toml:build)"}
+    while more := {name for name, by in wanted_by.items() if by <= for_building} - for_building:
+        for_building |= more
+    [install] = [run for run in arguments("RUN", stages()[0]) if "pip uninstall" in run]
+    [removed] = re.findall(r"pip uninstall --yes ([\w -]+?) &&", install)
+    assert set(removed.split()) == for_building - {"mlxrunner (pyproject.toml:build)"}
+
+
+def test_what_was_compiled_elsewhere_is_not_let_through():
+    rules = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    assert rules.index("models/kernels/*.so") > rules.index("!models")
+
+
 def test_models_are_a_volume_and_the_port_is_the_servers_own():
     last = stages()[-1]
     assert arguments("VOLUME", last) == ["/models"]

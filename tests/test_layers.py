@@ -68,6 +68,8 @@ OURS: Mapping[str, frozenset[str]] = {
 # room: which packages of others it may name (the standard library always)
 THEIRS: Mapping[str, frozenset[str]] = {
     "models": frozenset({"mlx"}),
+    # whose library it opens, and which nobody imports
+    "models.backend": frozenset({"scipy_openblas32"}),
     # model classes of others, behind our contract; an optional dependency
     "models.foreign": frozenset({"mlx", "mlx_lm"}),
     # scripts that made the built-in model; they have requirements of their own
@@ -89,8 +91,6 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.runners.codec": frozenset({"orjson"}),
     "app.runners.line": frozenset({"httpx2"}),
     "app.runners.service": frozenset({"starlette", "uvicorn"}),
-    # gives back what its engine's thread has
-    "app.runners.ranks.follow": frozenset({"mlx"}),
     "app.preparation": frozenset(),
     "app.embedding": frozenset(),
     "app.generation": frozenset(),
@@ -125,10 +125,16 @@ THEIRS: Mapping[str, frozenset[str]] = {
 SEALED = frozenset({"models.builtin"})
 
 # packages whose __init__ may say something; every other one is empty
-SPEAKING = frozenset({"models", "app.api", "app.store"})
+SPEAKING = frozenset({"models", "models.kernels", "app.api", "app.engine", "app.store"})
 
 # who may find modules by their names at run time
 DISCOVERING = frozenset({"models", "models.foreign", "app.api", "app.text.family"})
+
+# who may name, for type checkers alone, types of an extension that need not have been built
+UNBUILT = frozenset({"models.kernels.layers"})
+
+# packages that settle what MLX computes with before they, or what lies below them, import it
+SETTLING = frozenset({"models", "app.engine"})
 
 Sources = Mapping[str, str]
 
@@ -206,7 +212,9 @@ def _habits(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
                 yield "has a relative import"
             case ast.alias(name="*"):
                 yield "imports *"
-            case ast.alias(name="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
+            case ast.alias(name="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING") if (
+                name not in UNBUILT
+            ):
                 yield "hides imports behind TYPE_CHECKING"
             case (
                 ast.Attribute(attr="import_module" | "__import__")
@@ -236,6 +244,16 @@ def test_there_is_no_import_cycle():
         for name, text in found.items()
     }
     tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_what_mlx_computes_with_is_settled_before_it_is_imported():
+    found = sources()
+    for name, text in found.items():
+        if any(_under(target, "mlx") for target in imports(ast.parse(text), found)):
+            assert any(_under(name, package) for package in SETTLING), name
+    for package in SETTLING:
+        first = [*imports(ast.parse(found[package]), found), "mlx.core"]
+        assert first.index("models.backend") < first.index("mlx.core"), package
 
 
 def test_each_room_of_the_tables_exists():

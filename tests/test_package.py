@@ -2,10 +2,12 @@
 the command, and nothing of the tests; and what the serving lock installs is enough to serve."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -21,23 +23,40 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
+def built(tmp_path_factory) -> Path:
+    """The folder that both are built into. The kernels are left out, since compiling them takes
+    most of a minute: `make wheel` builds a wheel with them and tries it."""
     copy = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     for name in ("app", "models", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
+    (copy / "models/kernels/_kernels.elsewhere.so").touch()
+    build = "from scikit_build_core.setuptools.build_meta import build_sdist, build_wheel as build"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", build, "dist"],
+        [sys.executable, "-W", "error", "-c", f"{build}; build('dist'); build_sdist('dist')"],
         cwd=copy,
+        env={**os.environ, "MLXRUNNER_BUILD_KERNELS": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    [file] = (copy / "dist").glob("*.whl")
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> zipfile.ZipFile:
+    [file] = built.glob("*.whl")
     return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="module")
+def sdist(built) -> set[str]:
+    """Its files, by the paths that they have in the project."""
+    [file] = built.glob("*.tar.gz")
+    with tarfile.open(file) as opened:
+        return {name.partition("/")[2] for name in opened.getnames()}
 
 
 def test_every_module_is_in_it(wheel):
@@ -68,6 +87,26 @@ def test_the_built_in_model_is_in_it(wheel):
 def test_the_tests_are_not(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"app", "models"}
+
+
+def test_neither_are_the_sources_of_the_kernels_nor_what_was_compiled_among_them(wheel):
+    kernels = {name for name in wheel.namelist() if name.startswith("models/kernels/")}
+    assert kernels
+    strange = {name for name in kernels if not name.endswith((".py", ".pyi"))}
+    assert strange <= {"models/kernels/not_built.txt"}
+
+
+def test_an_sdist_has_all_that_a_wheel_is_built_from(wheel, sdist):
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= sdist
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "models/kernels/src").iterdir()
+        if path.is_file()
+    }
+    assert {"models/kernels/CMakeLists.txt", *sources} <= sdist
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed - {"models/kernels/not_built.txt"} <= sdist
+    assert not [name for name in sdist if name.endswith(".so")]
 
 
 def test_it_brings_the_command(wheel):

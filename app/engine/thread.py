@@ -27,6 +27,13 @@ from app.engine.grammar import Matcher
 log = logging.getLogger(__name__)
 
 
+def give_back() -> None:
+    """What a thread has of the device, when it ends and nobody names its arrays any more."""
+    gc.collect()
+    mx.clear_cache()
+    mx.clear_streams()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submit:
     job: Job
@@ -137,9 +144,7 @@ class EngineThread:
             message = f"{type(error).__name__}: {error}"
             self._post(Failed(kind=Kind.ENGINE, message=message, ours=True))
         finally:
-            gc.collect()
-            mx.clear_cache()
-            mx.clear_streams()
+            give_back()
 
     def _live(self) -> None:
         loop = self._load(lambda done, memory: self._post(Loading(progress=done, memory=memory)))

@@ -8,7 +8,6 @@ whoever stops several processes at once tells all of them, and answers may still
 """
 
 import contextlib
-import gc
 import logging
 import os
 import queue
@@ -18,8 +17,6 @@ import threading
 from collections.abc import Generator
 from types import FrameType
 
-import mlx.core as mx
-
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
@@ -27,6 +24,7 @@ from app.engine.grammar import Grammars, Matcher
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.engine.ranks import Ranks
+from app.engine.thread import give_back
 from app.runners.ranks.launch import Launch, when_launcher_ends
 from app.runners.ranks.line import (
     Cancel,
@@ -144,9 +142,7 @@ class _Follower:
             log.exception("rank %d: the engine ended", self._ranks.rank)
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
-            gc.collect()
-            mx.clear_cache()
-            mx.clear_streams()
+            give_back()
 
     def _live(self) -> None:
         loop = load(self._files, self._settings, lambda done, memory: None, self._ranks)

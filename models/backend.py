@@ -1,0 +1,203 @@
+"""Which BLAS MLX computes with on a CPU, settled before `mlx.core` is first imported.
+
+Knows: wheels, shared libraries, environment variables. Must not know: arrays, models.
+
+On Linux, MLX's wheel for the CPU brings the reference BLAS, which is fifty times slower than the
+machine. Names that are global in the process before libmlx.so is loaded are taken instead: those of
+our own little library, which hands on to a good BLAS (kernels/src/blas_shim.c), or where that was
+not built, those of the good BLAS itself. On macOS and with CUDA, MLX has what it needs.
+`MLXRUNNER_BLAS` is "stock" for the one that MLX brought, "openblas", "mkl" or the path of a library
+for that one.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.threads import thread_count
+
+VARIABLE = "MLXRUNNER_BLAS"
+
+_SHIM = Path(__file__).with_name("kernels") / "libmlxrunner_blas.so"
+
+# the names under which distributions install it, the variant with threads of its own first
+_OPENBLAS = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
+_MKL = ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so")
+
+# what PyPI's scipy-openblas32 puts before each name
+_PREFIX = "scipy_"
+
+# log2 of the cycles that a thread of OpenBLAS looks for work before it sleeps: a tenth of a
+# millisecond. By default 26, which takes a core from whoever computes next.
+_PATIENCE = "18"
+
+
+# `Backend.why` where a machine lacks what it could have
+NOT_FOUND = "no OpenBLAS or MKL was found"
+CUDA = "MLX computes with CUDA"
+
+
+class BackendError(OSError):
+    """The BLAS that was asked for cannot be had. An OSError, as whatever else the machine denies:
+    who reports those reports this one too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """threads: that compute, those of BLAS or ours. blas: the library that MLX's products on the
+    CPU go to, None where that is the one MLX was built with. path: where it lies. why: a sentence,
+    where nothing was put in the place of MLX's own."""
+
+    threads: int
+    blas: str | None = None
+    path: str | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    path: str
+    prefix: str = ""
+
+
+def prepared(environ: MutableMapping[str, str], *, shim: Path = _SHIM) -> Backend:
+    """Make a good BLAS visible, and write into `environ` what makes it suit its neighbours. Raises
+    BackendError for one that was asked for and cannot be opened, ThreadsError."""
+    threads = thread_count(environ)
+    asked = environ.get(VARIABLE, "").strip()
+    if why := _why_not():
+        return Backend(threads=threads, why=why)
+    everything = ctypes.CDLL(None)
+    if hasattr(everything, "cblas_sgemm"):  # LD_PRELOAD: what was there first is found first
+        return Backend(threads=threads, blas=_named(everything, "", "a preloaded library"))
+    if asked == "stock":
+        return Backend(threads=threads, why=f"{VARIABLE} is stock")
+    if "mlx.core" in sys.modules:
+        return Backend(threads=threads, why="too late: mlx.core was imported before models")
+    environ.update(_settings(environ, threads))
+    refusals: list[str] = []
+    for candidate in _candidates(asked):
+        try:
+            blas = _opened(candidate, shim)
+        except OSError as error:
+            refusals.append(str(error))
+        else:
+            return Backend(threads=threads, blas=blas, path=candidate.path)
+    if asked:
+        reason = "; ".join(dict.fromkeys(refusals)) or "it is not installed"
+        raise BackendError(f"{VARIABLE}: {asked} cannot be used: {reason}")
+    return Backend(threads=threads, why=NOT_FOUND)
+
+
+def products(shim: Path = _SHIM) -> int | None:
+    """Products that went through our library so far; None where it is not what MLX calls."""
+    if not hasattr(ctypes.CDLL(None), "mlxrunner_blas_calls"):
+        return None
+    counted = ctypes.CDLL(str(shim)).mlxrunner_blas_calls
+    counted.restype = ctypes.c_ulong
+    return int(counted())
+
+
+def _why_not() -> str | None:
+    """A sentence where MLX is not the one that lacks a BLAS."""
+    if sys.platform != "linux":
+        return "only on Linux does MLX lack a good BLAS"
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return f"nothing is known of MLX on {platform.machine()}"
+    found = importlib.util.find_spec("mlx")
+    places = [Path(place).parent for place in (found and found.submodule_search_locations) or ()]
+    if any(list(place.glob("mlx_cuda*.dist-info")) for place in places):
+        return CUDA
+    if not any(list(place.glob("mlx_cpu-*.dist-info")) for place in places):
+        return "MLX is not that of its wheel for the CPU"
+    return None
+
+
+def _settings(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
+    """What the libraries read when they are opened, but for what somebody has said already."""
+    wanted = {"OPENBLAS_THREAD_TIMEOUT": _PATIENCE, "KMP_BLOCKTIME": "0"}
+    if not any(environ.get(name) for name in ("OMP_NUM_THREADS", "GOTO_NUM_THREADS")):
+        wanted["OPENBLAS_NUM_THREADS"] = str(threads)
+    if not environ.get("OMP_NUM_THREADS"):
+        wanted["MKL_NUM_THREADS"] = str(threads)
+    return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def _candidates(asked: str) -> Iterator[_Candidate]:
+    """Best first."""
+    if asked not in ("", "openblas", "mkl"):
+        yield _Candidate(path=asked)
+        yield _Candidate(path=asked, prefix=_PREFIX)
+        return
+    if asked != "mkl":
+        if path := _packaged():
+            yield _Candidate(path=path, prefix=_PREFIX)
+        yield from (_Candidate(path=name) for name in _OPENBLAS)
+    if asked != "openblas":
+        # pip puts it beside Python's own libraries
+        yield from (_Candidate(path=str(Path(sys.prefix, "lib", name))) for name in _MKL)
+        yield from (_Candidate(path=name) for name in _MKL)
+
+
+def _packaged() -> str | None:
+    """The library of scipy-openblas32, which is not imported for it."""
+    found = importlib.util.find_spec("scipy_openblas32")
+    for place in (found and found.submodule_search_locations) or ():
+        path = Path(place, "lib", "libscipy_openblas.so")
+        if path.is_file():
+            return str(path)
+    return None
+
+
+def _opened(candidate: _Candidate, shim: Path) -> str:
+    """Its name, once MLX will find it. Raises OSError, having made nothing global."""
+    path, prefix = candidate.path, candidate.prefix
+    library = ctypes.CDLL(path)
+    if not hasattr(library, f"{prefix}cblas_sgemm"):
+        raise OSError(f"{path} has no CBLAS that MLX could call")
+    if "USE64BITINT" in _configuration(library, prefix):
+        raise OSError(f"{path} is made for integers of 64 bits, MLX for those of 32")
+    if shim.is_file():
+        ours: Any = ctypes.CDLL(str(shim))
+        why = ctypes.create_string_buffer(512)
+        opened = ours.mlxrunner_blas_open
+        opened.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+        if opened(os.fsencode(path), prefix.encode(), why, len(why)):
+            raise OSError(why.value.decode(errors="replace"))
+        ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
+    elif prefix:
+        raise OSError(f"{path} can be called only through our extension, which was not built")
+    else:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    return _named(library, prefix, Path(path).name)
+
+
+def _named(library: ctypes.CDLL, prefix: str, otherwise: str) -> str:
+    """As it calls itself, with the kernels that it has chosen."""
+    if told := _configuration(library, prefix):
+        core = _told(library, f"{prefix}openblas_get_corename")
+        return " ".join([*told.split()[:2], *([f"({core})"] if core else [])])
+    return "MKL" if hasattr(library, "mkl_get_max_threads") else otherwise
+
+
+def _configuration(library: ctypes.CDLL, prefix: str) -> str:
+    return _told(library, f"{prefix}openblas_get_config")
+
+
+def _told(library: ctypes.CDLL, name: str) -> str:
+    """What a function without arguments returns; nothing where there is none."""
+    if not hasattr(library, name):
+        return ""
+    function = library[name]
+    function.restype = ctypes.c_char_p
+    return (function() or b"").decode(errors="replace")
+
+
+# the one time that it can be settled: whoever imports `models` imports MLX next
+IN_USE = prepared(os.environ)

@@ -1,0 +1,75 @@
+"""Our own operations for the CPU, where they were built: `ops`.
+
+Knows: whether the extension is there, was built for this MLX, is wanted (`MLXRUNNER_KERNELS=off`),
+and whether the device is the CPU. Must not know: layers, architectures. What the operations promise
+is told in `_kernels.pyi`; how they are built, in CMakeLists.txt beside it.
+
+MLX's own operations for a Linux CPU are written to be right, not fast: one thread, one row at a
+time, nothing vectorised. Where `ops` is None they do all the work.
+"""
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from models.threads import thread_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """For people. on: whether models on this process' default device are served by the kernels.
+    why: where they are not, one sentence that says so. isa, threads: None where nothing was
+    built."""
+
+    built: bool
+    on: bool
+    isa: str | None
+    threads: int | None
+    why: str | None
+
+
+def ops() -> Any:
+    """The extension, whose types are in `_kernels.pyi`, where arrays are computed by it; else
+    None."""
+    if _module is None or mx.default_device().type != mx.DeviceType.cpu:
+        return None
+    return _module
+
+
+def describe() -> Described:
+    if _module is None:
+        return Described(built=_built, on=False, isa=None, threads=None, why=_why)
+    on = ops() is not None
+    return Described(
+        built=True,
+        on=on,
+        isa=_module.isa(),
+        threads=_module.threads(),
+        why=None if on else "the device is not the CPU",
+    )
+
+
+def _load() -> tuple[Any, bool, str | None]:
+    """(the extension, whether it was built, what is wrong)."""
+    if os.environ.get("MLXRUNNER_KERNELS") == "off":
+        return None, True, "MLXRUNNER_KERNELS is off"
+    try:
+        # not `from models.kernels`: of a package that is being imported that is another error
+        import models.kernels._kernels as found
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}._kernels":
+            raise
+        return None, False, "they were not built: that takes a C++20 compiler, and `make` again"
+    except ImportError as error:  # made for another Python, or another MLX
+        return None, True, f"they cannot be loaded, build them again with `make`: {error}"
+    ours, theirs = found.built_for, importlib.metadata.version("mlx")
+    if ours != theirs:
+        return None, True, f"they were built for MLX {ours}, and this is {theirs}: run `make` again"
+    found.use_threads(thread_count(os.environ))
+    return found, True, None
+
+
+_module, _built, _why = _load()

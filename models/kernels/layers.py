@@ -1,0 +1,158 @@
+"""Layers of mlx.nn that compute with our own operations.
+
+Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures, checkpoints. A twin
+holds the arrays of the layer that it is made of, by the same names, and is an instance of its
+class; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices keep the type that
+they are stored in, everything else becomes float32, and so does what comes out. Stacks of matrices:
+models/kernels/stacks.py.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+if TYPE_CHECKING:
+    from models.kernels._kernels import Product
+
+_BITS, _GROUPS = (4, 8), (32, 64, 128)
+_PARTS = ("weight", "scales", "biases", "bias")
+_FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+
+
+class Twin(nn.Module):
+    def __init__(self, layer: Any, ops: Any) -> None:
+        nn.Module.__init__(self)
+        take_over(self, layer)
+        self._ops = ops
+        self._latest: Product | None = product_of(self, ops)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Classes of other libraries give their layers other weights as they go."""
+        super().__setattr__(name, value)
+        if name in _PARTS:
+            self._latest = None
+
+    @property
+    def product(self) -> "Product":
+        """With the arrays that it holds."""
+        if self._latest is None:
+            self._latest = product_of(self, self._ops)
+        return self._latest
+
+
+class Linear(Twin, nn.Linear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product(x)
+
+
+class QuantizedLinear(Twin, nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product(x)
+
+
+class Embedding(Twin, nn.Embedding):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product.rows(x)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.product(x)
+
+
+class QuantizedEmbedding(Twin, nn.QuantizedEmbedding):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.product.rows(x)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.product(x)
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, layer: nn.RMSNorm, ops: Any) -> None:
+        nn.Module.__init__(self)
+        take_over(self, layer)
+        self.weight = self.weight.astype(mx.float32)
+        self._norm = ops.rms_norm
+
+    def __call__(self, x: mx.array) -> mx.array:
+        # out of an embedding that is packed in another way than the kernels know comes a bfloat16
+        return self._norm(x.astype(mx.float32), self.weight, self.eps)
+
+
+def twin(layer: Any, ops: Any) -> Any:
+    """What computes the same with `ops`; the layer itself where there is no such thing."""
+    match layer:
+        case nn.RMSNorm() if type(layer) is nn.RMSNorm:
+            return RMSNorm(layer, ops)
+        case nn.Linear() if type(layer) is nn.Linear and is_plain(layer):
+            return Linear(layer, ops)
+        case nn.Embedding() if type(layer) is nn.Embedding and is_plain(layer):
+            return Embedding(layer, ops)
+        case nn.QuantizedLinear() if type(layer) is nn.QuantizedLinear and is_packed(layer):
+            return QuantizedLinear(layer, ops)
+        case nn.QuantizedEmbedding() if type(layer) is nn.QuantizedEmbedding and is_packed(layer):
+            return QuantizedEmbedding(layer, ops)
+        case _:
+            return layer
+
+
+# by the functions that they are
+_ACTIVATIONS: Mapping[Any, str] = {
+    nn.silu: "silu",
+    nn.gelu: "gelu",
+    nn.gelu_approx: "gelu_tanh",
+    nn.relu: "relu",
+}
+
+
+def kind_of(activation: Any) -> str | None:
+    """The name by which `ops.gate` knows it."""
+    return _ACTIVATIONS.get(activation)
+
+
+def gating(activation: Any, gate: Any, up: Any, ops: Any) -> Callable[[mx.array], mx.array] | None:
+    """activation(gate(x)) * up(x) as one operation, of two twins; None where there is none."""
+    kind = kind_of(activation)
+    if kind is None or not isinstance(gate, Twin) or not isinstance(up, Twin):
+        return None
+    if not gate.product.alike(up.product):
+        return None
+    return partial(ops.gated, kind, gate.product, up.product)
+
+
+def is_plain(layer: Any) -> bool:
+    return layer.weight.dtype in _FLOATS
+
+
+def is_packed(layer: Any) -> bool:
+    """In a way that the kernels know."""
+    return layer.mode == "affine" and layer.bits in _BITS and layer.group_size in _GROUPS
+
+
+def take_over(made: Any, layer: Any) -> None:
+    """All that the layer is, its arrays row after row in memory."""
+    for name, value in vars(layer).items():
+        if name not in ("_no_grad", "_training"):
+            setattr(made, name, value)
+    for name, array in layer.items():
+        if name == "bias":
+            array = array.astype(mx.float32)
+        made[name] = mx.contiguous(array)
+    made.freeze()
+    made.eval()
+
+
+def product_of(layer: Any, ops: Any) -> "Product":
+    bias = layer.get("bias")
+    if "scales" not in layer:
+        return ops.Product(layer.weight, bias=bias)
+    return ops.Product(
+        layer.weight,
+        layer.scales,
+        layer.biases,
+        bias,
+        group_size=layer.group_size,
+        bits=layer.bits,
+    )

@@ -1,0 +1,85 @@
+#include "held.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mlxrunner {
+
+namespace {
+
+// How long MLX may take, after the work is done, to let go of what it used for it.
+constexpr auto kBehind = std::chrono::microseconds(50);
+
+// What all work under way holds, each as often as it is held.
+struct Register {
+  std::mutex mutex;
+  std::condition_variable less;
+  std::vector<const void*> held;
+
+  static Register& only() {
+    // never destroyed: threads of MLX's outlive static objects
+    static auto* one = new Register;
+    return *one;
+  }
+
+  bool holds(const void* memory) const {
+    return std::find(held.begin(), held.end(), memory) != held.end();
+  }
+};
+
+}  // namespace
+
+struct Held::Memory {
+  std::vector<std::shared_ptr<mx::array::Data>> all;
+
+  ~Memory() { release(); }
+
+  void add(const mx::array& a) {
+    Register& r = Register::only();
+    std::lock_guard lock(r.mutex);
+    r.held.push_back(a.data_shared_ptr().get());
+    all.push_back(a.data_shared_ptr());  // there is room
+  }
+
+  void release() {
+    if (all.empty()) return;
+    Register& r = Register::only();
+    {
+      std::lock_guard lock(r.mutex);
+      for (const auto& one : all) r.held.erase(std::find(r.held.begin(), r.held.end(), one.get()));
+    }
+    all.clear();
+    r.less.notify_all();
+  }
+};
+
+Held::Held(std::size_t arrays) : memory_(std::make_shared<Memory>()) {
+  memory_->all.reserve(arrays);
+}
+
+void Held::add(const mx::array& a) { memory_->add(a); }
+
+void Held::release() { memory_->release(); }
+
+bool released(const mx::array& a) {
+  if (a.is_donatable()) return true;
+  Register& r = Register::only();
+  const void* memory = a.data_shared_ptr().get();
+  {
+    std::unique_lock lock(r.mutex);
+    r.less.wait(lock, [&] { return !r.holds(memory); });
+  }
+  for (const auto start = std::chrono::steady_clock::now(); !a.is_donatable();) {
+    // what one array holds that several know is no work under way
+    if (a.data_shared_ptr().use_count() == 1) return a.is_donatable();
+    if (std::chrono::steady_clock::now() - start > kBehind) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+}  // namespace mlxrunner

@@ -1,0 +1,34 @@
+// Memory that work under way still needs, and when it may be written to again.
+//
+// MLX gives a primitive its arrays before the work of the primitives ahead of it is done, and keeps
+// what those use until then: so a buffer looks as if somebody shared it, if the step that wrote to
+// it last is not yet through. A buffer of keys is worth waiting for, since the other way is to copy
+// it. The stream that works never waits for the thread that asks, and what it works on meanwhile is
+// a whole step but one layer.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "arrays.hpp"
+
+namespace mlxrunner {
+
+// Belongs to one piece of work. Copies are one and the same, and the last of them lets go of what
+// is still held: work that failed, or was never begun, keeps nobody waiting.
+class Held {
+ public:
+  explicit Held(std::size_t arrays);
+  void add(const mx::array& a);
+  // When the work is done, which is before MLX lets go of it.
+  void release();
+
+ private:
+  struct Memory;
+  std::shared_ptr<Memory> memory_;
+};
+
+// Whether `a` may be written to, now or, if only work under way keeps it, once that is done.
+bool released(const mx::array& a);
+
+}  // namespace mlxrunner

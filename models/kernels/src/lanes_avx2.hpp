@@ -1,0 +1,159 @@
+// Sixteen float32 in two AVX2 registers; see lanes_avx512.hpp for what all such files keep to.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace mlxrunner::ISA {
+
+inline constexpr char kName[] = "avx2";
+
+struct V {
+  __m256 lo, hi;
+};
+
+inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+// the first n of lanes [from, from + 8)
+inline __m256i first(std::int64_t n, int from) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n) - from), lanes);
+}
+// the first n of 16, zeros behind
+inline V load(const float* p, std::int64_t n) {
+  return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
+}
+inline void store(float* p, V a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(float* p, V a, std::int64_t n) {
+  _mm256_maskstore_ps(p, first(n, 0), a.lo);
+  _mm256_maskstore_ps(p + 8, first(n, 8), a.hi);
+}
+inline V fma(V a, V b, V c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline V add(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline V sub(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline V mul(V a, V b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline V div(V a, V b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+// a > b ? a : b and a < b ? a : b, so b where either is not a number
+inline V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+// a < b ? x : y
+inline V less(V a, V b, V x, V y) {
+  return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+inline __m256 raised(__m256 a) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
+}
+inline V raised(V a) { return {raised(a.lo), raised(a.hi)}; }
+
+inline __m256 wide_bf16(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline V load_bf16(const std::uint16_t* p) {
+  const auto* h = reinterpret_cast<const __m128i*>(p);
+  return {wide_bf16(_mm_loadu_si128(h)), wide_bf16(_mm_loadu_si128(h + 1))};
+}
+inline V load_f16(const std::uint16_t* p) {
+  const auto* h = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
+}
+inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
+  // masks know whole words only: a last half of one comes by itself
+  const std::int64_t words = n / 2;
+  __m256i h = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(words, 0));
+  if (n % 2) {
+    const __m256i at = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                          _mm256_set1_epi32(static_cast<int>(words)));
+    h = _mm256_or_si256(h, _mm256_and_si256(at, _mm256_set1_epi32(p[n - 1])));
+  }
+  const __m128i lo = _mm256_castsi256_si128(h), hi = _mm256_extracti128_si256(h, 1);
+  if (bf16) return {wide_bf16(lo), wide_bf16(hi)};
+  return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
+}
+inline V load_u8(const std::uint8_t* p) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b, 8)))};
+}
+
+// lanes i and i+8, then i and i+4, i and i+2, i and i+1
+inline __m128 quarter(V a) {
+  const __m256 h = _mm256_add_ps(a.lo, a.hi);
+  return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+}
+inline float sum(V a) {
+  __m128 q = quarter(a);
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+// four sums at once, made in the same tree
+inline void sum4(V a, V b, V c, V d, float* out) {
+  const __m128 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+  const __m128 pq = _mm_add_ps(_mm_unpacklo_ps(p, q), _mm_unpackhi_ps(p, q));
+  const __m128 rs = _mm_add_ps(_mm_unpacklo_ps(r, s), _mm_unpackhi_ps(r, s));
+  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(pq, rs), _mm_movehl_ps(rs, pq)));
+}
+
+// The registers of a V, one by one.
+using Part = __m256;
+inline constexpr int kParts = 2;
+inline Part& part(V& a, int i) { return i ? a.hi : a.lo; }
+inline Part load_part(const float* p) {
+  Part a = _mm256_loadu_ps(p);
+  // into a register: as an operand of each product it would be loaded as often as there are
+  asm("" : "+x"(a));
+  return a;
+}
+inline void add_product(Part& sum, Part a, Part b) { sum = _mm256_fmadd_ps(a, b, sum); }
+
+// Numbers of four bits, of one group. A register is too short for a table of sixteen weights; they
+// are computed, as the table is.
+struct Nibbles {
+  __m256i words;
+  __m256 scale, bias;
+
+  // in the orders of lanes_avx512.hpp
+  static Nibbles of64(const std::uint8_t* p, float scale, float bias) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_set1_ps(scale),
+            _mm256_set1_ps(bias)};
+  }
+  static Nibbles of32(const std::uint8_t* p, float scale, float bias) {
+    const __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_broadcastsi128_si256(w), _mm256_set1_ps(scale), _mm256_set1_ps(bias)};
+  }
+  V at64(int p) const {
+    return {weights(_mm256_srli_epi32(words, 8 * p)), weights(_mm256_srli_epi32(words, 8 * p + 4))};
+  }
+  V at32(int p) const {
+    const __m256i by = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    const __m256i half = _mm256_srlv_epi32(words, by);
+    return {weights(_mm256_srli_epi32(half, 16 * p)),
+            weights(_mm256_srli_epi32(half, 16 * p + 8))};
+  }
+
+ private:
+  __m256 weights(__m256i numbers) const {
+    numbers = _mm256_and_si256(numbers, _mm256_set1_epi32(15));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(numbers), scale, bias);
+  }
+};
+
+// of an address, not a pointer: it may lie behind the last row
+inline void prefetch(std::uintptr_t p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
+// what sixteen registers hold, two for each V
+inline constexpr int kMostX = 7;
+constexpr int tile_rows(int x, bool) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
+inline constexpr int kBlockRows = 2, kBlockX = 3;
+inline constexpr int kTileSums = 6;
+
+}  // namespace mlxrunner::ISA

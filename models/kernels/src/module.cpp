@@ -1,0 +1,104 @@
+// The Python face of the kernels: objects that hold weights and are called with arrays.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/tuple.h>
+
+#include <mlx/version.h>
+
+#include "attending.hpp"
+#include "cpu.hpp"
+#include "pool.hpp"
+#include "products.hpp"
+#include "rowwise.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace mlxrunner;
+
+namespace {
+
+void bind_rowwise(nb::module_& m) {
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
+  m.def(
+      "rope",
+      [](const mx::array& x, const Offset& offset, const mx::array& periods, int dims,
+         bool traditional, float magnitude) {
+        return rope(x, offset, {periods, dims, traditional, magnitude});
+      },
+      "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
+      "magnitude"_a = 1.0f);
+  m.def(
+      "norm_rope",
+      [](const mx::array& x, std::optional<mx::array> weight, float eps, const Offset& offset,
+         const mx::array& periods, int dims, bool traditional, float magnitude) {
+        return norm_rope(x, std::move(weight), eps, offset,
+                         {periods, dims, traditional, magnitude});
+      },
+      "x"_a, "weight"_a.none(), "eps"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(),
+      "traditional"_a = false, "magnitude"_a = 1.0f);
+  m.def("gate", &gate, "kind"_a, "gate"_a, "up"_a);
+}
+
+using Numbers = std::vector<int>;
+
+void bind_attention(nb::module_& m) {
+  m.def(
+      "attend",
+      [](const mx::array& q, const mx::array& k, const mx::array& v,
+         const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
+         const Numbers& slots, const Numbers& lengths, const Numbers& heads, const Numbers& firsts,
+         float scale, int window, std::optional<mx::array> sinks, float softcap) {
+        if (lengths.size() != slots.size() || heads.size() != slots.size() ||
+            firsts.size() != slots.size())
+          throw std::invalid_argument("each sequence has a slot, a length, a head and a first");
+        std::vector<Place> places;
+        for (std::size_t b = 0; b < slots.size(); b++)
+          places.push_back({slots[b], lengths[b], heads[b], firsts[b]});
+        return attend(q, k, v, keys, values, places, {scale, window, std::move(sinks), softcap});
+      },
+      "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
+      nb::kw_only(), "scale"_a, "window"_a = 0, "sinks"_a = nb::none(), "softcap"_a = 0.0f);
+  m.def(
+      "attention",
+      [](const mx::array& q, const mx::array& keys, const mx::array& values, float scale,
+         bool causal, int window, std::optional<mx::array> sinks, float softcap) {
+        return attention(q, keys, values, causal, {scale, window, std::move(sinks), softcap});
+      },
+      "q"_a, "keys"_a, "values"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "window"_a = 0,
+      "sinks"_a = nb::none(), "softcap"_a = 0.0f);
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  nb::module_::import_("mlx.core");  // whose array type is ours
+
+  const auto number = [](int n) { return std::to_string(n); };
+  m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
+                        number(MLX_VERSION_PATCH);
+  m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
+  m.def("threads", [] { return Pool::shared().threads(); }, "How many threads share a product.");
+  m.def("use_threads", [](int count) { Pool::shared().use(count); }, "count"_a,
+        "So many from now on; not while anything is evaluated.");
+
+  nb::class_<Product>(m, "Product", "A matrix that x is multiplied with.")
+      .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
+                    std::optional<mx::array>, int, int>(),
+           "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),
+           nb::kw_only(), "group_size"_a = 0, "bits"_a = 0)
+      .def("__call__", &Product::operator(), "x"_a)
+      .def("alike", &Product::alike, "other"_a)
+      .def("choose", &Product::choose, "x"_a, "chosen"_a)
+      .def("rows", &Product::rows, "ids"_a);
+  m.def(
+      "gated",
+      [](const std::string& activation, const Product& gate, const Product& up,
+         const mx::array& x) { return gated(gate, up, activation_of(activation), x); },
+      "activation"_a, "gate"_a, "up"_a, "x"_a);
+
+  bind_rowwise(m);
+  bind_attention(m);
+}

@@ -1,0 +1,253 @@
+#include "rowwise.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "cpu.hpp"
+#include "pool.hpp"
+
+namespace mlxrunner {
+
+namespace {
+
+// Numbers that one thread takes at a time: less is done before another has noticed.
+constexpr std::int64_t kPart = 1 << 14;
+
+struct ForRow;
+struct ForSecondRow;
+struct ForNormed;
+struct ForAngles;
+
+// Rows that are reached in any order, whatever the strides.
+class AnyRow {
+ public:
+  explicit AnyRow(const mx::array& a)
+      : data_(a.data<float>()), shape_(a.shape()), strides_(a.strides()),
+        packed_(a.flags().row_contiguous), width_(a.ndim() ? a.shape(-1) : 1) {}
+
+  // Row number `row`, as it lies in memory or copied to where `Which` keeps it.
+  template <class Which>
+  const float* at(std::int64_t row) const {
+    if (packed_) return data_ + row * width_;
+    const float* from = data_;
+    for (int axis = static_cast<int>(shape_.size()) - 2; axis >= 0; axis--) {
+      from += row % shape_[axis] * strides_[axis];
+      row /= shape_[axis];
+    }
+    const std::int64_t step = strides_.back();
+    if (step == 1) return from;
+    float* room = scratch<Which>(static_cast<std::size_t>(width_));
+    for (std::int64_t k = 0; k < width_; k++) room[k] = from[k * step];
+    return room;
+  }
+
+  std::int64_t width() const { return width_; }
+
+ private:
+  const float* data_;
+  mx::Shape shape_;
+  mx::Strides strides_;
+  bool packed_;
+  std::int64_t width_;
+};
+
+// Calls each(row) for all rows, on the threads that are worth it.
+template <class F>
+void for_all(std::int64_t rows, std::int64_t width, F each) {
+  const std::int64_t part = std::max<std::int64_t>(1, kPart / std::max<std::int64_t>(1, width));
+  Pool::shared().run((rows + part - 1) / part, [&](std::int64_t i) {
+    for (std::int64_t row = i * part; row < std::min(rows, (i + 1) * part); row++) each(row);
+  });
+}
+
+void want_float32(const mx::array& a, const char* what) {
+  if (a.dtype() != mx::float32) throw std::invalid_argument(std::string(what) + " must be float32");
+}
+
+struct Norm {
+  bool normed, weighted;
+  float eps;
+};
+
+class NormPrimitive : public CpuPrimitive {
+ public:
+  NormPrimitive(mx::Stream stream, Norm norm) : CpuPrimitive(stream), norm_(norm) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    if (!outs[0].size()) return;
+    const float* weight = norm_.weighted ? in[1].data<float>() : nullptr;
+    float* out = outs[0].data<float>();
+    const std::int64_t rows = static_cast<std::int64_t>(outs[0].size()) / in[0].shape(-1);
+    mx::cpu::get_command_encoder(stream()).dispatch([=, eps = norm_.eps, x = AnyRow(in[0])] {
+      const std::int64_t width = x.width();
+      for_all(rows, width, [&](std::int64_t row) {
+        kernels().rms_norm(x.at<ForRow>(row), width, weight, eps, out + row * width);
+      });
+    });
+  }
+
+  const char* name() const override { return "mlxrunner::RmsNorm"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  Norm norm_;
+};
+
+// Inputs: x, periods, the offsets where they are an array, the norm's weight where there is one.
+class RopePrimitive : public CpuPrimitive {
+ public:
+  RopePrimitive(mx::Stream stream, Rotation rotation, std::optional<int> offset, Norm norm)
+      : CpuPrimitive(stream), rotation_(rotation), offset_(offset), norm_(norm) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    if (!outs[0].size()) return;
+    const float *periods = in[1].data<float>(),
+                *weight = norm_.weighted ? in.back().data<float>() : nullptr;
+    const std::int32_t* offsets = offset_ ? nullptr : in[2].data<std::int32_t>();
+    const std::int64_t starts = offset_ ? 1 : static_cast<std::int64_t>(in[2].size());
+    float* out = outs[0].data<float>();
+    const std::int64_t heads = in[0].shape(1), length = in[0].shape(2),
+                       rows = static_cast<std::int64_t>(outs[0].size()) / rotation_.width;
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [=, by = rotation_, offset = offset_, norm = norm_, x = AnyRow(in[0])] {
+          const Kernels& k = kernels();
+          const std::int64_t half = by.dims / 2, stride = (half + 15) / 16 * 16;
+          // of all positions once: the heads share them
+          float* cos = scratch<ForAngles>(static_cast<std::size_t>(2 * starts * length * stride));
+          float* sin = cos + starts * length * stride;
+          for_all(starts * length, 8 * half, [&](std::int64_t i) {
+            const std::int64_t start = offset ? *offset : offsets[i / length];
+            k.angles(static_cast<float>(start + i % length), periods, half, cos + i * stride,
+                     sin + i * stride);
+          });
+          for_all(rows, by.width, [&](std::int64_t row) {
+            const std::int64_t start = starts == 1 ? 0 : row / (heads * length);
+            const std::int64_t at = (start * length + row % length) * stride;
+            const float* from = x.at<ForRow>(row);
+            if (norm.normed) {
+              float* normed = scratch<ForNormed>(static_cast<std::size_t>(by.width));
+              k.rms_norm(from, by.width, weight, norm.eps, normed);
+              from = normed;
+            }
+            k.rotate(by, from, cos + at, sin + at, out + row * by.width);
+          });
+        });
+  }
+
+  const char* name() const override { return "mlxrunner::Rope"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  Rotation rotation_;
+  std::optional<int> offset_;
+  Norm norm_;
+};
+
+class GatePrimitive : public CpuPrimitive {
+ public:
+  GatePrimitive(mx::Stream stream, Activation kind) : CpuPrimitive(stream), kind_(kind) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    if (!outs[0].size()) return;
+    float* out = outs[0].data<float>();
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [=, kind = kind_, size = static_cast<std::int64_t>(outs[0].size()), gate = AnyRow(in[0]),
+         up = AnyRow(in[1])] {
+          const std::int64_t width = gate.width();
+          for_all(size / width, 4 * width, [&](std::int64_t row) {
+            kernels().gate(kind, gate.at<ForRow>(row), up.at<ForSecondRow>(row), out + row * width,
+                           width);
+          });
+        });
+  }
+
+  const char* name() const override { return "mlxrunner::Gate"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  Activation kind_;
+};
+
+mx::array rotated(const mx::array& x, const Offset& offset, const Rotary& rotary, Norm norm,
+                  const std::optional<mx::array>& weight) {
+  want_float32(x, "x");
+  if (x.ndim() != 4) throw std::invalid_argument("x must be [batch, heads, length, head_dim]");
+  want_float32(rotary.periods, "periods");
+  if (rotary.dims < 2 || rotary.dims % 2 || rotary.dims > x.shape(3))
+    throw std::invalid_argument("dims must be even, and no more than a head has");
+  if (rotary.periods.shape() != mx::Shape{rotary.dims / 2})
+    throw std::invalid_argument("periods must be [dims / 2]");
+  std::vector<mx::array> in{x, lined(rotary.periods)};
+  std::optional<int> start;
+  if (const auto* one = std::get_if<int>(&offset)) {
+    start = *one;
+  } else {
+    const mx::array& each = std::get<mx::array>(offset);
+    if (each.size() != 1 && each.shape() != mx::Shape{x.shape(0)})
+      throw std::invalid_argument("offsets must be one, or [batch]");
+    in.push_back(lined(each.dtype() == mx::int32 ? each : mx::astype(each, mx::int32, cpu())));
+  }
+  if (weight) in.push_back(lined(*weight));
+  const Rotation rotation{rotary.dims, x.shape(3), rotary.traditional, rotary.magnitude};
+  return mx::array(x.shape(), mx::float32,
+                   std::make_shared<RopePrimitive>(cpu(), rotation, start, norm), std::move(in));
+}
+
+void want_weight(const mx::array& x, const std::optional<mx::array>& weight) {
+  want_float32(x, "x");
+  if (x.ndim() < 1) throw std::invalid_argument("x must have an axis");
+  if (!weight) return;
+  want_float32(*weight, "a weight");
+  if (weight->shape() != mx::Shape{x.shape(-1)})
+    throw std::invalid_argument("a weight must be [last axis of x]");
+}
+
+}  // namespace
+
+mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float eps) {
+  want_weight(x, weight);
+  std::vector<mx::array> in{x};
+  if (weight) in.push_back(lined(*weight));
+  const Norm norm{true, weight.has_value(), eps};
+  return mx::array(x.shape(), mx::float32, std::make_shared<NormPrimitive>(cpu(), norm),
+                   std::move(in));
+}
+
+mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary) {
+  return rotated(x, offset, rotary, {false, false, 0}, std::nullopt);
+}
+
+mx::array norm_rope(const mx::array& x, std::optional<mx::array> weight, float eps,
+                    const Offset& offset, const Rotary& rotary) {
+  want_weight(x, weight);
+  return rotated(x, offset, rotary, {true, weight.has_value(), eps}, weight);
+}
+
+Activation activation_of(const std::string& kind) {
+  static constexpr std::pair<const char*, Activation> kinds[] = {
+      {"silu", Activation::silu},
+      {"gelu", Activation::gelu},
+      {"gelu_tanh", Activation::gelu_tanh},
+      {"relu", Activation::relu},
+  };
+  const auto* found = std::find_if(std::begin(kinds), std::end(kinds),
+                                   [&](const auto& one) { return kind == one.first; });
+  if (found == std::end(kinds)) throw std::invalid_argument("no activation is called " + kind);
+  return found->second;
+}
+
+mx::array gate(const std::string& kind, const mx::array& gate, const mx::array& up) {
+  want_float32(gate, "a gate");
+  want_float32(up, "what is gated");
+  if (gate.shape() != up.shape() || gate.ndim() < 1)
+    throw std::invalid_argument("a gate and what it gates must be of one shape");
+  return mx::array(gate.shape(), mx::float32,
+                   std::make_shared<GatePrimitive>(cpu(), activation_of(kind)),
+                   std::vector<mx::array>{gate, up});
+}
+
+}  // namespace mlxrunner

@@ -1,0 +1,58 @@
+"""Work that fails on MLX's threads or on the pool's is an error of whoever asked, and no more.
+
+What fails here is the choice of an instruction set, which is made by the first work there is: with
+the name of none, all work fails, as it does for want of memory.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from models import kernels
+
+pytestmark = pytest.mark.skipif(
+    kernels.ops() is None, reason=f"no kernels here: {kernels.describe().why}"
+)
+
+SHARED = """
+import mlx.core as mx
+from models import kernels
+
+for _ in range(3):
+    try:
+        mx.eval(kernels.ops().rms_norm(mx.ones((4000, 64)), None, 1e-5))
+    except RuntimeError as error:
+        print("MLXRUNNER_ISA" in str(error))
+"""
+
+STEPS = """
+import mlx.core as mx
+from models import kernels
+
+q, buffer = mx.ones((1, 2, 1, 8)), mx.zeros((1, 2, 16, 8))
+keys, values = [buffer], [buffer + 1]
+for i in range(3):
+    kept = keys, values
+    made = kernels.ops().attend(q, q, q, keys, values, [i], [i + 1], [0], [0], scale=1.0)
+    try:
+        mx.eval(made)
+    except RuntimeError as error:
+        print("MLXRUNNER_ISA" in str(error))
+    _, keys, values = made
+"""
+
+
+@pytest.mark.parametrize("program", [SHARED, STEPS], ids=["among threads", "holding buffers"])
+def test_what_fails_is_raised_and_leaves_nobody_waiting(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "MLXRUNNER_ISA": "none", "MLXRUNNER_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 3

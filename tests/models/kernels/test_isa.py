@@ -1,0 +1,63 @@
+"""Instruction sets differ in speed, not in results."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from models import kernels
+
+OPS = kernels.ops()
+pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")
+
+# one line: what is in use; then the bits of products of all formats, small and large
+PROGRAM = """
+import hashlib
+import mlx.core as mx
+import numpy as np
+from models.kernels import ops
+k, seen = ops(), hashlib.sha256()
+mx.random.seed(0)
+for width in (128, 384, 1152):
+    for rows in (1, 3, 8, 9, 65):
+        x, w = mx.random.normal((rows, width)), mx.random.normal((45, width))
+        made = [k.Product(w.astype(t)) for t in (mx.float32, mx.bfloat16, mx.float16)]
+        for bits in (4, 8):
+            for group in (32, 64, 128):
+                q, *parts = mx.quantize(w, group, bits)
+                for t in (mx.float32, mx.bfloat16, mx.float16):
+                    two = [part.astype(t) for part in parts]
+                    made.append(k.Product(q, *two, group_size=group, bits=bits))
+        for one in made:
+            seen.update(np.array(one(x)).tobytes())
+            seen.update(np.array(one.rows(mx.array([0, 44]))).tobytes())
+print(k.isa(), seen.hexdigest())
+"""
+
+
+def ran(isa: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "MLXRUNNER_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_instruction_sets_that_fuse_agree_to_the_bit() -> None:
+    asked = ran("no such thing")
+    assert asked.returncode != 0
+    assert "MLXRUNNER_ISA is 'no such thing', and this machine has" in asked.stderr
+    have = [isa for isa in ("avx512", "avx2", "neon") if isa in asked.stderr.split("has")[-1]]
+    lines = {isa: ran(isa).stdout.split() for isa in have}
+    assert [line[0] for line in lines.values()] == have
+    assert len({line[1] for line in lines.values()}) <= 1
+    if have:
+        assert ran("").stdout.split() == lines[have[0]]
+
+
+def test_every_machine_has_the_scalar_one() -> None:
+    done = ran("scalar")
+    assert done.stdout.startswith("scalar "), done.stderr

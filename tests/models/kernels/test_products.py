@@ -1,0 +1,299 @@
+"""Products against float64, and a row's bits against those of the same row in other company."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import kernels
+
+OPS = kernels.ops()
+pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")
+
+EPS = 2.0**-24
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """dtype: of the matrix, or of scales and biases where it is packed."""
+
+    dtype: mx.Dtype
+    bits: int = 0
+    group: int = 0
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("mlx.core.")
+        return f"q{self.bits}-{self.group}-{name}" if self.bits else name
+
+
+PLAIN = [Format(dtype) for dtype in FLOATS]
+PACKED = [Format(dtype, b, g) for dtype in FLOATS for b in (4, 8) for g in (32, 64, 128)]
+formats = pytest.mark.parametrize("format", PLAIN + PACKED, ids=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    product: Any
+    parts: list[mx.array]  # that it is made of
+    weight: np.ndarray  # float32, as the kernel expands it
+    bias: np.ndarray | None
+
+
+def random(draw: np.random.Generator, *shape: int) -> mx.array:
+    return mx.array(draw.standard_normal(shape).astype(np.float32))
+
+
+def case(format: Format, outputs: int, inputs: int, *, seed: int = 0, biased: bool = False) -> Case:
+    draw = np.random.default_rng(seed)
+    plain = random(draw, outputs, inputs)
+    bias = random(draw, outputs) if biased else None
+    known = None if bias is None else np.array(bias)
+    if not format.bits:
+        weight = plain.astype(format.dtype)
+        return Case(OPS.Product(weight, bias=bias), [weight], wide(weight), known)
+    words, *rest = mx.quantize(plain, format.group, format.bits)
+    parts = [words, *(one.astype(format.dtype) for one in rest)]
+    product = OPS.Product(*parts, bias, group_size=format.group, bits=format.bits)
+    return Case(product, parts, unpacked(format, *parts), known)
+
+
+def wide(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def unpacked(format: Format, words: mx.array, scales: mx.array, biases: mx.array) -> np.ndarray:
+    """scale * number + bias, rounded once: float64 holds the exact value."""
+    numbers = np.array(words)[..., None] >> np.arange(0, 32, format.bits, dtype=np.uint32)
+    numbers = (numbers & (2**format.bits - 1)).reshape(len(numbers), -1, format.group)
+    scale, bias = (wide(one).astype(np.float64)[..., None] for one in (scales, biases))
+    return (numbers * scale + bias).astype(np.float32).reshape(len(numbers), -1)
+
+
+def held(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) -> None:
+    """A lane adds up a sixteenth of the terms, one after the other; four additions join the lanes,
+    and one adds the bias. more: what the result's own type rounds away, relatively."""
+    left, right = wide(x).astype(np.float64), case.weight.astype(np.float64)
+    exact, size = left @ right.T, np.abs(left) @ np.abs(right).T
+    if case.bias is not None:
+        exact, size = exact + case.bias, size + np.abs(case.bias)
+    roundings = right.shape[1] / 16 + 6
+    # without a fused multiply-add each weight and each product is rounded once more
+    roundings += 0 if OPS.isa() != "scalar" else 4
+    assert y.shape == (*x.shape[:-1], len(case.weight))
+    assert (np.abs(wide(y) - exact) <= size * EPS * roundings + np.abs(exact) * more).all()
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    rows = draw(st.one_of(st.integers(1, 20), st.integers(100, 400)))
+    outputs = draw(st.one_of(st.integers(1, 40), st.integers(200, 300)))
+    inputs = draw(st.one_of(st.integers(1, 80), st.integers(250, 1100)))
+    return rows, outputs, inputs, draw(st.integers(0, 2**32 - 1))
+
+
+def fitting(format: Format, inputs: int) -> int:
+    return inputs if not format.bits else -(-inputs // format.group) * format.group
+
+
+@formats
+@given(shape=shapes(), biased=st.booleans())
+def test_a_product_is_what_float64_says(
+    format: Format, shape: tuple[int, int, int, int], biased: bool
+) -> None:
+    rows, outputs, inputs, seed = shape
+    inputs = fitting(format, inputs)
+    one = case(format, outputs, inputs, seed=seed, biased=biased)
+    x = random(np.random.default_rng(seed + 1), rows, inputs)
+    held(one, x, one.product(x))
+
+
+@formats
+@given(shape=shapes(), cut=st.integers(0, 400), data=st.data())
+def test_a_row_is_the_same_to_the_bit_alone_and_among_others(
+    format: Format, shape: tuple[int, int, int, int], cut: int, data: st.DataObject
+) -> None:
+    rows, outputs, inputs, seed = shape
+    inputs = fitting(format, inputs)
+    product = case(format, outputs, inputs, seed=seed, biased=True).product
+    x = random(np.random.default_rng(seed + 1), rows, inputs)
+    whole = np.array(product(x))
+    cut = min(cut, rows)
+    assert (np.concatenate([np.array(product(x[:cut])), np.array(product(x[cut:]))]) == whole).all()
+    alone = data.draw(st.integers(0, rows - 1))
+    assert (np.array(product(x[alone])) == whole[alone]).all()
+
+
+@pytest.mark.parametrize("format", [PLAIN[0], PACKED[0]], ids=str)
+@pytest.mark.parametrize("rows", [768, 769, 1600])
+def test_a_long_prompt_is_the_same_to_the_bit_as_its_chunks(format: Format, rows: int) -> None:
+    product = case(format, 17, 96, biased=True).product
+    x = random(np.random.default_rng(2), rows, 96)
+    chunks = [np.array(product(x[at : at + 100])) for at in range(0, rows, 100)]
+    gated = [np.array(OPS.gated("silu", product, product, x[at : at + 100])) for at in (0, 700)]
+    assert (np.array(product(x)) == np.concatenate(chunks)).all()
+    whole = np.array(OPS.gated("silu", product, product, x))
+    assert (whole[:100] == gated[0]).all()
+    assert (whole[700:800] == gated[1]).all()
+
+
+@formats
+def test_the_number_of_threads_changes_no_bit(format: Format) -> None:
+    product = case(format, 517, 640).product
+    before = OPS.threads()
+    try:
+        for rows in (1, 5, 8, 9, 70):
+            x = random(np.random.default_rng(rows), rows, 640)
+            seen = set()
+            for threads in (1, 2, 3):
+                OPS.use_threads(threads)
+                seen.add(np.array(product(x)).tobytes())
+            assert len(seen) == 1
+    finally:
+        OPS.use_threads(before)
+
+
+@formats
+def test_an_x_that_lies_otherwise_in_memory_gives_the_same(format: Format) -> None:
+    one = case(format, 24, 128)
+    base = random(np.random.default_rng(3), 6, 4, 256)
+    views = [
+        base[:, :, ::2],
+        base[::2, 1:3, 128:],
+        base[:, :, 127::-1],
+        mx.broadcast_to(base[:1, :1, :128], (3, 4, 128)),
+        mx.transpose(random(np.random.default_rng(4), 128, 5, 3), (2, 1, 0)),
+        base[0, 0, :128],
+    ]
+    for x in views:
+        packed = mx.array(np.array(x))
+        assert (np.array(one.product(x)) == np.array(one.product(packed))).all()
+        held(one, x, one.product(x))
+
+
+@formats
+def test_no_rows_give_no_rows(format: Format) -> None:
+    product = case(format, 24, 128).product
+    assert np.array(product(mx.zeros((2, 0, 128)))).shape == (2, 0, 24)
+    assert np.array(product.rows(mx.zeros((0,), mx.int32))).shape == (0, 128)
+
+
+@formats
+@pytest.mark.parametrize(("dtype", "more"), [(mx.bfloat16, 2.0**-8), (mx.float16, 2.0**-10)])
+def test_a_half_gives_its_own_type_back(format: Format, dtype: mx.Dtype, more: float) -> None:
+    one = case(format, 40, 256, biased=True)
+    x = random(np.random.default_rng(1), 3, 256).astype(dtype)
+    y = one.product(x)
+    assert y.dtype == dtype
+    held(one, x, y, more=more)
+
+
+@formats
+def test_rows_are_the_matrix(format: Format) -> None:
+    one = case(format, 50, 256)
+    ids = np.array([[0, 49, 3], [3, -1, 17]])
+    rows = np.array(one.product.rows(mx.array(ids)))
+    if OPS.isa() == "scalar":
+        assert np.allclose(rows, one.weight[ids], rtol=EPS * 4, atol=EPS * 4)
+    else:
+        assert (rows == one.weight[ids]).all()
+
+
+@formats
+@pytest.mark.parametrize("rows", [1, 2, 7, 12])
+@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_in_its_row(format: Format, rows: int, strange: float) -> None:
+    product = case(format, 33, 256).product
+    x = np.random.default_rng(2).standard_normal((rows, 256)).astype(np.float32)
+    clean = np.array(product(mx.array(x)))
+    x[rows // 2, 77] = strange
+    y = np.array(product(mx.array(x)))
+    others = np.arange(rows) != rows // 2
+    assert (y[others] == clean[others]).all()
+    assert not np.isfinite(y[rows // 2]).any()
+
+
+@formats
+@pytest.mark.parametrize("rows", [1, 12])
+def test_denormal_numbers_and_zeros_count_as_what_they_are(format: Format, rows: int) -> None:
+    tiny = np.full((rows, 256), 2.0**-140, np.float32)
+    one = case(format, 20, 256)
+    held_tiny = np.array(one.product(mx.array(tiny)))
+    exact = tiny.astype(np.float64) @ one.weight.astype(np.float64).T
+    # each step may round to the nearest denormal number
+    assert (np.abs(held_tiny - exact) <= 256 * 2.0**-149).all()
+    assert (np.array(one.product(mx.zeros((rows, 256)))) == 0).all()
+
+
+@pytest.mark.parametrize("format", PACKED, ids=str)
+def test_a_group_may_have_any_scale_at_all(format: Format) -> None:
+    draw = np.random.default_rng(5)
+    words = mx.array(draw.integers(0, 2**32, (6, 256 * format.bits // 32), dtype=np.uint32))
+    groups = 256 // format.group
+    scales = np.ones((6, groups), np.float32)
+    scales[1], scales[2, 0], scales[3, 0], scales[4, 0] = 0, np.nan, np.inf, 1e-7
+    parts = mx.array(scales).astype(format.dtype), mx.zeros((6, groups)).astype(format.dtype)
+    product = OPS.Product(words, *parts, group_size=format.group, bits=format.bits)
+    for rows in (1, 12):
+        y = np.array(product(mx.ones((rows, 256))))
+        assert (y[:, 1] == 0).all()
+        assert np.isnan(y[:, 2]).all()
+        assert not np.isfinite(y[:, 3]).any()
+        assert np.isfinite(y[:, [0, 4, 5]]).all()
+
+
+@formats
+def test_a_part_of_a_larger_array_is_a_matrix_too(format: Format, tmp_path) -> None:
+    """Rows that begin in the middle of an array, and tensors that begin at odd places of a file."""
+    whole = case(format, 9, 160 if not format.bits else 256)
+    x = random(np.random.default_rng(1), 3, whole.weight.shape[1])
+    expected = np.array(whole.product(x))
+    names = ("weight", "scales", "biases")[: len(whole.parts)]
+    # in a file, tensors lie in the order of their types' sizes or of their names: all are moved
+    odd = {name: mx.zeros((3,), mx.uint8) for name in ("a", "n", "z")}
+    mx.save_safetensors(
+        str(tmp_path / "odd.safetensors"), {**odd, **dict(zip(names, whole.parts, strict=True))}
+    )
+    loaded = mx.load(str(tmp_path / "odd.safetensors"))
+    assert isinstance(loaded, dict)
+    for parts in (whole.parts, [loaded[name] for name in names]):
+        rest = [part[1:] for part in parts]
+        cut = OPS.Product(*rest, group_size=format.group, bits=format.bits)
+        assert (np.array(cut(x)) == expected[:, 1:]).all()
+
+
+def test_a_matrix_that_does_not_lie_row_after_row_is_refused() -> None:
+    product = OPS.Product(mx.random.normal((48, 64)).T)
+    with pytest.raises(RuntimeError, match="row after row"):
+        mx.eval(product(mx.zeros((1, 48))))
+
+
+def test_what_does_not_fit_is_told() -> None:
+    f32, words = mx.zeros((4, 64)), mx.zeros((4, 8), mx.uint32)
+    ones = mx.ones((4, 1))
+    packed: dict[str, Any] = {"group_size": 64, "bits": 4}
+    for wrong, arguments, named in [
+        ((mx.zeros((4,)),), {}, "two axes"),
+        ((mx.zeros((4, 0)),), {}, "columns"),
+        ((words,), {}, "float32, bfloat16 or float16"),
+        ((f32, ones, ones), packed, "uint32"),
+        ((words, ones), packed, "scales and biases"),
+        ((words, ones, ones), {"group_size": 16, "bits": 4}, "groups of 32, 64 or 128"),
+        ((words, ones, ones), {"group_size": 64, "bits": 3}, "4 or 8 bits"),
+        ((words, mx.ones((4, 2)), ones), packed, "out, in / group"),
+        ((words, ones, ones.astype(mx.float16)), packed, "one type"),
+        ((f32, None, None, mx.zeros((5,))), {}, "bias"),
+        ((f32, None, None, mx.zeros((4,), mx.float16)), {}, "bias"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            OPS.Product(*wrong, **arguments)
+    with pytest.raises(ValueError, match="64 long"):
+        OPS.Product(f32)(mx.zeros((2, 63)))
+    with pytest.raises(ValueError, match="64 long"):
+        OPS.Product(f32)(mx.array(1.0))
+    with pytest.raises(ValueError, match="x must be float32"):
+        OPS.Product(f32)(mx.zeros((2, 64), mx.int32))
