@@ -7,6 +7,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+from models import kernels
+
 # nothing to hide · lower-right causal · [L, keys] of bool
 Mask = Literal["causal"] | mx.array | None
 
@@ -29,6 +31,18 @@ def attention(
     scores are squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); not together
     with sinks.
     """
+    ops = kernels.ops()
+    types = {array.dtype for array in (queries, keys, values)}
+    if ops is not None and not isinstance(mask, mx.array) and types == {mx.float32}:
+        return ops.attention(
+            queries,
+            keys,
+            values,
+            scale=scale,
+            causal=mask == "causal",
+            sinks=sinks,
+            softcap=softcap or 0.0,
+        )
     if softcap is None:
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks

@@ -2,9 +2,9 @@
 
 Knows: that every row keeps a cache of its own. Must not know: what the caches are, who is in a
 row. Weights are applied to all rows at once, which is what a batch is for; attention and states
-go row by row, over buffers that belong to the row alone. So a row can join or leave between any
-two steps without anybody copying anything (measured against padded and paged layouts:
-DECISIONS.md, 2026-11-21).
+are each row's own (on a CPU one operation attends for all rows), over buffers that belong to the
+row alone. So a row can join or leave between any two steps without anybody copying anything
+(measured against padded and paged layouts: DECISIONS.md, 2026-11-21).
 
 Every row evaluates exactly one new position.
 """
@@ -14,8 +14,10 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from models.kernels.attending import Lender, attend_in_place
 
-class _Attends(Protocol):
+
+class _Attends(Lender, Protocol):
     def attend(
         self,
         queries: mx.array,
@@ -53,6 +55,11 @@ class AttentionRows:
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
+        seen = attend_in_place(
+            self._rows, queries, keys, values, scale=scale, sinks=sinks, softcap=softcap
+        )
+        if seen is not None:
+            return seen
         count = len(self._rows)
         parts = zip(*(mx.split(array, count) for array in (queries, keys, values)), strict=True)
         return mx.concatenate(

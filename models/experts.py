@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError
-from models.layers import GatedMLP, PackedStack
+from models.layers import GatedMLP, PackedStack, gated
 from models.sharding import INNER, WHOLE, Cut
 
 # gate, up -> what the down projection takes
@@ -28,7 +28,7 @@ _PROJECTIONS: Mapping[str, str] = {name: name for name in ("gate_proj", "up_proj
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """SiLU-gated (Shazeer 2020)."""
-    return nn.silu(gate) * up
+    return gated(nn.silu, gate, up)
 
 
 def top_experts(scores: mx.array, count: int) -> mx.array:

@@ -19,7 +19,7 @@ from models.base import ModelError
 from models.experts import Experts, stack_experts, top_experts
 from models.kv import AttentionCache, LayerCache
 from models.latent import HeadLinear, LatentCache, split_projection
-from models.layers import GatedMLP, merge_heads, split_heads
+from models.layers import GatedMLP, merge_heads, scores, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Rope, rope_settings
 from models.sharding import WHOLE, Cut
@@ -197,10 +197,10 @@ class Router(nn.Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """[..., D] -> [..., k] experts and their shares, in float32 as the makers have it."""
-        scores = mx.sigmoid(x.astype(mx.float32) @ self.weight.T.astype(mx.float32))
-        wanted = scores + self.e_score_correction_bias
+        found = mx.sigmoid(scores(x, self.weight))
+        wanted = found + self.e_score_correction_bias
         chosen = top_experts(self._in_best_groups(wanted), self.chosen)
-        shares = mx.take_along_axis(scores, chosen, axis=-1)
+        shares = mx.take_along_axis(found, chosen, axis=-1)
         if self.normalised and self.chosen > 1:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
         return chosen, shares * self.factor

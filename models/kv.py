@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from models.attention import Mask, attention
 from models.batch import AttentionRows
+from models.kernels.attending import Place, attend_in_place
 
 STEP = 256
 
@@ -111,7 +112,13 @@ def grown(buffer: mx.array | None, like: mx.array, length: int, capacity: int) -
 
 
 class Buffers(ABC):
-    """The keys and values of one layer, and how many positions it has seen."""
+    """The keys and values of one layer, and how many positions it has seen.
+
+    lends: whether what they hold are keys and values as attention takes them, so that it may write
+    to the buffers itself.
+    """
+
+    lends = True
 
     def __init__(self) -> None:
         self.offset = 0
@@ -126,6 +133,22 @@ class Buffers(ABC):
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, D] keys and values; return all that the L queries may need."""
 
+    @abstractmethod
+    def claim(self, keys: mx.array, values: mx.array) -> Place:
+        """Room for positions like these, [1, H, L, D], which count as here from now on: who asks
+        writes them there before anybody reads."""
+
+    def taken(self) -> tuple[mx.array, mx.array]:
+        """The buffers, which nobody else holds then, to be written to and given back by `give`."""
+        keys, values = self._keys, self._values
+        assert keys is not None
+        assert values is not None
+        self._keys = self._values = None
+        return keys, values
+
+    def give(self, keys: mx.array, values: mx.array) -> None:
+        self._keys, self._values = keys, values
+
     def attend(
         self,
         queries: mx.array,
@@ -136,6 +159,11 @@ class Buffers(ABC):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
+        seen = attend_in_place(
+            [self], queries, keys, values, scale=scale, sinks=sinks, softcap=softcap
+        )
+        if seen is not None:
+            return seen
         mask = self.mask(queries.shape[2])
         keys, values = self.update(keys, values)
         return attention(
@@ -173,15 +201,18 @@ class KVCache(Buffers):
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, D] keys and values; return all that there are."""
-        end = self.offset + keys.shape[2]
-        if self._keys is None or self._values is None or end > self._keys.shape[2]:
-            self._grow(end, keys, values)
+        place = self.claim(keys, values)
         assert self._keys is not None
         assert self._values is not None
-        self._keys[..., self.offset : end, :] = keys
-        self._values[..., self.offset : end, :] = values
-        self.offset = end
-        return self._keys[..., :end, :], self._values[..., :end, :]
+        self._keys[..., place.slot : self.offset, :] = keys
+        self._values[..., place.slot : self.offset, :] = values
+        return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
+
+    def claim(self, keys: mx.array, values: mx.array) -> Place:
+        slot, self.offset = self.offset, self.offset + keys.shape[2]
+        if self._keys is None or self._values is None or self.offset > self._keys.shape[2]:
+            self._grow(slot, keys, values)
+        return Place(slot=slot, length=self.offset, head=0, first=0, window=0)
 
     def reserve(self, length: int) -> None:
         # taken up by the next write, which knows the shapes
@@ -235,11 +266,13 @@ class KVCache(Buffers):
     def together(self, rows: Sequence["KVCache"], offsets: mx.array) -> AttentionRows:
         return AttentionRows(rows, offsets)
 
-    def _grow(self, needed: int, keys: mx.array, values: mx.array) -> None:
-        """Half as much again unless told how much: n appended tokens copy O(n) tokens in all."""
+    def _grow(self, kept: int, keys: mx.array, values: mx.array) -> None:
+        """Room for all `offset` positions, of which the first `kept` are here. Half as much again
+        unless told how much: n appended tokens copy O(n) tokens in all."""
+        needed = self.offset
         current = 0 if self._keys is None else self._keys.shape[2]
         capacity = self._reserved
         if capacity < needed:
             capacity = rounded(max(needed, current + current // 2))
-        self._keys = grown(self._keys, keys, self.offset, capacity)
-        self._values = grown(self._values, values, self.offset, capacity)
+        self._keys = grown(self._keys, keys, kept, capacity)
+        self._values = grown(self._values, values, kept, capacity)

@@ -29,6 +29,8 @@ class LatentCache(KVCache):
     """Every position since the first: its rotary key [B, 1, L, R] in the place of keys, its latent
     [B, 1, L, C] in that of values. So a removal turns what is rotary and moves the rest."""
 
+    lends = False
+
     def attend(
         self,
         queries: mx.array,

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from models import kernels
+from models.kernels.layers import kind_of
 from models.sharding import INNER, Cut
 
 Activation = Callable[[mx.array], mx.array]
@@ -35,6 +37,22 @@ def merge_heads(x: mx.array) -> mx.array:
     return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
 
 
+def gated(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
+    """activation(gate) * up."""
+    ops, kind = kernels.ops(), kind_of(activation)
+    if ops is None or kind is None or gate.dtype != mx.float32 or up.dtype != mx.float32:
+        return activation(gate) * up
+    return ops.gate(kind, gate, up)
+
+
+def scores(x: mx.array, weight: mx.array) -> mx.array:
+    """[..., in] times [out, in] -> [..., out], in float32: where small differences decide."""
+    ops = kernels.ops()
+    if ops is None:
+        return x.astype(mx.float32) @ weight.T.astype(mx.float32)
+    return ops.Product(mx.contiguous(weight))(x.astype(mx.float32))
+
+
 class PackedStack(nn.Module):
     """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantised in any
     of MLX's modes. plain: the layer as it was; its bias, if any, stays."""
@@ -53,18 +71,26 @@ class PackedStack(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020). names: those of gate, up and down."""
 
     cut: ClassVar[Cut] = INNER
+    names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(
         self, hidden: int, inner: int, *, bias: bool = False, activation: Activation = nn.silu
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        gate, up, down = self.names
+        self[gate] = nn.Linear(hidden, inner, bias=bias)
+        self[up] = nn.Linear(hidden, inner, bias=bias)
+        self[down] = nn.Linear(inner, hidden, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self[self.names[-1]](self.gated(x))
+
+    def gated(self, x: mx.array) -> mx.array:
+        """What goes down. Where a device has one operation for all of this, it stands here instead
+        (models/layout.py)."""
+        gate, up, _ = self.names
+        return gated(self.activation, self[gate](x), self[up](x))

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from models import base, decoder
 from models.conv import CausalConv, channels_last
 from models.kv import AttentionCache, KVCache, LayerCache
-from models.layers import merge_heads, split_heads
+from models.layers import GatedMLP, merge_heads, split_heads
 from models.recurrent import RecurrentCache
 from models.sharding import Cut
 
@@ -112,19 +112,11 @@ class ShortConv(nn.Module):
         return self.out_proj(after * mixed)
 
 
-class MLP(nn.Module):
-    """As `models.layers.GatedMLP`, under the names that LFM2 gives its parts."""
+class MLP(GatedMLP):
+    """Under the names that LFM2 gives its parts."""
 
     cut: ClassVar[Cut] = Cut(rows=("w1", "w3"), columns=("w2",))
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(hidden, inner, bias=False)
-        self.w3 = nn.Linear(hidden, inner, bias=False)
-        self.w2 = nn.Linear(inner, hidden, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.w2(nn.silu(self.w1(x)) * self.w3(x))
+    names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
 
 
 class Block(nn.Module):

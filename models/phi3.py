@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from models import decoder
 from models.kv import AttentionCache
-from models.layers import Activation, merge_heads, split_heads
+from models.layers import Activation, gated, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Scaling
 from models.sharding import Cut
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(gated(self.activation, gate, up))
 
 
 class Block(PreNormBlock):

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from models import kernels
 from models.base import ModelError
 
 Scaling = Mapping[str, Any]
@@ -37,6 +38,9 @@ class Rope:
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         """x [B, H, L, D], whose first position is `offset` (or [B], one each) -> the same,
         rotated."""
+        ops = kernels.ops()
+        if ops is not None and x.dtype == mx.float32:
+            return self._rotate_by(ops, x, offset, self.magnitude)
         if self.magnitude != 1.0 and self.dims == x.shape[-1]:
             x = x * self.magnitude
         elif self.magnitude != 1.0:
@@ -48,7 +52,22 @@ class Rope:
         """x [B, H, L, D], rotated already -> as if each had stood `by` positions further on."""
         # every position alone, as the first of a sequence that begins at `by`
         each = x.reshape(-1, 1, 1, x.shape[-1])
+        ops = kernels.ops()
+        if ops is not None and x.dtype == mx.float32:
+            return self._rotate_by(ops, each, by, 1.0).reshape(x.shape)
         return self._rotate(each, by).reshape(x.shape)
+
+    def _rotate_by(
+        self, ops: Any, x: mx.array, offset: int | mx.array, magnitude: float
+    ) -> mx.array:
+        return ops.rope(
+            x,
+            offset,
+            self.periods,
+            self.dims,
+            traditional=self.traditional,
+            magnitude=magnitude,
+        )
 
     def _rotate(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return mx.fast.rope(

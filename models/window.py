@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from models.attention import Mask
 from models.batch import AttentionRows
+from models.kernels.attending import Place
 from models.kv import Buffers, grown, rounded
 
 
@@ -49,12 +50,25 @@ class RotatingKVCache(Buffers):
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, D] keys and values; return all that the L queries may need."""
-        write = self._write_one if keys.shape[2] == 1 else self._append
-        write(keys, values)
-        self.offset += keys.shape[2]
+        count = keys.shape[2]
+        slot = self.claim(keys, values).slot
         assert self._keys is not None
         assert self._values is not None
+        self._keys[..., slot : slot + count, :] = keys
+        self._values[..., slot : slot + count, :] = values
         return self._keys[..., : self._length, :], self._values[..., : self._length, :]
+
+    def claim(self, keys: mx.array, values: mx.array) -> Place:
+        count = keys.shape[2]
+        slot = self._claim_one(keys, values) if count == 1 else self._claim_many(keys, values)
+        self.offset += count
+        return Place(
+            slot=slot,
+            length=self._length,
+            head=self._head,
+            first=self.offset - self._length,
+            window=self.window,
+        )
 
     def reserve(self, length: int) -> None:
         """It never holds more than its window for long, whatever the length."""
@@ -97,30 +111,37 @@ class RotatingKVCache(Buffers):
     def together(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> AttentionRows:
         return AttentionRows(rows, offsets)
 
-    def _write_one(self, keys: mx.array, values: mx.array) -> None:
+    def _claim_one(self, keys: mx.array, values: mx.array) -> int:
+        """The slot of one position more."""
         if self._length > self.window:
             self._keep_last(self.window)
         if self._length < self.window:
             self._put_in_order()
-            slot = self._length
             self._make_room(keys, values)
             self._length += 1
-        else:
-            slot = self._head
-            self._head = (self._head + 1) % self.window
+            return self._length - 1
+        self._close_ring()
+        slot = self._head
+        self._head = (self._head + 1) % self.window
+        return slot
+
+    def _claim_many(self, keys: mx.array, values: mx.array) -> int:
+        """The slot of the first of several."""
+        self._keep_last(self.window - 1)
+        slot = self._length
+        self._length += keys.shape[2]
+        if self._keys is None or self._values is None or self._keys.shape[2] < self._length:
+            self._keys = grown(self._keys, keys, slot, self._length)
+            self._values = grown(self._values, values, slot, self._length)
+        return slot
+
+    def _close_ring(self) -> None:
+        """A ring has no free room behind its last slot."""
         assert self._keys is not None
         assert self._values is not None
-        self._keys[..., slot : slot + 1, :] = keys
-        self._values[..., slot : slot + 1, :] = values
-
-    def _append(self, keys: mx.array, values: mx.array) -> None:
-        self._keep_last(self.window - 1)
-        if self._keys is None or self._values is None or self._length == 0:
-            self._keys, self._values = keys, values
-        else:
-            self._keys = mx.concatenate([self._keys[..., : self._length, :], keys], axis=2)
-            self._values = mx.concatenate([self._values[..., : self._length, :], values], axis=2)
-        self._length += keys.shape[2]
+        if self._keys.shape[2] != self.window:
+            self._keys = mx.contiguous(self._keys[..., : self.window, :])
+            self._values = mx.contiguous(self._values[..., : self.window, :])
 
     def _make_room(self, keys: mx.array, values: mx.array) -> None:
         capacity = 0 if self._keys is None else self._keys.shape[2]

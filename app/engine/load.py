@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
@@ -36,7 +35,6 @@ from app.engine.scheduler import Limits
 from app.engine.weights import Report, open_model, read
 from models.base import Model
 from models.kv import LayerCache
-from models.layout import suit_device
 
 
 def load(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks | None = None) -> Loop:
@@ -85,10 +83,8 @@ def _loaded(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks 
 
 
 def _tried(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> Memory:
-    """Laid out for the device, and one token evaluated."""
-    assert isinstance(model, nn.Module)
+    """One token evaluated."""
     try:
-        suit_device(model)
         return measured(
             model,
             budget=fit.budget,

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from models.base import Model
+from models.kernels.attending import score_bytes
 from models.kv import STEP, LayerCache
 
 # how configs name the number of a layer's queries, and what is taken where none of them is there
@@ -91,15 +92,19 @@ class Working:
 
     def __call__(self, context: int) -> int:
         """Bytes, where sequences have up to `context` positions: those of a prompt chunk and of the
-        logits. On a CPU also those of the chunk's attention scores over all that a query sees,
-        which other devices never hold in full."""
+        logits. On a CPU also those of attention scores: with MLX's own operations the chunk's over
+        all that a query sees, which other devices never hold in full."""
         # float32 logits, and as much again three times over while they are sampled; those of a
         # prompt that is scored beside them
         needed = self.chunk * self.token + 16 * (self.rows + SCORED) * self.vocab
         if mx.default_device().type == mx.DeviceType.cpu:
-            seen = max((self._seen(layer, context) for layer in self.layers), default=0)
-            needed += 2 * 4 * self.heads * self.chunk * seen
+            needed += max((self._scores(layer, context) for layer in self.layers), default=0)
         return needed
+
+    def _scores(self, layer: LayerCache, context: int) -> int:
+        seen = self._seen(layer, context)
+        ours = score_bytes(layer, self.heads, seen)
+        return 2 * 4 * self.heads * self.chunk * seen if ours is None else ours
 
     def _seen(self, layer: LayerCache, context: int) -> int:
         """Positions of which one query of the layer has a score. Its cache tells: one that still

@@ -1,4 +1,4 @@
-"""Model files -> a model, first without its weights, then with them.
+"""Model files -> a model, first without its weights, then with them; suited to the device.
 
 Knows: safetensors, `models.build`. Must not know: where models come from, what a model is for.
 MLX reads a tensor when it is first evaluated: until `read` nothing but headers was looked at, so a
@@ -22,6 +22,7 @@ from app.core.settings import Bits
 from models.base import Model, ModelError
 from models.blobs import mlx_names
 from models.checkpoint import text_weights
+from models.layout import suit_device
 from models.sharding import Share, divide
 
 # types that MLX reads; which of them a model can use is for the model to say
@@ -51,6 +52,8 @@ def open_model(files: ModelFiles, bits: Bits | None, share: Share | None = None)
         model = models.build(files.config, weights, bits=bits)
         if share is not None:
             divide(model, share, files.config["model_type"])
+        assert isinstance(model, nn.Module)
+        suit_device(model)
         return model
     except ModelError as error:
         place = _to_blame(error, weights, places) or files.path

@@ -12,12 +12,12 @@ import pytest
 from app import store
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
-from app.engine import fit as fitting
 from app.engine import load as loading
 from app.engine import weights
-from app.engine.fit import fit
+from app.engine.fit import Fit, fit
 from app.engine.load import load
 from app.engine.loop import Loop
+from app.engine.memory import Memory, measured
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
@@ -169,10 +169,16 @@ def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
 ) -> None:
     """The estimate came out below the measurement, and a server that was asked for 1500 positions
     quietly served 1024."""
-    monkeypatch.setattr(fitting, "_ROWS_HELD", 0)
     files = store.resolve(str(tiny_model))
+
     for asked in (Settings(context=1500), Settings(context=1500, parallel=3)):
-        enough = dataclasses.replace(asked, memory=fit(files, asked).needed)
+        found = fit(files, asked)
+
+        def a_byte_more(*args: Any, found: Fit = found, **told: Any) -> Memory:
+            return dataclasses.replace(measured(*args, **told), working=found.working + 1)
+
+        monkeypatch.setattr(loading, "measured", a_byte_more)
+        enough = dataclasses.replace(asked, memory=found.needed)
         with pytest.raises(AppError, match=r"the largest --context that fits is \d+"):
             load(files, enough, ignore)
 
@@ -181,10 +187,10 @@ def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
 def test_a_model_that_the_device_cannot_run_is_one_line(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def full(model: object) -> None:
+    def full(*args: object, **asked: object) -> None:
         raise error
 
-    monkeypatch.setattr(loading, "suit_device", full)
+    monkeypatch.setattr(loading, "measured", full)
     with pytest.raises(
         AppError, match=rf"could not be evaluated: {re.escape(str(error))}$"
     ) as said:

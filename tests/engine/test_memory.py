@@ -7,10 +7,13 @@ import mlx.core as mx
 import pytest
 
 from app.engine.memory import SCORED, Memory, Working, longest_that, measured, query_heads
+from models import kernels
 from models.base import Model
+from models.kernels.attending import score_bytes
 from models.kv import STEP
 from tests.engine import hybrid
 from tests.engine.driving import tiny_model
+from tests.models.switched import computing
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 CHUNK = 8
@@ -66,12 +69,32 @@ def test_weights_and_working_space_come_first() -> None:
 )
 def test_scores_are_held_for_what_a_query_sees(kinds: str, seen: int) -> None:
     """A window with the chunk behind it, rounded up to a step; a state as if it were one step."""
+    with computing(by_kernels=False):
+        working = _working(kinds)
+        assert working(4096) == 2 * 4 * 3 * CHUNK * seen
+        assert working(100) == 2 * 4 * 3 * CHUNK * 100
+
+
+def test_our_own_attention_holds_the_scores_of_few_queries_on_each_thread() -> None:
+    if (ops := kernels.ops()) is None:
+        pytest.skip("the CPU kernels were not built")
+    each = ops.threads() * 4 * 24
+    assert _working("k")(4096) == each * (4096 + 32)
+    assert _working("w")(4096) == each * (STEP + CHUNK + 32)
+    assert score_bytes(_Stored(), 3, 4096) is None
+
+
+class _Stored:
+    """A cache that keeps something else than keys and values."""
+
+    lends = False
+
+
+def _working(kinds: str) -> Working:
     model = hybrid.Model(kinds=kinds)
     layers = model.make_kv()
     mx.eval(model(mx.array([[0]]), layers))
-    working = Working(token=0, chunk=CHUNK, rows=0, vocab=0, heads=3, layers=layers)
-    assert working(4096) == 2 * 4 * 3 * CHUNK * seen
-    assert working(100) == 2 * 4 * 3 * CHUNK * 100
+    return Working(token=0, chunk=CHUNK, rows=0, vocab=0, heads=3, layers=layers)
 
 
 def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:

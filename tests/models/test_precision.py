@@ -1,20 +1,26 @@
-"""Activations and caches have the type of the weights.
+"""Activations and caches have the type of the weights; of a model that is suited to a CPU, float32.
 
 One operation that makes a float32 of what passes through makes all that follows float32: caches
-twice as large, and every product of half the speed. Types are known without evaluating anything.
+twice as large, and on a GPU every product of half the speed. One that makes less of what a CPU
+computes in float32 loses what the kernels keep, and leaves their way. Types are known without
+evaluating anything.
 """
 
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import models
 from models.checkpoint import text_config
+from models.kernels import layers
 from models.kv import Buffers, LayerCache
+from models.layout import suit_device
 from models.recurrent import RecurrentCache
 from tests.models.architectures import Case, cases
+from tests.models.switched import BOTH, computing
 
 # checkpoints keep these in float32 while everything else is in less
 PRECISE = ("A_log", "dt_bias", "linear_attn.norm.weight", "_correction_bias", "expert_bias")
@@ -46,11 +52,21 @@ def model(case: Case, dtype: mx.Dtype) -> Any:
 
 
 def test_a_sequence_keeps_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
-    kv = model.make_kv()
-    for length in PIECES:
-        hidden = model(mx.zeros((1, length), mx.int32), kv)
-        assert hidden.dtype == model.logits(hidden).dtype == dtype
-    assert _types(kv) <= {dtype}
+    assert _met(model, model.make_kv()) == {dtype}
+
+
+@pytest.mark.parametrize("by_kernels", BOTH)
+def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, by_kernels: bool) -> None:
+    with computing(by_kernels=by_kernels):
+        suit_device(model)
+        modules: Any = model.named_modules()
+        # of those that the kernels know: a class of its own computes as it says, in float32
+        kind = layers.Linear if by_kernels else nn.Linear
+        matrices = {layer.weight.dtype for _, layer in modules if isinstance(layer, kind)}
+        assert matrices == {dtype if by_kernels else mx.float32}
+        assert _met(model, model.make_kv()) == {mx.float32}
+    flat: Any = tree_flatten(model.parameters())
+    assert {array.dtype for _, array in flat if array.ndim == 1} <= {mx.float32}
 
 
 def test_rows_of_a_batch_keep_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -> None:
@@ -63,6 +79,15 @@ def test_rows_of_a_batch_keep_the_type_of_the_weights(model: Any, dtype: mx.Dtyp
     ]
     assert model(mx.zeros((3, 1), mx.int32), together).dtype == dtype
     assert {found for kv in rows for found in _types(kv)} <= {dtype}
+
+
+def _met(model: Any, kv: list[LayerCache]) -> set[mx.Dtype]:
+    """What passes through and stays behind, in pieces of all kinds."""
+    found: set[mx.Dtype] = set()
+    for length in PIECES:
+        hidden = model(mx.zeros((1, length), mx.int32), kv)
+        found |= {hidden.dtype, model.logits(hidden).dtype}
+    return found | _types(kv)
 
 
 def _types(kv: list[LayerCache]) -> set[mx.Dtype]:
