@@ -59,6 +59,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from app.commands.listing import show_all
 
             return show_all(as_json=arguments.json)
+        case "doctor":
+            from app.commands.doctor import diagnose
+
+            return diagnose(as_json=arguments.json)
         case "key":
             from app.commands.key import make_key
 
@@ -106,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
     listed = add("list", "list the models that are here")
     show = add("show", "describe a model, and say whether it fits")
+    doctor = add("doctor", "say what models are computed with here, and what is lost")
     config = add("config", "tell the settings that would hold, and where each was said")
     form = config.add_mutually_exclusive_group()
     for name, use in (("json", "for programs"), ("toml", "as a file for --config")):
@@ -114,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     key.add_argument("name", metavar="NAME", help="whose it is, as the log will say")
     key.add_argument("--admin", action="store_true", help="it may load and unload models too")
     key.add_argument("--file", type=Path, metavar="FILE", help="add its digest to this file")
-    for command in (listed, show):
+    for command in (listed, show, doctor):
         command.add_argument("--json", action="store_true", help="for programs")
     for command in (serve, show, config):
         flags.add_settings(command)

@@ -8,6 +8,7 @@ answered, 503 with the reason if they had better go elsewhere. Both are free wit
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import pairwise
 
 from starlette.requests import Request
@@ -116,6 +117,7 @@ def _model(state: ModelState) -> JsonObject:
         "Restarts": state.restarts,
         "Error": state.error,
         "Pid": state.pid,
+        "Backend": None if state.backend is None else asdict(state.backend),
     }
 
 

@@ -30,6 +30,10 @@ CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 # read by those who check keys, and never told
 SECRET_VARIABLES = (f"{PREFIX}API_KEY", f"{PREFIX}API_KEYS")
 
+# read where arrays are computed, before there are settings: models/backend.py, models/threads.py,
+# models/kernels
+COMPUTING_VARIABLES = (f"{PREFIX}BLAS", f"{PREFIX}KERNELS", f"{PREFIX}THREADS")
+
 MODELS_VARIABLE = f"{PREFIX}MODELS"
 
 

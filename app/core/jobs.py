@@ -167,12 +167,25 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What a model is computed with. kernels: the instruction set of our own operations; None where
+    all are MLX's. blas: the library behind MLX's products on the CPU; None for the one that MLX
+    was built with. threads: that compute one operation. A GPU has no use for any of them."""
+
+    device: Literal["cpu", "gpu"]
+    kernels: str | None = None
+    blas: str | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """What a loaded engine can do. parallel: sequences at once. context: positions that one
     sequence may have, by the model and by memory. kv_budget: bytes for KV caches and cached
     prefixes. kv_bytes: what a sequence of `context` positions takes of it. limited_by_memory:
     whether memory, not the model, sets the context. width: numbers of
-    a hidden state, of which vectors of inputs are made; None where the model gives only logits."""
+    a hidden state, of which vectors of inputs are made; None where the model gives only logits.
+    backend: None where nobody knows."""
 
     parallel: int
     context: int
@@ -180,6 +193,7 @@ class Capacity:
     kv_bytes: int
     limited_by_memory: bool = False
     width: int | None = None
+    backend: Backend | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

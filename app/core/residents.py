@@ -6,7 +6,7 @@ Knows: names, bytes, seconds. Must not know: who loads them, how they generate.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from app.core.jobs import EngineStats
+from app.core.jobs import Backend, EngineStats
 from app.core.settings import Settings
 
 # unloaded: on disk only · queued: to be loaded, but another one is before it or has to leave first
@@ -48,7 +48,7 @@ class ModelState:
     Unix time at which it will be unloaded if nobody asks for it; None while somebody does, while it
     is not loaded, and for ever. loads: times that it was ready. evictions: times that it had to
     leave for another one before its time. restarts: times that its runner had to be started
-    again."""
+    again. backend: while it is loaded."""
 
     name: str
     phase: ModelPhase
@@ -66,3 +66,4 @@ class ModelState:
     restarts: int = 0
     error: str | None = None
     pid: int | None = None
+    backend: Backend | None = None

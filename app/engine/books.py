@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from app.core.jobs import Capacity, Ledger
 from app.core.ports import PrefixCache
+from app.engine.computing import in_use
 from app.engine.memory import Memory
 from app.engine.scheduler import growers, preemptions
 from app.engine.sequence import Sequence
@@ -36,6 +37,7 @@ class Books:
             kv_bytes=memory.footprint(fits),
             limited_by_memory=fits < context,
             width=memory.width,
+            backend=in_use(),
         )
 
     def ledger(self, running: Ids[Sequence]) -> Ledger:

@@ -222,6 +222,7 @@ class Resident:
             restarts=self._restarts,
             error=None if self.phase == "leaving" and not self._broke else status.error,
             pid=status.pid,
+            backend=None if capacity is None else capacity.backend,
         )
 
     # private

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.api.meta import hit_classes, routes
-from app.core.jobs import EngineStats
+from app.core.jobs import Backend, EngineStats
 from app.core.ports import RunnerStatus
 from app.core.residents import ModelState
 from app.core.settings import Settings
@@ -81,6 +81,7 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
                 "Restarts": 0,
                 "Error": None,
                 "Pid": None,
+                "Backend": None,
             }
         ],
     }
@@ -99,6 +100,21 @@ def test_each_model_tells_how_it_stands(
     ]
     keys = ("Leases", "Share", "Expires", "Pid", "Pinned")
     assert [two[key] for key in keys] == [1, 5, 1.5, 7, True]
+
+
+def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
+    call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
+):
+    backend = Backend(device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2)
+    loaded = ModelState(name="a", phase="ready", backend=backend)
+    monkeypatch.setattr(generate, "states", lambda: [loaded])
+    [one] = call("GET", "/v1/status").json["Models"]
+    assert one["Backend"] == {
+        "device": "cpu",
+        "kernels": "avx512",
+        "blas": "OpenBLAS 0.3",
+        "threads": 2,
+    }
 
 
 def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGenerate):

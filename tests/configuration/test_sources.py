@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.configuration.options import SECRET_VARIABLES
+from app.configuration.options import COMPUTING_VARIABLES, SECRET_VARIABLES
 from app.configuration.sources import Found, from_environment, secrets_in
 from app.core.errors import AppError, Kind
 from app.core.settings import ModelSettings
@@ -35,6 +35,12 @@ def test_an_empty_variable_is_as_good_as_none():
 def test_models_are_parted_by_commas():
     found = from_environment({"MLXRUNNER_MODELS": "org/a, b:4b,"})["models"].value
     assert found == (ModelSettings(name="org/a"), ModelSettings(name="b:4b"))
+
+
+def test_variables_of_what_computes_are_known_and_set_nothing():
+    """They are read before there are settings, also by processes that have none."""
+    assert from_environment(dict.fromkeys(COMPUTING_VARIABLES, "2")) == {}
+    assert refusal(MLXRUNNER_THREAD="2").endswith("did you mean MLXRUNNER_THREADS?")
 
 
 def test_an_unknown_variable_is_refused_with_the_one_that_was_meant():

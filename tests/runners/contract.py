@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from app.core.ports import Runner
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
 from app.runners.local import LocalRunner
+from models.threads import thread_count
 from tests.engine.driving import job
 
 PATIENCE = 20.0
@@ -187,6 +189,17 @@ def test_a_ready_runner_tells_where_its_memory_is(runner: MakeRunner, tiny_model
         assert ledger.budget > ledger.weights > 0
         assert ledger.working > 0
         assert ledger.free == ledger.budget - ledger.weights - ledger.working
+
+    with_runner(runner, tiny_model, body)
+
+
+def test_a_ready_runner_tells_what_it_computes_with(runner: MakeRunner, tiny_model: Path) -> None:
+    async def body(running: Runner) -> None:
+        capacity = running.status().capacity
+        assert capacity is not None
+        assert capacity.backend is not None
+        assert capacity.backend.device == "cpu"
+        assert capacity.backend.threads == thread_count(os.environ)
 
     with_runner(runner, tiny_model, body)
 

@@ -83,7 +83,9 @@ def test_progress_of_a_load_is_seen_and_buys_time(
         while not starting.done():
             status = running.status()
             seen.add(status.progress)
-            assert status.state in ("loading", "ready")
+            if status.state == "ready":  # a moment before its start is over
+                break
+            assert status.state == "loading"
             with pytest.raises(AppError, match="still loading"):
                 await answer(running, "a", b"x")
             await asyncio.sleep(0.05)
@@ -161,7 +163,8 @@ def test_a_start_that_is_cancelled_leaves_nobody(tiny_model: Path) -> None:
 def test_a_process_that_gets_no_memory_to_begin_with_says_so(
     tiny_model: Path, plant: Callable[[str], None]
 ) -> None:
-    plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (150 << 20, 150 << 20))")
+    plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (100 << 20, 100 << 20))")
     error = asyncio.run(refusal(tiny_model))
     assert error.kind is Kind.MODEL_FILES
-    assert "emory" in error.message
+    # in the words of whoever finds none: Python, a library, or who loads libraries
+    assert re.search("emory|failed to map segment", error.message)

@@ -1,0 +1,165 @@
+"""`mlxrunner doctor`: what models are computed with on this machine, and what is lost.
+
+Knows: words for what the rooms tell, what to do about it. Must not know: how they found out.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from app import store
+from app.core.amounts import in_memory
+from app.core.errors import AppError
+from app.engine.computing import gigaflops, in_use
+from app.engine.device import device_budget
+from app.runners.scratch import private_scratch
+from models import backend, kernels
+
+# bytes with which hardly any model is served
+_LITTLE = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """gigaflops: that a product reaches through MLX. blas: None for the one that MLX brought, and
+    blas_why says why; kernels: None where MLX's own operations do the work, and kernels_why says
+    why. called: whether MLX went through `blas`; None where nobody counts. memory: bytes that may
+    be used. scratch: where MLX may compile to; None where nowhere. models: how many, by source;
+    stores: what is wrong with these."""
+
+    python: str
+    mlx: str
+    device: str
+    cpu: str
+    threads: int
+    gigaflops: float
+    blas: str | None
+    blas_why: str | None
+    called: bool | None
+    kernels: str | None
+    kernels_why: str | None
+    memory: int
+    scratch: str | None
+    models: Mapping[str, int]
+    stores: str | None
+
+
+def diagnose(*, as_json: bool) -> int:
+    """The exit status: 1 where something is lost that this machine could have."""
+    found = _examined()
+    lost = list(losses(found, os.environ))
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(found), "lost": lost}, indent=2))
+        return 1 if lost else 0
+    for label, value in lines(found):
+        print(f"{label:<10} {value}")
+    for loss in lost or ["nothing is lost"]:
+        print(f"\n{loss}")
+    return 1 if lost else 0
+
+
+def lines(found: Findings) -> Iterator[tuple[str, str]]:
+    """A word and what is to be said of it."""
+    yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
+    yield "MLX", f"{found.mlx}, on the {found.device.upper()}"
+    yield "processor", f"{found.cpu}, {found.threads} threads"
+    blas = found.blas or f"MLX's own: {found.blas_why}"
+    if found.device == "cpu":
+        yield "BLAS", f"{blas}; products at {found.gigaflops:.3g} GFLOP/s"
+        yield "kernels", found.kernels or f"none: {found.kernels_why}"
+    else:
+        yield "products", f"{found.gigaflops:.3g} GFLOP/s"
+    yield "memory", f"{in_memory(found.memory)} may be used"
+    yield "scratch", found.scratch or "none"
+    counts = (f"{count} {source}" for source, count in found.models.items())
+    yield "models", found.stores or ", ".join(counts)
+
+
+def losses(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
+    """What this machine could have and has not, each with what to do. What somebody has turned off
+    is no loss."""
+    if found.device == "cpu" and found.blas_why == backend.CUDA:
+        yield "MLX was installed for CUDA and finds no GPU: see whether nvidia-smi does"
+    elif found.device == "cpu" and sys.platform == "linux":
+        yield from _slow_on_cpu(found, environ)
+    if found.memory < _LITTLE:
+        yield f"{in_memory(found.memory)} are free: end what else is running, or raise the limit"
+    if found.scratch is None:
+        yield (
+            "there is no folder where only we may write and code may run: MLX fuses no operations; "
+            "set TMPDIR to such a one"
+        )
+    if found.stores:
+        yield f"models could not be listed: {found.stores}"
+
+
+def _slow_on_cpu(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
+    if found.blas_why == backend.NOT_FOUND:
+        yield (
+            "MLX computes with the reference BLAS, many times slower than this machine is: install "
+            "the packages of the lock again with `make`, or OpenBLAS with the system's packages "
+            "(libopenblas0 on Debian and Ubuntu, openblas on Fedora)"
+        )
+    if found.called is False:
+        yield f"{found.blas} was opened, and MLX does not call it: is something preloaded?"
+    if found.kernels is None and environ.get("MLXRUNNER_KERNELS") != "off":
+        yield f"our own operations are not in use, and models decode slower: {found.kernels_why}"
+
+
+def _examined() -> Findings:
+    using = in_use()
+    reached = gigaflops()
+    products = backend.products()
+    models, stores = _models()
+    return Findings(
+        python=platform.python_version(),
+        mlx=version("mlx"),
+        device=using.device,
+        cpu=_processor(),
+        threads=backend.IN_USE.threads,
+        gigaflops=round(reached, 1),
+        blas=using.blas,
+        blas_why=backend.IN_USE.why,
+        called=None if products is None else products > 0,
+        kernels=using.kernels,
+        kernels_why=kernels.describe().why,
+        memory=device_budget(),
+        scratch=_scratch(),
+        models=models,
+        stores=stores,
+    )
+
+
+def _processor() -> str:
+    """As it calls itself; what tells that on Linux is silent on most arm64 machines."""
+    try:
+        pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    except OSError:
+        pairs = []
+    names = [value.strip() for key, _, value in pairs if key.strip() == "model name"]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _scratch() -> str | None:
+    """As a runner's process finds it."""
+    found = private_scratch()
+    if "MLX_DISABLE_COMPILE" in found:
+        return None
+    return found.get("TMPDIR") or os.environ.get("TMPDIR") or tempfile.gettempdir()
+
+
+def _models() -> tuple[Mapping[str, int], str | None]:
+    """How many each source has, broken ones too, and what is wrong with the sources."""
+    try:
+        found = Counter(entry.source for entry in store.installed())
+    except AppError as error:
+        return {}, error.message
+    return {source: found[source] for source in ("built in", "hub", "ollama")}, None
