@@ -4,6 +4,8 @@ make bench                          everything (on a two-core CPU: an hour with 
 make bench ARGS="decode ttft"       some of it
 make bench ARGS="--size 15M"        on a smaller model
 make bench ARGS="soak --minutes 60" for longer
+
+What a Linux CPU does beside stock MLX and llama.cpp is `make bench-cpu`.
 """
 
 import argparse

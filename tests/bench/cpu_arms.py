@@ -1,0 +1,118 @@
+"""A worker in a process of its own that holds its model loaded and measures one cell when told to.
+
+Knows: the lines between us and it, both ends of them. Must not know: what is measured. A line of
+JSON down for each measurement, one up; the first one up, unasked, tells what the worker runs on.
+Its log is told only where it ends by itself.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tests.bench.cpu_cells import CACHED, PROMPT, Measured, Work
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# what would make an arm something else than it is called
+FOREIGN = (
+    "LD_PRELOAD",
+    "MLXRUNNER_BLAS",
+    "MLXRUNNER_KERNELS",
+    "MLXRUNNER_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without what a person may have set for another measurement, and with these."""
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    return {**kept, **variables}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """streams: as in Work. budget: seconds to measure for. capped: whether the prompt and the steps
+    may be cut short where one of them takes longer than that."""
+
+    streams: int
+    budget: float
+    capped: bool
+    prompt: int = PROMPT
+    cached: int = CACHED
+
+
+class Arm:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        capped: bool = False,
+    ) -> None:
+        self.name = name
+        self._capped = capped
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the arm
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(variables or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        try:
+            self.runs_on: str = self._read()["runs_on"]
+        except BaseException:
+            self._end()
+            raise
+
+    def measure(self, work: Work, budget: float) -> Measured:
+        ask = Ask(streams=work.streams, budget=budget, capped=self._capped)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(ask)) + "\n")
+        self._process.stdin.flush()
+        return Measured(**self._read())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"{self.name} ended by itself:\n{self._log.read()[-2000:]}")
+        return json.loads(line)
+
+
+def serve(measure: Callable[[dict[str, Any]], tuple[float, int]], runs_on: str) -> None:
+    """The worker's end: answers until there are no more lines. measure: tokens per second of what
+    an Ask wants, and how many steps or tokens that is of."""
+    print(json.dumps({"runs_on": runs_on}), flush=True)
+    for line in sys.stdin:
+        wall, processor = time.perf_counter(), time.process_time()
+        rate, count = measure(json.loads(line))
+        seconds = time.perf_counter() - wall
+        found = {"rate": rate, "count": count, "seconds": seconds}
+        cores = (time.process_time() - processor) / seconds
+        print(json.dumps({**found, "cores": cores}), flush=True)

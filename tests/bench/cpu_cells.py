@@ -1,0 +1,272 @@
+"""What `make bench-cpu` measures, and what its figures are held to.
+
+Knows: shapes, formats, works, targets, medians. Must not know: MLX, llama.cpp, processes. A cell is
+one work of one shape in one format on so many threads. Arms take turns at it, round by round: its
+figures are medians of the rounds, its ratio the median of the rounds' ratios, since what drifts
+between rounds drifts under both.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+PROMPT, CACHED = 512, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    kind: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+
+
+SHAPES: Mapping[str, Shape] = {
+    "15M": Shape(
+        kind="llama",
+        width=288,
+        layers=6,
+        heads=6,
+        kv_heads=6,
+        head_dim=48,
+        inner=768,
+        vocab=32000,
+    ),
+    "110M": Shape(
+        kind="llama",
+        width=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        inner=2048,
+        vocab=32000,
+    ),
+    "Qwen3-0.6B": Shape(
+        kind="qwen3",
+        width=1024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        inner=3072,
+        vocab=151936,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """bits: of a quantised weight, in groups of `group`. dtype: of a plain weight, or of scales.
+    gguf: the type that is nearest to it in llama.cpp. judged: whether a target names it."""
+
+    dtype: str
+    gguf: str
+    bits: int | None = None
+    group: int = 64
+    judged: bool = True
+
+
+FORMATS: Mapping[str, Format] = {
+    "f32": Format(dtype="float32", gguf="F32"),
+    "bf16": Format(dtype="bfloat16", gguf="BF16", judged=False),
+    "q8": Format(dtype="float32", gguf="Q8_0", bits=8),
+    "q4": Format(dtype="float32", gguf="Q4_0", bits=4),
+    "q4-bf16": Format(dtype="bfloat16", gguf="Q4_0", bits=4, judged=False),
+    # llama.cpp's own groups
+    "q8-g32": Format(dtype="float32", gguf="Q8_0", bits=8, group=32, judged=False),
+    "q4-g32": Format(dtype="float32", gguf="Q4_0", bits=4, group=32, judged=False),
+}
+# the format in which 4-bit models are published
+PUBLISHED = "q4-bf16"
+
+
+def group_of(shape: Shape, form: Format) -> int:
+    """A group of 64 does not divide every width; 32 does."""
+    return form.group if shape.width % form.group == 0 else 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Work:
+    """streams: that decode together from CACHED positions on; none of a prefill of PROMPT."""
+
+    streams: int
+
+    def __str__(self) -> str:
+        return f"decode {self.streams}" if self.streams else f"prefill {PROMPT}"
+
+
+PREFILL = Work(0)
+WORKS = (Work(1), Work(4), Work(8), PREFILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    size: str
+    form: str
+    threads: int
+    work: Work
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.form}, {self.threads} thr., {self.work}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """rate: tokens per second, of all streams. cores: processor time by wall time. count: steps, or
+    tokens of a prompt, that one figure is of. seconds: that measuring took."""
+
+    rate: float
+    cores: float
+    count: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What each arm gave, round by round; an arm that takes too long is not asked again, and then
+    has fewer rounds."""
+
+    by_arm: dict[str, list[Measured]] = field(default_factory=dict[str, list[Measured]])
+
+    def add(self, arm: str, measured: Measured) -> None:
+        self.by_arm.setdefault(arm, []).append(measured)
+
+    def rate(self, arm: str) -> float:
+        return statistics.median(m.rate for m in self.by_arm[arm])
+
+    def ratios(self, other: str, mine: str = "ours") -> list[float]:
+        pairs = zip(self.by_arm.get(mine, []), self.by_arm.get(other, []), strict=False)
+        return [ours.rate / theirs.rate for ours, theirs in pairs]
+
+    def ratio(self, other: str) -> float | None:
+        ratios = self.ratios(other)
+        return statistics.median(ratios) if ratios else None
+
+
+Found = Mapping[Cell, Rounds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """least: what the ratio to the arm `other` has to be in the cells that `wanted` tells."""
+
+    name: str
+    other: str
+    least: float
+    wanted: Callable[[Cell], bool]
+
+
+def _judged(cell: Cell) -> bool:
+    return FORMATS[cell.form].judged
+
+
+TARGETS = (
+    Target(
+        name="decode, every format",
+        other="stock",
+        least=8,
+        wanted=lambda cell: cell.work != PREFILL,
+    ),
+    Target(
+        name="decode, 4 bit with bf16 scales",
+        other="stock",
+        least=100,
+        wanted=lambda cell: cell.work != PREFILL and cell.form == PUBLISHED,
+    ),
+    Target(name="prefill", other="stock", least=25, wanted=lambda cell: cell.work == PREFILL),
+    Target(
+        name="decode, 1 stream; f32, q8, q4",
+        other="llama",
+        least=1.0,
+        wanted=lambda cell: cell.work == Work(1) and _judged(cell),
+    ),
+    Target(
+        name="decode, 4 and 8 streams; f32, q8, q4",
+        other="llama",
+        least=1.2,
+        wanted=lambda cell: cell.work.streams > 1 and _judged(cell),
+    ),
+    Target(
+        name="prefill; f32, q8, q4",
+        other="llama",
+        least=1.0,
+        wanted=lambda cell: cell.work == PREFILL and _judged(cell),
+    ),
+)
+
+
+def verdicts(found: Found, targets: Iterable[Target] = TARGETS) -> list[str]:
+    """A line a target that anything was measured for: how many cells meet it, which do not."""
+    lines: list[str] = []
+    for target in targets:
+        ratios = {
+            cell: ratio
+            for cell, rounds in found.items()
+            if target.wanted(cell) and (ratio := rounds.ratio(target.other)) is not None
+        }
+        if not ratios:
+            continue
+        short = sorted((ratio, str(cell)) for cell, ratio in ratios.items() if ratio < target.least)
+        met = f"{len(ratios) - len(short)} of {len(ratios)} cells"
+        missed = "; ".join(f"{cell} {ratio:.3g}" for ratio, cell in short)
+        lines.append(
+            f"- {target.name}, at least {target.least:g} times {target.other}: {met}"
+            + (f". Short: {missed}" if short else "")
+        )
+    return lines
+
+
+def table(found: Found, other: str) -> list[str]:
+    """Ours, theirs, the ratio: a row for each shape, format and number of threads."""
+    rows = {
+        (cell.size, cell.form, cell.threads): None
+        for cell, rounds in found.items()
+        if rounds.ratios(other)
+    }
+    works = sorted({cell.work for cell, rounds in found.items() if rounds.ratios(other)})
+    # prefill behind decode
+    works = [work for work in WORKS if work in works]
+    if not rows:
+        return []
+    lines = [
+        f"| shape | format | threads | {' | '.join(map(str, works))} |",
+        "|---|---|---|" + "---|" * len(works),
+    ]
+    for size, form, threads in rows:
+        cells = (Cell(size=size, form=form, threads=threads, work=work) for work in works)
+        told = " | ".join(_told(found.get(cell), other) for cell in cells)
+        lines.append(f"| {size} | {form} | {threads} | {told} |")
+    return lines
+
+
+def _told(rounds: Rounds | None, other: str) -> str:
+    if rounds is None or not (ratios := rounds.ratios(other)):
+        return ""
+    whole = f"{_digits(rounds.rate('ours'))} / {_digits(rounds.rate(other))} = "
+    ratio = f"**{_digits(statistics.median(ratios))}**"
+    if len(ratios) > 1:
+        ratio += f" ({_digits(min(ratios))} to {_digits(max(ratios))})"
+    # where theirs was measured on less: the note that a figure of it needs
+    mine, theirs = rounds.by_arm["ours"], rounds.by_arm[other]
+    least = min(m.count for m in theirs)
+    fewer = least < min(m.count for m in mine) or len(theirs) < len(mine)
+    return whole + ratio + (f" [{least}, {len(theirs)}]" if fewer else "")
+
+
+def cores(found: Found, arm: str, threads: int) -> float | None:
+    """Cores that the arm kept busy, the median of cells."""
+    values = [
+        statistics.median(m.cores for m in rounds.by_arm[arm])
+        for cell, rounds in found.items()
+        if cell.threads == threads and arm in rounds.by_arm
+    ]
+    return statistics.median(values) if values else None
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

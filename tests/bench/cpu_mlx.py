@@ -1,0 +1,161 @@
+"""The worker of our arm and of stock MLX's: the same code, told apart by what its environment says.
+
+Knows: models, MLX. Must not know: who is compared with whom. A model as a function, greedy, one
+step ahead as the engine is; keys and values as the engine lays them out. The step in front of those
+that are timed fills the pipeline, unless it alone takes the time that there is.
+"""
+
+import importlib.metadata
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import models
+from models import backend, kernels
+from models.base import Model
+from models.kv import KVCache, LayerCache
+from models.layout import suit_device
+
+STEPS, LEAST_PROMPT = 16, 4
+
+Past = Sequence[LayerCache]
+
+
+class Loop:
+    """Sequences that decode together."""
+
+    def __init__(self, model: Model, past: Past, streams: int) -> None:
+        """Each row goes on behind a copy of `past`."""
+        self._model = model
+        self.streams, self.cached = streams, past[0].offset
+        self._rows = [[layer.copy() for layer in past] for _ in range(streams)]
+
+    def step(self, tokens: mx.array) -> mx.array:
+        """[B] ids -> [B] ids, lazy."""
+        hidden = self._model(tokens[:, None], self._together())
+        return mx.argmax(self._model.logits(hidden[:, -1]), axis=-1)
+
+    def rewind(self) -> None:
+        for row in self._rows:
+            for layer in row:
+                layer.trim(layer.offset - self.cached)
+
+    def _together(self) -> Sequence[object]:
+        if self.streams == 1:
+            return self._rows[0]
+        offsets = mx.array([row[0].offset for row in self._rows])
+        return [rows[0].together(rows, offsets) for rows in zip(*self._rows, strict=True)]
+
+
+def made_up(model: Model, length: int) -> Past:
+    """Keys and values of one token, and noise behind them: what they say changes no time, and stock
+    MLX would take minutes to read so long a prompt."""
+    kv = model.make_kv()
+    mx.eval(model(mx.array([[0]]), kv), [layer.state() for layer in kv])
+    for layer in kv:
+        assert isinstance(layer, KVCache)
+        like, _ = layer.state()
+        _, heads, _, dim = like.shape
+        noise = mx.random.normal((2, 1, heads, length - 1, dim)).astype(like.dtype)
+        layer.update(*noise)
+    mx.eval([layer.state() for layer in kv])
+    return kv
+
+
+def decode(loop: Loop, budget: float, steps: int) -> tuple[float, int]:
+    """Seconds of a step, and of how many at once."""
+    begun = time.perf_counter()
+    tokens = loop.step(mx.arange(loop.streams))
+    mx.eval(tokens)
+    first = time.perf_counter() - begun
+    if first > budget:
+        return first, 1
+    steps = max(1, min(steps, int((budget - first) / first)))
+    found: list[float] = []
+    while not found or time.perf_counter() - begun < budget:
+        if found:
+            loop.rewind()
+            tokens = loop.step(mx.arange(loop.streams))
+            mx.eval(tokens)
+        started = time.perf_counter()
+        for _ in range(steps):
+            after = loop.step(tokens)
+            mx.async_eval(after)
+            tokens.tolist()
+            tokens = after
+        mx.eval(tokens)
+        found.append((time.perf_counter() - started) / steps)
+    return statistics.median(found), steps
+
+
+def prefill(model: Model, length: int) -> float:
+    """Seconds to the first token of a prompt."""
+    ids = mx.random.randint(0, 256, (1, length))
+    mx.eval(ids)
+    begun = time.perf_counter()
+    mx.eval(mx.argmax(model.logits(model(ids, model.make_kv())[:, -1]), axis=-1))
+    return time.perf_counter() - begun
+
+
+def prefills(model: Model, length: int, budget: float, capped: bool) -> tuple[float, int]:
+    """Tokens per second, and of how many at once."""
+    begun = time.perf_counter()
+    if capped:
+        took = prefill(model, LEAST_PROMPT)
+        length = max(LEAST_PROMPT, min(length, int(LEAST_PROMPT * budget / took)))
+        if length == LEAST_PROMPT:
+            return length / took, length
+    found: list[float] = []
+    while not found or time.perf_counter() - begun < budget:
+        found.append(prefill(model, length))
+    return length / statistics.median(found), length
+
+
+class Worker:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._loops: dict[int, Loop] = {}
+        self._made_up: Past | None = None
+
+    def measure(self, ask: dict[str, Any]) -> tuple[float, int]:
+        """Tokens per second, and of how many steps or tokens at once."""
+        streams, budget = ask["streams"], ask["budget"]
+        if streams == 0:
+            return prefills(self._model, ask["prompt"], budget, ask["capped"])
+        if streams not in self._loops:
+            self._loops[streams] = Loop(self._model, self._past(ask["cached"]), streams)
+        loop = self._loops[streams]
+        loop.rewind()
+        seconds, count = decode(loop, budget, STEPS)
+        return streams / seconds, count
+
+    def _past(self, length: int) -> Past:
+        if self._made_up is None:
+            self._made_up = made_up(self._model, length)
+        return self._made_up
+
+
+def load(folder: Path, *, stock: bool = False) -> Model:
+    """As the engine does, its weights brought to what suits the device; or in the types that they
+    are stored in, as whoever uses MLX alone has them."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    model = models.build(json.loads((folder / "config.json").read_text()), weights)
+    assert isinstance(model, nn.Module)
+    mx.eval(model.parameters())
+    if not stock:
+        suit_device(model)
+        mx.eval(model.parameters())
+    return model
+
+
+def runs_on() -> str:
+    ours, blas = kernels.describe(), backend.IN_USE
+    own = f"kernels {ours.isa}, {ours.threads} thread(s)" if ours.on else f"no kernels: {ours.why}"
+    return f"MLX {importlib.metadata.version('mlx')}, {own}, {blas.blas or blas.why}"

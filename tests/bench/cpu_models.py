@@ -1,0 +1,84 @@
+"""Random weights of a shape in a format, for MLX: a folder that `models.build` and mlx-lm load.
+
+python -m tests.bench.cpu_models FOLDER SIZE FORMAT           config.json and weights
+python -m tests.bench.cpu_models FOLDER SIZE FORMAT served    with a tokenizer, as servers need
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+import models
+from tests.bench import random_model
+from tests.bench.cpu_cells import FORMATS, SHAPES, Format, Shape, group_of
+
+DTYPES: Mapping[str, mx.Dtype] = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+def config_of(shape: Shape, form: Format) -> dict[str, Any]:
+    config = {
+        "model_type": shape.kind,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    if form.bits is not None:
+        config["quantization"] = {"group_size": group_of(shape, form), "bits": form.bits}
+    return config
+
+
+def weights_of(shape: Shape, form: Format, seed: int = 0) -> dict[str, mx.array]:
+    """Each evaluated as it is made: the plain form of a quantised model is never held whole."""
+    mx.random.seed(seed)
+    made: dict[str, mx.array] = {}
+    dtype = DTYPES[form.dtype]
+    for name, size in _sizes(config_of(shape, form)).items():
+        if name.endswith("norm.weight"):
+            made[name] = mx.ones(size, dtype)
+            continue
+        plain = (mx.random.normal(size) / size[-1] ** 0.5).astype(dtype)
+        if form.bits is None:
+            made[name] = plain
+        else:
+            path = name.removesuffix(".weight")
+            packed = mx.quantize(plain, group_of(shape, form), form.bits)
+            made |= zip((name, f"{path}.scales", f"{path}.biases"), packed, strict=True)
+        mx.eval(made)
+    return made
+
+
+def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
+    """served: with a tokenizer, of which every id but the bytes is a visible piece of text."""
+    shape, chosen = SHAPES[size], FORMATS[form]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape, chosen)))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights_of(shape, chosen))
+    if served:
+        described = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(described))
+        random_model._tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the plain weights, by name."""
+    architecture = models._architecture(config)
+    flat: Any = tree_flatten(architecture.Model(architecture.Config.from_dict(config)).parameters())
+    return {name: array.shape for name, array in flat}
+
+
+if __name__ == "__main__":
+    place, size, form, *rest = sys.argv[1:]
+    write(Path(place), size, form, served=rest == ["served"])

@@ -1,0 +1,66 @@
+"""Where the time of one step goes: `make bench-cpu ARGS="profile --size 110M --format q4"`.
+
+Knows: processes, perf. Must not know: MLX. Two looks at the same step, neither of which is the
+whole truth: from inside (cpu_look.py), and samples of the processor by thread, library and
+function, where there is `perf`.
+"""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.bench.cpu_arms import ROOT, environment
+
+SECONDS, SHOWN = 4.0, 16
+
+
+def report(size: str, form: str, streams: int, threads: int) -> str:
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(Path(place) / size)
+        variables = environment({"MLXRUNNER_THREADS": str(threads)})
+        python = [sys.executable, "-m"]
+        write = [*python, "tests.bench.cpu_models", folder, size, form]
+        subprocess.run(write, cwd=ROOT, env=environment({}), check=True)
+        look = [*python, "tests.bench.cpu_worker", "look", folder, str(streams)]
+        looked = subprocess.run(
+            look, cwd=ROOT, env=variables, check=True, stdout=subprocess.PIPE, text=True
+        )
+        lines = [f"{size} {form}, {streams or 'no'} streams, {threads} thread(s)", looked.stdout]
+        keep = [*python, "tests.bench.cpu_worker", "step", folder, str(streams), str(SECONDS)]
+        lines += _sampled(keep, variables, Path(place) / "perf.data")
+    return "\n".join(lines)
+
+
+def _sampled(command: list[str], variables: dict[str, str], data: Path) -> list[str]:
+    perf = shutil.which("perf")
+    if perf is None:
+        return ["no samples: there is no perf here"]
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        pid = json.loads(process.stdout.readline())["pid"]
+        record = [perf, "record", "-q", "-F", "499", "-p", str(pid), "-o", str(data)]
+        recording = subprocess.Popen(record, stderr=subprocess.DEVNULL)
+        process.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            recording.wait(5)
+        if recording.poll() is None:
+            recording.send_signal(signal.SIGINT)
+            recording.wait()
+    finally:
+        process.kill()
+        process.wait()
+    if not data.exists():
+        return ["no samples: perf may not look at processes here"]
+    lines: list[str] = []
+    for title, keys in (("thread", "pid"), ("library", "dso"), ("function", "dso,sym")):
+        told = [perf, "report", "-i", str(data), "--stdio", "-g", "none", "-s", keys]
+        printed = subprocess.run(told, capture_output=True, text=True, check=False).stdout
+        rows = [line.rstrip() for line in printed.splitlines() if line and line[0] != "#"]
+        lines += ["", f"samples by {title}:", *rows[:SHOWN]]
+    return lines
