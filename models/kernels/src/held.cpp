@@ -1,24 +1,29 @@
 #include "held.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "waiting.hpp"
+
 namespace mlxrunner {
 
 namespace {
 
 // How long MLX may take, after the work is done, to let go of what it used for it.
-constexpr auto kBehind = std::chrono::microseconds(50);
+// It lets go with its next task; longer than this only where its thread has lost the CPU.
+constexpr auto kBehind = std::chrono::microseconds(500);
 
 // What all work under way holds, each as often as it is held.
 struct Register {
   std::mutex mutex;
   std::condition_variable less;
   std::vector<const void*> held;
+  std::atomic<std::uint32_t> turn{0};  // changes when less is held
 
   static Register& only() {
     // never destroyed: threads of MLX's outlive static objects
@@ -53,6 +58,7 @@ struct Held::Memory {
       for (const auto& one : all) r.held.erase(std::find(r.held.begin(), r.held.end(), one.get()));
     }
     all.clear();
+    r.turn.fetch_add(1, std::memory_order_release);
     r.less.notify_all();
   }
 };
@@ -69,9 +75,15 @@ bool released(const mx::array& a) {
   if (a.is_donatable()) return true;
   Register& r = Register::only();
   const void* memory = a.data_shared_ptr().get();
-  {
+  for (;;) {
+    const std::uint32_t seen = r.turn.load(std::memory_order_acquire);
     std::unique_lock lock(r.mutex);
+    if (!r.holds(memory)) break;
+    lock.unlock();
+    if (changed(r.turn, seen)) continue;
+    lock.lock();
     r.less.wait(lock, [&] { return !r.holds(memory); });
+    break;
   }
   for (const auto start = std::chrono::steady_clock::now(); !a.is_donatable();) {
     // what one array holds that several know is no work under way

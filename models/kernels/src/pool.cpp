@@ -4,47 +4,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <exception>
 #include <thread>
 #include <utility>
 
+#include "waiting.hpp"
+
 namespace mlxrunner {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// How long a helper that has found nothing to do keeps looking: first without letting go of its
-// CPU, then letting others have it, who may be building the next step.
-constexpr auto kEager = std::chrono::microseconds(10);
-constexpr auto kPatient = std::chrono::microseconds(300);
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Waits until `word` is no longer `known`, or nothing happens for long.
-template <class T>
-bool changed(const std::atomic<T>& word, T known) {
-  const auto start = Clock::now();
-  for (int i = 0;; i++) {
-    if (word.load(std::memory_order_acquire) != known) return true;
-    if (i % 16 != 15) {
-      pause();
-      continue;
-    }
-    const auto waited = Clock::now() - start;
-    if (waited > kPatient) return false;
-    if (waited > kEager) sched_yield();
-  }
-}
-
-}  // namespace
 
 struct Pool::State {
   std::atomic<int> threads{1};
