@@ -40,8 +40,8 @@ inline void step(const Format& w, i64 k, const float* x, i64 stride, V (&sums)[R
   }
 }
 
-// Memory is asked for this many bytes ahead, rows lying behind each other: streams as short as a row
-// come too late by themselves.
+// Memory is asked for this many bytes ahead, rows lying behind each other: streams as short as a
+// row come too late by themselves.
 inline constexpr std::uintptr_t kAhead = 16384;
 
 template <class Format, int R, int M>

@@ -30,7 +30,14 @@ inline constexpr i64 kNearX = 10240;
 
 inline void product(const Matrix& w, Rows x, const float* bias, float* y, i64 ldy, i64 begin,
                     i64 end, float* scratch) {
-  const i64 groups = x.count > kMostX ? 1 : (x.count * w.width + kNearX - 1) / kNearX;
+  // Where numbers are looked up, tables leave no registers for more than four rows of x; and to
+  // look them up again for each four is less than to keep them, as long as there are few fours.
+  const bool tables = w.weight == Weight::q4 && kMostX > 4;
+  const i64 most = tables ? 4 : kMostX;
+  const i64 by_size = (x.count * w.width + kNearX - 1) / kNearX;
+  const i64 by_count = (x.count + most - 1) / most;
+  const bool all = x.count > (tables ? 16 : kMostX);
+  const i64 groups = all ? 1 : by_size > by_count ? by_size : by_count;
   const i64 together = groups < x.count ? (x.count + groups - 1) / groups : 1;
   for_format(w, [&](auto format) {
     for (i64 m = 0; m < x.count; m += together) {
