@@ -94,11 +94,19 @@ def test_nobody_waits_for_a_reader_and_what_was_lost_is_told(pipe: Pipe):
     assert time.monotonic() - begun < 5
     lines = pipe.read()
     pipe.log.info("at last")
-    *_, told, last = pipe.read()
+    *more, last = pipe.read()
     assert last == "at last"
-    kept = [int(line.partition(" ")[0]) for line in lines]
-    assert kept == list(range(len(kept)))
-    assert told.startswith(f"{10_000 - len(kept)} lines of the log were lost here")
+    # usually in one place; in two, where the thread still got a line out between them
+    following = 0
+    for line in [*lines, *more]:
+        number, _, rest = line.partition(" ")
+        if rest.startswith("lines of the log were lost here"):
+            following += int(number)
+        else:
+            assert int(number) == following
+            following += 1
+    assert following == 10_000
+    assert len(lines) < 10_000
 
 
 def test_a_loss_is_told_once(pipe: Pipe):

@@ -112,7 +112,8 @@ class Sequence:
 
 def together(rows: list[Sequence], count: int) -> list[np.ndarray]:
     q, k, v = (
-        mx.concatenate(parts) for parts in zip(*(row.part(count) for row in rows), strict=True)
+        mx.concatenate(list(parts))
+        for parts in zip(*(row.part(count) for row in rows), strict=True)
     )
     places = [list(column) for column in zip(*(row.place(count) for row in rows), strict=True)]
     out, keys, values = OPS.attend(

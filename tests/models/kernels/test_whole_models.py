@@ -110,8 +110,10 @@ def served(request: pytest.FixtureRequest) -> Served:
     case, kind = request.param
     model = opened(case, kind)
     texts = [parity.ids(case, LENGTH, seed=seed) for seed in range(TEXTS)]
+    before = OPS.threads()
     OPS.use_threads(1)
     whole = [parity.our_prefilled(model, text, [LENGTH]) for text in texts]
+    OPS.use_threads(before)
     return Served(case=case, model=model, texts=texts, whole=whole)
 
 
