@@ -31,9 +31,8 @@ def attention(
     scores are squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); not together
     with sinks.
     """
-    ops = kernels.ops()
-    types = {array.dtype for array in (queries, keys, values)}
-    if ops is not None and not isinstance(mask, mx.array) and types == {mx.float32}:
+    ops = kernels.ops(queries, keys, values)
+    if ops is not None and not isinstance(mask, mx.array):
         return ops.attention(
             queries,
             keys,

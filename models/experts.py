@@ -37,7 +37,12 @@ def top_experts(scores: mx.array, count: int) -> mx.array:
 
 
 class ExpertLinear(nn.Module):
-    """One linear map per expert. weight: [E, out, in], bias: [E, out]."""
+    """One linear map per expert. weight: [E, out, in], bias: [E, out].
+
+    in_order: whether many rows are better brought to it in the order of their experts.
+    """
+
+    in_order: ClassVar[bool] = True
 
     def __init__(self, inputs: int, outputs: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -62,6 +67,8 @@ class ExpertLinear(nn.Module):
 
 class QuantizedExpertLinear(PackedStack):
     """An `ExpertLinear` in any of MLX's modes."""
+
+    in_order: ClassVar[bool] = True
 
     def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
         """As `ExpertLinear`."""
@@ -104,7 +111,7 @@ class Experts(nn.Module):
     def __call__(self, x: mx.array, chosen: mx.array, shares: mx.array) -> mx.array:
         """x [..., D], chosen [..., k] experts and their shares [..., k] -> [..., D], the sum of
         what the experts say, each times its share."""
-        if chosen.size < MANY:
+        if chosen.size < MANY or not self.gate_proj.in_order:
             said = self._apply(x[..., None, None, :], chosen, ordered=False)
         else:
             said = self._apply_sorted(x, chosen)

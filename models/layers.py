@@ -39,8 +39,8 @@ def merge_heads(x: mx.array) -> mx.array:
 
 def gated(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
     """activation(gate) * up."""
-    ops, kind = kernels.ops(), kind_of(activation)
-    if ops is None or kind is None or gate.dtype != mx.float32 or up.dtype != mx.float32:
+    ops, kind = kernels.ops(gate, up), kind_of(activation)
+    if ops is None or kind is None:
         return activation(gate) * up
     return ops.gate(kind, gate, up)
 

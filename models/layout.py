@@ -13,20 +13,21 @@ On a CPU activations and layer caches are float32, whatever the checkpoint holds
     all others        float32                  float32
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
 
 from models import kernels
 from models.kernels import layers, stacks
 from models.layers import GatedMLP
+from models.quant import replace_leaves
 
 # a weight is held twice while it is laid out: a larger one is left as it is, so that a load takes
 # little more than the weights
 MOST = 192 << 20
+
+_TWINS: layers.Twins = {**layers.TWINS, **stacks.TWINS}
 
 
 def suit_device(model: nn.Module) -> None:
@@ -35,33 +36,18 @@ def suit_device(model: nn.Module) -> None:
     if mx.default_device().type != mx.DeviceType.cpu:
         return
     ops = kernels.ops()
-    done: set[int] = set()
-
-    def suited(layer: Any) -> Any:
-        made = layer
-        if ops is not None:
-            made = stacks.twin(layers.twin(layer, ops), ops)
-        if made is not layer:
-            done.add(id(made))
-        return made
-
-    replace_leaves(model, suited)
+    if ops is not None:
+        replace_leaves(model, lambda _, layer: layers.twin(layer, ops, _TWINS))
     for _, module in model.named_modules():
         if ops is not None and isinstance(module, GatedMLP):
             gate, up, _ = module.names
             fused = layers.gating(module.activation, module[gate], module[up], ops)
             if fused is not None:
                 setattr(module, "gated", fused)  # noqa: B010  # an operation in a method's place
-        if id(module) not in done:
+        if not isinstance(module, layers.Twin | layers.RMSNorm):
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
                 _transpose(module)
-
-
-def replace_leaves(model: nn.Module, replaced: Callable[[Any], Any]) -> None:
-    is_leaf: Any = nn.Module.is_module
-    leaves: Any = tree_map(replaced, model.leaf_modules(), is_leaf=is_leaf)
-    model.update_modules(leaves)
 
 
 def _to_float32(module: Any) -> None:

@@ -77,7 +77,7 @@ def adopt(model: nn.Module, weights: dict[str, mx.array]) -> bool:
         weights[scale] = scaled.fitted(weights[scale])
         return scaled
 
-    _replace_leaves(model, packed)
+    replace_leaves(model, packed)
     return bool(found)
 
 
@@ -125,14 +125,15 @@ def reduce(model: nn.Module, bits: int) -> None:
         found.append(path)
         return layer.to_quantized(group_size=GROUP, bits=bits, mode="affine")
 
-    _replace_leaves(model, packed)
+    replace_leaves(model, packed)
     if not found:
         raise ModelError(
             f"nothing in it can be quantised: no weight's width is a multiple of {GROUP}"
         )
 
 
-def _replace_leaves(model: nn.Module, replaced: Callable[[str, Any], Any]) -> None:
+def replace_leaves(model: nn.Module, replaced: Callable[[str, Any], Any]) -> None:
+    """By what `replaced` makes of a path and the layer there, in place."""
     is_leaf: Any = nn.Module.is_module
     leaves: Any = tree_map_with_path(replaced, model.leaf_modules(), is_leaf=is_leaf)
     model.update_modules(leaves)

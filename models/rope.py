@@ -38,38 +38,30 @@ class Rope:
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         """x [B, H, L, D], whose first position is `offset` (or [B], one each) -> the same,
         rotated."""
-        ops = kernels.ops()
-        if ops is not None and x.dtype == mx.float32:
-            return self._rotate_by(ops, x, offset, self.magnitude)
-        if self.magnitude != 1.0 and self.dims == x.shape[-1]:
-            x = x * self.magnitude
-        elif self.magnitude != 1.0:
-            head, tail = x[..., : self.dims], x[..., self.dims :]
-            x = mx.concatenate([head * self.magnitude, tail], axis=-1)
-        return self._rotate(x, offset)
+        return self._rotate(x, offset, self.magnitude)
 
     def turn(self, x: mx.array, by: int) -> mx.array:
         """x [B, H, L, D], rotated already -> as if each had stood `by` positions further on."""
         # every position alone, as the first of a sequence that begins at `by`
         each = x.reshape(-1, 1, 1, x.shape[-1])
-        ops = kernels.ops()
-        if ops is not None and x.dtype == mx.float32:
-            return self._rotate_by(ops, each, by, 1.0).reshape(x.shape)
-        return self._rotate(each, by).reshape(x.shape)
+        return self._rotate(each, by, 1.0).reshape(x.shape)
 
-    def _rotate_by(
-        self, ops: Any, x: mx.array, offset: int | mx.array, magnitude: float
-    ) -> mx.array:
-        return ops.rope(
-            x,
-            offset,
-            self.periods,
-            self.dims,
-            traditional=self.traditional,
-            magnitude=magnitude,
-        )
-
-    def _rotate(self, x: mx.array, offset: int | mx.array) -> mx.array:
+    def _rotate(self, x: mx.array, offset: int | mx.array, magnitude: float) -> mx.array:
+        ops = kernels.ops(x)
+        if ops is not None:
+            return ops.rope(
+                x,
+                offset,
+                self.periods,
+                self.dims,
+                traditional=self.traditional,
+                magnitude=magnitude,
+            )
+        if magnitude != 1.0 and self.dims == x.shape[-1]:
+            x = x * magnitude
+        elif magnitude != 1.0:
+            head, tail = x[..., : self.dims], x[..., self.dims :]
+            x = mx.concatenate([head * magnitude, tail], axis=-1)
         return mx.fast.rope(
             x,
             self.dims,

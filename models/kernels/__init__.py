@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from models.threads import thread_count
+from models import backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class Described:
     why: str | None
 
 
-def ops() -> Any:
-    """The extension, whose types are in `_kernels.pyi`, where arrays are computed by it; else
-    None."""
+def ops(*arrays: mx.array) -> Any:
+    """The extension, whose types are in `_kernels.pyi`, where arrays like these are computed by it;
+    else None."""
     if _module is None or mx.default_device().type != mx.DeviceType.cpu:
         return None
-    return _module
+    return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
 def describe() -> Described:
@@ -68,7 +68,7 @@ def _load() -> tuple[Any, bool, str | None]:
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
     if ours != theirs:
         return None, True, f"they were built for MLX {ours}, and this is {theirs}: run `make` again"
-    found.use_threads(thread_count(os.environ))
+    found.use_threads(backend.IN_USE.threads)
     return found, True, None
 
 

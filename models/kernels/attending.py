@@ -56,12 +56,11 @@ def attend_in_place(
     """What `models.kv.AttentionCache.attend` says, of a cache a row; None, and nothing has
     changed, where the kernels cannot: other types or devices, several sequences in one
     cache, a cache that does not lend."""
-    ops = kernels.ops()
+    ops = kernels.ops(queries, keys, values)
     if ops is None or len(caches) != len(queries) or not caches[0].lends:
         return None
-    if {array.dtype for array in (queries, keys, values)} != {mx.float32}:
-        return None
-    places = [cache.claim(keys[:1], values[:1]) for cache in caches]
+    first_keys, first_values = keys[:1], values[:1]
+    places = [cache.claim(first_keys, first_values) for cache in caches]
     buffers = [cache.taken() for cache in caches]
     seen, new_keys, new_values = ops.attend(
         queries,

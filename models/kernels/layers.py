@@ -8,7 +8,6 @@ models/kernels/stacks.py.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -81,23 +80,6 @@ class RMSNorm(nn.RMSNorm):
         return self._norm(x.astype(mx.float32), self.weight, self.eps)
 
 
-def twin(layer: Any, ops: Any) -> Any:
-    """What computes the same with `ops`; the layer itself where there is no such thing."""
-    match layer:
-        case nn.RMSNorm() if type(layer) is nn.RMSNorm:
-            return RMSNorm(layer, ops)
-        case nn.Linear() if type(layer) is nn.Linear and is_plain(layer):
-            return Linear(layer, ops)
-        case nn.Embedding() if type(layer) is nn.Embedding and is_plain(layer):
-            return Embedding(layer, ops)
-        case nn.QuantizedLinear() if type(layer) is nn.QuantizedLinear and is_packed(layer):
-            return QuantizedLinear(layer, ops)
-        case nn.QuantizedEmbedding() if type(layer) is nn.QuantizedEmbedding and is_packed(layer):
-            return QuantizedEmbedding(layer, ops)
-        case _:
-            return layer
-
-
 # by the functions that they are
 _ACTIVATIONS: Mapping[Any, str] = {
     nn.silu: "silu",
@@ -119,7 +101,7 @@ def gating(activation: Any, gate: Any, up: Any, ops: Any) -> Callable[[mx.array]
         return None
     if not gate.product.alike(up.product):
         return None
-    return partial(ops.gated, kind, gate.product, up.product)
+    return lambda x: ops.gated(kind, gate.product, up.product, x)
 
 
 def is_plain(layer: Any) -> bool:
@@ -129,6 +111,24 @@ def is_plain(layer: Any) -> bool:
 def is_packed(layer: Any) -> bool:
     """In a way that the kernels know."""
     return layer.mode == "affine" and layer.bits in _BITS and layer.group_size in _GROUPS
+
+
+# a layer's very class, its twin's, and which of the layers have one
+Twins = Mapping[type, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]]
+
+TWINS: Twins = {
+    nn.RMSNorm: (RMSNorm, lambda _: True),
+    nn.Linear: (Linear, is_plain),
+    nn.Embedding: (Embedding, is_plain),
+    nn.QuantizedLinear: (QuantizedLinear, is_packed),
+    nn.QuantizedEmbedding: (QuantizedEmbedding, is_packed),
+}
+
+
+def twin(layer: Any, ops: Any, twins: Twins = TWINS) -> Any:
+    """What computes the same with `ops`; the layer itself where there is no such thing."""
+    made, suits = twins.get(type(layer), (None, None))
+    return layer if made is None or suits is None or not suits(layer) else made(layer, ops)
 
 
 def take_over(made: Any, layer: Any) -> None:

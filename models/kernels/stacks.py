@@ -9,16 +9,20 @@ from typing import Any
 import mlx.core as mx
 
 from models import experts, latent
-from models.kernels.layers import Twin, is_packed, is_plain
+from models.kernels.layers import Twin, Twins, is_packed, is_plain
 
 
 class ExpertLinear(Twin, experts.ExpertLinear):
+    in_order = False
+
     def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
         # what is not in order is put so there
         return self.product.choose(x, chosen)
 
 
 class QuantizedExpertLinear(Twin, experts.QuantizedExpertLinear):
+    in_order = False
+
     def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
         return self.product.choose(x, chosen)
 
@@ -38,23 +42,12 @@ class QuantizedHeadLinear(Twin, latent.QuantizedHeadLinear):
         return _each_head(self, x)
 
 
-def twin(layer: Any, ops: Any) -> Any:
-    """As `models.kernels.layers.twin`."""
-    match layer:
-        case experts.ExpertLinear() if type(layer) is experts.ExpertLinear and is_plain(layer):
-            return ExpertLinear(layer, ops)
-        case latent.HeadLinear() if type(layer) is latent.HeadLinear and is_plain(layer):
-            return HeadLinear(layer, ops)
-        case experts.QuantizedExpertLinear() if type(
-            layer
-        ) is experts.QuantizedExpertLinear and is_packed(layer):
-            return QuantizedExpertLinear(layer, ops)
-        case latent.QuantizedHeadLinear() if type(
-            layer
-        ) is latent.QuantizedHeadLinear and is_packed(layer):
-            return QuantizedHeadLinear(layer, ops)
-        case _:
-            return layer
+TWINS: Twins = {
+    experts.ExpertLinear: (ExpertLinear, is_plain),
+    experts.QuantizedExpertLinear: (QuantizedExpertLinear, is_packed),
+    latent.HeadLinear: (HeadLinear, is_plain),
+    latent.QuantizedHeadLinear: (QuantizedHeadLinear, is_packed),
+}
 
 
 def _each_head(layer: Any, x: mx.array) -> mx.array:

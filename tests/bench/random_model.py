@@ -18,6 +18,7 @@ from tokenizers import models as kinds
 import models
 from models import llama
 from models.layout import suit_device
+from tests.bench import cpu_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +35,15 @@ class Shape:
 
 
 SHAPES = {
-    "110M": Shape(
-        hidden_size=768,
-        num_hidden_layers=12,
-        intermediate_size=2048,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        vocab_size=32000,
-    ),
-    "15M": Shape(
-        hidden_size=288,
-        num_hidden_layers=6,
-        intermediate_size=768,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        vocab_size=32000,
-    ),
+    size: Shape(
+        hidden_size=cpu_cells.SHAPES[size].width,
+        num_hidden_layers=cpu_cells.SHAPES[size].layers,
+        intermediate_size=cpu_cells.SHAPES[size].inner,
+        num_attention_heads=cpu_cells.SHAPES[size].heads,
+        num_key_value_heads=cpu_cells.SHAPES[size].kv_heads,
+        vocab_size=cpu_cells.SHAPES[size].vocab,
+    )
+    for size in ("110M", "15M")
 }
 
 

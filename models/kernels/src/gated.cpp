@@ -26,7 +26,7 @@ class GatedPrimitive : public CpuPrimitive {
     const Matrix gate = gate_.matrix(in, 1), up = up_.matrix(in, ups);
     const float *gate_bias = gate_.bias(in, 1), *up_bias = up_.bias(in, ups);
     const std::int64_t width = gate.width;
-    const std::int64_t count = width ? static_cast<std::int64_t>(in[0].size()) / width : 0;
+    const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / width;
     float* y = outs[0].data<float>();
     mx::cpu::get_command_encoder(stream()).dispatch([=, x = View(in[0]), kind = activation_] {
       if (!gate.rows) return;

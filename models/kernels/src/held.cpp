@@ -14,8 +14,8 @@ namespace mlxrunner {
 
 namespace {
 
-// How long MLX may take, after the work is done, to let go of what it used for it.
-// It lets go with its next task; longer than this only where its thread has lost the CPU.
+// How long MLX may take, after the work is done, to let go of what it used for it: it does so with
+// its next task, and takes longer only where its thread has lost the CPU.
 constexpr auto kBehind = std::chrono::microseconds(500);
 
 // What all work under way holds, each as often as it is held.

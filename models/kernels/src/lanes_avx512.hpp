@@ -62,18 +62,10 @@ inline __m128 quarter(V a) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
 }
-inline float sum(V a) {
-  __m128 q = quarter(a);
-  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-// four sums at once, made in the same tree
-inline void sum4(V a, V b, V c, V d, float* out) {
-  __m128 p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
-  __m128 pq = _mm_add_ps(_mm_unpacklo_ps(p, q), _mm_unpackhi_ps(p, q));
-  __m128 rs = _mm_add_ps(_mm_unpacklo_ps(r, s), _mm_unpackhi_ps(r, s));
-  _mm_storeu_ps(out, _mm_add_ps(_mm_movelh_ps(pq, rs), _mm_movehl_ps(rs, pq)));
-}
+
+}  // namespace mlxrunner::ISA
+#include "sums_x86.hpp"
+namespace mlxrunner::ISA {
 
 // The registers of a V, one by one.
 using Part = __m512;

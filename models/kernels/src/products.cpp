@@ -36,7 +36,7 @@ class ProductPrimitive : public CpuPrimitive {
     const Matrix w = product_.matrix(in, 1);
     const float* bias = product_.bias(in, 1);
     float* y = outs[0].data<float>();
-    const std::int64_t count = w.width ? static_cast<std::int64_t>(in[0].size()) / w.width : 0;
+    const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / w.width;
     mx::cpu::get_command_encoder(stream()).dispatch([=, x = View(in[0])] {
       const std::size_t room = x.packed ? 0 : static_cast<std::size_t>(count * w.width);
       multiply(w, x.rows(scratch<ForRows>(room)), count, bias, y);

@@ -33,7 +33,7 @@ def filled(layer: Any) -> Any:
 
 
 def twin(layer: Any) -> Any:
-    return stacks.twin(layers.twin(layer, OPS), OPS)
+    return layers.twin(layer, OPS, {**layers.TWINS, **stacks.TWINS})
 
 
 def in_float32(layer: Any) -> Any:

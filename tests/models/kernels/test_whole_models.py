@@ -89,7 +89,7 @@ def opened(case: Case, kind: str) -> Model:
         tree_unflatten([(name, a.astype(dtype)) for name, a in flat if not name.endswith(PRECISE)])
     )
     if bits is not None:
-        replace_leaves(made, lambda layer: packed(layer, bits))
+        replace_leaves(made, lambda _, layer: packed(layer, bits))
     mx.eval(made.parameters())
     suit_device(made)
     return made
