@@ -39,7 +39,8 @@ for kind in (mx.float32, mx.bfloat16, mx.float16):
     assert mx.array_equal(ops.Product(weight.astype(kind))(x), x @ weight.T), kind
 for bits in (4, 8):
     packed = mx.quantize(weight, group_size=64, bits=bits)
-    ours = ops.Product(*packed, group_size=64, bits=bits)(x)
+    laid = ops.strips(packed[0], bits), ops.strips(packed[1]), ops.strips(packed[2])
+    ours = ops.Product(*laid, group_size=64, bits=bits)(x)
     theirs = mx.quantized_matmul(x, *packed, group_size=64, bits=bits)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-2), bits
 print(f"there: {told.isa}, {told.threads} threads, BLAS {backend.IN_USE.blas}; products as MLX's")

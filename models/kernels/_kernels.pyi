@@ -14,8 +14,11 @@ def use_threads(count: int) -> None:
 
 class Product:
     """A matrix [out, in] that x is multiplied with: float32, bfloat16 or float16, or in MLX's
-    affine packing of 4 or 8 bits, groups of 32, 64 or 128. bias: [out] float32. Raises ValueError
-    for other shapes and types."""
+    affine packing of 4 or 8 bits, groups of 32, 64 or 128, weight, scales and biases as `strips`
+    leaves them. bias: [out] float32. Raises ValueError for other shapes and types.
+
+    With a packed matrix the numbers of x are rounded to whole ones of 16 bits, of which the largest
+    of its group is 32767 (src/packed.hpp)."""
 
     def __init__(
         self,
@@ -39,6 +42,11 @@ class Product:
 
     def rows(self, ids: mx.array) -> mx.array:
         """[...] of row numbers -> [..., in] float32."""
+
+def strips(a: mx.array, bits: int = 0, *, back: bool = False) -> mx.array:
+    """Words of a packed matrix, or with bits 0 its scales or biases, [..., out, n] -> the same shape,
+    each sixteen rows side by side; back: as they were. What nobody else holds is rearranged where
+    it lies."""
 
 def gated(activation: str, gate: Product, up: Product, x: mx.array) -> mx.array:
     """activation(gate(x)) * up(x). activation: as `gate` takes it."""

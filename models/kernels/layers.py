@@ -24,15 +24,16 @@ _FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 class Twin(nn.Module):
     def __init__(self, layer: Any, ops: Any) -> None:
         nn.Module.__init__(self)
-        take_over(self, layer)
         self._ops = ops
+        take_over(self, layer, ops)
         self._latest: Product | None = product_of(self, ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Classes of other libraries give their layers other weights as they go."""
-        super().__setattr__(name, value)
         if name in _PARTS:
+            value = laid(self, name, value, self._ops)
             self._latest = None
+        super().__setattr__(name, value)
 
     @property
     def product(self) -> "Product":
@@ -71,7 +72,7 @@ class QuantizedEmbedding(Twin, nn.QuantizedEmbedding):
 class RMSNorm(nn.RMSNorm):
     def __init__(self, layer: nn.RMSNorm, ops: Any) -> None:
         nn.Module.__init__(self)
-        take_over(self, layer)
+        take_over(self, layer, ops)
         self.weight = self.weight.astype(mx.float32)
         self._norm = ops.rms_norm
 
@@ -131,17 +132,22 @@ def twin(layer: Any, ops: Any, twins: Twins = TWINS) -> Any:
     return layer if made is None or suits is None or not suits(layer) else made(layer, ops)
 
 
-def take_over(made: Any, layer: Any) -> None:
-    """All that the layer is, its arrays row after row in memory."""
+def take_over(made: Any, layer: Any, ops: Any) -> None:
+    """All that the layer is, its arrays as `laid` has them."""
     for name, value in vars(layer).items():
         if name not in ("_no_grad", "_training"):
             setattr(made, name, value)
     for name, array in layer.items():
-        if name == "bias":
-            array = array.astype(mx.float32)
-        made[name] = mx.contiguous(array)
+        made[name] = laid(layer, name, array, ops)
     made.freeze()
     made.eval()
+
+
+def laid(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
+    """A part of a layer in the type in which the kernels read it, and so in memory."""
+    if "scales" in layer and name != "bias":
+        return ops.strips(array, layer.bits if name == "weight" else 0)
+    return mx.contiguous(array.astype(mx.float32) if name == "bias" else array)
 
 
 def product_of(layer: Any, ops: Any) -> "Product":

@@ -9,7 +9,8 @@ namespace mlxrunner {
 namespace {
 
 const Kernels& choose() {
-  const Kernels* all[] = {kernels_avx512(), kernels_avx2(), kernels_neon(), kernels_scalar()};
+  const Kernels* all[] = {kernels_avx512_vnni(), kernels_avx512(), kernels_avx2(),
+                          kernels_neon(), kernels_scalar()};
   const char* asked = std::getenv("MLXRUNNER_ISA");
   std::string have;
   for (const Kernels* one : all) {

@@ -3,6 +3,7 @@
 
 #define ISA avx2
 #include "lanes_avx2.hpp"
+#include "whole_pairs.hpp"
 #include "table.hpp"
 
 namespace mlxrunner {

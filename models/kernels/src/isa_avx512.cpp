@@ -3,6 +3,7 @@
 
 #define ISA avx512
 #include "lanes_avx512.hpp"
+#include "whole_pairs.hpp"
 #include "table.hpp"
 
 namespace mlxrunner {

@@ -3,6 +3,7 @@
 
 #define ISA neon
 #include "lanes_neon.hpp"
+#include "whole_pairs.hpp"
 #include "table.hpp"
 
 namespace mlxrunner {

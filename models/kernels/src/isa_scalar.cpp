@@ -1,6 +1,7 @@
 // Compiled for what the rest is compiled for; every machine has it.
 #define ISA scalar
 #include "lanes_scalar.hpp"
+#include "whole_pairs.hpp"
 #include "table.hpp"
 
 namespace mlxrunner {

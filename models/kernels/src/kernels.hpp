@@ -11,14 +11,15 @@
 namespace mlxrunner {
 
 // How a number of a matrix lies in memory. q4 and q8 are MLX's affine modes: packed words, and for
-// each group of a row a scale and a bias; a weight is scale * number + bias.
+// each group of a row a scale and a bias; a weight is scale * number + bias. Packed rows lie in
+// strips (packed.hpp).
 enum class Weight : std::uint8_t { f32, bf16, f16, q4, q8 };
 
 // The type of scales and biases.
 enum class Float : std::uint8_t { f32, bf16, f16 };
 
-// [rows, width], each row contiguous and behind the one before. width is a multiple of `group`
-// where there is one (32, 64 or 128).
+// [rows, width], each row contiguous and behind the one before, or strips likewise. width is a
+// multiple of `group` (32, 64 or 128) where numbers are packed; else group is 0.
 struct Matrix {
   Weight weight;
   Float scale;
@@ -43,8 +44,8 @@ struct Matrix {
   }
 };
 
-// Rows of x, [count, stride] float32: as they came, or as `Kernels::arrange` leaves them, numbers
-// in the order in which the matrix is expanded and zeros behind the last up to a multiple of 16.
+// Rows of x, [count, stride] float32: as they came, or as `Kernels::arrange` leaves them, with zeros
+// behind the last up to a multiple of 16, or in whole numbers.
 struct Rows {
   const float* data;
   std::int64_t count, stride;
@@ -98,14 +99,14 @@ struct Kernels {
 
   // y[m, n] = sum over k of x[m, k] * w[n, k] (+ bias[n] where there is one) for n in [begin, end);
   // y's rows lie `ldy` apart. Each sum is made in an order that depends on width and format alone.
-  // scratch: `product_scratch` floats, aligned to 64 bytes.
+  // Of a packed matrix begin and end are multiples of 16, or behind the last row. scratch:
+  // `product_scratch` floats, aligned to 64 bytes.
   void (*product)(const Matrix&, Rows x, const float* bias, float* y, std::int64_t ldy,
                   std::int64_t begin, std::int64_t end, float* scratch);
   std::int64_t (*product_scratch)(const Matrix&, std::int64_t count);
 
-  // Row n of the matrix as float32, in its natural order. scratch: `expand_scratch` floats.
-  void (*expand)(const Matrix&, std::int64_t n, float* out, float* scratch);
-  std::int64_t (*expand_scratch)(const Matrix&);
+  // Row n of the matrix as float32, in its natural order.
+  void (*expand)(const Matrix&, std::int64_t n, float* out);
 
   // out = x / sqrt(mean of squares + eps) (* weight where there is one), a row.
   void (*rms_norm)(const float* x, std::int64_t width, const float* weight, float eps, float* out);
@@ -123,6 +124,7 @@ struct Kernels {
 };
 
 // nullptr where this machine, or this build, has not got it.
+const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon();

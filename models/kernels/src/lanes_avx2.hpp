@@ -77,12 +77,6 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   if (bf16) return {wide_bf16(lo), wide_bf16(hi)};
   return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
-inline V load_u8(const std::uint8_t* p) {
-  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b, 8)))};
-}
-
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline __m128 quarter(V a) {
   const __m256 h = _mm256_add_ps(a.lo, a.hi);
@@ -105,37 +99,37 @@ inline Part load_part(const float* p) {
 }
 inline void add_product(Part& sum, Part a, Part b) { sum = _mm256_fmadd_ps(a, b, sum); }
 
-// Numbers of four bits, of one group. A register is too short for a table of sixteen weights; they
-// are computed, as the table is.
-struct Nibbles {
-  __m256i words;
-  __m256 scale, bias;
+inline Part all_of(float x) { return _mm256_set1_ps(x); }
+inline Part load_part(const std::uint16_t* p, bool bf16) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return bf16 ? wide_bf16(h) : _mm256_cvtph_ps(h);
+}
+inline Part times(Part a, Part b) { return _mm256_mul_ps(a, b); }
+inline void store_part(float* p, Part a) { _mm256_storeu_ps(p, a); }
 
-  // in the orders of lanes_avx512.hpp
-  static Nibbles of64(const std::uint8_t* p, float scale, float bias) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_set1_ps(scale),
-            _mm256_set1_ps(bias)};
-  }
-  static Nibbles of32(const std::uint8_t* p, float scale, float bias) {
-    const __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_broadcastsi128_si256(w), _mm256_set1_ps(scale), _mm256_set1_ps(bias)};
-  }
-  V at64(int p) const {
-    return {weights(_mm256_srli_epi32(words, 8 * p)), weights(_mm256_srli_epi32(words, 8 * p + 4))};
-  }
-  V at32(int p) const {
-    const __m256i by = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    const __m256i half = _mm256_srlv_epi32(words, by);
-    return {weights(_mm256_srli_epi32(half, 16 * p)),
-            weights(_mm256_srli_epi32(half, 16 * p + 8))};
-  }
-
- private:
-  __m256 weights(__m256i numbers) const {
-    numbers = _mm256_and_si256(numbers, _mm256_set1_epi32(15));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(numbers), scale, bias);
-  }
-};
+// Words of kAbreast rows, and sums of what pairs make; see lanes_avx512.hpp.
+using Words = __m256i;
+using Sum = __m256i;
+inline constexpr int kAbreast = 8;
+inline Words load_words(const std::uint32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline Words all_words(const std::int8_t* p) {
+  int word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+template <int kFrom, int kCount>
+inline Words bits_of(Words a) {
+  const Words down = kFrom ? _mm256_srli_epi16(a, kFrom) : a;
+  return kFrom + kCount == 16 ? down : _mm256_and_si256(down, _mm256_set1_epi16((1 << kCount) - 1));
+}
+inline Sum none() { return _mm256_setzero_si256(); }
+inline void add_pairs(Sum& sum, Words a, Words b) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+}
+inline Sum both(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
+inline Part to_part(Sum a) { return _mm256_cvtepi32_ps(a); }
 
 // of an address, not a pointer: it may lie behind the last row
 inline void prefetch(std::uintptr_t p) {
@@ -144,8 +138,9 @@ inline void prefetch(std::uintptr_t p) {
 
 // what sixteen registers hold, two for each V
 inline constexpr int kMostX = 7;
-constexpr int tile_rows(int x, bool) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
+constexpr int tile_rows(int x) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
 inline constexpr int kBlockRows = 2, kBlockX = 3;
+inline constexpr int kMostWhole = 4;
 inline constexpr int kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

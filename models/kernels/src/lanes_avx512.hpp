@@ -9,7 +9,11 @@
 
 namespace mlxrunner::ISA {
 
+#if defined(__AVX512VNNI__)  // that file's own name, as it were: isa_avx512_vnni.cpp
+inline constexpr char kName[] = "avx512-vnni";
+#else
 inline constexpr char kName[] = "avx512";
+#endif
 
 struct V {
   __m512 v;
@@ -52,10 +56,6 @@ inline V load_bf16(const std::uint16_t* p) {
 inline V load_f16(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline V load_u8(const std::uint8_t* p) {
-  __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))};
-}
 
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline __m128 quarter(V a) {
@@ -74,41 +74,36 @@ inline Part& part(V& a, int) { return a.v; }
 inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
 inline void add_product(Part& sum, Part a, Part b) { sum = _mm512_fmadd_ps(a, b, sum); }
 
-// A group's sixteen possible weights: what a number of four bits stands for is looked up.
-struct Nibbles {
-  __m512 table;
-  __m512i words;
+inline Part all_of(float x) { return _mm512_set1_ps(x); }
+inline Part load_part(const std::uint16_t* p, bool bf16) {
+  return bf16 ? load_bf16(p).v : load_f16(p).v;
+}
+inline Part times(Part a, Part b) { return _mm512_mul_ps(a, b); }
+inline void store_part(float* p, Part a) { _mm512_storeu_ps(p, a); }
 
-  // the 64 numbers of eight words: lane l of vector p is number 8 * (l % 8) + 2 * p + l / 8
-  static Nibbles of64(const std::uint8_t* p, float scale, float bias) {
-    __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return {entries(scale, bias), _mm512_broadcast_i64x4(w)};
-  }
-  // the 32 numbers of four words: lane l of vector p is number 8 * (l % 4) + 4 * p + l / 4
-  static Nibbles of32(const std::uint8_t* p, float scale, float bias) {
-    __m128i w = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {entries(scale, bias), _mm512_broadcast_i32x4(w)};
-  }
-  V at64(int p) const {
-    const __m512i by = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
-    return at(_mm512_add_epi32(by, _mm512_set1_epi32(8 * p)));
-  }
-  V at32(int p) const {
-    const __m512i by = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-    return at(_mm512_add_epi32(by, _mm512_set1_epi32(16 * p)));
-  }
-
- private:
-  static __m512 entries(float scale, float bias) {
-    const __m512 numbers =
-        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_fmadd_ps(numbers, _mm512_set1_ps(scale), _mm512_set1_ps(bias));
-  }
-  V at(__m512i by) const {
-    // the permutation reads the lowest four bits of each lane, and no others
-    return {_mm512_permutexvar_ps(_mm512_srlv_epi32(words, by), table)};
-  }
-};
+// Words of kAbreast rows; taken as pairs of whole numbers of 16 bits (whole_pairs.hpp), and sums of
+// what such pairs make.
+using Words = __m512i;
+using Sum = __m512i;
+inline constexpr int kAbreast = 16;
+inline Words load_words(const std::uint32_t* p) { return _mm512_loadu_si512(p); }
+inline Words all_words(const std::int8_t* p) {
+  int word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+// bits [from, from + count) of each half
+template <int kFrom, int kCount>
+inline Words bits_of(Words a) {
+  const Words down = kFrom ? _mm512_srli_epi16(a, kFrom) : a;
+  return kFrom + kCount == 16 ? down : _mm512_and_si512(down, _mm512_set1_epi16((1 << kCount) - 1));
+}
+inline Sum none() { return _mm512_setzero_si512(); }
+inline void add_pairs(Sum& sum, Words a, Words b) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+}
+inline Sum both(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
+inline Part to_part(Sum a) { return _mm512_cvtepi32_ps(a); }
 
 // of an address, not a pointer: it may lie behind the last row
 inline void prefetch(std::uintptr_t p) {
@@ -117,13 +112,9 @@ inline void prefetch(std::uintptr_t p) {
 
 // what the registers hold: accumulators of a tile, rows of a tile with one and with many x
 inline constexpr int kMostX = 8;
-// packed: whether tables of numbers take registers, too
-constexpr int tile_rows(int x, bool packed) {
-  if (x <= 2) return packed ? 8 : 4;
-  if (x <= 4) return packed ? 4 : 6;
-  return x <= 6 ? (packed ? 3 : 4) : (packed ? 2 : 3);
-}
+constexpr int tile_rows(int x) { return x <= 2 ? 4 : x <= 4 ? 6 : x <= 6 ? 4 : 3; }
 inline constexpr int kBlockRows = 4, kBlockX = 6;
+inline constexpr int kMostWhole = 6;
 // accumulators of a tile of attention
 inline constexpr int kTileSums = 24;
 

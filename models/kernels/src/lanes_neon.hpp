@@ -90,13 +90,6 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(all, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(all) : load_f16(all);
 }
-inline V load_u8(const std::uint8_t* p) {
-  const uint8x16_t bytes = vld1q_u8(p);
-  const uint16x8_t lo = vmovl_u8(vget_low_u8(bytes)), hi = vmovl_high_u8(bytes);
-  return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(lo))), vcvtq_f32_u32(vmovl_high_u16(lo)),
-          vcvtq_f32_u32(vmovl_u16(vget_low_u16(hi))), vcvtq_f32_u32(vmovl_high_u16(hi))};
-}
-
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline float32x4_t quarter(V x) { return vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)); }
 inline float sum(V x) {
@@ -115,40 +108,48 @@ inline Part& part(V& x, int i) { return i == 0 ? x.a : i == 1 ? x.b : i == 2 ? x
 inline Part load_part(const float* p) { return vld1q_f32(p); }
 inline void add_product(Part& sum, Part x, Part y) { sum = vfmaq_f32(sum, x, y); }
 
-// Numbers of four bits, of one group, in the orders of lanes_avx512.hpp.
-struct Nibbles {
-  uint32x4_t lo, hi;
-  float32x4_t scale, bias;
+inline Part all_of(float x) { return vdupq_n_f32(x); }
+inline Part load_part(const std::uint16_t* p, bool bf16) {
+  return bf16 ? wide_bf16(vld1_u16(p)) : wide_f16(vld1_u16(p));
+}
+inline Part times(Part x, Part y) { return vmulq_f32(x, y); }
+inline void store_part(float* p, Part x) { vst1q_f32(p, x); }
 
-  static Nibbles of64(const std::uint8_t* p, float scale, float bias) {
-    return {words(p), words(p + 16), vdupq_n_f32(scale), vdupq_n_f32(bias)};
-  }
-  static Nibbles of32(const std::uint8_t* p, float scale, float bias) {
-    const uint32x4_t w = words(p);
-    return {w, w, vdupq_n_f32(scale), vdupq_n_f32(bias)};
-  }
-  V at64(int p) const {
-    return {at(lo, 8 * p), at(hi, 8 * p), at(lo, 8 * p + 4), at(hi, 8 * p + 4)};
-  }
-  V at32(int p) const {
-    return {at(lo, 16 * p), at(lo, 16 * p + 4), at(lo, 16 * p + 8), at(lo, 16 * p + 12)};
-  }
-
- private:
-  static uint32x4_t words(const std::uint8_t* p) { return vreinterpretq_u32_u8(vld1q_u8(p)); }
-  float32x4_t at(uint32x4_t words, int by) const {
-    const uint32x4_t numbers = vandq_u32(vshlq_u32(words, vdupq_n_s32(-by)), vdupq_n_u32(15));
-    return vfmaq_f32(bias, vcvtq_f32_u32(numbers), scale);
-  }
+// Words of kAbreast rows, and sums of what pairs make: of either number its own, which are added at
+// the end.
+using Words = uint16x8_t;
+struct Sum {
+  int32x4_t lo, hi;
 };
+inline constexpr int kAbreast = 4;
+inline Words load_words(const std::uint32_t* p) { return vreinterpretq_u16_u32(vld1q_u32(p)); }
+inline Words all_words(const std::int8_t* p) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return vreinterpretq_u16_u32(vdupq_n_u32(word));
+}
+template <int kFrom, int kCount>
+inline Words bits_of(Words a) {
+  const Words down = vshlq_u16(a, vdupq_n_s16(-kFrom));
+  return kFrom + kCount == 16 ? down : vandq_u16(down, vdupq_n_u16((1 << kCount) - 1));
+}
+inline Sum none() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
+inline void add_pairs(Sum& sum, Words x, Words y) {
+  const int16x8_t a = vreinterpretq_s16_u16(x), b = vreinterpretq_s16_u16(y);
+  sum.lo = vmlal_s16(sum.lo, vget_low_s16(a), vget_low_s16(b));
+  sum.hi = vmlal_high_s16(sum.hi, a, b);
+}
+inline Sum both(Sum x, Sum y) { return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)}; }
+inline Part to_part(Sum x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
 
 // of an address, not a pointer: it may lie behind the last row
 inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
 
 // what 32 registers hold, four for each V
 inline constexpr int kMostX = 6;
-constexpr int tile_rows(int x, bool) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
+constexpr int tile_rows(int x) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
 inline constexpr int kBlockRows = 2, kBlockX = 3;
+inline constexpr int kMostWhole = 4;
 inline constexpr int kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

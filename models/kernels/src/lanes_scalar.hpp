@@ -120,14 +120,6 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(all_of, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(all_of) : load_f16(all_of);
 }
-inline Part from_ints(Ints n) { return __builtin_convertvector(n, Part); }
-inline V load_u8(const std::uint8_t* p) {
-  return each([&](int i) {
-    const std::uint8_t* of = p + 4 * i;
-    return from_ints(Ints{of[0], of[1], of[2], of[3]});
-  });
-}
-
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline float sum(V a) {
   const Part q = (a.parts[0] + a.parts[2]) + (a.parts[1] + a.parts[3]);
@@ -137,44 +129,48 @@ inline void sum4(V a, V b, V c, V d, float* out) {
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 }
 
-// Numbers of four bits, of one group, in the orders of lanes_avx512.hpp.
-struct Nibbles {
-  Bits lo, hi;
-  Part scale, bias;
+inline Part all_of(float x) { return all(x); }
+inline Part load_part(const std::uint16_t* p, bool bf16) {
+  return bf16 ? reinterpret_cast<Part>(four(p) << 16) : wide_f16(four(p));
+}
+inline Part times(Part a, Part b) { return a * b; }
+inline void store_part(float* p, Part a) { __builtin_memcpy(p, &a, sizeof a); }
 
-  static Nibbles of64(const std::uint8_t* p, float scale, float bias) {
-    return {words(p), words(p + 16), all(scale), all(bias)};
-  }
-  static Nibbles of32(const std::uint8_t* p, float scale, float bias) {
-    return {words(p), Bits{}, all(scale), all(bias)};
-  }
-  V at64(int p) const {
-    return {{at(lo, 8 * p), at(hi, 8 * p), at(lo, 8 * p + 4), at(hi, 8 * p + 4)}};
-  }
-  V at32(int p) const {
-    return {{at(lo, 16 * p), at(lo, 16 * p + 4), at(lo, 16 * p + 8), at(lo, 16 * p + 12)}};
-  }
-
- private:
-  static Bits words(const std::uint8_t* p) {
-    Bits w;
-    __builtin_memcpy(&w, p, sizeof w);
-    return w;
-  }
-  Part at(Bits words, int by) const {
-    Part sum = bias;
-    add_product(sum, from_ints(reinterpret_cast<Ints>((words >> by) & 15)), scale);
-    return sum;
-  }
-};
+// Words of kAbreast rows, and sums of what pairs make; see lanes_avx512.hpp.
+using Words = Bits;
+using Sum = Ints;
+inline constexpr int kAbreast = 4;
+inline Words load_words(const std::uint32_t* p) {
+  Words a;
+  __builtin_memcpy(&a, p, sizeof a);
+  return a;
+}
+inline Words all_words(const std::int8_t* p) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return Words{word, word, word, word};
+}
+template <int kFrom, int kCount>
+inline Words bits_of(Words a) {
+  return (a >> kFrom) & ((1u << kCount) - 1) * 0x10001u;
+}
+inline Sum none() { return Sum{}; }
+inline void add_pairs(Sum& sum, Words a, Words b) {
+  const Ints x = reinterpret_cast<Ints>(a), y = reinterpret_cast<Ints>(b);
+  sum += (reinterpret_cast<Ints>(a << 16) >> 16) * (reinterpret_cast<Ints>(b << 16) >> 16) +
+         (x >> 16) * (y >> 16);
+}
+inline Sum both(Sum a, Sum b) { return a + b; }
+inline Part to_part(Sum a) { return __builtin_convertvector(a, Part); }
 
 // of an address, not a pointer: it may lie behind the last row
 inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
 
 // what sixteen registers of four lanes hold
 inline constexpr int kMostX = 3;
-constexpr int tile_rows(int x, bool) { return x == 1 ? 2 : 1; }
+constexpr int tile_rows(int x) { return x == 1 ? 2 : 1; }
 inline constexpr int kBlockRows = 1, kBlockX = 3;
+inline constexpr int kMostWhole = 2;
 inline constexpr int kTileSums = 3;
 
 }  // namespace mlxrunner::ISA

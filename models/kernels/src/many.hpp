@@ -21,12 +21,8 @@ inline i64 apart(i64 width) {
 template <class Format>
 inline void expand_row(const Format& w, int r, i64 width, float* out) {
   i64 k = 0;
-  for (; k + Format::kStep <= width; k += Format::kStep) {
-    const auto at = w.at(r, k);
-    for (int p = 0; p < Format::kStep / 16; p++) store(out + k + 16 * p, at.get(p));
-  }
-  if constexpr (requires { w.tail(0, k, k); })
-    if (k < width) store(out + k, w.tail(r, k, width - k));
+  for (; k + 16 <= width; k += 16) store(out + k, w.at(r, k));
+  if (k < width) store(out + k, w.tail(r, k, width - k));
 }
 
 // Where the sums of a tile come from and where they go.
@@ -117,14 +113,13 @@ void many(const Matrix& w, Rows x, const float* bias, float* y, i64 ldy, i64 beg
   const i64 depths = (w.width + kDepth - 1) / kDepth;
   const i64 depth = ((w.width + depths - 1) / depths + 15) / 16 * 16;
   float *panel = scratch, *kept = panel + kPanel * padded;
-  float* room = kept + 16 * kPanel * kManyX;
   const i64 fits = kNear / padded / kBlockX * kBlockX;
   const i64 together = fits < kBlockX ? kBlockX : fits < kManyX ? fits : kManyX;
   for (i64 m = 0; m < x.count; m += together) {
     const i64 count = x.count - m < together ? x.count - m : together;
     for (i64 n = begin; n < end; n += kPanel) {
       const i64 rows = end - n < kPanel ? end - n : kPanel;
-      const Format of_panel = rows_of<Format>(w, n, rows, room);
+      const Format of_panel = rows_of<Format>(w, n);
       for (i64 r = 0; r < rows; r++) expand_row(of_panel, r, w.width, panel + r * padded);
       for (i64 from = 0; from < w.width; from += depth) {
         const i64 to = from + depth < w.width ? from + depth : w.width;

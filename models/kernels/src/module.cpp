@@ -13,6 +13,7 @@
 #include "pool.hpp"
 #include "products.hpp"
 #include "rowwise.hpp"
+#include "strips.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -99,6 +100,7 @@ NB_MODULE(_kernels, m) {
          const mx::array& x) { return gated(gate, up, activation_of(activation), x); },
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
+  m.def("strips", &strips, "a"_a, "bits"_a = 0, nb::kw_only(), "back"_a = false);
   bind_rowwise(m);
   bind_attention(m);
 }

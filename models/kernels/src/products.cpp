@@ -12,8 +12,9 @@ namespace mlxrunner {
 
 namespace {
 
-// Bytes of a matrix that one thread takes at a time, and rows of it that go together in a panel.
-constexpr std::int64_t kPart = 1 << 16, kRowsTogether = 8;
+// Bytes of a matrix that one thread takes at a time, and rows of it that go together in a strip, or
+// half as many in a panel.
+constexpr std::int64_t kPart = 1 << 16, kRowsTogether = 16;
 
 struct ForArranged;
 struct ForRows;
@@ -63,12 +64,11 @@ class RowsPrimitive : public CpuPrimitive {
     const std::int64_t count = in[0].size();
     mx::cpu::get_command_encoder(stream()).dispatch([=] {
       const Kernels& k = kernels();
-      float* room = scratch<ForProduct>(static_cast<std::size_t>(k.expand_scratch(w)));
       for (std::int64_t i = 0; i < count; i++) {
         const std::int64_t id = ids[i] < 0 ? ids[i] + w.rows : ids[i];
         // as MLX's own lookup, nothing is promised for ids that are not there; but nothing breaks
         if (id < 0 || id >= w.rows) std::fill_n(out + i * w.width, w.width, 0.0f);
-        else k.expand(w, id, out + i * w.width, room);
+        else k.expand(w, id, out + i * w.width);
       }
     });
   }

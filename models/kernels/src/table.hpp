@@ -14,7 +14,6 @@ inline constexpr Kernels kTable{
     .product = product,
     .product_scratch = product_scratch,
     .expand = expand,
-    .expand_scratch = expand_scratch,
     .rms_norm = rms_norm,
     .angles = angles,
     .rotate = rotate,

@@ -22,8 +22,9 @@ X86_64 = platform.machine() in ("x86_64", "AMD64")
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-X86 = {"isa_avx2": AVX2, "isa_avx512": AVX512}
-FILES = ("isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "cpu")
+VNNI = [*AVX512, "-mavx512vnni"]
+X86 = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_vnni": VNNI}
+FILES = ("isa_avx512_vnni", "isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "cpu")
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")

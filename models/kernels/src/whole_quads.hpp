@@ -1,0 +1,60 @@
+// Whole numbers of x, and what they make with numbers of w, in fours of 8 bits: where a processor
+// multiplies and adds those in one (VNNI), to the same bits as whole_pairs.hpp.
+//
+// Knows: words of kAbreast rows (lanes_avx512.hpp). Must not know: scales, strips.
+//
+// A number of x is 65536 * a + 256 * b + c, each in [-128, 128). Four numbers' are 12 bytes:
+//
+//   a a a a b b b b c c c c
+#pragma once
+
+#include "formats.hpp"
+
+namespace mlxrunner::ISA {
+
+inline constexpr int kShare = 4;        // numbers of a row that meet at once
+inline constexpr int kNumberBytes = 3;  // of x
+// Sums that do not wait for each other.
+constexpr int chains(int x) { return x <= 2 ? 2 : 1; }
+
+struct Whole {
+  Sum a, b, c;
+};
+
+inline Whole nothing() { return {none(), none(), none()}; }
+
+// the J-th four numbers of each row, a byte each
+template <int kBits, int J>
+inline Words share(Words words) {
+  if constexpr (kBits == 8) return words;
+  else
+    return _mm512_and_si512(J ? _mm512_srli_epi32(words, 4 * J) : words,
+                            _mm512_set1_epi8(0x0f));
+}
+
+inline void add_share(Whole& sum, Words numbers, const std::int8_t* x) {
+  sum.a = _mm512_dpbusd_epi32(sum.a, numbers, all_words(x));
+  sum.b = _mm512_dpbusd_epi32(sum.b, numbers, all_words(x + 4));
+  sum.c = _mm512_dpbusd_epi32(sum.c, numbers, all_words(x + 8));
+}
+
+inline Whole both(Whole x, Whole y) { return {both(x.a, y.a), both(x.b, y.b), both(x.c, y.c)}; }
+
+// As many numbers of x as a word has of w.
+template <int kBits>
+inline void put_word(const std::int32_t* numbers, std::int8_t* out) {
+  for (int four = 0; four < 8 / kBits; four++, numbers += 4, out += 12)
+    for (int k = 0; k < 4; k++) {
+      const auto c = static_cast<std::int8_t>(numbers[k]);
+      const std::int32_t rest = (numbers[k] - c) >> 8;
+      const auto b = static_cast<std::int8_t>(rest);
+      out[k] = static_cast<std::int8_t>((rest - b) >> 8), out[k + 4] = b, out[k + 8] = c;
+    }
+}
+
+inline Part high_of(const Whole& sum) {
+  return to_part(_mm512_add_epi32(_mm512_slli_epi32(sum.a, 8), sum.b));
+}
+inline Part low_of(const Whole& sum) { return to_part(sum.c); }
+
+}  // namespace mlxrunner::ISA
