@@ -97,7 +97,7 @@ class QuantizedHeadLinear(PackedStack):
             x,
             self.weight,
             scales=self.scales,
-            biases=self.get("biases"),
+            biases=self.biases if "biases" in self else None,
             transpose=transpose,
             group_size=self.group_size,
             bits=self.bits,

@@ -50,7 +50,7 @@ def scores(x: mx.array, weight: mx.array) -> mx.array:
     ops = kernels.ops()
     if ops is None:
         return x.astype(mx.float32) @ weight.T.astype(mx.float32)
-    return ops.Product(mx.contiguous(weight))(x.astype(mx.float32))
+    return ops.Product(ops.strips(weight))(x.astype(mx.float32))
 
 
 class PackedStack(nn.Module):

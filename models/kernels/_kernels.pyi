@@ -14,11 +14,8 @@ def use_threads(count: int) -> None:
 
 class Product:
     """A matrix [out, in] that x is multiplied with: float32, bfloat16 or float16, or in MLX's
-    affine packing of 4 or 8 bits, groups of 32, 64 or 128, weight, scales and biases as `strips`
-    leaves them. bias: [out] float32. Raises ValueError for other shapes and types.
-
-    With a packed matrix the numbers of x are rounded to whole ones of 16 bits, of which the largest
-    of its group is 32767 (src/packed.hpp)."""
+    affine packing of 4 or 8 bits, groups of 32, 64 or 128; weight, scales and biases as `strips`
+    leaves them. bias: [out] float32. Raises ValueError for other shapes and types."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class Product:
         """[...] of row numbers -> [..., in] float32."""
 
 def strips(a: mx.array, bits: int = 0, *, back: bool = False) -> mx.array:
-    """Words of a packed matrix, or with bits 0 its scales or biases, [..., out, n] -> the same shape,
+    """A matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n] -> the same shape,
     each sixteen rows side by side; back: as they were. What nobody else holds is rearranged where
     it lies."""
 

@@ -1,8 +1,8 @@
 """Layers of mlx.nn that compute with our own operations.
 
 Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures, checkpoints. A twin
-holds the arrays of the layer that it is made of, by the same names, and is an instance of its
-class; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices keep the type that
+holds the arrays of the layer that it is made of, by the same names, in strips, and is an instance
+of its class; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices keep the type that
 they are stored in, everything else becomes float32, and so does what comes out. Stacks of matrices:
 models/kernels/stacks.py.
 """
@@ -34,6 +34,14 @@ class Twin(nn.Module):
             value = laid(self, name, value, self._ops)
             self._latest = None
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Parts row after row, as whoever asks a layer for them expects; as items, parts are as
+        they lie in memory."""
+        value = super().__getattr__(name)
+        if name not in _PARTS or value.ndim < 2 or name == "bias":
+            return value
+        return self._ops.strips(value, _bits(self, name), back=True)
 
     @property
     def product(self) -> "Product":
@@ -145,19 +153,24 @@ def take_over(made: Any, layer: Any, ops: Any) -> None:
 
 def laid(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
     """A part of a layer in the type in which the kernels read it, and so in memory."""
-    if "scales" in layer and name != "bias":
-        return ops.strips(array, layer.bits if name == "weight" else 0)
-    return mx.contiguous(array.astype(mx.float32) if name == "bias" else array)
+    if name == "bias":
+        return mx.contiguous(array.astype(mx.float32))
+    return array if array.ndim < 2 else ops.strips(array, _bits(layer, name))
+
+
+def _bits(layer: Any, name: str) -> int:
+    return layer.bits if name == "weight" and "scales" in layer else 0
 
 
 def product_of(layer: Any, ops: Any) -> "Product":
+    """Of a twin's parts."""
     bias = layer.get("bias")
     if "scales" not in layer:
-        return ops.Product(layer.weight, bias=bias)
+        return ops.Product(layer["weight"], bias=bias)
     return ops.Product(
-        layer.weight,
-        layer.scales,
-        layer.biases,
+        layer["weight"],
+        layer["scales"],
+        layer["biases"],
         bias,
         group_size=layer.group_size,
         bits=layer.bits,

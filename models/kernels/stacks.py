@@ -41,21 +41,6 @@ class QuantizedHeadLinear(Twin, latent.QuantizedHeadLinear):
     def __call__(self, x: mx.array) -> mx.array:
         return _each_head(self, x)
 
-    def transposed(self, x: mx.array) -> mx.array:
-        weight, scales, biases = (
-            self._ops.strips(self[name], bits, back=True)
-            for name, bits in (("weight", self.bits), ("scales", 0), ("biases", 0))
-        )
-        return mx.quantized_matmul(
-            x,
-            weight,
-            scales=scales,
-            biases=biases,
-            transpose=False,
-            group_size=self.group_size,
-            bits=self.bits,
-        )
-
 
 TWINS: Twins = {
     experts.ExpertLinear: (ExpertLinear, is_plain),
@@ -67,5 +52,5 @@ TWINS: Twins = {
 
 def _each_head(layer: Any, x: mx.array) -> mx.array:
     """[B, H or 1, L, in] -> [B, H, L, out]: each position chooses its head's matrix."""
-    heads = mx.arange(layer.weight.shape[0])[:, None]
+    heads = mx.arange(layer["weight"].shape[0])[:, None]
     return layer.product.choose(x[..., None, :], heads).squeeze(-2)

@@ -24,7 +24,6 @@ inline i64 up16(i64 n) { return (n + 15) / 16 * 16; }
 
 inline constexpr i64 kKeys = 8;     // keys that all rows meet before the next ones
 inline constexpr i64 kValues = 64;  // values likewise
-inline constexpr int kTileRows = kBlockX;
 
 // Keys and columns that a tile of so many rows has.
 constexpr int tile_keys(int rows) {

@@ -52,7 +52,7 @@ class GatedPrimitive : public CpuPrimitive {
     const Kernels& k = kernels();
     const Rows rows = arranged(gate.w, x, count);
     const std::size_t room = static_cast<std::size_t>(
-        std::max(k.product_scratch(gate.w, count), k.product_scratch(up.w, count)));
+        std::max(k.product_scratch(gate.w), k.product_scratch(up.w)));
     const std::int64_t part = part_rows(gate.w, count), all = gate.w.rows;
     Pool::shared().run((all + part - 1) / part, [&](std::int64_t i) {
       const std::int64_t begin = i * part, end = std::min(all, begin + part);

@@ -11,14 +11,13 @@
 namespace mlxrunner {
 
 // How a number of a matrix lies in memory. q4 and q8 are MLX's affine modes: packed words, and for
-// each group of a row a scale and a bias; a weight is scale * number + bias. Packed rows lie in
-// strips (packed.hpp).
+// each group of a row a scale and a bias; a weight is scale * number + bias.
 enum class Weight : std::uint8_t { f32, bf16, f16, q4, q8 };
 
 // The type of scales and biases.
 enum class Float : std::uint8_t { f32, bf16, f16 };
 
-// [rows, width], each row contiguous and behind the one before, or strips likewise. width is a
+// [rows, width], in strips of sixteen rows (plain.hpp, packed.hpp), one behind the other. width is a
 // multiple of `group` (32, 64 or 128) where numbers are packed; else group is 0.
 struct Matrix {
   Weight weight;
@@ -44,8 +43,8 @@ struct Matrix {
   }
 };
 
-// Rows of x, [count, stride] float32: as they came, or as `Kernels::arrange` leaves them, with zeros
-// behind the last up to a multiple of 16, or in whole numbers.
+// Rows of x, [count, stride] float32: one as it came, or as `Kernels::arrange` leaves them, so many
+// of them side by side, or in whole numbers.
 struct Rows {
   const float* data;
   std::int64_t count, stride;
@@ -93,17 +92,19 @@ struct Kernels {
   // arranged ones lie, or 0.
   std::int64_t (*arranged_stride)(const Matrix&, std::int64_t count);
 
-  // x [count, width] -> out [count, stride].
+  // x [count, width] -> out [count, stride]. It may be done in parts, each but the last of a multiple
+  // of `block` rows.
+  std::int64_t block;
   void (*arrange)(const Matrix&, const float* x, std::int64_t count, float* out,
                   std::int64_t stride);
 
   // y[m, n] = sum over k of x[m, k] * w[n, k] (+ bias[n] where there is one) for n in [begin, end);
   // y's rows lie `ldy` apart. Each sum is made in an order that depends on width and format alone.
-  // Of a packed matrix begin and end are multiples of 16, or behind the last row. scratch:
-  // `product_scratch` floats, aligned to 64 bytes.
+  // begin and end are multiples of 16, or behind the last row. scratch: `product_scratch` floats,
+  // aligned to 64 bytes.
   void (*product)(const Matrix&, Rows x, const float* bias, float* y, std::int64_t ldy,
                   std::int64_t begin, std::int64_t end, float* scratch);
-  std::int64_t (*product_scratch)(const Matrix&, std::int64_t count);
+  std::int64_t (*product_scratch)(const Matrix&);
 
   // Row n of the matrix as float32, in its natural order.
   void (*expand)(const Matrix&, std::int64_t n, float* out);

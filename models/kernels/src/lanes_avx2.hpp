@@ -137,10 +137,8 @@ inline void prefetch(std::uintptr_t p) {
 }
 
 // what sixteen registers hold, two for each V
-inline constexpr int kMostX = 7;
-constexpr int tile_rows(int x) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
-inline constexpr int kBlockRows = 2, kBlockX = 3;
+inline constexpr int kStripsAbreast = 1, kBlockX = 6;
 inline constexpr int kMostWhole = 4;
-inline constexpr int kTileSums = 6;
+inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

@@ -110,12 +110,10 @@ inline void prefetch(std::uintptr_t p) {
   _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
 
-// what the registers hold: accumulators of a tile, rows of a tile with one and with many x
-inline constexpr int kMostX = 8;
-constexpr int tile_rows(int x) { return x <= 2 ? 4 : x <= 4 ? 6 : x <= 6 ? 4 : 3; }
-inline constexpr int kBlockRows = 4, kBlockX = 6;
+// what the registers hold: strips and rows of x in a tile, rows of x in a tile of whole numbers, rows
+// and sums in a tile of attention
+inline constexpr int kStripsAbreast = 2, kBlockX = 12;
 inline constexpr int kMostWhole = 6;
-// accumulators of a tile of attention
-inline constexpr int kTileSums = 24;
+inline constexpr int kTileRows = 6, kTileSums = 24;
 
 }  // namespace mlxrunner::ISA

@@ -146,10 +146,8 @@ inline Part to_part(Sum x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
 inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
 
 // what 32 registers hold, four for each V
-inline constexpr int kMostX = 6;
-constexpr int tile_rows(int x) { return x == 1 ? 4 : x == 2 ? 2 : 1; }
-inline constexpr int kBlockRows = 2, kBlockX = 3;
+inline constexpr int kStripsAbreast = 1, kBlockX = 6;
 inline constexpr int kMostWhole = 4;
-inline constexpr int kTileSums = 6;
+inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

@@ -167,10 +167,8 @@ inline Part to_part(Sum a) { return __builtin_convertvector(a, Part); }
 inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
 
 // what sixteen registers of four lanes hold
-inline constexpr int kMostX = 3;
-constexpr int tile_rows(int x) { return x == 1 ? 2 : 1; }
-inline constexpr int kBlockRows = 1, kBlockX = 3;
+inline constexpr int kStripsAbreast = 1, kBlockX = 3;
 inline constexpr int kMostWhole = 2;
-inline constexpr int kTileSums = 3;
+inline constexpr int kTileRows = 3, kTileSums = 3;
 
 }  // namespace mlxrunner::ISA

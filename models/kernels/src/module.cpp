@@ -13,7 +13,7 @@
 #include "pool.hpp"
 #include "products.hpp"
 #include "rowwise.hpp"
-#include "strips.hpp"
+#include "stripped.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -22,11 +22,10 @@
 // are no multiple of sixteen the last strip is narrower.
 #pragma once
 
-#include "formats.hpp"
+#include "strips.hpp"
 
 namespace mlxrunner::ISA {
 
-inline constexpr i64 kStrip = 16;
 // Memory is asked for this many bytes ahead.
 inline constexpr std::uintptr_t kWordsAhead = 8192;
 
@@ -103,16 +102,6 @@ inline Strip strip_at(const Matrix& w, i64 n) {
           static_cast<const char*>(w.scales) + groups, static_cast<const char*>(w.biases) + groups};
 }
 
-// `lines` of `rows` numbers of `size` bytes -> of kStrip numbers, zeros behind.
-inline void widen_lines(const void* from, i64 lines, i64 rows, i64 size, void* into) {
-  for (i64 i = 0; i < lines; i++) {
-    char* line = static_cast<char*>(into) + i * kStrip * size;
-    __builtin_memset(line, 0, static_cast<std::size_t>(kStrip * size));
-    __builtin_memcpy(line, static_cast<const char*>(from) + i * rows * size,
-                     static_cast<std::size_t>(rows * size));
-  }
-}
-
 // The last strip, of fewer rows, as one of sixteen.
 inline Strip whole_strip(const Matrix& w, i64 n, float* room) {
   const Strip narrow = strip_at(w, n);
@@ -124,7 +113,7 @@ inline Strip whole_strip(const Matrix& w, i64 n, float* room) {
   return {reinterpret_cast<const std::uint32_t*>(room), scales, biases};
 }
 
-inline i64 strip_scratch(const Matrix& w) {
+inline i64 packed_scratch(const Matrix& w) {
   return kStrip * (words_of(w) + 2 * (w.width / w.group));
 }
 
@@ -202,8 +191,8 @@ inline void across_strip(const Matrix& w, const Strip& strip, const float* x, i6
 
 // M rows of x and rows [begin, end) of w.
 template <int kBits, int M>
-void whole_rows(const Matrix& w, const float* x, i64 stride, const float* bias, float* y, i64 ldy,
-                i64 begin, i64 end, float* scratch) {
+void whole_rows(const Matrix& w, const float* x, i64 stride, float* y, i64 ldy, i64 begin, i64 end,
+                float* scratch) {
   for (i64 n = begin; n < end; n += kStrip) {
     const i64 rows = end - n < kStrip ? end - n : kStrip;
     if (rows == kStrip) {
@@ -214,30 +203,26 @@ void whole_rows(const Matrix& w, const float* x, i64 stride, const float* bias, 
       for (i64 m = 0; m < M; m++)
         for (i64 r = 0; r < rows; r++) y[m * ldy + n + r] = out[m * kStrip + r];
     }
-    if (bias)
-      for (i64 m = 0; m < M; m++)
-        for (i64 r = n; r < n + rows; r++) y[m * ldy + r] = y[m * ldy + r] + bias[r];
   }
 }
 
 template <int kBits, int M = kMostWhole>
-void whole_of(const Matrix& w, Rows x, const float* bias, float* y, i64 ldy, i64 begin, i64 end,
-              float* scratch) {
+void whole_of(const Matrix& w, Rows x, float* y, i64 ldy, i64 begin, i64 end, float* scratch) {
   if constexpr (M > 1)
-    if (x.count < M) return whole_of<kBits, M - 1>(w, x, bias, y, ldy, begin, end, scratch);
-  whole_rows<kBits, M>(w, x.data, x.stride, bias, y, ldy, begin, end, scratch);
+    if (x.count < M) return whole_of<kBits, M - 1>(w, x, y, ldy, begin, end, scratch);
+  whole_rows<kBits, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
 }
 
 // begin: where a strip does. end: likewise, or behind the last row.
-inline void packed_product(const Matrix& w, Rows x, const float* bias, float* y, i64 ldy, i64 begin,
-                           i64 end, float* scratch) {
+inline void packed_product(const Matrix& w, Rows x, float* y, i64 ldy, i64 begin, i64 end,
+                           float* scratch) {
   const i64 blocks = (x.count + kMostWhole - 1) / kMostWhole;
   for (i64 i = 0, m = 0; i < blocks; i++) {
     const i64 some = x.count * (i + 1) / blocks - m;
     const Rows of_x{x.data + m * x.stride, some, x.stride};
     float* of_y = y + m * ldy;
-    if (w.weight == Weight::q4) whole_of<4>(w, of_x, bias, of_y, ldy, begin, end, scratch);
-    else whole_of<8>(w, of_x, bias, of_y, ldy, begin, end, scratch);
+    if (w.weight == Weight::q4) whole_of<4>(w, of_x, of_y, ldy, begin, end, scratch);
+    else whole_of<8>(w, of_x, of_y, ldy, begin, end, scratch);
     m += some;
   }
 }

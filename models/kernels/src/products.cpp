@@ -12,8 +12,7 @@ namespace mlxrunner {
 
 namespace {
 
-// Bytes of a matrix that one thread takes at a time, and rows of it that go together in a strip, or
-// half as many in a panel.
+// Bytes of a matrix that one thread takes at a time, and rows of it that go together in a strip.
 constexpr std::int64_t kPart = 1 << 16, kRowsTogether = 16;
 
 struct ForArranged;
@@ -97,7 +96,7 @@ Rows arranged(const Matrix& w, const float* x, std::int64_t count) {
   const std::int64_t stride = k.arranged_stride(w, count);
   if (!stride) return {x, count, w.width};
   float* into = scratch<ForArranged>(static_cast<std::size_t>(count * stride));
-  const std::int64_t each = count < 32 ? count : 16;
+  const std::int64_t each = count < 32 ? count : 2 * k.block;
   Pool::shared().run((count + each - 1) / each, [&](std::int64_t i) {
     const std::int64_t from = i * each, many = std::min(each, count - from);
     k.arrange(w, x + from * w.width, many, into + from * stride, stride);
@@ -110,7 +109,7 @@ void multiply(const Matrix& w, const float* x, std::int64_t count, const float* 
   const Kernels& k = kernels();
   for_slabs(count, [&](std::int64_t from, std::int64_t many) {
     const Rows rows = arranged(w, x + from * w.width, many);
-    const std::size_t room = static_cast<std::size_t>(k.product_scratch(w, many));
+    const std::size_t room = static_cast<std::size_t>(k.product_scratch(w));
     const std::int64_t part = part_rows(w, many);
     float* of_slab = y + from * w.rows;
     Pool::shared().run((w.rows + part - 1) / part, [&](std::int64_t i) {

@@ -10,7 +10,7 @@
 namespace mlxrunner {
 
 // A matrix as a layer holds it: [out, in] of float32, bfloat16 or float16, or MLX's affine packing
-// of one in 4 or 8 bits, with scales and biases [out, in / group], all three in strips (strips.hpp).
+// of one in 4 or 8 bits, with scales and biases [out, in / group]; all in strips (stripped.hpp).
 // bias: [out] float32, added to the sum. Or a stack of such, one behind the other, with an axis more
 // in front of each.
 class Product {

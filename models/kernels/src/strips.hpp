@@ -1,13 +1,25 @@
-// Packed matrices as the kernels read them: packed.hpp draws it.
+// How sixteen rows of a matrix lie together; stripped.hpp makes them so.
 #pragma once
 
-#include "arrays.hpp"
+#include "kernels.hpp"
 
-namespace mlxrunner {
+namespace mlxrunner::ISA {
 
-// [..., out, n], row after row -> the same shape, each sixteen rows side by side: words of MLX's
-// packing in `bits` (4 or 8) of uint32, or, with bits 0, scales or biases. back: the other way
-// round. An array that nobody else holds is rearranged where it lies.
-mx::array strips(const mx::array& a, int bits, bool back);
+using i64 = std::int64_t;
 
-}  // namespace mlxrunner
+// Loops over registers: unrolled, or the registers would lie in memory.
+#define MLXRUNNER_UNROLL _Pragma("GCC unroll 32")
+
+inline constexpr i64 kStrip = 16;
+
+// `lines` of `rows` numbers of `size` bytes -> of kStrip numbers, zeros behind.
+inline void widen_lines(const void* from, i64 lines, i64 rows, i64 size, void* into) {
+  for (i64 i = 0; i < lines; i++) {
+    char* line = static_cast<char*>(into) + i * kStrip * size;
+    __builtin_memset(line, 0, static_cast<std::size_t>(kStrip * size));
+    __builtin_memcpy(line, static_cast<const char*>(from) + i * rows * size,
+                     static_cast<std::size_t>(rows * size));
+  }
+}
+
+}  // namespace mlxrunner::ISA

@@ -10,6 +10,7 @@ namespace mlxrunner::ISA {
 inline constexpr Kernels kTable{
     .name = kName,
     .arranged_stride = arranged_stride,
+    .block = kBlockX,
     .arrange = arrange,
     .product = product,
     .product_scratch = product_scratch,

@@ -12,7 +12,7 @@
 // neighbours in a row; those of x are put into that order.
 #pragma once
 
-#include "formats.hpp"
+#include "strips.hpp"
 
 namespace mlxrunner::ISA {
 

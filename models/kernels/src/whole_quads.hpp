@@ -8,7 +8,7 @@
 //   a a a a b b b b c c c c
 #pragma once
 
-#include "formats.hpp"
+#include "strips.hpp"
 
 namespace mlxrunner::ISA {
 

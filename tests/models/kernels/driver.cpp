@@ -76,7 +76,7 @@ struct Owned {
 void product(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y,
              std::int64_t begin, std::int64_t end) {
   const Kernels& k = kernels();
-  Guarded<float> scratch(static_cast<std::size_t>(k.product_scratch(w, count)), 64);
+  Guarded<float> scratch(static_cast<std::size_t>(k.product_scratch(w)), 64);
   const std::int64_t stride = k.arranged_stride(w, count);
   Guarded<float> arranged(static_cast<std::size_t>(count * stride), 64);
   if (stride) k.arrange(w, x, count, arranged.data(), stride);
@@ -97,7 +97,7 @@ void check_product(Draw& draw, Fingerprint& seen) {
   Guarded<float> y(static_cast<std::size_t>(count) * rows);
   // as two threads would: neither touches what is the other's
   std::int64_t split = draw.in(0, w.rows);
-  if (w.group && split < w.rows) split = split / 16 * 16;
+  if (split < w.rows) split = split / 16 * 16;
   for (std::size_t i = 0; i < y.size(); i++) y[i] = 12345;
   product(w, x.data(), count, with, y.data(), 0, split);
   for (std::size_t i = 0; i < y.size(); i++)
@@ -119,7 +119,7 @@ void check_product(Draw& draw, Fingerprint& seen) {
       sum += term, size += std::abs(term);
       most = std::max<double>(most, std::abs(of_x)), whole += std::abs(row[i]);
     }
-    double allowed = (static_cast<double>(width) / 16 + 8) * 0x1p-24 * size + 1e-40;
+    double allowed = (static_cast<double>(width) + 8) * 0x1p-24 * size + 1e-40;
     // numbers of x are rounded to whole ones, and a group's bias and numbers may nearly cancel
     if (w.group) allowed += most * (whole * 0x1.1p-24 + 0x1p-20);
     if (!(std::abs(alone[n] - sum) <= allowed)) fail("a product is wrong");

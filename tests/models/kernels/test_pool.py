@@ -54,7 +54,7 @@ def test_whoever_asks_for_a_number_of_threads_gets_it() -> None:
 
 @pytest.mark.usefixtures("shared_by_three")
 def test_thousands_of_small_products_finish() -> None:
-    product = OPS.Product(mx.random.normal((512, 512), scale=0.04))
+    product = OPS.Product(OPS.strips(mx.random.normal((512, 512), scale=0.04)))
     x = mx.random.normal((1, 512))
     for _ in range(10):
         for _ in range(300):
@@ -67,13 +67,13 @@ def test_thousands_of_small_products_finish() -> None:
 def test_two_threads_that_evaluate_at_once_both_finish_and_are_right() -> None:
     weight = np.random.default_rng(0).standard_normal((700, 512)).astype(np.float32)
     rows = np.random.default_rng(1).standard_normal((9, 512)).astype(np.float32)
-    expected = np.array(OPS.Product(mx.array(weight))(mx.array(rows)))
+    expected = np.array(OPS.Product(OPS.strips(mx.array(weight)))(mx.array(rows)))
     wrong: list[int] = []
     done: list[int] = []
 
     def evaluate(number: int) -> None:
         mx.set_default_stream(mx.new_stream(mx.cpu))
-        product = OPS.Product(mx.array(weight))
+        product = OPS.Product(OPS.strips(mx.array(weight)))
         for _ in range(300):
             if not (np.array(product(mx.array(rows))) == expected).all():
                 wrong.append(number)
@@ -90,7 +90,7 @@ def test_two_threads_that_evaluate_at_once_both_finish_and_are_right() -> None:
 
 @pytest.mark.usefixtures("shared_by_three")
 def test_threads_that_have_nothing_to_do_take_no_time() -> None:
-    product = OPS.Product(mx.random.normal((2048, 1024)))
+    product = OPS.Product(OPS.strips(mx.random.normal((2048, 1024))))
     for _ in range(20):
         mx.eval(product(mx.random.normal((4, 1024))))
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-#include "strips.hpp"
+#include "stripped.hpp"
 
 #include <cstdint>
 #include <cstring>
