@@ -12,6 +12,9 @@ from pathlib import Path
 
 VARIABLE = "MLXRUNNER_THREADS"
 
+# the most that our own operations are shared among (kernels/src/pool.hpp)
+MOST = 256
+
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -30,16 +33,18 @@ def thread_count(
     own: Path = _OWN_CGROUPS,
     cgroups: Path = _CGROUPS,
 ) -> int:
-    """At least one: MLXRUNNER_THREADS, else the cores, or what the cgroups around this process give
-    of them. allowed: the CPUs that it may run on. own: which groups it is in. Raises
+    """From one to MOST: MLXRUNNER_THREADS, else the cores, or what the cgroups around this process
+    give of them. allowed: the CPUs that it may run on. own: which groups it is in. Raises
     ThreadsError."""
     if said := environ.get(VARIABLE, "").strip():
         if not (said.isascii() and said.isdecimal() and int(said) > 0):
             raise ThreadsError(f"{VARIABLE}: {said!r} is not a number of threads")
+        if int(said) > MOST:
+            raise ThreadsError(f"{VARIABLE}: {said} threads are too many, the most are {MOST}")
         return int(said)
     cpus = _allowed() if allowed is None else frozenset(allowed)
     limits = [_cores(cpus, topology), *_quotas(own, cgroups)]
-    return max(1, int(min(limits)))
+    return max(1, int(min(MOST, *limits)))
 
 
 def _allowed() -> frozenset[int]:

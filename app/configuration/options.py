@@ -32,7 +32,7 @@ SECRET_VARIABLES = (f"{PREFIX}API_KEY", f"{PREFIX}API_KEYS")
 
 # read where arrays are computed, before there are settings: models/backend.py, models/threads.py,
 # models/kernels
-COMPUTING_VARIABLES = (f"{PREFIX}BLAS", f"{PREFIX}KERNELS", f"{PREFIX}THREADS")
+COMPUTING_VARIABLES = (f"{PREFIX}BLAS", f"{PREFIX}ISA", f"{PREFIX}KERNELS", f"{PREFIX}THREADS")
 
 MODELS_VARIABLE = f"{PREFIX}MODELS"
 

@@ -1,8 +1,9 @@
 """Our own operations for the CPU, where they were built: `ops`.
 
 Knows: whether the extension is there, was built for this MLX, is wanted (`MLXRUNNER_KERNELS=off`),
-and whether the device is the CPU. Must not know: layers, architectures. What the operations promise
-is told in `_kernels.pyi`; how they are built, in CMakeLists.txt beside it.
+has the instruction set that was asked for (`MLXRUNNER_ISA`), and whether the device is the CPU.
+Must not know: layers, architectures. What the operations promise is told in `_kernels.pyi`; how
+they are built, in CMakeLists.txt beside it.
 
 MLX's own operations for a Linux CPU are written to be right, not fast: one thread, one row at a
 time, nothing vectorised. Where `ops` is None they do all the work.
@@ -68,6 +69,10 @@ def _load() -> tuple[Any, bool, str | None]:
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
     if ours != theirs:
         return None, True, f"they were built for MLX {ours}, and this is {theirs}: run `make` again"
+    try:
+        found.isa()  # chosen now: the first work there is would be an odd place to be refused
+    except RuntimeError as error:
+        return None, True, str(error)
     found.use_threads(backend.IN_USE.threads)
     return found, True, None
 

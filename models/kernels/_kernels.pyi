@@ -7,10 +7,14 @@ import mlx.core as mx
 # the version of MLX whose headers it was compiled with
 built_for: str
 
-def isa() -> str: ...
+def isa() -> str:
+    """The instruction set in use, chosen once: the best, or the one that MLXRUNNER_ISA names.
+    Raises RuntimeError, as all work does, where this machine has none of that name."""
+
 def threads() -> int: ...
 def use_threads(count: int) -> None:
-    """So many share a product from now on; not while anything is evaluated."""
+    """So many share a product from now on, at most 256; not while anything is evaluated. Raises
+    ValueError for other numbers."""
 
 class Product:
     """A matrix [out, in] that x is multiplied with: float32, bfloat16 or float16, or in MLX's

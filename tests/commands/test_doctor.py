@@ -132,7 +132,12 @@ def test_a_process_of_its_own_finds_what_is_there() -> None:
 
 @on_linux
 @pytest.mark.parametrize(
-    ("name", "value"), [("MLXRUNNER_BLAS", "/nowhere/lib.so"), ("MLXRUNNER_THREADS", "many")]
+    ("name", "value"),
+    [
+        ("MLXRUNNER_BLAS", "/nowhere/lib.so"),
+        ("MLXRUNNER_THREADS", "many"),
+        ("MLXRUNNER_THREADS", "257"),
+    ],
 )
 def test_what_was_asked_for_and_cannot_be_is_one_line(name: str, value: str) -> None:
     ended = run(**{name: value})

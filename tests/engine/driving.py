@@ -27,6 +27,7 @@ from app.engine.scheduler import Limits
 from app.engine.scores import Score
 from models.base import Model
 from models.kv import LayerCache
+from models.layout import suit_device
 from tests import tiny
 
 # two logits closer than this may change places between equally right computations
@@ -58,7 +59,10 @@ class Outcome:
 
 
 def tiny_model(seed: int = 0) -> Model:
-    return models.build(tiny.CONFIG, tiny.weights(seed=seed))
+    """As the engine loads it: suited to the device."""
+    made: Any = models.build(tiny.CONFIG, tiny.weights(seed=seed))
+    suit_device(made)
+    return made
 
 
 def settle(layers: Sequence[LayerCache]) -> None:

@@ -1,4 +1,5 @@
-"""A toy architecture with one layer of each kind of cache, to hold the engine to its contract.
+"""A toy architecture with one layer of each kind of cache, to hold the engine to its contract;
+suited to the device, as every model that the engine loads.
 
 Layer 0 attends to everything, layer 1 through a window, layer 2 keeps a decaying sum.
 """
@@ -10,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.kv import KVCache, LayerCache
+from models.layout import suit_device
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
 from models.window import RotatingKVCache
@@ -63,6 +65,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, tiny.VOCAB, bias=False)
         mx.random.seed(seed)
         self.apply(lambda array: mx.random.normal(array.shape) / WIDTH**0.5 * 1.5)
+        suit_device(self)
         mx.eval(self.parameters())
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:

@@ -8,10 +8,12 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models.base import Model
+from models.layout import suit_device
 from tests import tiny
 from tests.engine import hybrid
 from tests.engine.conversations import KINDS, Told, history
@@ -69,4 +71,6 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
 
 def _opened(case: Case, folder: Path) -> Model:
     parity.saved(case, folder)
-    return parity.opened(folder)
+    model: Any = parity.opened(folder)
+    suit_device(model)
+    return model

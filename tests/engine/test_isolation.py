@@ -15,7 +15,6 @@ import pytest
 from app.core.jobs import Job
 from app.core.requests import JsonSchema
 from models.base import Model
-from models.layout import suit_device
 from tests.engine import hybrid
 from tests.engine.driving import Outcome, Visit, assert_same, job, make_loop, play, tiny_model
 
@@ -69,9 +68,7 @@ def prompt(feature: str) -> tuple[int, ...]:
 
 @cache
 def model_of(kind: str) -> Model:
-    model: Any = MODELS[kind]()
-    suit_device(model)
-    return model
+    return MODELS[kind]()
 
 
 @cache

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.threads import ThreadsError, thread_count
+from models.threads import MOST, ThreadsError, thread_count
 
 
 class Machine:
@@ -102,6 +102,16 @@ def test_what_a_person_says_counts_beyond_the_cores(machine: Machine) -> None:
 def test_what_is_no_number_of_threads_is_refused(machine: Machine, said: str) -> None:
     with pytest.raises(ThreadsError, match=r"MLXRUNNER_THREADS: .* is not a number of threads"):
         machine.threads(0, said=said)
+
+
+def test_more_threads_than_can_share_the_work_are_refused_not_cut(machine: Machine) -> None:
+    assert machine.threads(0, said=str(MOST)) == MOST
+    with pytest.raises(ThreadsError, match=r"MLXRUNNER_THREADS: 257 threads are too many.* 256$"):
+        machine.threads(0, said=str(MOST + 1))
+
+
+def test_of_more_cores_than_can_share_the_work_as_many_are_used_as_can(machine: Machine) -> None:
+    assert machine.threads(*range(MOST + 100)) == MOST
 
 
 def test_this_machine_has_no_more_than_it_has() -> None:

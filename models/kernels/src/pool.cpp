@@ -2,9 +2,10 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -73,7 +74,12 @@ Pool& Pool::shared() {
 
 int Pool::threads() const { return state_->threads; }
 
-void Pool::use(int threads) { state_->threads = std::clamp(threads, 1, 256); }
+void Pool::use(int threads) {
+  if (threads < 1 || threads > kMost)
+    throw std::invalid_argument(std::to_string(threads) + " is not a number of threads up to " +
+                                std::to_string(kMost));
+  state_->threads = threads;
+}
 
 void Pool::run(std::int64_t count, void (*part)(void*, std::int64_t), void* context) {
   State& s = *state_;

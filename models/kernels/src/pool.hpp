@@ -12,6 +12,9 @@ namespace mlxrunner {
 // So few multiplications are done before a second thread has noticed.
 inline constexpr std::int64_t kAlone = 1 << 16;
 
+// More are no help: each job waits for all. As MOST in models/threads.py.
+inline constexpr int kMost = 256;
+
 class Pool {
  public:
   // The one pool of this process; its helpers are started by the first work that is worth them.
@@ -19,7 +22,7 @@ class Pool {
 
   // How many threads work, the caller among them.
   int threads() const;
-  // So many from now on, at least one; not while anything runs. One until it is called: how many
+  // So many from now on, one to kMost; not while anything runs. One until it is called: how many
   // this machine has for us is known in models/threads.py.
   void use(int threads);
 

@@ -1,7 +1,7 @@
 """Work that fails on MLX's threads or on the pool's is an error of whoever asked, and no more.
 
-What fails here is the choice of an instruction set, which is made by the first work there is: with
-the name of none, all work fails, as it does for want of memory.
+What fails here is the choice of an instruction set: with the name of none, all work fails, as it
+does for want of memory. `models.kernels` is then off, so the extension is asked itself.
 """
 
 import os
@@ -17,25 +17,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED = """
+from models.kernels import _kernels
 import mlx.core as mx
-from models import kernels
 
+_kernels.use_threads(3)
 for _ in range(3):
     try:
-        mx.eval(kernels.ops().rms_norm(mx.ones((4000, 64)), None, 1e-5))
+        mx.eval(_kernels.rms_norm(mx.ones((4000, 64)), None, 1e-5))
     except RuntimeError as error:
         print("MLXRUNNER_ISA" in str(error))
 """
 
 STEPS = """
+from models.kernels import _kernels
 import mlx.core as mx
-from models import kernels
 
+_kernels.use_threads(3)
 q, buffer = mx.ones((1, 2, 1, 8)), mx.zeros((1, 2, 16, 8))
 keys, values = [buffer], [buffer + 1]
 for i in range(3):
     kept = keys, values
-    made = kernels.ops().attend(q, q, q, keys, values, [i], [i + 1], [0], [0], scale=1.0)
+    made = _kernels.attend(q, q, q, keys, values, [i], [i + 1], [0], [0], scale=1.0)
     try:
         mx.eval(made)
     except RuntimeError as error:
@@ -48,7 +50,7 @@ for i in range(3):
 def test_what_fails_is_raised_and_leaves_nobody_waiting(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "MLXRUNNER_ISA": "none", "MLXRUNNER_THREADS": "3"},
+        env={**os.environ, "MLXRUNNER_ISA": "none"},
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,7 @@
 """Instruction sets differ in speed, not in results."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -37,9 +38,16 @@ print(k.isa(), seen.hexdigest())
 """
 
 
-def ran(isa: str) -> subprocess.CompletedProcess[str]:
+LOADED = """
+from models import kernels
+told = kernels.describe()
+print(kernels.ops() is None, told.built, told.on, told.isa, told.threads, told.why, sep="; ")
+"""
+
+
+def ran(isa: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env={**os.environ, "MLXRUNNER_ISA": isa},
         capture_output=True,
         text=True,
@@ -47,12 +55,31 @@ def ran(isa: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def all_of_this_machine() -> list[str]:
+    """Best first, from what is said to whoever asks for one that there is not."""
+    told = ran("no such thing", LOADED).stdout.strip()
+    off, why = "True; True; False; None; None; ", "MLXRUNNER_ISA is 'no such thing'"
+    assert told.startswith(f"{off}{why}, and this machine has ")
+    return told.partition(" has ")[2].split(", ")
+
+
+def test_with_the_name_of_no_instruction_set_the_kernels_are_off_and_say_which_there_are() -> None:
+    have = all_of_this_machine()
+    assert have[-1] == "scalar"
+    assert set(have) < {"avx512-vnni", "avx512", "avx2", "neon", "scalar"}
+    for isa in have:
+        assert ran(isa, LOADED).stdout.startswith(f"False; True; True; {isa}; ")
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="needs a machine that lacks neon"
+)
+def test_an_instruction_set_of_other_machines_is_refused_like_a_name_of_none() -> None:
+    assert "; MLXRUNNER_ISA is 'neon', and this machine has " in ran("neon", LOADED).stdout
+
+
 def test_instruction_sets_that_fuse_agree_to_the_bit() -> None:
-    asked = ran("no such thing")
-    assert asked.returncode != 0
-    assert "MLXRUNNER_ISA is 'no such thing', and this machine has" in asked.stderr
-    told = asked.stderr.split("this machine has ")[1].strip().split(", ")
-    have = [isa for isa in told if isa != "scalar"]
+    have = [isa for isa in all_of_this_machine() if isa != "scalar"]
     lines = {isa: ran(isa).stdout.split() for isa in have}
     assert [line[0] for line in lines.values()] == have
     assert len({line[1] for line in lines.values()}) <= 1

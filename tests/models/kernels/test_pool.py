@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import kernels
-from models.threads import thread_count
+from models.threads import MOST, thread_count
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")
@@ -50,6 +50,20 @@ def test_a_process_that_is_bound_to_one_cpu_has_one_thread() -> None:
 
 def test_whoever_asks_for_a_number_of_threads_gets_it() -> None:
     assert threads_of({"MLXRUNNER_THREADS": "5"}) == 5
+
+
+@pytest.mark.usefixtures("shared_by_three")
+@pytest.mark.parametrize("count", [0, -1, MOST + 1])
+def test_what_is_no_number_of_threads_is_refused_and_changes_nothing(count: int) -> None:
+    with pytest.raises(ValueError, match=f"^{count} is not a number of threads up to {MOST}$"):
+        OPS.use_threads(count)
+    assert OPS.threads() == 3
+
+
+@pytest.mark.usefixtures("shared_by_three")
+def test_the_most_threads_that_may_be_asked_for_are_had() -> None:
+    OPS.use_threads(MOST)
+    assert OPS.threads() == MOST
 
 
 @pytest.mark.usefixtures("shared_by_three")
