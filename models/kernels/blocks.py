@@ -1,4 +1,4 @@
-"""The halves of a decoder block, each one operation where rows are few.
+"""The halves of a decoder block, each one operation in a decode step.
 
 Knows: the block with its norms in front (models/prenorm.py), grouped-query attention
 (models/heads.py), the gated MLP, their twins, what `_kernels` offers. Must not know: architectures,
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import mlx.core as mx
 
@@ -24,8 +24,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import Rope
 
-# rows that are taken as one operation: with more it makes no difference how many operations there
-# are, and what is held on the way grows
+# Sequences whose step is one operation: with more it makes no difference how many operations there
+# are, and what is held on the way, which MLX does not count, grows.
 MOST = 64
 
 _PRODUCT, _WEIGHT = attrgetter("product"), itemgetter("weight")
@@ -66,13 +66,13 @@ def attending(block: PreNormBlock, ops: Any) -> Attended | None:
     heads = attention.kv_heads
     like = mx.zeros((1, heads, 1, products[1].weight.shape[0] // heads))
     # weakly: a model that is dropped goes at once, weights and all
-    plain = WeakMethod(block.attended)
+    itself = ref(block)
 
     def attended(x: mx.array, kv: AttentionCache) -> mx.array:
         caches = kv.lenders
         rows, length, _ = x.shape
         if length > 1 or rows > MOST or rows != len(caches) or x.dtype != mx.float32:
-            return _of(plain)(x, kv)
+            return PreNormBlock.attended(_there(itself), x, kv)
         return written(caches, like, like, partial(fused(), x))
 
     return attended
@@ -94,11 +94,12 @@ def feeding(block: PreNormBlock, ops: Any) -> Fed | None:
         return ops.MlpBlock((weight, norms[0].eps), kind, gate, up, down)
 
     fused = _Latest(lambda: _parts(products, norms), make)
-    plain = WeakMethod(block.fed)
+    itself = ref(block)
 
     def fed(x: mx.array) -> mx.array:
-        if x.size > MOST * x.shape[-1] or x.dtype != mx.float32:
-            return _of(plain)(x)
+        rows, length, _ = x.shape
+        if length > 1 or rows > MOST or x.dtype != mx.float32:
+            return PreNormBlock.fed(_there(itself), x)
         return fused()(x)
 
     return fed
@@ -150,8 +151,8 @@ def _rotation(rope: Any) -> dict[str, Any]:
     }
 
 
-def _of(method: WeakMethod[Any]) -> Any:
-    """Of an object that is there: it is what asks."""
-    found = method()
+def _there(itself: ref[PreNormBlock]) -> PreNormBlock:
+    """It is what asks."""
+    found = itself()
     assert found is not None
     return found

@@ -180,14 +180,14 @@ def parameters(block: Any) -> list[tuple[str, mx.array]]:
 
 
 class TestWhatStaysAsItIsWritten:
-    def test_more_rows_than_are_worth_it(self) -> None:
+    def test_more_rows_than_are_worth_it_and_prompts(self) -> None:
         block = Made().block()
         rows = blocks.MOST + 1
         kv = AttentionRows([KVCache() for _ in range(rows)], mx.zeros(rows))
         assert "Block" not in operations(block(drawn(rows, 1, HIDDEN), kv))
         assert "Block" not in operations(block.attended(drawn(1, 2, HIDDEN), KVCache()))
-        assert "MlpBlock" in operations(block.fed(drawn(1, blocks.MOST, HIDDEN)))
-        assert "Block" not in operations(block.fed(drawn(1, blocks.MOST + 1, HIDDEN)))
+        assert "MlpBlock" in operations(block.fed(drawn(blocks.MOST, 1, HIDDEN)))
+        assert "Block" not in operations(block.fed(drawn(1, 2, HIDDEN)))
 
     def test_other_types(self) -> None:
         block, x = Made().block(), drawn(1, 1, HIDDEN).astype(mx.bfloat16)
@@ -267,6 +267,15 @@ def test_which_halves_of_an_architecture_are_one_operation(
     model = architecture.Model(config)
     suit_device(model)
     assert is_fused(model.model.layers[0]) == wanted
+
+
+def test_a_block_that_is_suited_again_is_the_same() -> None:
+    block, x = Made().block(), drawn(1, 3, HIDDEN)
+    wanted = apart(Made().block())(x, KVCache())
+    suit_device(block)
+    assert is_fused(block) == (True, True)
+    assert mx.array_equal(block(x, KVCache()), wanted)
+    assert mx.array_equal(block(x[:, :1], KVCache()), wanted[:, :1])
 
 
 def test_a_block_that_is_dropped_goes_at_once() -> None:
