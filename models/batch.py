@@ -45,6 +45,10 @@ class AttentionRows:
         self._rows = rows
         self.offset = offsets
 
+    @property
+    def lenders(self) -> Sequence[Lender]:
+        return self._rows if self._rows[0].lends else ()
+
     def attend(
         self,
         queries: mx.array,

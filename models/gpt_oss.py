@@ -18,8 +18,7 @@ import mlx.nn as nn
 from models import decoder
 from models.base import ModelError
 from models.experts import Experts, Gating, top_experts
-from models.kv import AttentionCache
-from models.layers import merge_heads, split_heads
+from models.heads import GroupedAttention
 from models.prenorm import PreNormBlock
 from models.sharding import HEADS, WHOLE, Cut
 
@@ -51,27 +50,12 @@ class Config(decoder.Config):
         return clamped
 
 
-class Attention(nn.Module):
+class Attention(GroupedAttention):
     cut: ClassVar[Cut] = replace(HEADS, firsts=("sinks",))
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
-        hidden, size, bias = config.hidden_size, config.head_size, config.attention_bias
-        self.scale = size**-0.5
-        self.q_proj = nn.Linear(hidden, self.heads * size, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(self.heads * size, hidden, bias=bias)
-        self.sinks = mx.zeros((self.heads,))
-        self.rope = config.rope()
-
-    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
-        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
-        values = split_heads(self.v_proj(x), self.kv_heads)
-        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
-        return self.o_proj(merge_heads(seen))
+        bias = config.attention_bias
+        super().__init__(config, config.rope(), bias=bias, o_bias=bias, sinks=True)
 
 
 class MLP(nn.Module):

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from models.attention import Mask, attention
 from models.batch import AttentionRows
-from models.kernels.attending import Place, attend_in_place
+from models.kernels.attending import Lender, Place, attend_in_place
 
 STEP = 256
 
@@ -75,6 +75,11 @@ class AttentionCache(Protocol):
     @property
     def offset(self) -> int | mx.array:
         """Position of the first new token; [B] in a batch."""
+        ...
+
+    @property
+    def lenders(self) -> Sequence[Lender]:
+        """The caches that are here, one a sequence, where they lend their buffers; else none."""
         ...
 
     def attend(
@@ -136,7 +141,11 @@ class Buffers(ABC):
     @abstractmethod
     def claim(self, keys: mx.array, values: mx.array) -> Place:
         """Room for positions like these, [1, H, L, D], which count as here from now on: who asks
-        writes them there before anybody reads."""
+        writes them there before anybody reads. Of these arrays only shape and type matter."""
+
+    @property
+    def lenders(self) -> Sequence[Lender]:
+        return (self,) if self.lends else ()
 
     def taken(self) -> tuple[mx.array, mx.array]:
         """The buffers, which nobody else holds then, to be written to and given back by `give`."""

@@ -19,8 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import kernels
-from models.kernels import layers, stacks
+from models.kernels import blocks, layers, stacks
 from models.layers import GatedMLP
+from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 
 # a weight is held twice while it is laid out: a larger one is left as it is, so that a load takes
@@ -41,13 +42,22 @@ def suit_device(model: nn.Module) -> None:
     for _, module in model.named_modules():
         if ops is not None and isinstance(module, GatedMLP):
             gate, up, _ = module.names
-            fused = layers.gating(module.activation, module[gate], module[up], ops)
-            if fused is not None:
-                setattr(module, "gated", fused)  # noqa: B010  # an operation in a method's place
+            _stand_in(
+                module, "gated", layers.gating(module.activation, module[gate], module[up], ops)
+            )
+        if ops is not None and isinstance(module, PreNormBlock):
+            _stand_in(module, "attended", blocks.attending(module, ops))
+            _stand_in(module, "fed", blocks.feeding(module, ops))
         if not isinstance(module, layers.Twin | layers.RMSNorm):
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
                 _transpose(module)
+
+
+def _stand_in(module: nn.Module, method: str, operation: Any) -> None:
+    """One operation in the place of a method, where there is one."""
+    if operation is not None:
+        setattr(module, method, operation)
 
 
 def _to_float32(module: Any) -> None:

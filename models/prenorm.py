@@ -51,7 +51,15 @@ class PreNormBlock(nn.Module):
         self.post_attention_layernorm = config.norm()
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), kv)
+        return self.fed(self.attended(x, kv))
+
+    # Where a device has one operation for all of one of these, it stands here instead
+    # (models/layout.py).
+
+    def attended(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        return x + self.self_attn(self.input_layernorm(x), kv)
+
+    def fed(self, x: mx.array) -> mx.array:
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def make_kv(self) -> LayerCache:

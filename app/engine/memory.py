@@ -65,10 +65,10 @@ def longest_that(fits: Callable[[int], bool], most: int) -> int:
 
 
 class Footprint:
-    """Bytes of one sequence's layer caches, by those of a sequence of one token."""
+    """Bytes of one sequence's layer caches, by those of a sequence of a token or two."""
 
     def __init__(self, layers: Sequence[LayerCache], chunk: int) -> None:
-        """layers: one token went into them; it need not be evaluated. chunk: positions evaluated
+        """layers: of such a sequence; they need not be evaluated. chunk: positions evaluated
         at a time."""
         self._layers = layers
         self._chunk = chunk
@@ -121,13 +121,13 @@ class Working:
 def measured(
     model: Model, *, budget: int, weights: int, chunk: int, rows: int, heads: int, context: int
 ) -> Memory:
-    """Evaluate one token and draw conclusions; the arguments are those of `Working` and `Memory`.
+    """Evaluate two tokens and draw conclusions; the arguments are those of `Working` and `Memory`.
 
-    A token of a prompt is taken to need as much as this one; its logits are not asked for, since
+    A token of a prompt is taken to need half as much; its logits are not asked for, since
     those of a prompt are only wanted at its end.
     """
-    tries = [_one_token(model) for _ in range(_TRIES)]
-    token = max(0, *(held for held, _, _ in tries))
+    tries = [_two_tokens(model) for _ in range(_TRIES)]
+    token = max(0, *(-(-held // 2) for held, _, _ in tries))
     _, hidden, kv = tries[-1]
     del tries
     # without their free room: these are kept
@@ -154,12 +154,13 @@ def measured(
     )
 
 
-def _one_token(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
-    """(bytes held at the most, but for the caches; the hidden state; the caches)."""
+def _two_tokens(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
+    """(bytes held at the most, but for the caches; the hidden states; the caches). Not one, which
+    may be computed in fewer operations than a prompt's."""
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    hidden = model(mx.array([[0]]), kv)
+    hidden = model(mx.array([[0, 0]]), kv)
     mx.eval(hidden, [layer.state() for layer in kv])
     return mx.get_peak_memory() - before - sum(layer.nbytes for layer in kv), hidden, kv
 

@@ -45,9 +45,9 @@ class Product:
         """[...] of row numbers -> [..., in] float32."""
 
 def strips(a: mx.array, bits: int = 0, *, back: bool = False) -> mx.array:
-    """A matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n] -> the same shape,
-    each sixteen rows side by side; back: as they were. What nobody else holds is rearranged where
-    it lies."""
+    """A matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n] -> the same
+    shape, each sixteen rows side by side; back: as they were. What nobody else holds is rearranged
+    where it lies."""
 
 def gated(activation: str, gate: Product, up: Product, x: mx.array) -> mx.array:
     """activation(gate(x)) * up(x). activation: as `gate` takes it."""
@@ -114,3 +114,56 @@ def attention(
     softcap: float = 0.0,
 ) -> mx.array:
     """Of keys and values that are there; causal: the last query stands where the last key does."""
+
+class AttentionBlock:
+    """x + o(attention(...)) of one new position of each sequence: models/prenorm.py's `attended`
+    with models/heads.py's attention, to the bit. A norm is its weight and its epsilon; q_norm and
+    k_norm are each head's; without periods nothing is rotated. A few rows only: all that is made on
+    the way is held at once. Raises ValueError for parts that do not fit each other."""
+
+    def __init__(
+        self,
+        norm: tuple[mx.array, float],
+        q: Product,
+        k: Product,
+        v: Product,
+        o: Product,
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        q_norm: tuple[mx.array, float] | None = None,
+        k_norm: tuple[mx.array, float] | None = None,
+        periods: mx.array | None = None,
+        dims: int = 0,
+        traditional: bool = False,
+        magnitude: float = 1.0,
+        sinks: mx.array | None = None,
+    ) -> None: ...
+    def __call__(
+        self,
+        x: mx.array,
+        keys: list[mx.array],
+        values: list[mx.array],
+        slots: list[int],
+        lengths: list[int],
+        heads: list[int],
+        firsts: list[int],
+        window: int,
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        """x [B, 1, hidden]; the rest as `attend` takes and returns it. A position is rotated by
+        where its place says that it stands."""
+
+class MlpBlock:
+    """x + down(activation(gate(h)) * up(h)), h = rms_norm(x): models/prenorm.py's `fed` with
+    models/layers.py's GatedMLP, to the bit. A few rows only."""
+
+    def __init__(
+        self,
+        norm: tuple[mx.array, float],
+        activation: str,
+        gate: Product,
+        up: Product,
+        down: Product,
+    ) -> None: ...
+    def __call__(self, x: mx.array) -> mx.array: ...

@@ -7,7 +7,7 @@ several for, each of them for each row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -36,7 +36,9 @@ class Lender(Protocol):
     @property
     def lends(self) -> bool: ...
 
-    def claim(self, keys: mx.array, values: mx.array) -> Place: ...
+    def claim(self, keys: mx.array, values: mx.array) -> Place:
+        """Of what it is given only shapes and types matter."""
+        ...
 
     def taken(self) -> tuple[mx.array, mx.array]: ...
 
@@ -59,23 +61,56 @@ def attend_in_place(
     ops = kernels.ops(queries, keys, values)
     if ops is None or len(caches) != len(queries) or not caches[0].lends:
         return None
-    first_keys, first_values = keys[:1], values[:1]
-    places = [cache.claim(first_keys, first_values) for cache in caches]
+
+    def attend(*lent: Any, window: int) -> Attended:
+        return ops.attend(
+            queries,
+            keys,
+            values,
+            *lent,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            softcap=softcap or 0.0,
+        )
+
+    return written(caches, keys[:1], values[:1], attend)
+
+
+# what comes out, and the buffers of keys and of values with the new positions in them
+Attended = tuple[mx.array, list[mx.array], list[mx.array]]
+
+
+class Writer(Protocol):
+    """An operation that writes new positions to buffers, a row a cache."""
+
+    def __call__(
+        self,
+        keys: list[mx.array],
+        values: list[mx.array],
+        slots: list[int],
+        lengths: list[int],
+        heads: list[int],
+        firsts: list[int],
+        /,
+        *,
+        window: int,
+    ) -> Attended: ...
+
+
+def written(caches: Sequence[Lender], keys: mx.array, values: mx.array, write: Writer) -> mx.array:
+    """What comes out of `write`, which is lent the caches' buffers with room for what it writes.
+    keys, values: as `Lender.claim` takes them, of each of the caches."""
+    places = [cache.claim(keys, values) for cache in caches]
     buffers = [cache.taken() for cache in caches]
-    seen, new_keys, new_values = ops.attend(
-        queries,
-        keys,
-        values,
+    seen, new_keys, new_values = write(
         [keys for keys, _ in buffers],
         [values for _, values in buffers],
         [place.slot for place in places],
         [place.length for place in places],
         [place.head for place in places],
         [place.first for place in places],
-        scale=scale,
         window=places[0].window,
-        sinks=sinks,
-        softcap=softcap or 0.0,
     )
     for cache, made in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
         cache.give(*made)

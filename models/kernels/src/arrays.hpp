@@ -27,6 +27,10 @@ class CpuPrimitive : public mx::Primitive {
   }
 };
 
+inline void want(bool holds, const char* otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
 inline mx::Stream cpu() { return mx::default_stream(mx::Device::cpu); }
 
 // Memory that begins with a line of the cache, and holds anything.
@@ -99,6 +103,10 @@ struct View {
   explicit View(const mx::array& a)
       : data(a.data<float>()), shape(a.shape()), strides(a.strides()),
         packed(a.flags().row_contiguous) {}
+  // [batch, heads, 1, width] that lies packed.
+  View(const float* rows, int batch, int heads, int width)
+      : data(rows), shape{batch, heads, 1, width},
+        strides{static_cast<std::int64_t>(heads) * width, width, width, 1}, packed(true) {}
 
   // All of it as packed rows: in place where it is that, else copied into `room`.
   const float* rows(float* room) const {

@@ -1,7 +1,6 @@
 #include "attending.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -58,41 +57,16 @@ class AttendPrimitive : public CpuPrimitive {
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate_turned(outs[0]);
-    // every output holds all inputs, until MLX clears them behind us; so long nothing is anybody's
-    for (mx::array& out : outs)
-      if (&out.inputs() != &in && !out.is_tracer()) out.inputs().clear();
-    Held held(outs.size());
-    std::vector<std::pair<View, float*>> copies;
-    for (std::size_t i = 1; i < outs.size(); i++) {
-      mx::array& out = outs[i];
-      const mx::array& old = in[i + 2];
-      if (old.flags().row_contiguous && released(old)) {
-        out.copy_shared_buffer(old);
-      } else {
-        allocate(out);
-        copies.emplace_back(View(old), out.data<float>());
-      }
-      held.add(out);
-    }
-    held.add(outs[0]);
-    std::vector<Buffers> rows;
-    const std::size_t count = places_.size();
-    for (std::size_t b = 0; b < count; b++)
-      rows.push_back({outs[1 + b].data<float>(), outs[1 + count + b].data<float>(),
-                      outs[1 + b].shape(2), places_[b]});
+    Lent lent(in, 3, outs);
+    std::vector<Buffers> rows = buffers_of(outs, places_);
     const float* sinks = by_.sinks ? in.back().data<float>() : nullptr;
     const AttentionJob job = job_of(in[0], in[1], in[2], by_, true, sinks, outs[0]);
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [job, held = std::move(held), rows = std::move(rows), copies = std::move(copies),
-         q = View(in[0]), k = View(in[1]), v = View(in[2])]() mutable {
-          for (const auto& [from, to] : copies) {
-            const float* all = from.rows(to);
-            std::size_t size = sizeof(float);
-            for (int n : from.shape) size *= static_cast<std::size_t>(n);
-            if (all != to) std::memcpy(to, all, size);
-          }
+        [job, lent = std::move(lent), rows = std::move(rows), q = View(in[0]), k = View(in[1]),
+         v = View(in[2])]() mutable {
+          lent.begin();
           if (job.batch && job.length) append_and_attend(job, q, k, v, rows);
-          held.release();
+          lent.end();
         });
   }
 
@@ -103,10 +77,6 @@ class AttendPrimitive : public CpuPrimitive {
   Attention by_;
   std::vector<Place> places_;
 };
-
-void want(bool holds, const char* otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
-}
 
 void want_heads(const mx::array& q, const mx::array& k, const mx::array& v, const Attention& by) {
   for (const mx::array* one : {&q, &k, &v})
@@ -124,11 +94,14 @@ void want_heads(const mx::array& q, const mx::array& k, const mx::array& v, cons
          "sinks must be [heads] of float32");
 }
 
+}  // namespace
+
 void want_place(const Place& at, int length, const mx::array& keys, const mx::array& values,
-                const mx::array& k, const mx::array& v) {
-  for (const auto& [buffer, like] : {std::pair(&keys, &k), std::pair(&values, &v)})
+                const PositionShape& shape) {
+  for (const auto& [buffer, width] :
+       {std::pair(&keys, shape.depth), std::pair(&values, shape.width)})
     want(buffer->dtype() == mx::float32 &&
-             buffer->shape() == mx::Shape{1, like->shape(1), keys.shape(2), like->shape(3)},
+             buffer->shape() == mx::Shape{1, shape.heads, keys.shape(2), width},
          "a buffer must be [1, heads, capacity, dim] of float32");
   const int capacity = keys.shape(2);
   want(at.first >= 0 && at.head >= 0 && at.head < std::max(1, capacity) && at.length >= length &&
@@ -137,8 +110,6 @@ void want_place(const Place& at, int length, const mx::array& keys, const mx::ar
   want(!length || at.slot == (static_cast<std::int64_t>(at.head) + at.length - length) % capacity,
        "new positions stand behind all others");
 }
-
-}  // namespace
 
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const mx::array& q, const mx::array& k, const mx::array& v, const std::vector<mx::array>& keys,
@@ -150,7 +121,7 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
   want(keys.size() == count && values.size() == count && places.size() == count,
        "each sequence has buffers and a place in them");
   for (std::size_t b = 0; b < count; b++)
-    want_place(places[b], q.shape(2), keys[b], values[b], k, v);
+    want_place(places[b], q.shape(2), keys[b], values[b], {k.shape(1), k.shape(3), v.shape(3)});
   std::vector<mx::array> in{q, k, v};
   in.insert(in.end(), keys.begin(), keys.end());
   in.insert(in.end(), values.begin(), values.end());

@@ -26,6 +26,16 @@ struct Place {
   int slot, length, head, first;
 };
 
+// What a position's keys and values are: so many of each, `depth` and `width` long.
+struct PositionShape {
+  int heads, depth, width;
+};
+
+// Raises where a sequence's buffers are not of that shape, or `length` new positions do not lie in
+// them as `at` says.
+void want_place(const Place& at, int length, const mx::array& keys, const mx::array& values,
+                const PositionShape& shape);
+
 // q [B, Hq, L, D], k [B, Hkv, L, D], v [B, Hkv, L, Dv] of new positions; for each of the B
 // sequences a buffer of keys [1, Hkv, capacity, D] and one of values -> [B, Hq, L, Dv], a view of
 // [B, L, Hq, Dv], and the buffers with the new positions in them. A buffer that nobody else holds

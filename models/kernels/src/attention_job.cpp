@@ -87,6 +87,16 @@ void write(const Heads& from, std::int64_t b, std::int64_t h, std::int64_t lengt
 
 }  // namespace
 
+std::vector<Buffers> buffers_of(std::vector<mx::array>& outs, const std::vector<Place>& places) {
+  std::vector<Buffers> rows;
+  const std::size_t count = places.size();
+  rows.reserve(count);
+  for (std::size_t b = 0; b < count; b++)
+    rows.push_back({outs[1 + b].data<float>(), outs[1 + count + b].data<float>(),
+                    outs[1 + b].shape(2), places[b]});
+  return rows;
+}
+
 void attend(const AttentionJob& job, const View& q, const View& keys, const View& values) {
   const Heads of_q = Heads::of<ForQueries>(q), k = Heads::of<ForKeys>(keys),
               v = Heads::of<ForValues>(values);

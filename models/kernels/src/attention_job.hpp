@@ -17,6 +17,9 @@ struct Buffers {
   Place place;
 };
 
+// Of each place, where outs[1..] are all buffers of keys and then all of values.
+std::vector<Buffers> buffers_of(std::vector<mx::array>& outs, const std::vector<Place>& places);
+
 // What is the same for all parts. depth, width: of a key, of a value. out: [B, L, Hq, Dv].
 struct AttentionJob {
   std::int64_t batch, heads, kv_heads, length, depth, width;

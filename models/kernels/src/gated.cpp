@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "cpu.hpp"
+#include "gated.hpp"
 #include "pool.hpp"
-#include "products.hpp"
 
 namespace mlxrunner {
 
@@ -32,8 +32,8 @@ class GatedPrimitive : public CpuPrimitive {
       if (!gate.rows) return;
       const float* packed = x.rows(scratch<ForX>(x.packed ? 0 : count * width));
       for_slabs(count, [&](std::int64_t from, std::int64_t many) {
-        work(kind, {gate, gate_bias}, {up, up_bias}, packed + from * width, many,
-             y + from * gate.rows);
+        multiply_gated(kind, {gate, gate_bias}, {up, up_bias}, packed + from * width, many,
+                       y + from * gate.rows);
       });
     });
   }
@@ -42,37 +42,32 @@ class GatedPrimitive : public CpuPrimitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
-  struct Half {
-    const Matrix& w;
-    const float* bias;
-  };
-
-  static void work(Activation kind, Half gate, Half up, const float* x, std::int64_t count,
-                   float* y) {
-    const Kernels& k = kernels();
-    const Rows rows = arranged(gate.w, x, count);
-    const std::size_t room = static_cast<std::size_t>(
-        std::max(k.product_scratch(gate.w), k.product_scratch(up.w)));
-    const std::int64_t part = part_rows(gate.w, count), all = gate.w.rows;
-    Pool::shared().run((all + part - 1) / part, [&](std::int64_t i) {
-      const std::int64_t begin = i * part, end = std::min(all, begin + part);
-      float* ups = scratch<ForUp>(static_cast<std::size_t>(count * part));
-      float* free = scratch<ForProduct>(room);
-      k.product(gate.w, rows, gate.bias, y, all, begin, end, free);
-      // its first row goes where the part begins
-      k.product(up.w, rows, up.bias, ups - begin, part, begin, end, free);
-      for (std::int64_t m = 0; m < count; m++) {
-        float* of_m = y + m * all + begin;
-        k.gate(kind, of_m, ups + m * part, of_m, end - begin);
-      }
-    });
-  }
-
   Product gate_, up_;
   Activation activation_;
 };
 
 }  // namespace
+
+void multiply_gated(Activation kind, const Factor& gate, const Factor& up, const float* x,
+                    std::int64_t count, float* y) {
+  const Kernels& k = kernels();
+  const Rows rows = arranged(gate.w, x, count);
+  const std::size_t room = static_cast<std::size_t>(
+      std::max(k.product_scratch(gate.w), k.product_scratch(up.w)));
+  const std::int64_t part = part_rows(gate.w, count), all = gate.w.rows;
+  Pool::shared().run((all + part - 1) / part, [&](std::int64_t i) {
+    const std::int64_t begin = i * part, end = std::min(all, begin + part);
+    float* ups = scratch<ForUp>(static_cast<std::size_t>(count * part));
+    float* free = scratch<ForProduct>(room);
+    k.product(gate.w, rows, gate.bias, y, all, begin, end, free);
+    // its first row goes where the part begins
+    k.product(up.w, rows, up.bias, ups - begin, part, begin, end, free);
+    for (std::int64_t m = 0; m < count; m++) {
+      float* of_m = y + m * all + begin;
+      k.gate(kind, of_m, ups + m * part, of_m, end - begin);
+    }
+  });
+}
 
 mx::array gated(const Product& gate, const Product& up, Activation activation,
                 const mx::array& given) {

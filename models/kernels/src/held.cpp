@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -92,6 +93,34 @@ bool released(const mx::array& a) {
     std::this_thread::yield();
   }
   return true;
+}
+
+Lent::Lent(const std::vector<mx::array>& in, std::size_t first, std::vector<mx::array>& outs)
+    : held_(outs.size()) {
+  // every output holds all inputs, until MLX clears them behind us; so long nothing is anybody's
+  for (mx::array& out : outs)
+    if (&out.inputs() != &in && !out.is_tracer()) out.inputs().clear();
+  for (std::size_t i = 1; i < outs.size(); i++) {
+    mx::array& out = outs[i];
+    const mx::array& old = in[first + i - 1];
+    if (old.flags().row_contiguous && released(old)) {
+      out.copy_shared_buffer(old);
+    } else {
+      allocate(out);
+      copies_.emplace_back(View(old), out.data<float>());
+    }
+    held_.add(out);
+  }
+  held_.add(outs[0]);
+}
+
+void Lent::begin() const {
+  for (const auto& [from, to] : copies_) {
+    const float* all = from.rows(to);
+    std::size_t size = sizeof(float);
+    for (int n : from.shape) size *= static_cast<std::size_t>(n);
+    if (all != to) std::memcpy(to, all, size);
+  }
 }
 
 }  // namespace mlxrunner

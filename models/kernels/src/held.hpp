@@ -9,6 +9,8 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "arrays.hpp"
 
@@ -30,5 +32,21 @@ class Held {
 
 // Whether `a` may be written to, now or, if only work under way keeps it, once that is done.
 bool released(const mx::array& a);
+
+// Buffers that a primitive writes to: those that it was given where nobody else holds them, else
+// copies.
+class Lent {
+ public:
+  // When it gets its arrays: in[first..] are the buffers, and outs[1..] what becomes of them.
+  // outs[0] has its memory already.
+  Lent(const std::vector<mx::array>& in, std::size_t first, std::vector<mx::array>& outs);
+  // Around the work.
+  void begin() const;
+  void end() { held_.release(); }
+
+ private:
+  Held held_;
+  std::vector<std::pair<View, float*>> copies_;
+};
 
 }  // namespace mlxrunner

@@ -109,11 +109,12 @@ struct Kernels {
   // Row n of the matrix as float32, in its natural order.
   void (*expand)(const Matrix&, std::int64_t n, float* out);
 
-  // out = x / sqrt(mean of squares + eps) (* weight where there is one), a row.
+  // out = x / sqrt(mean of squares + eps) (* weight where there is one), a row. out may be x.
   void (*rms_norm)(const float* x, std::int64_t width, const float* weight, float eps, float* out);
 
   // Cosines and sines [half] of position / period; angles below 2^20.
   void (*angles)(float position, const float* periods, std::int64_t half, float* cos, float* sin);
+  // out may be x.
   void (*rotate)(const Rotation&, const float* x, const float* cos, const float* sin, float* out);
 
   // out = activation(gate) * up, each of n by itself. out may be one of the two.

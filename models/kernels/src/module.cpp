@@ -1,6 +1,7 @@
 // The Python face of the kernels: objects that hold weights and are called with arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <nanobind/stl/variant.h>
@@ -9,6 +10,7 @@
 #include <mlx/version.h>
 
 #include "attending.hpp"
+#include "blocks.hpp"
 #include "cpu.hpp"
 #include "pool.hpp"
 #include "products.hpp"
@@ -45,6 +47,17 @@ void bind_rowwise(nb::module_& m) {
 
 using Numbers = std::vector<int>;
 
+std::vector<Place> places_of(const Numbers& slots, const Numbers& lengths, const Numbers& heads,
+                             const Numbers& firsts) {
+  if (lengths.size() != slots.size() || heads.size() != slots.size() ||
+      firsts.size() != slots.size())
+    throw std::invalid_argument("each sequence has a slot, a length, a head and a first");
+  std::vector<Place> places;
+  for (std::size_t b = 0; b < slots.size(); b++)
+    places.push_back({slots[b], lengths[b], heads[b], firsts[b]});
+  return places;
+}
+
 void bind_attention(nb::module_& m) {
   m.def(
       "attend",
@@ -52,12 +65,7 @@ void bind_attention(nb::module_& m) {
          const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
          const Numbers& slots, const Numbers& lengths, const Numbers& heads, const Numbers& firsts,
          float scale, int window, std::optional<mx::array> sinks, float softcap) {
-        if (lengths.size() != slots.size() || heads.size() != slots.size() ||
-            firsts.size() != slots.size())
-          throw std::invalid_argument("each sequence has a slot, a length, a head and a first");
-        std::vector<Place> places;
-        for (std::size_t b = 0; b < slots.size(); b++)
-          places.push_back({slots[b], lengths[b], heads[b], firsts[b]});
+        const std::vector<Place> places = places_of(slots, lengths, heads, firsts);
         return attend(q, k, v, keys, values, places, {scale, window, std::move(sinks), softcap});
       },
       "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
@@ -70,6 +78,62 @@ void bind_attention(nb::module_& m) {
       },
       "q"_a, "keys"_a, "values"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "window"_a = 0,
       "sinks"_a = nb::none(), "softcap"_a = 0.0f);
+}
+
+// A norm: its weight and epsilon.
+using Norm = std::pair<mx::array, float>;
+
+std::optional<RmsNorm> norm_of(const std::optional<Norm>& given) {
+  if (!given) return std::nullopt;
+  return RmsNorm{given->first, given->second};
+}
+
+void bind_blocks(nb::module_& m) {
+  nb::class_<AttentionBlock>(m, "AttentionBlock", "The half of a decoder block that attends.")
+      .def("__init__",
+           [](AttentionBlock* self, const Norm& norm, const Product& q, const Product& k,
+              const Product& v, const Product& o, int heads, int kv_heads, float scale,
+              const std::optional<Norm>& q_norm, const std::optional<Norm>& k_norm,
+              std::optional<mx::array> periods, int dims, bool traditional, float magnitude,
+              std::optional<mx::array> sinks) {
+             std::optional<Rotary> rotary;
+             if (periods) rotary = Rotary{std::move(*periods), dims, traditional, magnitude};
+             new (self) AttentionBlock({{norm.first, norm.second},
+                                        Constant(q),
+                                        Constant(k),
+                                        Constant(v),
+                                        Constant(o),
+                                        norm_of(q_norm),
+                                        norm_of(k_norm),
+                                        std::move(rotary),
+                                        heads,
+                                        kv_heads,
+                                        {scale, 0, std::move(sinks), 0}});
+           },
+           "norm"_a, "q"_a, "k"_a, "v"_a, "o"_a, nb::kw_only(), "heads"_a, "kv_heads"_a, "scale"_a,
+           "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "periods"_a = nb::none(),
+           "dims"_a = 0, "traditional"_a = false, "magnitude"_a = 1.0f, "sinks"_a = nb::none())
+      .def(
+          "__call__",
+          [](AttentionBlock& self, const mx::array& x, const std::vector<mx::array>& keys,
+             const std::vector<mx::array>& values, const Numbers& slots, const Numbers& lengths,
+             const Numbers& heads, const Numbers& firsts, int window) {
+            return self(x, keys, values, places_of(slots, lengths, heads, firsts), window);
+          },
+          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
+          "window"_a);
+  nb::class_<MlpBlock>(m, "MlpBlock", "The half of a decoder block that is a gated MLP.")
+      .def("__init__",
+           [](MlpBlock* self, const Norm& norm, const std::string& activation, const Product& gate,
+              const Product& up, const Product& down) {
+             new (self) MlpBlock({{norm.first, norm.second},
+                                  activation_of(activation),
+                                  Constant(gate),
+                                  Constant(up),
+                                  Constant(down)});
+           },
+           "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a)
+      .def("__call__", &MlpBlock::operator(), "x"_a);
 }
 
 }  // namespace
@@ -103,4 +167,5 @@ NB_MODULE(_kernels, m) {
   m.def("strips", &strips, "a"_a, "bits"_a = 0, nb::kw_only(), "back"_a = false);
   bind_rowwise(m);
   bind_attention(m);
+  bind_blocks(m);
 }

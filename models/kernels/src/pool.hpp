@@ -5,12 +5,15 @@
 // little while after the last (a decode step has a product every few microseconds) and then sleep.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace mlxrunner {
 
 // So few multiplications are done before a second thread has noticed.
 inline constexpr std::int64_t kAlone = 1 << 16;
+// And of numbers that something simple happens to, one thread takes so many at a time.
+inline constexpr std::int64_t kSimple = 1 << 14;
 
 // More are no help: each job waits for all. As MOST in models/threads.py.
 inline constexpr int kMost = 256;
@@ -43,5 +46,14 @@ class Pool {
   struct State;
   State* state_;
 };
+
+// Calls each(row) for all rows of something simple, on the threads that are worth it.
+template <class F>
+void for_all(std::int64_t rows, std::int64_t width, F each) {
+  const std::int64_t part = std::max<std::int64_t>(1, kSimple / std::max<std::int64_t>(1, width));
+  Pool::shared().run((rows + part - 1) / part, [&](std::int64_t i) {
+    for (std::int64_t row = i * part; row < std::min(rows, (i + 1) * part); row++) each(row);
+  });
+}
 
 }  // namespace mlxrunner

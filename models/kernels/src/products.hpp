@@ -58,6 +58,12 @@ void multiply(const Matrix& w, const float* x, std::int64_t count, const float* 
 Rows arranged(const Matrix& w, const float* x, std::int64_t count);
 std::int64_t part_rows(const Matrix& w, std::int64_t count);
 
+// A matrix and what is added to the sums: [rows], or nullptr.
+struct Factor {
+  Matrix w;
+  const float* bias;
+};
+
 // Rows of x that are taken together: what is arranged, and what threads make on the way, would else
 // be as long as a prompt.
 inline constexpr std::int64_t kSlab = 768;

@@ -11,9 +11,6 @@ namespace mlxrunner {
 
 namespace {
 
-// Numbers that one thread takes at a time: less is done before another has noticed.
-constexpr std::int64_t kPart = 1 << 14;
-
 struct ForRow;
 struct ForSecondRow;
 struct ForNormed;
@@ -51,15 +48,6 @@ class AnyRow {
   bool packed_;
   std::int64_t width_;
 };
-
-// Calls each(row) for all rows, on the threads that are worth it.
-template <class F>
-void for_all(std::int64_t rows, std::int64_t width, F each) {
-  const std::int64_t part = std::max<std::int64_t>(1, kPart / std::max<std::int64_t>(1, width));
-  Pool::shared().run((rows + part - 1) / part, [&](std::int64_t i) {
-    for (std::int64_t row = i * part; row < std::min(rows, (i + 1) * part); row++) each(row);
-  });
-}
 
 void want_float32(const mx::array& a, const char* what) {
   if (a.dtype() != mx::float32) throw std::invalid_argument(std::string(what) + " must be float32");
@@ -176,11 +164,7 @@ mx::array rotated(const mx::array& x, const Offset& offset, const Rotary& rotary
                   const std::optional<mx::array>& weight) {
   want_float32(x, "x");
   if (x.ndim() != 4) throw std::invalid_argument("x must be [batch, heads, length, head_dim]");
-  want_float32(rotary.periods, "periods");
-  if (rotary.dims < 2 || rotary.dims % 2 || rotary.dims > x.shape(3))
-    throw std::invalid_argument("dims must be even, and no more than a head has");
-  if (rotary.periods.shape() != mx::Shape{rotary.dims / 2})
-    throw std::invalid_argument("periods must be [dims / 2]");
+  want_rotary(rotary, x.shape(3));
   std::vector<mx::array> in{x, lined(rotary.periods)};
   std::optional<int> start;
   if (const auto* one = std::get_if<int>(&offset)) {
@@ -207,6 +191,14 @@ void want_weight(const mx::array& x, const std::optional<mx::array>& weight) {
 }
 
 }  // namespace
+
+void want_rotary(const Rotary& rotary, int width) {
+  want_float32(rotary.periods, "periods");
+  if (rotary.dims < 2 || rotary.dims % 2 || rotary.dims > width)
+    throw std::invalid_argument("dims must be even, and no more than a head has");
+  if (rotary.periods.shape() != mx::Shape{rotary.dims / 2})
+    throw std::invalid_argument("periods must be [dims / 2]");
+}
 
 mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float eps) {
   want_weight(x, weight);

@@ -23,6 +23,9 @@ struct Rotary {
   float magnitude;
 };
 
+// Raises where heads of `width` cannot be rotated so.
+void want_rotary(const Rotary& rotary, int width);
+
 // x [B, H, L, D], whose first position is offset (or [B], one each).
 using Offset = std::variant<int, mx::array>;
 mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary);

@@ -133,9 +133,13 @@ void check_rows(Draw& draw, Fingerprint& seen) {
   Guarded<float> x(width), y(width), out(width);
   for (std::size_t i = 0; i < width; i++) x[i] = draw.number() * 9, y[i] = draw.number();
   x.seal(), y.seal();
-  k.rms_norm(x.data(), static_cast<std::int64_t>(width), draw.in(0, 1) ? y.data() : nullptr, 1e-6f,
-             out.data());
+  const float* weight = draw.in(0, 1) ? y.data() : nullptr;
+  k.rms_norm(x.data(), static_cast<std::int64_t>(width), weight, 1e-6f, out.data());
   seen.see(out.data(), width);
+  Guarded<float> own(width);
+  std::memcpy(own.data(), x.data(), width * sizeof(float));
+  k.rms_norm(own.data(), static_cast<std::int64_t>(width), weight, 1e-6f, own.data());
+  if (std::memcmp(own.data(), out.data(), width * sizeof(float))) fail("a norm in place");
   for (auto kind : {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::relu}) {
     k.gate(kind, x.data(), y.data(), out.data(), static_cast<std::int64_t>(width));
     seen.see(out.data(), width);
@@ -151,6 +155,11 @@ void check_rows(Draw& draw, Fingerprint& seen) {
   head.seal();
   k.rotate(rotation, head.data(), cos.data(), sin.data(), turned.data());
   seen.see(turned.data(), turned.size());
+  Guarded<float> itself(head.size());
+  std::memcpy(itself.data(), head.data(), head.size() * sizeof(float));
+  k.rotate(rotation, itself.data(), cos.data(), sin.data(), itself.data());
+  if (std::memcmp(itself.data(), turned.data(), head.size() * sizeof(float)))
+    fail("a rotation in place");
 }
 
 void check_attention(Draw& draw, Fingerprint& seen) {

@@ -45,8 +45,28 @@ for i in range(3):
     _, keys, values = made
 """
 
+BLOCKS = """
+import mlx.core as mx
+from models import kernels
 
-@pytest.mark.parametrize("program", [SHARED, STEPS], ids=["among threads", "holding buffers"])
+ops = kernels.ops()
+norm, product = (mx.ones(8), 1e-5), ops.Product(mx.ones((8, 8)))
+block = ops.AttentionBlock(norm, *[product] * 4, heads=1, kv_heads=1, scale=1.0)
+keys, values = [mx.zeros((1, 1, 16, 8))], [mx.ones((1, 1, 16, 8))]
+for i in range(3):
+    kept = keys, values
+    made = block(mx.ones((1, 1, 8)), keys, values, [i], [i + 1], [0], [0], 0)
+    try:
+        mx.eval(made)
+    except RuntimeError as error:
+        print("MLXRUNNER_ISA" in str(error))
+    _, keys, values = made
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [SHARED, STEPS, BLOCKS], ids=["among threads", "holding buffers", "in a block"]
+)
 def test_what_fails_is_raised_and_leaves_nobody_waiting(program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,0 +1,61 @@
+"""Grouped-query attention as most decoders have it (Ainslie et al. 2023).
+
+Knows: the names of its parts in checkpoints, what it asks of a cache. Must not know: the block
+around it, which architectures there are.
+"""
+
+from typing import ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from models.decoder import Config
+from models.kv import AttentionCache
+from models.layers import merge_heads, split_heads
+from models.rope import NoRope, Rope
+from models.sharding import HEADS, Cut
+
+
+class GroupedAttention(nn.Module):
+    """Where a device has one operation for this and what is around it, it stands in the block
+    (models/kernels/blocks.py); a descendant with a `__call__` of its own is computed as that says.
+
+    bias, o_bias: of queries, keys and values, and of what comes out. normed: each head's query and
+    key has the length that a weight gives it, before it is rotated (Dehghani et al. 2023). sinks:
+    each head has one, as `models.attention.attention` takes them.
+    """
+
+    cut: ClassVar[Cut] = HEADS
+
+    def __init__(
+        self,
+        config: Config,
+        rope: Rope | NoRope,
+        *,
+        bias: bool = False,
+        o_bias: bool = False,
+        normed: bool = False,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size = config.hidden_size, config.head_size
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=o_bias)
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if normed else None
+        self.sinks = mx.zeros((self.heads,)) if sinks else None
+        self.rope = rope
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = split_heads(self.q_proj(x), self.heads)
+        keys = split_heads(self.k_proj(x), self.kv_heads)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+        return self.o_proj(merge_heads(seen))
