@@ -77,6 +77,12 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   if (bf16) return {wide_bf16(lo), wide_bf16(hi)};
   return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
+// to whole numbers, halves to even ones
+inline void store(std::int32_t* p, V a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(a.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvtps_epi32(a.hi));
+}
+
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline __m128 quarter(V a) {
   const __m256 h = _mm256_add_ps(a.lo, a.hi);

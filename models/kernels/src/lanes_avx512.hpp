@@ -57,6 +57,9 @@ inline V load_f16(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+// to whole numbers, halves to even ones
+inline void store(std::int32_t* p, V a) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(a.v)); }
+
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline __m128 quarter(V a) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

@@ -90,6 +90,14 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(all, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(all) : load_f16(all);
 }
+// to whole numbers, halves to even ones
+inline void store(std::int32_t* p, V x) {
+  vst1q_s32(p, vcvtnq_s32_f32(x.a));
+  vst1q_s32(p + 4, vcvtnq_s32_f32(x.b));
+  vst1q_s32(p + 8, vcvtnq_s32_f32(x.c));
+  vst1q_s32(p + 12, vcvtnq_s32_f32(x.d));
+}
+
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline float32x4_t quarter(V x) { return vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)); }
 inline float sum(V x) {

@@ -120,6 +120,13 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
   __builtin_memcpy(all_of, p, static_cast<std::size_t>(n) * 2);
   return bf16 ? load_bf16(all_of) : load_f16(all_of);
 }
+// to whole numbers, halves to even ones
+inline void store(std::int32_t* p, V a) {
+  float all_of[16];
+  store(all_of, a);
+  for (int i = 0; i < 16; i++) p[i] = static_cast<std::int32_t>(__builtin_rintf(all_of[i]));
+}
+
 // lanes i and i+8, then i and i+4, i and i+2, i and i+1
 inline float sum(V a) {
   const Part q = (a.parts[0] + a.parts[2]) + (a.parts[1] + a.parts[3]);

@@ -43,36 +43,35 @@ inline i64 whole_stride(const Matrix& w) {
 // A little less than 0x7f7f7f, the most that three signed bytes hold: the largest is rounded, too.
 // And below what size all numbers of a group count as zero: the reciprocal of their scale would be
 // infinite.
-inline constexpr float kTop = 0x7f7f70, kLeast = 0x1p-100f, kMost = 0x1.fffffep127f;
+inline constexpr float kTop = 0x7f7f70, kLeast = 0x1p-100f;
 
+// Of all sizes; not a number where one is not, or is infinite.
 inline float largest(const float* x, i64 count) {
-  std::uint32_t most = 0;  // sizes as bits are in order; infinities and NaNs come last
-  for (i64 k = 0; k < count; k++) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, x + k, sizeof bits);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
+  V most = zero(), odd = zero();
+  for (i64 k = 0; k < count; k += 16) {
+    const V some = load(x + k);
+    most = max(max(some, sub(zero(), some)), most);
+    odd = fma(some, zero(), odd);
   }
-  float size;
-  __builtin_memcpy(&size, &most, sizeof size);
-  return size;
+  float sizes[16], odds[16];
+  store(sizes, most);
+  store(odds, odd);
+  float size = 0, sum = 0;
+  for (int i = 0; i < 16; i++) size = sizes[i] > size ? sizes[i] : size, sum += odds[i];
+  return size + sum;
 }
 
 // A group. Where it holds what is no finite number, its scale is none either.
 template <int kBits>
 inline void to_whole(const float* x, i64 count, std::int8_t* out, float* scale, float* sum) {
   const float size = largest(x, count);
-  const bool counts = size >= kLeast && size <= kMost;
-  const float up = counts ? kTop / size : 0;
-  std::int32_t numbers[128] = {}, total = 0;
-  if (counts)
-    for (i64 k = 0; k < count; k++) {
-      numbers[k] = static_cast<std::int32_t>(__builtin_rintf(x[k] * up));
-      total += numbers[k];
-    }
-  constexpr int kPerWord = 32 / kBits;
-  for (i64 k = 0; k < count; k += kPerWord) put_word<kBits>(numbers + k, out + k * kNumberBytes);
-  *scale = counts ? size / kTop : size * 0;
+  const bool counts = size >= kLeast;
+  const V up = set1(counts ? kTop / size : 0);
+  std::int32_t numbers[128], total = 0;
+  for (i64 k = 0; k < count; k += 16) store(numbers + k, counts ? mul(load(x + k), up) : zero());
+  for (i64 k = 0; k < count; k++) total += numbers[k];
+  put<kBits>(numbers, count, out);
+  *scale = counts ? size / kTop : size - size;
   *sum = *scale * static_cast<float>(total);
 }
 

@@ -47,10 +47,32 @@ inline auto for_format(const Matrix& w, F with) {
 
 // ---- x ---------------------------------------------------------------------------------------
 
+using Quarter = float __attribute__((vector_size(16)));
+
+// Quarter numbers each of four rows: rows become columns.
+inline void turn_four(const float* x, i64 width, float* out, i64 rows) {
+  Quarter a, b, c, d;
+  __builtin_memcpy(&a, x, sizeof a);
+  __builtin_memcpy(&b, x + width, sizeof b);
+  __builtin_memcpy(&c, x + 2 * width, sizeof c);
+  __builtin_memcpy(&d, x + 3 * width, sizeof d);
+  const Quarter ab = __builtin_shufflevector(a, b, 0, 4, 1, 5),
+             cd = __builtin_shufflevector(c, d, 0, 4, 1, 5),
+             ba = __builtin_shufflevector(a, b, 2, 6, 3, 7),
+             dc = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  const Quarter turned[] = {
+      __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+      __builtin_shufflevector(ba, dc, 0, 1, 4, 5), __builtin_shufflevector(ba, dc, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; i++) __builtin_memcpy(out + i * rows, turned + i, sizeof *turned);
+}
+
 // Blocks of kBlockX rows, the last of what is left: the k-th numbers of a block lie side by side.
 inline void arrange_block(const float* x, i64 width, i64 rows, float* out) {
+  const i64 fours = rows / 4 * 4, whole = width / 4 * 4;
+  for (i64 k = 0; k < whole; k += 4)
+    for (i64 m = 0; m < fours; m += 4) turn_four(x + m * width + k, width, out + k * rows + m, rows);
   for (i64 m = 0; m < rows; m++)
-    for (i64 k = 0; k < width; k++) out[k * rows + m] = x[m * width + k];
+    for (i64 k = m < fours ? whole : 0; k < width; k++) out[k * rows + m] = x[m * width + k];
 }
 
 inline void arrange_plain(const Matrix& w, const float* x, i64 count, float* out) {

@@ -39,16 +39,19 @@ inline void add_share(Whole& sum, Words numbers, const std::int8_t* x) {
 
 inline Whole both(Whole a, Whole b) { return {both(a.high, b.high), both(a.low, b.low)}; }
 
-// As many numbers of x as a word has of w.
+// Numbers of x, word by word.
 template <int kBits>
-inline void put_word(const std::int32_t* numbers, std::int8_t* out) {
+inline void put(const std::int32_t* numbers, i64 count, std::int8_t* out) {
   constexpr int kPerWord = 32 / kBits;
-  for (int k = 0; k < kPerWord; k++) {
-    const int pair = k % 2 * (kPerWord / 4) + k / 4, half = k % 4 / 2;
-    const auto low = static_cast<std::int8_t>(numbers[k]);
-    const std::int16_t parts[] = {static_cast<std::int16_t>((numbers[k] - low) >> 8), low};
-    for (int i = 0; i < 2; i++)
-      __builtin_memcpy(out + 8 * pair + 4 * i + 2 * half, parts + i, sizeof *parts);
+  std::int16_t word[2 * kPerWord];
+  for (i64 n = 0; n < count; n += kPerWord, out += sizeof word) {
+    MLXRUNNER_UNROLL
+    for (int k = 0; k < kPerWord; k++) {
+      const int pair = k % 2 * (kPerWord / 4) + k / 4, half = k % 4 / 2;
+      word[4 * pair + half] = static_cast<std::int16_t>((numbers[n + k] + 128) >> 8);
+      word[4 * pair + 2 + half] = static_cast<std::int8_t>(numbers[n + k]);
+    }
+    __builtin_memcpy(out, word, sizeof word);
   }
 }
 

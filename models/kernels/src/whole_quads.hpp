@@ -50,16 +50,21 @@ inline void add_share(Whole& sum, Words numbers, const std::int8_t* x) {
 
 inline Whole both(Whole x, Whole y) { return {both(x.a, y.a), both(x.b, y.b), both(x.c, y.c)}; }
 
-// As many numbers of x as a word has of w.
+// Numbers of x, sixteen at a time.
 template <int kBits>
-inline void put_word(const std::int32_t* numbers, std::int8_t* out) {
-  for (int four = 0; four < 8 / kBits; four++, numbers += 4, out += 12)
-    for (int k = 0; k < 4; k++) {
-      const auto c = static_cast<std::int8_t>(numbers[k]);
-      const std::int32_t rest = (numbers[k] - c) >> 8;
-      const auto b = static_cast<std::int8_t>(rest);
-      out[k] = static_cast<std::int8_t>((rest - b) >> 8), out[k + 4] = b, out[k + 8] = c;
-    }
+inline void put(const std::int32_t* numbers, i64 count, std::int8_t* out) {
+  // four of a, of b and of c in turns
+  const __m512i turns = _mm512_setr_epi32(0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11, 0, 0, 0, 0);
+  const __m512i half = _mm512_set1_epi32(128);
+  for (i64 k = 0; k < count; k += 16, out += 48) {
+    const __m512i c = _mm512_loadu_si512(numbers + k);
+    const __m512i b = _mm512_srai_epi32(_mm512_add_epi32(c, half), 8);
+    const __m512i a = _mm512_srai_epi32(_mm512_add_epi32(b, half), 8);
+    __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a));
+    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(b), 1);
+    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(c), 2);
+    _mm512_mask_storeu_epi32(out, 0x0fff, _mm512_permutexvar_epi32(turns, all));
+  }
 }
 
 inline Part high_of(const Whole& sum) {
