@@ -38,7 +38,7 @@ class Twin(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Parts row after row, as whoever asks a layer for them expects; as items, parts are as
         they lie in memory."""
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if name not in _PARTS or value.ndim < 2 or name == "bias":
             return value
         return self._ops.strips(value, _bits(self, name), back=True)
