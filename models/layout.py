@@ -7,10 +7,12 @@ evaluated here, so whether a model fits can be asked of what it will be.
 On a CPU activations and layer caches are float32, whatever the checkpoint holds:
 
     weights           with the kernels         without them
-    float32           as it is                 [in, out], where BLAS is fastest for few rows
-    bfloat16, float16 as it is                 float32, then as above
-    4 and 8 bits      as it is                 as it is, scales float32
+    float32           in strips                [in, out], where BLAS is fastest for few rows
+    bfloat16, float16 in strips                float32, then as above
+    4 and 8 bits      in strips                as it is, scales float32
     all others        float32                  float32
+
+Strips are sixteen rows side by side, in the type that they had (models/kernels/src/plain.hpp).
 """
 
 from typing import Any

@@ -23,6 +23,7 @@ from app.core.errors import AppError, Kind
 from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.core.messages import IDLE, Failed, Heartbeat, Loading, Message, Ready
 from app.engine.grammar import Matcher
+from models import kernels
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def give_back() -> None:
     gc.collect()
     mx.clear_cache()
     mx.clear_streams()
+    kernels.return_memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

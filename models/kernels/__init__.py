@@ -40,6 +40,12 @@ def ops(*arrays: mx.array) -> Any:
     return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
+def return_memory() -> None:
+    """When many arrays are gone for good: what is kept of theirs goes back to the system."""
+    if _module is not None:
+        _module.return_memory()
+
+
 def describe() -> Described:
     if _module is None:
         return Described(built=_built, on=False, isa=None, threads=None, why=_why)
@@ -74,6 +80,7 @@ def _load() -> tuple[Any, bool, str | None]:
     except RuntimeError as error:
         return None, True, str(error)
     found.use_threads(backend.IN_USE.threads)
+    found.keep_memory()
     return found, True, None
 
 

@@ -16,6 +16,13 @@ def use_threads(count: int) -> None:
     """So many share a product from now on, at most 256; not while anything is evaluated. Raises
     ValueError for other numbers."""
 
+def keep_memory() -> None:
+    """Memory of arrays that are gone is kept for those to come: up to 128 MiB, from now on, for the
+    process."""
+
+def return_memory() -> None:
+    """What is free goes back to the system."""
+
 class Product:
     """A matrix [out, in] that x is multiplied with: float32, bfloat16 or float16, or in MLX's
     affine packing of 4 or 8 bits, groups of 32, 64 or 128; weight, scales and biases as `strips`

@@ -12,6 +12,7 @@
 #include "attending.hpp"
 #include "blocks.hpp"
 #include "cpu.hpp"
+#include "heap.hpp"
 #include "pool.hpp"
 #include "products.hpp"
 #include "rowwise.hpp"
@@ -148,6 +149,9 @@ NB_MODULE(_kernels, m) {
   m.def("threads", [] { return Pool::shared().threads(); }, "How many threads share a product.");
   m.def("use_threads", [](int count) { Pool::shared().use(count); }, "count"_a,
         "So many from now on; not while anything is evaluated.");
+
+  m.def("keep_memory", &keep_memory, "Memory of arrays that are gone is kept for those to come.");
+  m.def("return_memory", &return_memory, "What is free goes back to the system.");
 
   nb::class_<Product>(m, "Product", "A matrix that x is multiplied with.")
       .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
