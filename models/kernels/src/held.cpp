@@ -19,6 +19,10 @@ namespace {
 // its next task, and takes longer only where its thread has lost the CPU.
 constexpr auto kBehind = std::chrono::microseconds(500);
 
+// How long to look whether work is done before sleeping until it is. Who waits here is a step ahead
+// of it, and so late for nothing; who looks takes time from threads that compute.
+constexpr auto kLooking = std::chrono::microseconds(50);
+
 // What all work under way holds, each as often as it is held.
 struct Register {
   std::mutex mutex;
@@ -81,7 +85,7 @@ bool released(const mx::array& a) {
     std::unique_lock lock(r.mutex);
     if (!r.holds(memory)) break;
     lock.unlock();
-    if (changed(r.turn, seen)) continue;
+    if (changed(r.turn, seen, kLooking)) continue;
     lock.lock();
     r.less.wait(lock, [&] { return !r.holds(memory); });
     break;

@@ -26,7 +26,7 @@ inline void pause() {
 
 // Returns true as soon as `word` is no longer `known`, false where that does not happen for long.
 template <class T>
-bool changed(const std::atomic<T>& word, T known) {
+bool changed(const std::atomic<T>& word, T known, std::chrono::microseconds patient = kPatient) {
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0;; i++) {
     if (word.load(std::memory_order_acquire) != known) return true;
@@ -35,7 +35,7 @@ bool changed(const std::atomic<T>& word, T known) {
       continue;
     }
     const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited > kPatient) return false;
+    if (waited > patient) return false;
     if (waited > kEager) sched_yield();
   }
 }
