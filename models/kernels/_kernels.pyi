@@ -74,19 +74,6 @@ def rope(
     """float32 [B, H, L, D], however it lies -> packed; as models/rope.py's Rope. Angles below
     2^20."""
 
-def norm_rope(
-    x: mx.array,
-    weight: mx.array | None,
-    eps: float,
-    offset: int | mx.array,
-    periods: mx.array,
-    dims: int,
-    *,
-    traditional: bool = False,
-    magnitude: float = 1.0,
-) -> mx.array:
-    """rope(rms_norm(x, weight, eps), ...), to the bit."""
-
 def gate(kind: str, gate: mx.array, up: mx.array) -> mx.array:
     """activation(gate) * up. kind: silu, gelu (with erf), gelu_tanh, relu."""
 

@@ -34,15 +34,6 @@ void bind_rowwise(nb::module_& m) {
       },
       "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
       "magnitude"_a = 1.0f);
-  m.def(
-      "norm_rope",
-      [](const mx::array& x, std::optional<mx::array> weight, float eps, const Offset& offset,
-         const mx::array& periods, int dims, bool traditional, float magnitude) {
-        return norm_rope(x, std::move(weight), eps, offset,
-                         {periods, dims, traditional, magnitude});
-      },
-      "x"_a, "weight"_a.none(), "eps"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(),
-      "traditional"_a = false, "magnitude"_a = 1.0f);
   m.def("gate", &gate, "kind"_a, "gate"_a, "up"_a);
 }
 

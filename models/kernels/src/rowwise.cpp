@@ -13,7 +13,6 @@ namespace {
 
 struct ForRow;
 struct ForSecondRow;
-struct ForNormed;
 struct ForAngles;
 
 // Rows that are reached in any order, whatever the strides.
@@ -54,7 +53,7 @@ void want_float32(const mx::array& a, const char* what) {
 }
 
 struct Norm {
-  bool normed, weighted;
+  bool weighted;
   float eps;
 };
 
@@ -83,24 +82,23 @@ class NormPrimitive : public CpuPrimitive {
   Norm norm_;
 };
 
-// Inputs: x, periods, the offsets where they are an array, the norm's weight where there is one.
+// Inputs: x, periods, the offsets where they are an array.
 class RopePrimitive : public CpuPrimitive {
  public:
-  RopePrimitive(mx::Stream stream, Rotation rotation, std::optional<int> offset, Norm norm)
-      : CpuPrimitive(stream), rotation_(rotation), offset_(offset), norm_(norm) {}
+  RopePrimitive(mx::Stream stream, Rotation rotation, std::optional<int> offset)
+      : CpuPrimitive(stream), rotation_(rotation), offset_(offset) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate(outs[0]);
     if (!outs[0].size()) return;
-    const float *periods = in[1].data<float>(),
-                *weight = norm_.weighted ? in.back().data<float>() : nullptr;
+    const float* periods = in[1].data<float>();
     const std::int32_t* offsets = offset_ ? nullptr : in[2].data<std::int32_t>();
     const std::int64_t starts = offset_ ? 1 : static_cast<std::int64_t>(in[2].size());
     float* out = outs[0].data<float>();
     const std::int64_t heads = in[0].shape(1), length = in[0].shape(2),
                        rows = static_cast<std::int64_t>(outs[0].size()) / rotation_.width;
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [=, by = rotation_, offset = offset_, norm = norm_, x = AnyRow(in[0])] {
+        [=, by = rotation_, offset = offset_, x = AnyRow(in[0])] {
           const Kernels& k = kernels();
           const std::int64_t half = by.dims / 2, stride = (half + 15) / 16 * 16;
           // of all positions once: the heads share them
@@ -111,16 +109,12 @@ class RopePrimitive : public CpuPrimitive {
             k.angles(static_cast<float>(start + i % length), periods, half, cos + i * stride,
                      sin + i * stride);
           });
-          for_all(rows, by.width, [&](std::int64_t row) {
-            const std::int64_t start = starts == 1 ? 0 : row / (heads * length);
-            const std::int64_t at = (start * length + row % length) * stride;
-            const float* from = x.at<ForRow>(row);
-            if (norm.normed) {
-              float* normed = scratch<ForNormed>(static_cast<std::size_t>(by.width));
-              k.rms_norm(from, by.width, weight, norm.eps, normed);
-              from = normed;
-            }
-            k.rotate(by, from, cos + at, sin + at, out + row * by.width);
+          // position by position, as heads lie that come out of one product
+          for_all(rows, by.width, [&](std::int64_t i) {
+            const std::int64_t b = i / (heads * length), l = i / heads % length, h = i % heads;
+            const std::int64_t row = (b * heads + h) * length + l;
+            const std::int64_t at = ((starts == 1 ? 0 : b) * length + l) * stride;
+            k.rotate(by, x.at<ForRow>(row), cos + at, sin + at, out + row * by.width);
           });
         });
   }
@@ -131,7 +125,6 @@ class RopePrimitive : public CpuPrimitive {
  private:
   Rotation rotation_;
   std::optional<int> offset_;
-  Norm norm_;
 };
 
 class GatePrimitive : public CpuPrimitive {
@@ -160,27 +153,6 @@ class GatePrimitive : public CpuPrimitive {
   Activation kind_;
 };
 
-mx::array rotated(const mx::array& x, const Offset& offset, const Rotary& rotary, Norm norm,
-                  const std::optional<mx::array>& weight) {
-  want_float32(x, "x");
-  if (x.ndim() != 4) throw std::invalid_argument("x must be [batch, heads, length, head_dim]");
-  want_rotary(rotary, x.shape(3));
-  std::vector<mx::array> in{x, lined(rotary.periods)};
-  std::optional<int> start;
-  if (const auto* one = std::get_if<int>(&offset)) {
-    start = *one;
-  } else {
-    const mx::array& each = std::get<mx::array>(offset);
-    if (each.size() != 1 && each.shape() != mx::Shape{x.shape(0)})
-      throw std::invalid_argument("offsets must be one, or [batch]");
-    in.push_back(lined(each.dtype() == mx::int32 ? each : mx::astype(each, mx::int32, cpu())));
-  }
-  if (weight) in.push_back(lined(*weight));
-  const Rotation rotation{rotary.dims, x.shape(3), rotary.traditional, rotary.magnitude};
-  return mx::array(x.shape(), mx::float32,
-                   std::make_shared<RopePrimitive>(cpu(), rotation, start, norm), std::move(in));
-}
-
 void want_weight(const mx::array& x, const std::optional<mx::array>& weight) {
   want_float32(x, "x");
   if (x.ndim() < 1) throw std::invalid_argument("x must have an axis");
@@ -204,19 +176,28 @@ mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float ep
   want_weight(x, weight);
   std::vector<mx::array> in{x};
   if (weight) in.push_back(lined(*weight));
-  const Norm norm{true, weight.has_value(), eps};
+  const Norm norm{weight.has_value(), eps};
   return mx::array(x.shape(), mx::float32, std::make_shared<NormPrimitive>(cpu(), norm),
                    std::move(in));
 }
 
 mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary) {
-  return rotated(x, offset, rotary, {false, false, 0}, std::nullopt);
-}
-
-mx::array norm_rope(const mx::array& x, std::optional<mx::array> weight, float eps,
-                    const Offset& offset, const Rotary& rotary) {
-  want_weight(x, weight);
-  return rotated(x, offset, rotary, {true, weight.has_value(), eps}, weight);
+  want_float32(x, "x");
+  if (x.ndim() != 4) throw std::invalid_argument("x must be [batch, heads, length, head_dim]");
+  want_rotary(rotary, x.shape(3));
+  std::vector<mx::array> in{x, lined(rotary.periods)};
+  std::optional<int> start;
+  if (const auto* one = std::get_if<int>(&offset)) {
+    start = *one;
+  } else {
+    const mx::array& each = std::get<mx::array>(offset);
+    if (each.size() != 1 && each.shape() != mx::Shape{x.shape(0)})
+      throw std::invalid_argument("offsets must be one, or [batch]");
+    in.push_back(lined(each.dtype() == mx::int32 ? each : mx::astype(each, mx::int32, cpu())));
+  }
+  const Rotation rotation{rotary.dims, x.shape(3), rotary.traditional, rotary.magnitude};
+  return mx::array(x.shape(), mx::float32,
+                   std::make_shared<RopePrimitive>(cpu(), rotation, start), std::move(in));
 }
 
 Activation activation_of(const std::string& kind) {

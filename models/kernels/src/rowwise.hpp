@@ -29,9 +29,6 @@ void want_rotary(const Rotary& rotary, int width);
 // x [B, H, L, D], whose first position is offset (or [B], one each).
 using Offset = std::variant<int, mx::array>;
 mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary);
-// rms_norm and then rope, in one.
-mx::array norm_rope(const mx::array& x, std::optional<mx::array> weight, float eps,
-                    const Offset& offset, const Rotary& rotary);
 
 // By its name; raises for one that is not here.
 Activation activation_of(const std::string& kind);

@@ -151,18 +151,6 @@ def test_a_rotated_position_has_the_same_bits_in_any_chunk(length, at, offset):
     same(np.array(OPS.rope(x[:, :, at:], row, by, 24)), part)
 
 
-@given(shape=shapes, layout=layouts, traditional=st.booleans())
-def test_a_norm_and_a_rope_in_one_are_the_two_after_each_other(shape, layout, traditional):
-    shape = (*shape[:3], shape[3] + 1)
-    dims = shape[3] // 2 * 2
-    x, weight = LAYOUTS[layout](numbers(4, *shape)), mx.array(numbers(5, shape[3]))
-    by = mx.array(periods(dims))
-    for own in (weight, None):
-        both = OPS.norm_rope(x, own, 1e-5, 77, by, dims, traditional=traditional)
-        apart = OPS.rope(OPS.rms_norm(x, own, 1e-5), 77, by, dims, traditional=traditional)
-        same(np.array(both), np.array(apart))
-
-
 # ---- gates -----------------------------------------------------------------------------------
 
 
@@ -237,10 +225,6 @@ REFUSED = {
     "more than a head": ("must be even", lambda: OPS.rope(X, 0, mx.ones((5,)), 10)),
     "an odd number": ("must be even", lambda: OPS.rope(X, 0, P, 7)),
     "too many offsets": ("one, or", lambda: OPS.rope(X, mx.array([1, 2]), P, 8)),
-    "a norm and rope of another width": (
-        "last axis",
-        lambda: OPS.norm_rope(X, mx.ones((7,)), 1e-5, 0, P, 8),
-    ),
     "an unknown gate": ("softplus", lambda: OPS.gate("softplus", X, X)),
     "a gate of another shape": ("one shape", lambda: OPS.gate("silu", X, X[0])),
     "a gate of float16": (
