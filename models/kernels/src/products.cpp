@@ -13,7 +13,7 @@ namespace mlxrunner {
 namespace {
 
 // Bytes of a matrix that one thread takes at a time, and rows of it that go together in a strip.
-constexpr std::int64_t kPart = 1 << 16, kRowsTogether = 16;
+constexpr std::int64_t kPart = 1 << 18, kRowsTogether = 16;
 
 struct ForArranged;
 struct ForRows;
