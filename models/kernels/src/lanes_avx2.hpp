@@ -93,10 +93,8 @@ inline __m128 quarter(V a) {
 #include "sums_x86.hpp"
 namespace mlxrunner::ISA {
 
-// The registers of a V, one by one.
+// One register, of those that make a V.
 using Part = __m256;
-inline constexpr int kParts = 2;
-inline Part& part(V& a, int i) { return i ? a.hi : a.lo; }
 inline Part load_part(const float* p) {
   Part a = _mm256_loadu_ps(p);
   // into a register: as an operand of each product it would be loaded as often as there are

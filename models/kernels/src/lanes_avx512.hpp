@@ -70,10 +70,8 @@ inline __m128 quarter(V a) {
 #include "sums_x86.hpp"
 namespace mlxrunner::ISA {
 
-// The registers of a V, one by one.
+// One register, of those that make a V.
 using Part = __m512;
-inline constexpr int kParts = 1;
-inline Part& part(V& a, int) { return a.v; }
 inline Part load_part(const float* p) { return _mm512_loadu_ps(p); }
 inline void add_product(Part& sum, Part a, Part b) { sum = _mm512_fmadd_ps(a, b, sum); }
 

@@ -109,10 +109,8 @@ inline void sum4(V x, V y, V z, V w, float* out) {
   out[0] = sum(x), out[1] = sum(y), out[2] = sum(z), out[3] = sum(w);
 }
 
-// The registers of a V, one by one.
+// One register, of those that make a V.
 using Part = float32x4_t;
-inline constexpr int kParts = 4;
-inline Part& part(V& x, int i) { return i == 0 ? x.a : i == 1 ? x.b : i == 2 ? x.c : x.d; }
 inline Part load_part(const float* p) { return vld1q_f32(p); }
 inline void add_product(Part& sum, Part x, Part y) { sum = vfmaq_f32(sum, x, y); }
 

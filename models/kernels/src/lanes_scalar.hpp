@@ -27,7 +27,6 @@ inline Part load_part(const float* p) {
   __builtin_memcpy(&a, p, sizeof a);
   return a;
 }
-inline Part& part(V& a, int i) { return a.parts[i]; }
 inline void add_product(Part& sum, Part a, Part b) {
 #if defined(__FP_FAST_FMAF)
   for (int i = 0; i < 4; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
