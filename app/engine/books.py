@@ -6,12 +6,10 @@ tokens. Charges are made before memory is taken, so the budget holds while it is
 
 from collections.abc import Sequence as Ids
 
-import mlx.core as mx
-
 from app.core.jobs import Capacity, Ledger
 from app.core.ports import PrefixCache
 from app.engine.computing import in_use
-from app.engine.memory import Memory
+from app.engine.memory import Memory, clear_cache
 from app.engine.scheduler import growers, preemptions
 from app.engine.sequence import Sequence
 from models.kv import STEP, LayerCache, rounded
@@ -121,7 +119,7 @@ class Books:
         short = wanted - self.ledger(running).free
         if short > 0:
             short -= self._prefix.shrink(short)
-            mx.clear_cache()
+            clear_cache()
         return short <= 0
 
     def _grown(self, sequence: Sequence) -> int:

@@ -25,7 +25,7 @@ from app.engine.fit import (
     refuse,
 )
 from app.engine.loop import Loop
-from app.engine.memory import Memory, measured, query_heads
+from app.engine.memory import Memory, clear_cache, measured, query_heads
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
@@ -106,7 +106,7 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     gc.collect()
-    mx.clear_cache()
+    clear_cache()
 
 
 def _suitable_parallel(settings: Settings, memory: Memory, context: int) -> int:

@@ -27,6 +27,14 @@ _TRIES = 3
 SCORED = 8
 
 
+def clear_cache() -> None:
+    """What the allocator keeps of arrays that are gone. On a CPU it keeps nothing, and MLX would
+    only wait for all work under way, with Python's lock in its hand: for ever, where a collective's
+    other rank is gone, and nobody could tell of it or end the process."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        mx.clear_cache()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """budget: bytes for everything. weights: of the model. working: kept free for what a step

@@ -10,11 +10,10 @@ import math
 import time
 from collections.abc import Generator
 
-import mlx.core as mx
-
 from app.core.jobs import Ended, EndReason, Prefilled, PromptScores, Started, Token, Update
 from app.engine.batch import Drawn
 from app.engine.grammar import GrammarError
+from app.engine.memory import clear_cache
 from app.engine.roster import Roster
 from app.engine.sequence import Sequence
 from app.engine.tally import Tally
@@ -100,7 +99,7 @@ class Reports:
         self._roster.leave(sequence)
         if sequence.running:
             sequence.discard()
-        mx.clear_cache()
+        clear_cache()
         self._tally.failures += 1
         self._updates.append(Ended(job=sequence.job.id, reason="error", at=_now(), error=error))
 

@@ -23,6 +23,7 @@ from app.core.errors import AppError, Kind
 from app.core.jobs import Capacity, EngineStats, Job, Step
 from app.core.messages import IDLE, Failed, Heartbeat, Loading, Message, Ready
 from app.engine.grammar import Matcher
+from app.engine.memory import clear_cache
 from models import kernels
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 def give_back() -> None:
     """What a thread has of the device, when it ends and nobody names its arrays any more."""
     gc.collect()
-    mx.clear_cache()
+    clear_cache()
     mx.clear_streams()
     kernels.return_memory()
 
