@@ -10,6 +10,9 @@
 
 namespace mlxrunner {
 
+// Rows of a matrix that lie side by side, and are never divided among threads.
+inline constexpr std::int64_t kStrip = 16;
+
 // How a number of a matrix lies in memory. q4 and q8 are MLX's affine modes: packed words, and for
 // each group of a row a scale and a bias; a weight is scale * number + bias.
 enum class Weight : std::uint8_t { f32, bf16, f16, q4, q8 };

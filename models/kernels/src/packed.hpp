@@ -26,9 +26,6 @@
 
 namespace mlxrunner::ISA {
 
-// Memory is asked for this many bytes ahead.
-inline constexpr std::uintptr_t kWordsAhead = 8192;
-
 inline bool is_packed(const Matrix& w) { return w.group != 0; }
 
 // ---- x ---------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ inline void group_of(i64 group, const std::uint32_t* words, const std::int8_t* x
     MLXRUNNER_UNROLL
     for (int m = 0; m < M; m++) apart[c][m] = nothing();
   for (i64 k = 0; k < group; k += kPerWord, words += kStrip, x += kPerWord * kNumberBytes) {
-    if (ahead) prefetch(reinterpret_cast<std::uintptr_t>(words) + kWordsAhead);
+    if (ahead) prefetch(reinterpret_cast<std::uintptr_t>(words) + kAhead);
     meet<kBits, M, C>(load_words(words), x, stride, apart);
   }
   MLXRUNNER_UNROLL

@@ -16,8 +16,6 @@ namespace mlxrunner::ISA {
 
 // A run of two strips and of kBlockX rows of x stays near while others meet it.
 inline constexpr i64 kRun = 192;
-// Memory is asked for this many bytes ahead.
-inline constexpr std::uintptr_t kAhead = 8192;
 
 struct F32 {
   using Number = float;
@@ -49,7 +47,7 @@ inline auto for_format(const Matrix& w, F with) {
 
 using Quarter = float __attribute__((vector_size(16)));
 
-// Quarter numbers each of four rows: rows become columns.
+// Four numbers each of four rows: rows become columns.
 inline void turn_four(const float* x, i64 width, float* out, i64 rows) {
   Quarter a, b, c, d;
   __builtin_memcpy(&a, x, sizeof a);

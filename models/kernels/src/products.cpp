@@ -12,8 +12,8 @@ namespace mlxrunner {
 
 namespace {
 
-// Bytes of a matrix that one thread takes at a time, and rows of it that go together in a strip.
-constexpr std::int64_t kPart = 1 << 18, kRowsTogether = 16;
+// Bytes of a matrix that one thread takes at a time.
+constexpr std::int64_t kPart = 1 << 18;
 
 struct ForArranged;
 struct ForRows;
@@ -88,7 +88,7 @@ std::int64_t part_rows(const Matrix& w, std::int64_t count) {
   // with many rows of x each row of w is much work
   const std::int64_t rows =
       count > 8 ? w.rows / (8 * threads) : std::min(by_size, w.rows / threads);
-  return std::max<std::int64_t>(1, (rows + kRowsTogether - 1) / kRowsTogether) * kRowsTogether;
+  return std::max<std::int64_t>(1, (rows + kStrip - 1) / kStrip) * kStrip;
 }
 
 Rows arranged(const Matrix& w, const float* x, std::int64_t count) {

@@ -5,13 +5,12 @@
 #include <memory>
 #include <utility>
 
+#include "kernels.hpp"
 #include "pool.hpp"
 
 namespace mlxrunner {
 
 namespace {
-
-constexpr std::int64_t kStrip = 16;
 
 struct ForStrip;
 

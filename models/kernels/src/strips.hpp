@@ -10,7 +10,8 @@ using i64 = std::int64_t;
 // Loops over registers: unrolled, or the registers would lie in memory.
 #define MLXRUNNER_UNROLL _Pragma("GCC unroll 32")
 
-inline constexpr i64 kStrip = 16;
+// Memory is asked for this many bytes ahead.
+inline constexpr std::uintptr_t kAhead = 8192;
 
 // `lines` of `rows` numbers of `size` bytes -> of kStrip numbers, zeros behind.
 inline void widen_lines(const void* from, i64 lines, i64 rows, i64 size, void* into) {
