@@ -190,10 +190,9 @@ def _token_bytes(model: Model, config: Mapping[str, Any], hidden: mx.array, voca
     assert isinstance(model, nn.Module)
     chosen = next((config[name] for name in _CHOSEN if config.get(name)), _MANY_CHOSEN)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
-    widest = max(
-        (_width(module, chosen) for _, module in modules if _width(module, chosen) < vocab),
-        default=0,
-    )
+    widths = {_width(module, chosen) for _, module in modules}
+    # but for the output layer, of which there is one row
+    widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
     # of a class that gives nothing but logits there is one row of them
     rows = _ROWS_HELD * (widest + last) if last < vocab else _ROWS_HELD * widest + last

@@ -36,6 +36,9 @@ _CONNECTIONS = httpx2.Limits(
     max_connections=None, max_keepalive_connections=16, keepalive_expiry=60.0
 )
 
+# seconds in which requests to a process that has ended end
+_ENDING = 1.0
+
 # bytes of one line of news: many times what 512 positions and their rivals take (`wire.split`)
 _LONGEST_LINE = 1 << 24
 
@@ -54,6 +57,7 @@ class Line:
             limits=_CONNECTIONS,
         )
         self._desk = desk
+        self._hung_up = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submitting: dict[str, asyncio.Task[None]] = {}
         self._embedding: dict[str, asyncio.Task[None]] = {}
@@ -74,6 +78,10 @@ class Line:
                 reply.raise_for_status()
                 async with aclosing(self._lines(reply)) as lines:
                     yield lines
+
+    async def hung_up(self) -> None:
+        """Returns when the process has broken off one request, or left it without an answer."""
+        await self._hung_up.wait()
 
     async def submit(self, job: Job) -> None:
         """The request goes on when this is cancelled: only then is it known what to cancel."""
@@ -105,7 +113,11 @@ class Line:
         self._begin(self._cancelled(job, keep))
 
     async def close(self) -> None:
-        """Nothing more will come, and nobody waits for it."""
+        """Nothing more will come, and nobody waits for it. The process has ended, and with it what
+        was asked of it: a task that is cancelled instead, while the client's pool closes several
+        connections, leaves the rest of them open for good."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ENDING)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -136,6 +148,10 @@ class Line:
         try:
             reply = await self._http.post(path, content=body)
         except httpx2.HTTPError as error:
+            # the socket listens as long as the process lives: who finds no way to it lacks
+            # something on this side, say descriptors
+            if not isinstance(error, httpx2.ConnectError):
+                self._hung_up.set()
             raise await self._desk.why() from error
         if reply.status_code == 422:
             raise wire.app_error(wire.PROBLEM.decode(reply.content))

@@ -132,19 +132,20 @@ class ProcessRunner:
         interval = wire.beat_interval(self._settings)
         vigil = Vigil(watchdog=self._settings.watchdog, interval=interval)
         gone = asyncio.create_task(spawned.gone())
-        work = {
-            asyncio.create_task(self._talk(name, line.status, line.news, vigil)),
-            asyncio.create_task(self._watch(vigil, interval)),
-        }
+        talking = asyncio.create_task(self._talk(name, line.status, line.news, vigil))
+        watching = asyncio.create_task(self._watch(vigil, interval))
+        waiting = asyncio.create_task(line.hung_up())
+        work = {talking, watching, waiting}
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:
                 # it has hung up, and may be about to say why
                 await asyncio.wait({gone}, timeout=_DYING)
                 if not gone.done():
-                    message = f"the process of {name} hung up and did not end"
-                    self._give_up(AppError(Kind.ENGINE, message))
+                    self._give_up_silent(name, spawned.said)
             self._bury(name, await gone)
+            # it closes its connections, which it would not to the last where it is cancelled
+            await asyncio.wait({talking}, timeout=_DYING)
         finally:
             for task in work:
                 task.cancel()
@@ -235,8 +236,13 @@ class ProcessRunner:
         self._stall = stall
         self._give_up(AppError(Kind.ENGINE, stall))
 
-    def _give_up(self, error: AppError) -> None:
-        """The process is there and good for nothing."""
+    def _give_up_silent(self, name: str, said: str) -> None:
+        message = f"the process of {name} hung up and did not end"
+        error = AppError(Kind.ENGINE, f"{message}: {said}" if said else message)
+        self._give_up(error, told="the engine stopped: its process hung up")
+
+    def _give_up(self, error: AppError, *, told: str | None = None) -> None:
+        """The process is there and good for nothing. told: as `Desk.lose` has it."""
         assert self._spawned is not None
-        self._desk.lose(error)
+        self._desk.lose(error, told=told)
         self._spawned.kill()

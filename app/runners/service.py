@@ -8,12 +8,15 @@ there. It holds a line for each step of the engine, not for each token, and a he
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.applications import Starlette
@@ -76,6 +79,7 @@ class Service:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_ended_by_want)
         self._thread.start()
         await self._server.serve(sockets=[self._socket])
 
@@ -87,7 +91,8 @@ class Service:
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
         ]
-        return _Locked(Starlette(routes=routes, exception_handlers={AppError: _refused}), secret)
+        errors = {AppError: _refused, MemoryError: _wanting}
+        return _Locked(Starlette(routes=routes, exception_handlers=errors), secret)
 
     def _post(self, message: Message) -> None:
         assert self._loop is not None
@@ -199,6 +204,26 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
     body = wire.PROBLEM.encode(wire.problem(error))
     return Response(body, status_code=422, media_type="application/json")
+
+
+async def _wanting(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MemoryError)
+    _end_for_want(error)
+
+
+def _ended_by_want(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio does with errors that nobody waits for, but for the want of memory."""
+    if isinstance(error := context.get("exception"), MemoryError):
+        _end_for_want(error)
+    loop.default_exception_handler(context)
+
+
+def _end_for_want(error: MemoryError) -> NoReturn:
+    """A process that has no memory to read what it is asked is of no use to anybody, and seems well
+    as long as its engine turns: it ends, so that another takes its place."""
+    with suppress(MemoryError):
+        log.critical("out of memory", exc_info=error)
+    os._exit(1)
 
 
 class _Locked:

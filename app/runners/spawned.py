@@ -95,6 +95,11 @@ class Spawned:
     def alive(self) -> bool:
         return self._process.returncode is None
 
+    @property
+    def said(self) -> str:
+        """What it wrote until now that may say why it is of no use any more."""
+        return self._output.reason()
+
     async def gone(self) -> Ending:
         """Returns when it has ended and left nothing behind. Any number may wait."""
         return await asyncio.shield(self._gone)

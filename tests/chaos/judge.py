@@ -12,7 +12,8 @@ from tests.chaos.questions import Answers
 
 # errors that the faults may bring about, and what each must say for whoever reads it
 CAUSES = {
-    "engine_error": r"killed by|exit status|said nothing|has not moved|being unloaded|memory",
+    "engine_error": r"killed by|exit status|said nothing|has not moved|hung up|being unloaded|"
+    r"memory",
     # the last two: the system's words where it has no memory for a thread, or for a library
     "bad_model_files": r"killed by|exit status|memory|nothing moved|temporarily unavailable|"
     r"failed to map",

@@ -1,16 +1,19 @@
 """What happens when a runner's process dies, hangs, runs wild, or loses its parent."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from httpcore2._backends.anyio import AnyIOStream
 
 from app.core.errors import AppError, Kind
 from tests.engine.driving import job
@@ -21,6 +24,7 @@ from tests.runners.spawning import (
     linux,
     lives,
     pid,
+    port,
     started,
     stop,
     wait_until,
@@ -92,6 +96,104 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
             assert not lives(process)
 
     asyncio.run(run())
+
+
+def test_a_process_that_hangs_up_on_a_request_is_ended(
+    tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats go on, but who asks it something would wait in vain, one after the other."""
+    monkeypatch.setattr("app.runners.process._DYING", 0.3)
+    plant(
+        "from starlette.responses import StreamingResponse\n"
+        "from app.runners import service as it\n"
+        "async def nothing():\n"
+        "    yield b'a'\n"
+        "    raise RuntimeError('planted')\n"
+        "async def submit(self, request):\n"
+        "    return StreamingResponse(nothing(), headers={'content-length': '9'})\n"
+        "it.Service._submit = submit\n"
+    )
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            process = pid(running)
+            with pytest.raises(AppError) as caught:
+                await end(running, "a")
+            assert caught.value.message == "the engine stopped: its process hung up"
+            said = await running.over()
+            assert said.startswith("the process of tiny hung up and did not end: ")
+            assert "RuntimeError: planted" in said
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+# where want of memory shows itself: in what answers a request, and in what asyncio does by itself
+WANTS = {
+    "answering": "raise MemoryError\n",
+    "reading": "it.asyncio.get_running_loop().call_soon(want)\n    await it.asyncio.sleep(60)\n",
+}
+
+
+@pytest.mark.parametrize("want", WANTS.values(), ids=WANTS)
+def test_a_process_without_memory_for_what_it_is_asked_ends(
+    tiny_model: Path, plant: Callable[[str], None], want: str
+) -> None:
+    plant(
+        "from app.runners import service as it\n"
+        "def want():\n"
+        "    raise MemoryError\n"
+        "async def submit(self, request):\n"
+        f"    {want}"
+        "it.Service._submit = submit\n"
+    )
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            with pytest.raises(AppError) as caught:
+                await end(running, "a")
+            ended = "the engine stopped: its process ended with exit status 1"
+            assert caught.value.message == ended
+            assert "MemoryError" in await running.over()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_dies_leaves_no_connection_open(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those kept for the next requests: as many as there were requests at the same time. To close
+    them takes turns of the event loop, which are long where it is busy."""
+    close = AnyIOStream.aclose
+
+    async def closed_late(stream: AnyIOStream) -> None:
+        await asyncio.sleep(0.02)
+        await close(stream)
+
+    monkeypatch.setattr(AnyIOStream, "aclose", closed_late)
+
+    async def run() -> None:
+        async with started(tiny_model) as running:
+            jobs = (answer(running, f"job {i}", b"x", max_tokens=2) for i in range(12))
+            await asyncio.gather(*jobs)
+            address = ("127.0.0.1", port(running))
+            assert address in _peers()
+            os.kill(pid(running), signal.SIGKILL)
+            await running.over()
+        assert address not in _peers()
+
+    asyncio.run(run())
+
+
+def _peers() -> set[tuple[str, int]]:
+    """Where the sockets of this process lead."""
+    found: set[tuple[str, int]] = set()
+    for descriptor in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
+            if one.family == socket.AF_INET:
+                found.add(one.getpeername())
+    return found
 
 
 HANG = """
