@@ -51,6 +51,22 @@ def _write_bytecode(folder: Path) -> None:
     sys.dont_write_bytecode = False
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """A worker is measured by pytest-cov, which pauses for tests that are not to be; what measures
+    all processes that we start (`patch` in pyproject.toml) would go on."""
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """pytest-cov begins to measure a worker as if it were who divides the tests, and then again as
+    a worker, which alone is paused and reports: the first would go on meanwhile."""
+    measuring = session.config.pluginmanager.getplugin("_cov")
+    if hasattr(session.config, "workerinput") and getattr(measuring, "cov_controller", None):
+        measuring.cov_controller.cov.stop()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests whose input is drawn are not traced, nor are those that are marked so one by one:
