@@ -50,7 +50,14 @@ class Config:
 
 
 class Model(Protocol):
-    """What `models.build` returns. Implementations are mlx.nn.Module."""
+    """What `models.build` returns. Implementations are mlx.nn.Module.
+
+    batch_invariant: whether a position's logits are the same to the bit in a batch and alone, in
+    one piece with others and after them, where that holds of each operation (`models.layout`).
+    False where two ways lead to the same numbers, and how many positions there are decides.
+    """
+
+    batch_invariant: ClassVar[bool]
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
         """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied.

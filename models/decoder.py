@@ -6,7 +6,7 @@ Knows: the names of Llama-like checkpoints (`model.embed_tokens`, `model.layers`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -142,6 +142,8 @@ class Trunk(nn.Module):
 
 class CausalLM(nn.Module):
     """The part of `models.base.Model` that does not depend on what a block is."""
+
+    batch_invariant: ClassVar[bool] = True
 
     def __init__(self, config: Config, trunk: Trunk) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ import resource
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import mlx.core as mx
 
@@ -134,6 +134,9 @@ def _adapted(classes: _Classes) -> Any:
     theirs, cache = classes.model, _cache()
 
     class Foreign(theirs):
+        # its norms and its attention are MLX's, whose order suits the shape
+        batch_invariant: ClassVar[bool] = False
+
         def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
             """[B, L] ids -> their logits [B, L, V], lazy; `logits` passes them on."""
             if not isinstance(kv[0], Rows):

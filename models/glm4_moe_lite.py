@@ -245,6 +245,9 @@ class Block(PreNormBlock):
 
 
 class Model(decoder.CausalLM):
+    # latent attention: expanded for a prompt, absorbed in a decode step
+    batch_invariant: ClassVar[bool] = False
+
     def __init__(self, config: Config) -> None:
         for key, only in (
             ("hidden_act", "silu"),

@@ -15,12 +15,14 @@ On a CPU activations and layer caches are float32, whatever the checkpoint holds
 Strips are sixteen rows side by side, in the type that they had (models/kernels/src/plain.hpp).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from models import kernels
+from models.base import Model
 from models.kernels import blocks, layers, stacks
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
@@ -54,6 +56,19 @@ def suit_device(model: nn.Module) -> None:
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
                 _transpose(module)
+
+
+def batch_invariant(model: Model) -> bool:
+    """Whether a position's logits depend on nothing but its sequence, to the bit: not on who else
+    is in the batch, nor on what was cached, nor on how the prompt was cut. The kernels promise it
+    of each of their operations; a layer whose weights they cannot read computes with MLX's own."""
+    assert isinstance(model, nn.Module)
+    modules: Sequence[tuple[str, Any]] = model.named_modules()
+    return (
+        kernels.ops() is not None
+        and model.batch_invariant
+        and not any(type(module) in _TWINS for _, module in modules)
+    )
 
 
 def _stand_in(module: nn.Module, method: str, operation: Any) -> None:

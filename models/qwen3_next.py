@@ -242,6 +242,9 @@ class LinearBlock(nn.Module):
 
 
 class Model(decoder.CausalLM):
+    # the delta rule: in chunks for a prompt, a position at a time in a decode step
+    batch_invariant: ClassVar[bool] = False
+
     def __init__(
         self, config: Config, delta_net: Callable[[Config], DeltaNet] = FusedDeltaNet
     ) -> None:

@@ -62,7 +62,7 @@ def pytest_xdist_setupnodes() -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """pytest-cov begins to measure a worker as if it were who divides the tests, and then again as
     a worker, which alone is paused and reports: the first would go on meanwhile."""
-    measuring = session.config.pluginmanager.getplugin("_cov")
+    measuring: Any = session.config.pluginmanager.getplugin("_cov")
     if hasattr(session.config, "workerinput") and getattr(measuring, "cov_controller", None):
         measuring.cov_controller.cov.stop()
 

@@ -8,6 +8,7 @@ tensor.
 import gc
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -35,6 +36,7 @@ from app.engine.scheduler import Limits
 from app.engine.weights import Report, open_model, read
 from models.base import Model
 from models.kv import LayerCache
+from models.layout import batch_invariant
 
 
 def load(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks | None = None) -> Loop:
@@ -55,6 +57,9 @@ def _loaded(files: ModelFiles, settings: Settings, report: Report, ranks: Ranks 
     model = open_model(files, settings.quantize, ranks)
     if ranks is not None:
         settings = ranks.settled(settings)
+    elif settings.exact and batch_invariant(model):
+        # what it would take away is not what makes bits differ here
+        settings = replace(settings, exact=False)
     fit = foretold(model, files, settings)
     refuse(fit, files)
     read(model, files.path, report)

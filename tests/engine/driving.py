@@ -243,6 +243,11 @@ def assert_same(a: Outcome, b: Outcome) -> int:
     return 0
 
 
+def bits(outcome: Outcome) -> list[Any]:
+    """Of each token what must be equal where results are equal to the bit."""
+    return [(token.id, token.logprob, token.top) for token in outcome.tokens]
+
+
 def _assert_near(a: Sequence[Token], b: Sequence[Token]) -> None:
     """All at once: numpy takes a tenth of a millisecond for the smallest comparison."""
     assert [len(token.top) for token in a] == [len(token.top) for token in b]

@@ -5,7 +5,7 @@ Layer 0 attends to everything, layer 1 through a window, layer 2 keeps a decayin
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,6 +56,8 @@ class Recur(nn.Module):
 
 
 class Model(nn.Module):
+    batch_invariant: ClassVar[bool] = False
+
     def __init__(self, seed: int = 0, kinds: str = "kwr") -> None:
         """kinds: k for full attention, w for windowed, r for recurrent; one letter a layer."""
         super().__init__()

@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -105,6 +105,8 @@ def test_a_class_that_gives_logits_only_has_no_width(tmp_path: Path) -> None:
 
 class Noting:
     """A model, and the shapes that it was asked for."""
+
+    batch_invariant: ClassVar[bool] = False
 
     def __init__(self, model: Model) -> None:
         self._model: Any = model

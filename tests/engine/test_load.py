@@ -23,6 +23,7 @@ from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
 from tests import tiny
 from tests.engine.driving import job, run_one
+from tests.models.switched import BOTH, computing
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -91,12 +92,16 @@ def test_the_prefill_chunk_suits_the_device(
     assert run_one(loop, job("a", b"x" * 1000)).progress[0] == chunk
 
 
-def test_exact_mode_puts_prefixes_on_the_grid(tiny_model: Path) -> None:
+@pytest.mark.parametrize("by_kernels", BOTH)
+def test_exact_mode_puts_prefixes_on_the_grid_where_bits_depend_on_it(
+    tiny_model: Path, by_kernels: bool
+) -> None:
     settings = Settings(exact=True, prefill_chunk=8)
-    loop = load(store.resolve(str(tiny_model)), settings, ignore)
-    prompt = b"twenty-one characters"
-    run_one(loop, job("a", prompt))
-    assert run_one(loop, job("b", prompt)).cached == 16
+    with computing(by_kernels=by_kernels):
+        loop = load(store.resolve(str(tiny_model)), settings, ignore)
+        prompt = b"twenty-one characters"
+        run_one(loop, job("a", prompt))
+        assert run_one(loop, job("b", prompt)).cached == (20 if by_kernels else 16)
 
 
 @pytest.mark.parametrize(("asked", "wired"), [(None, 900_000_000), (2_000_000_000, 10**9)])
@@ -127,7 +132,8 @@ POLICIES: list[tuple[dict[str, Any], type, int]] = [
 def test_the_cache_suits_how_many_run_at_once(
     tiny_model: Path, asked: dict[str, Any], policy: type, parallel: int
 ) -> None:
-    loop = load(store.resolve(str(tiny_model)), Settings(**asked), ignore)
+    with computing(by_kernels=False):
+        loop = load(store.resolve(str(tiny_model)), Settings(**asked), ignore)
     assert loop.capacity.parallel == parallel
     assert isinstance(_prefix_of(loop), policy)
 

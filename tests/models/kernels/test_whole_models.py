@@ -24,7 +24,8 @@ from models import foreign, kernels
 from models.base import Model
 from models.checkpoint import text_config
 from models.kv import LayerCache
-from models.layout import replace_leaves, suit_device
+from models.layout import batch_invariant, suit_device
+from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.test_precision import PRECISE
@@ -41,16 +42,10 @@ KINDS: Mapping[str, tuple[mx.Dtype, int | None]] = {
     "affine-8": (mx.float16, 8),
 }
 
-# What has two ways to the same numbers, and takes that which is quicker for so many positions: to
-# the bit, it is only what a row gets beside others that it would get alone.
-TWO_WAYS: Mapping[str, str] = {
-    "glm4_moe_lite": "latent attention: expanded, or absorbed",
-    "qwen3_next": "the delta rule: in chunks, or a position at a time",
-    "qwen3_5": "the delta rule: in chunks, or a position at a time",
-    "qwen3_5_moe": "the delta rule: in chunks, or a position at a time",
-}
-# So it is of those that run through mlx-lm's classes: whose layers of weights are the kernels', and
-# whose norms and attention MLX's, which adds up in the order that suits the shape.
+# What is not to the bit however it is reached, only beside others what it would be alone: what has
+# two ways to the same numbers, and what runs through mlx-lm's classes, of which only layers of
+# weights are the kernels'.
+TWO_WAYS = ("glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 FOREIGN = ("float32", "affine-4")
 
 # longer than any case's window; how many different ones; sequences side by side
@@ -72,10 +67,9 @@ def is_foreign(case: Case) -> bool:
     return isinstance(models._architecture(text_config(case.config)), foreign.Architecture)
 
 
-def near(case: Case) -> float:
+def near(served: Served) -> float:
     """How far logits may be from each other."""
-    exact = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
-    return 0.0 if exact else parity.tolerance(case)
+    return 0.0 if batch_invariant(served.model) else parity.tolerance(served.case)
 
 
 def opened(case: Case, kind: str) -> Model:
@@ -207,6 +201,11 @@ ACTS = st.one_of(
 WAITS = st.sampled_from([mx.eval, mx.async_eval, mx.async_eval, None])
 
 
+def test_most_models_promise_bits(served: Served) -> None:
+    promised = not is_foreign(served.case) and served.case.config["model_type"] not in TWO_WAYS
+    assert batch_invariant(served.model) == promised
+
+
 @settings(max_examples=3)
 @given(acts=st.lists(st.tuples(ACTS, WAITS), min_size=10, max_size=24), threads=st.integers(1, 2))
 def test_a_position_has_the_same_logits_however_it_is_reached(
@@ -222,4 +221,4 @@ def test_a_position_has_the_same_logits_however_it_is_reached(
             wait(play.found[-1][-1], [layer.state() for row in play.rows for layer in row.kv])
     for text, start, logits in play.found:
         wanted = served.whole[text][start : start + len(logits)]
-        np.testing.assert_allclose(np.array(logits), wanted, rtol=0, atol=near(served.case))
+        np.testing.assert_allclose(np.array(logits), wanted, rtol=0, atol=near(served))
