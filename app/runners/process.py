@@ -134,8 +134,8 @@ class ProcessRunner:
         gone = asyncio.create_task(spawned.gone())
         talking = asyncio.create_task(self._talk(name, line.status, line.news, vigil))
         watching = asyncio.create_task(self._watch(vigil, interval))
-        waiting = asyncio.create_task(line.hung_up())
-        work = {talking, watching, waiting}
+        broken = asyncio.create_task(line.hung_up())
+        work = {talking, watching, broken}
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:

@@ -72,12 +72,11 @@ def near(served: Served) -> float:
     return 0.0 if batch_invariant(served.model) else parity.tolerance(served.case)
 
 
-def opened(case: Case, kind: str) -> Model:
+def opened(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
     config = text_config(case.config)
     architecture = models._architecture(config)
     made: Any = architecture.Model(architecture.Config.from_dict(config))
     parity.drawn(made, seed=0)
-    dtype, bits = KINDS[kind]
     flat: Any = tree_flatten(made.parameters())
     made.update(
         tree_unflatten([(name, a.astype(dtype)) for name, a in flat if not name.endswith(PRECISE)])
@@ -102,7 +101,7 @@ def packed(layer: Any, bits: int) -> Any:
 )
 def served(request: pytest.FixtureRequest) -> Served:
     case, kind = request.param
-    model = opened(case, kind)
+    model = opened(case, *KINDS[kind])
     texts = [parity.ids(case, LENGTH, seed=seed) for seed in range(TEXTS)]
     before = OPS.threads()
     OPS.use_threads(1)
@@ -201,9 +200,16 @@ ACTS = st.one_of(
 WAITS = st.sampled_from([mx.eval, mx.async_eval, mx.async_eval, None])
 
 
-def test_most_models_promise_bits(served: Served) -> None:
-    promised = not is_foreign(served.case) and served.case.config["model_type"] not in TWO_WAYS
-    assert batch_invariant(served.model) == promised
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_most_models_promise_bits(case: Case) -> None:
+    promised = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
+    assert batch_invariant(opened(case, mx.float32, None)) == promised
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_weights_that_the_kernels_cannot_read_promise_none(bits: int) -> None:
+    [case] = [case for case in cases() if case.id == "llama-plain"]
+    assert batch_invariant(opened(case, mx.bfloat16, bits)) == (bits != 3)
 
 
 @settings(max_examples=3)
