@@ -144,8 +144,7 @@ class EngineThread:
             self._post(Failed(kind=error.kind, message=error.message))
         except BaseException as error:  # a thread that ends without a word leaves all waiting
             log.exception("the engine thread ended")
-            message = f"{type(error).__name__}: {error}"
-            self._post(Failed(kind=Kind.ENGINE, message=message, ours=True))
+            self._post(Failed(kind=Kind.ENGINE, message=_named(error), ours=True))
         finally:
             give_back()
 
@@ -185,3 +184,9 @@ class EngineThread:
                 loop.cancel(command.job, keep=command.keep)
             case _Stop():
                 self._stopping = True
+
+
+def _named(error: BaseException) -> str:
+    """Python's own want of memory has no words."""
+    words = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
+    return f"{type(error).__name__}: {words}"

@@ -115,6 +115,14 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
     assert thread.join(PATIENCE)
 
 
+def test_want_of_memory_is_told_in_words(started: Started) -> None:
+    def starves(_: Any) -> Loop:
+        raise MemoryError
+
+    _, heard = started(starves)
+    assert heard.next(Failed).message == "MemoryError: out of memory"
+
+
 def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) -> None:
     """By a library: threads end on SystemExit without a word, and then a load would go on for
     ever, at 0 %."""

@@ -191,8 +191,11 @@ class _Follower:
 
 @contextlib.contextmanager
 def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
-    """Told to end, or without whoever started all, wait for rank 0 to end; told again, end."""
+    """Told to end, or without whoever started all, wait for rank 0 to end; told again, end. That
+    the launcher is gone counts as nothing that was told: it dies of what all are told at once, and
+    may have died of it before this process hears."""
     patience: list[threading.Timer] = []
+    told: list[int] = []
 
     def end_later(status: int) -> None:
         timer = threading.Timer(settings.drain + _GRACE, os._exit, (status,))
@@ -201,8 +204,9 @@ def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
         timer.start()
 
     def handle(number: int, _: FrameType | None) -> None:
-        if patience:
+        if told:
             os._exit(128 + number)
+        told.append(number)
         end_later(128 + number)
         log.info("told to stop: this rank ends when rank 0 does, or when told again")
 

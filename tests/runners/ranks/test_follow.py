@@ -160,7 +160,9 @@ def test_who_is_refused_says_why(model: ModelFiles, monkeypatch: pytest.MonkeyPa
         follow(launch(1), model, SETTINGS)
 
 
+@pytest.mark.parametrize("launcher_dies", [False, True])
 def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
+    launcher_dies: bool,
     model: ModelFiles,
     monkeypatch: pytest.MonkeyPatch,
     process: list[int],
@@ -171,19 +173,26 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
 
     @contextlib.contextmanager
     def prepared(settings: Settings) -> Iterator[None]:
+        if launcher_dies:
+            monkeypatch.setattr(follows, "when_launcher_ends", lambda environ, told: told())
         with prepare(settings):
             ready.set()
             yield
 
     def says(line: Line, answers: Iterator[Up]) -> None:
+        def tell_to_end() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            # one that comes when it is just about to read is handled when it has read something
+            line.tell(Welcome(refused=None))
+
         assert ready.wait(PATIENCE)
-        os.kill(os.getpid(), signal.SIGTERM)
+        tell_to_end()
         # two at once are one
         deadline = time.monotonic() + PATIENCE
         while "ends when rank 0 does" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         assert process == []
-        os.kill(os.getpid(), signal.SIGTERM)
+        tell_to_end()
         over.wait(PATIENCE)
 
     caplog.set_level("INFO")
