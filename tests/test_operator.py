@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.runners.spawning import wait_until
 from tests.serving import PATIENCE, Served, serving
 
 
@@ -160,9 +160,7 @@ def test_debug_tells_where_a_prompt_left_the_cached_ones(tiny_model: Path) -> No
         for prompt in ("once upon a time", "once upon a hill"):
             httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
         # which is killed then, and may have answered before it wrote
-        deadline = time.monotonic() + PATIENCE
-        while "what is cached 'time" not in server.text() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: "what is cached 'time" in server.text())
     assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.text()
     assert "behind ' upon a ' the prompt goes on 'hill', and what is cached 'time" in server.text()
     with serving(str(tiny_model)) as quiet:

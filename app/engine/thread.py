@@ -144,7 +144,7 @@ class EngineThread:
             self._post(Failed(kind=error.kind, message=error.message))
         except BaseException as error:  # a thread that ends without a word leaves all waiting
             log.exception("the engine thread ended")
-            self._post(Failed(kind=Kind.ENGINE, message=_named(error), ours=True))
+            self._post(Failed(kind=Kind.ENGINE, message=error_text(error), ours=True))
         finally:
             give_back()
 
@@ -186,7 +186,7 @@ class EngineThread:
                 self._stopping = True
 
 
-def _named(error: BaseException) -> str:
-    """Python's own want of memory has no words."""
-    words = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
-    return f"{type(error).__name__}: {words}"
+def error_text(error: BaseException) -> str:
+    """The exception's type and message, on one line. Python's MemoryError has no message."""
+    message = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
+    return f"{type(error).__name__}: {message}"

@@ -24,7 +24,7 @@ from app.engine.grammar import Grammars, Matcher
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.engine.ranks import Ranks
-from app.engine.thread import give_back
+from app.engine.thread import error_text, give_back
 from app.runners.ranks.launch import Launch, when_launcher_ends
 from app.runners.ranks.line import (
     Cancel,
@@ -140,7 +140,7 @@ class _Follower:
             self._give_up(error.message)
         except Exception as error:
             log.exception("rank %d: the engine ended", self._ranks.rank)
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(error_text(error))
         finally:
             give_back()
 
