@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import fields
+from functools import partial
 from typing import TypeVar
 
 from app.catalogue import Catalogue, Entry
@@ -20,6 +21,7 @@ from app.core.jobs import EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelPhase, ModelState, Served
+from app.core.workers import Workers
 from app.generation import Generation, fingerprint
 from app.runners.discreet import discreet
 from app.runners.pool import Lease, Pool
@@ -46,11 +48,18 @@ class Front:
     server's health is told. load_wait: seconds that whoever asks for vectors waits for a model."""
 
     def __init__(
-        self, catalogue: Catalogue, pool: Pool, preload: Sequence[str], *, load_wait: float
+        self,
+        catalogue: Catalogue,
+        pool: Pool,
+        preload: Sequence[str],
+        workers: Workers,
+        *,
+        load_wait: float,
     ) -> None:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
+        self._workers = workers
         self._load_wait = load_wait
         self._texts: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
@@ -227,7 +236,8 @@ class Front:
         engine = self._pool.resident(served)
         try:
             files = await self._catalogue.files(served)
-            return await asyncio.to_thread(Generation, files, engine, served.settings)
+            make = partial(Generation, files, engine, served.settings, self._workers)
+            return await asyncio.to_thread(make)
         except AppError as error:
             log.error("%s: %s", served.name, error.message)
             entry = self._catalogue.find(served.name)

@@ -25,6 +25,7 @@ from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.traffic import Traffic
 from app.core.watched import Watched
+from app.core.workers import Workers
 from app.door.address import check_address
 from app.door.certificates import check_certificate
 from app.door.draining import Server
@@ -107,13 +108,19 @@ class _Serving:
             max_loaded=settings.max_loaded,
         )
         preload = _preloaded(entries, settings)
-        self._front = Front(catalogue, self._pool, preload, load_wait=settings.load_wait)
+        workers = Workers()
+        self._front = Front(catalogue, self._pool, preload, workers, load_wait=settings.load_wait)
         limited = Limited(self._front, settings)
         watch = None if self._tracing is None else self._tracing.watch
         generate = limited if watch is None else Watched(limited, watch)
         traffic = Traffic()
         app = build_app(
-            generate, settings, lifespan=self._lifespan, keyring=keyring, traffic=traffic
+            generate,
+            settings,
+            lifespan=self._lifespan,
+            keyring=keyring,
+            traffic=traffic,
+            workers=workers,
         )
         self._server = Server(_uvicorn(app, settings, traffic), limited, settings)
 

@@ -20,6 +20,7 @@ from app.core.jobs import EngineStats, Ledger
 from app.core.requests import GenerateRequest
 from app.core.residents import Need
 from app.core.settings import ModelSettings, Settings
+from app.core.workers import Workers
 from app.engine.describe import complete
 from app.front import Front, summed
 from app.runners.local import LocalRunner
@@ -64,7 +65,7 @@ def with_front(
             need,
             total=100 * MEBIBYTE,
         )
-        front = Front(catalogue, pool, list(preload), load_wait=chosen.load_wait)
+        front = Front(catalogue, pool, list(preload), Workers(), load_wait=chosen.load_wait)
         await pool.start()
         try:
             await front.start()

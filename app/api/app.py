@@ -24,6 +24,7 @@ from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import LOOPBACK_ORIGINS, Settings
 from app.core.traffic import Traffic
+from app.core.workers import Workers
 from app.door.access import Access
 from app.door.hosts import AllowedHosts, HostCheck
 from app.door.keyring import Keyring
@@ -89,8 +90,10 @@ def build_app(
     lifespan: Lifespan[Starlette] | None = None,
     keyring: Keyring | None = None,
     traffic: Traffic | None = None,
+    workers: Workers | None = None,
 ) -> Starlette:
     """keyring: None is one without keys. traffic: where answers are counted; None is nowhere.
+    workers: None makes some.
     Raises AppError(INVALID) for names and origins in settings that are none."""
     origins = AllowedOrigins.of(settings)
     counted = Traffic() if traffic is None else traffic
@@ -105,7 +108,7 @@ def build_app(
         allow_private_network=True,
     )
     app = _Application(
-        routes=routes(generate, settings, counted),
+        routes=routes(generate, settings, counted, workers or Workers()),
         # CORS before the keys: browsers send none with a preflight, and a page that may call us
         # may also read why it was refused
         outer=[

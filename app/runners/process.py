@@ -21,7 +21,7 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job, Step
 from app.core.messages import Failed, Heartbeat, Ready
-from app.core.ports import RunnerStatus
+from app.core.ports import RunnerLoss, RunnerStatus
 from app.core.settings import Settings
 from app.runners import wire
 from app.runners.desk import STOPPED, Desk, Waiting
@@ -46,11 +46,11 @@ _DYING = 2.0
 
 
 class ProcessRunner:
-    """settings: those that the engine reads, max_queue, watchdog and load_timeout."""
+    """settings: those that the engine reads, watchdog and load_timeout."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._desk = Desk(max_queue=settings.max_queue)
+        self._desk = Desk()
         self._spawned: Spawned | None = None
         self._life: asyncio.Task[None] | None = None
         self._stall: str | None = None
@@ -82,8 +82,8 @@ class ProcessRunner:
             return replace(status, state="stalled", error=self._stall, pid=spawned.pid)
         return replace(status, pid=spawned.pid)
 
-    async def over(self) -> str:
-        return await self._desk.over()
+    async def lost(self) -> RunnerLoss:
+        return await self._desk.lost()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -160,7 +160,8 @@ class ProcessRunner:
             self._desk.lose(AppError(Kind.MODEL_FILES, message, code=CRASHED))
             return
         error = AppError(Kind.ENGINE, f"the process of {name} {how}{said}")
-        self._desk.lose(error, told=f"the engine stopped: its process {how}")
+        told = f"the engine stopped: its process {how}"
+        self._desk.lose(error, told=told, fault=ending.fault)
 
     async def _talk(self, name: str, status: Ask, open_news: OpenNews, vigil: Vigil) -> None:
         """Returns when there is nothing more to be heard."""
