@@ -132,6 +132,8 @@ class Front:
             error="; ".join(errors) or None,
             capacity=first.capacity,
             rejected=sum(state.rejected for state in states),
+            preparing=sum(state.preparing for state in states),
+            compiling=sum(state.compiling for state in states),
         )
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:

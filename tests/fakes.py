@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from app.api.body import RequestBodies
+from app.api.front_end import FrontEnd
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import (
@@ -19,9 +21,12 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
+from app.core.loop_lag import LoopLag
 from app.core.ports import ModelCard, RunnerStatus
 from app.core.requests import GenerateRequest, Several
 from app.core.residents import ModelState
+from app.core.settings import Settings
+from app.core.workers import Workers
 
 STATS = EngineStats(
     memory=123_456,
@@ -42,6 +47,12 @@ STATS = EngineStats(
 CAPACITY = Capacity(parallel=2, context=4096, kv_budget=550, kv_bytes=500)
 READY = RunnerStatus(state="ready", progress=100, stats=STATS, capacity=CAPACITY, rejected=9)
 CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
+
+
+def front_end() -> FrontEnd:
+    """One that is not busy."""
+    workers = Workers()
+    return FrontEnd(RequestBodies(Settings(), workers, lambda: 0), workers, LoopLag())
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,8 @@ class FakeGenerate:
                 phase=phase,
                 progress=now.progress,
                 stats=now.stats,
+                preparing=now.preparing,
+                compiling=now.compiling,
                 rejected=now.rejected,
                 context=card.context_length,
                 parallel=now.capacity.parallel if now.capacity else None,

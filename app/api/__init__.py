@@ -11,7 +11,9 @@ from starlette.routing import BaseRoute
 
 from app.api import dialects, meta
 from app.api.body import RequestBodies
+from app.api.front_end import FrontEnd
 from app.api.metrics.registry import Metrics
+from app.core.loop_lag import LoopLag
 from app.core.ports import Generate
 from app.core.settings import Settings
 from app.core.traffic import Traffic
@@ -21,12 +23,13 @@ from app.core.workers import Workers
 
 
 def routes(
-    generate: Generate, settings: Settings, traffic: Traffic, workers: Workers
+    generate: Generate, settings: Settings, traffic: Traffic, workers: Workers, lag: LoopLag
 ) -> list[BaseRoute]:
-    metrics = Metrics(generate, traffic)
     bodies = RequestBodies(settings, workers, lambda: _longest_prompt(generate))
+    front_end = FrontEnd(bodies, workers, lag)
+    metrics = Metrics(generate, traffic, front_end)
     watched = Watched(generate, metrics.watch, VisitWatch)
-    found: list[BaseRoute] = [*meta.routes(generate, settings), *metrics.routes()]
+    found: list[BaseRoute] = [*meta.routes(generate, settings, front_end), *metrics.routes()]
     for module in pkgutil.iter_modules(dialects.__path__):
         dialect = import_module(f"{dialects.__name__}.{module.name}")
         if hasattr(dialect, "routes"):

@@ -79,6 +79,13 @@ class Line:
                 async with aclosing(self._lines(reply)) as lines:
                     yield lines
 
+    async def probe(self) -> None:
+        """Returns when the engine has taken a command that came the way a job does. Raises
+        ConnectionError where that way is broken."""
+        with _hung_up():
+            reply = await self._http.post("/v1/probe")
+            reply.raise_for_status()
+
     async def hung_up(self) -> None:
         """Returns when the process has broken off one request, or left it without an answer."""
         await self._hung_up.wait()

@@ -100,6 +100,7 @@ class Service:
             Route("/v1/jobs", self._submit, methods=["POST"]),
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
+            Route("/v1/probe", self._probe, methods=["POST"]),
         ]
         errors = {AppError: _refused, MemoryError: _wanting}
         return _Locked(Starlette(routes=routes, exception_handlers=errors), secret)
@@ -212,6 +213,18 @@ class Service:
                 self._cancelled.popitem(last=False)
         self._thread.cancel(job, keep=None if keep is None else int(keep))
         self._hand_over(Embedded(job=job, error="it was cancelled"))
+        return Response(status_code=204)
+
+    async def _probe(self, request: Request) -> Response:
+        """Returns when the engine has taken a command, as it would take a job."""
+        assert self._loop is not None
+        loop, taken = self._loop, asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(taken.set)
+
+        self._thread.probe(done)
+        await taken.wait()
         return Response(status_code=204)
 
     async def _embed(self, request: Request) -> Response:

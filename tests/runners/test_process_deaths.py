@@ -17,6 +17,7 @@ from httpcore2._backends.anyio import AnyIOStream
 
 from app.core.errors import AppError, Kind
 from app.core.ports import RunnerLoss
+from app.runners.line import Line
 from tests.engine.driving import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -227,6 +228,70 @@ def test_an_engine_that_hangs_is_killed(tiny_model: Path, plant: Callable[[str],
             assert running.status().state in ("stalled", "failed")
             await running.stop()
             assert not lives(process)
+
+    asyncio.run(run())
+
+
+DEAF = """
+import asyncio
+from app.runners.service import Service
+
+async def deaf(self, request):
+    await asyncio.Event().wait()
+
+Service._submit = Service._probe = deaf
+"""
+
+
+def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    """Its heartbeats went on, `/health` said ok, and no request was answered."""
+    plant(DEAF)
+
+    async def run() -> None:
+        async with started(tiny_model, watchdog=1.0) as running:
+            process = pid(running)
+            waiting = asyncio.create_task(end(running, "a"))
+            loss = await running.lost()
+            assert loss.message == "the process of tiny has taken no request for 2 s"
+            with pytest.raises(AppError, match="the engine stopped: the process of tiny has taken"):
+                await waiting
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of descriptors on this side, say: it is not replaced, and goes on when they are
+    back."""
+    monkeypatch.setattr("app.runners.process._PROBE", 0.01)
+    monkeypatch.setattr("app.runners.process._PROBE_AGAIN", 0.01)
+    broken = True
+    real = Line.probe
+
+    async def probe(line: Line) -> None:
+        if broken:
+            raise ConnectionError("Too many open files")
+        await real(line)
+
+    monkeypatch.setattr(Line, "probe", probe)
+
+    async def run() -> None:
+        nonlocal broken
+        async with started(tiny_model) as running:
+            while running.status().state == "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            status = running.status()
+            assert status.state == "stalled"
+            assert status.error == "the process of tiny cannot be reached: Too many open files"
+            broken = False
+            while running.status().state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            assert await end(running, "a")
 
     asyncio.run(run())
 
