@@ -152,9 +152,10 @@ class Preparation:
             case Several():
                 raise AssertionError("prompts within prompts")
             case ids:
-                for id_ in ids:
+                fitting = self._fitting(ids, param, room)
+                for id_ in (min(ids), max(ids)):
                     self._check_id(id_, param, self._files.vocab_size)
-                return _Begun(ids=tuple(self._fitting(ids, param, room)))
+                return _Begun(ids=tuple(fitting))
 
     def _job(self, request: GenerateRequest, begun: _Begun, room: Room) -> Job:
         ids: Sequence[int] = begun.ids

@@ -230,6 +230,11 @@ def as_mapping(value: object, path: str) -> dict[str, Any]:
 
 def as_ids(values: list[object], path: str) -> tuple[int, ...]:
     """Token ids, not yet held against a vocabulary. Raises AppError(INVALID)."""
+    # a prompt may have a million: in C where nothing is wrong, one by one to say what is
+    if set(map(type, values)) == {int}:
+        numbers = cast("list[int]", values)
+        if 0 <= min(numbers) and max(numbers) <= INT32_MAX:
+            return tuple(numbers)
     ids: list[int] = []
     for n, value in enumerate(values):
         id_ = as_integer(value)
