@@ -205,13 +205,17 @@ class Generation:
 
     async def _echoed(self, prepared: Prepared, scores: PromptScores) -> AsyncGenerator[TextDelta]:
         """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
-        and each piece is written on the event loop. The first piece has the text."""
+        and each piece is written on the event loop. A piece has as much of the text as its tokens
+        spell, the last one all that is left."""
         text = prepared.echo or ""
         for start in range(0, len(prepared.job.ids), _ECHO_TOKENS):
             read = partial(self._scored_part, prepared, scores, start)
             logprobs = await self._workers.run(read)
-            yield TextDelta(choice=prepared.choice, text=text, logprobs=logprobs)
-            text = ""
+            end = len(b"".join(entry.raw for entry in logprobs).decode(errors="ignore"))
+            if start + _ECHO_TOKENS >= len(prepared.job.ids):
+                end = len(text)
+            yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
+            text = text[end:]
 
     def _scored_part(
         self, prepared: Prepared, scores: PromptScores, start: int

@@ -261,6 +261,7 @@ class TestEcho:
         found = events(files, Lines("xy"), prompt=prompt, echo=True, top_logprobs=1)
         pieces = [event for event in found if isinstance(event, TextDelta)]
         assert max(len(piece.logprobs) for piece in pieces) == 128
+        assert all(piece.text for piece in pieces), "a stream holds back what has no text"
         told = [entry for piece in pieces for entry in piece.logprobs]
         assert "".join(entry.text for entry in told) == prompt + "xy"
         assert [entry.logprob for entry in told] == [None, *[-0.5] * 699, -0.25, -0.25]
