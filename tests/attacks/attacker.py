@@ -59,8 +59,8 @@ Step = Send | Flood | Read | Wait
 @dataclass(frozen=True)
 class Attack:
     """connections: what each thread does on one connection after the other. share: of a core, for
-    this process. port: the victim's, where it is not the server's. tls: whether TLS is spoken. hold:
-    how many of its latest connections a thread keeps open."""
+    this process. port: the victim's, where it is not the server's. tls: whether TLS is spoken.
+    hold: how many of its latest connections a thread keeps open."""
 
     connections: Sequence[Sequence[Step]]
     threads: int = 1

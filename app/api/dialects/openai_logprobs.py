@@ -15,11 +15,14 @@ LEAST_LOGPROB = -9999.0
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> JsonObject:
-    """One entry per token, its rivals within."""
-    content = [
+    return {"content": long_array(entries(tokens)), "refusal": None}
+
+
+def entries(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
+    """One per token, its rivals within."""
+    return [
         _entry(token) | {"top_logprobs": [_entry(rival) for rival in token.top]} for token in tokens
     ]
-    return {"content": long_array(content), "refusal": None}
 
 
 class Columns:
