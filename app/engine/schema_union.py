@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from app.engine.schema import Schema, at
 
-# White space between two parts of a JSON text, in llguidance's options (its docs/json_schema.md). It
-# is bounded either way, or a model that has lost its way writes white space for ever.
-# compact: none but one space after a colon or comma. What is written over lines takes twice the
+# White space between two parts of a JSON text, in llguidance's options (its docs/json_schema.md).
+# Both rules bound it, or a model that has lost its way writes white space for ever.
+# compact: none but one space after a colon or comma. JSON over several lines takes almost twice the
 # tokens and says nothing more.
 _COMPACT: Schema = {
     "item_separator": ",[ ]?",
@@ -43,8 +43,8 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "not": (False,),
 }
-# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @, and RFC 3339
-# has second 60 only where a leap second was, which no pattern can know
+# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @, and RFC
+# 3339 has second 60 only where a leap second was, which no pattern can know
 _NARROWER: dict[str, Schema] = {
     "email": {"pattern": r"^[^@]{1,64}@"},
     "time": {"pattern": r"^[0-9:]{5}:[0-5]"},

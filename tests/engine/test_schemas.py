@@ -30,7 +30,7 @@ DRAWN = 500
 TOGETHER = 50
 MOST_TOKENS = 80
 
-# What brings an answer to its end, the shortest way first; what only some patterns want comes early.
+# What brings an answer to its end, the shortest way first; what some patterns want comes early.
 # The comma comes before the digits, because a number has no other end where a property must follow.
 _CLOSING = tuple(f'"{wanted}}}],0123456789eE.-+:[{{tfn'.encode() for wanted in "b@:")
 # no schema needs more
