@@ -4,8 +4,8 @@ Knows: where JSON Schemas stand in llguidance's variant of Lark (its docs/syntax
 Must not know: tokens, who wrote the grammar.
 
 A schema in a grammar is held to what a schema by itself is held to: its white space is bounded,
-nothing that it says is ignored, and its costs are limited. JSON may stand over several lines only in
-a grammar that a client wrote.
+nothing that it says is ignored, and its costs are limited. JSON may stand over several lines only
+in a grammar that a client wrote.
 """
 
 import json
