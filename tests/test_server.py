@@ -1,6 +1,7 @@
 """The whole of it: a server process, real models, real clients."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -84,6 +85,25 @@ def test_the_official_sdk_talks_to_the_built_in_model(builtin: Served) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == plain.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "stop"
+
+
+def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(builtin: Served) -> None:
+    """What guidellm asks for."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client(builtin).chat.completions.create(
+        model="builtin", messages=HELLO, temperature=0, stream=True, stream_options=options
+    )
+    assert last.usage is not None
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    # one token is at least one character, and no chunk is empty but the last
+    assert counts[0] >= 1
+    assert all(a < b for a, b in itertools.pairwise(counts[:-1]))
+    assert counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None} == {
+        last.usage.prompt_tokens
+    }
+    assert "token_ids" not in chunks[0].choices[0].model_dump()
 
 
 def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: Served) -> None:
