@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from importlib.metadata import version
-from typing import assert_never
+from typing import Any, assert_never
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
@@ -37,6 +37,7 @@ from app.core.settings import Settings
 from app.embedding import Embedding
 from app.preparation import Preparation, Prepared
 from app.text.answer import Answer, scored
+from app.text.chat import tokenizer_info
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,19 @@ class Generation:
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True)
+    async def tokenize(self, text: str, *, add_special: bool = True) -> Sequence[int]:
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        self._files.check_asked(request.model)
+        written = await asyncio.to_thread(self._preparation.written, request)
+        return await self.tokenize(written.text, add_special=written.add_special)
+
+    async def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        return await asyncio.to_thread(lambda: [self._tokenizer.token_bytes(id) for id in ids])
+
+    async def tokenizer_info(self) -> Mapping[str, Any]:
+        return tokenizer_info(self._files, self._tokenizer, context=self.context)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode_verbatim, ids)

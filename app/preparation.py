@@ -92,6 +92,11 @@ class Preparation:
             prepared += [_sibling(first, copy, request) for copy in range(request.n)]
         return prepared
 
+    def written(self, request: GenerateRequest) -> Written:
+        """The prompt of a request whose prompt is a conversation. Raises AppError(INVALID)."""
+        assert isinstance(request.prompt, Conversation)
+        return self._conversations.write(request, request.prompt)
+
     def _choice(self, request: GenerateRequest, begun: _Begun, number: int, room: Room) -> Prepared:
         written = begun.written
         return Prepared(

@@ -27,14 +27,20 @@ class ClientLeft(Exception):
 # Requests
 
 
+def is_json(scope: Scope) -> bool:
+    """Whether the request says that its body is JSON."""
+    said = Headers(scope=scope).get("content-type", "")
+    return said.partition(";")[0].strip().lower() == "application/json"
+
+
 def check_json(scope: Scope) -> None:
     """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
 
     Insisting on it also keeps pages of other origins out: a browser sends this type across origins
     only after a preflight, which CORS refuses them.
     """
-    said = Headers(scope=scope).get("content-type", "")
-    if said.partition(";")[0].strip().lower() != "application/json":
+    if not is_json(scope):
+        said = Headers(scope=scope).get("content-type", "")
         raise AppError(
             Kind.MEDIA_TYPE,
             f"the body must be sent as application/json, not as {said[:200] or 'nothing named'}; "

@@ -44,7 +44,7 @@ _TOO_LONG = f"it is longer than {MOST_TEXT} characters"
 
 
 def followable(text: str, *, compact: bool = False) -> str:
-    """The grammar in Lark, as llguidance takes it. compact: the JSON of its schemas stands on one
+    """The grammar in Lark, as llguidance takes it. compact: the JSON of its schemas is on one
     line. Raises Refused."""
     if len(text) > _MOST_IN_ALL:
         raise Refused(f"it is longer than {_MOST_IN_ALL} characters, schemas included")

@@ -64,7 +64,7 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comme
 def followable(document: Schema, *, compact: bool = True) -> Schema:
     """The same schema, as llguidance takes it; white space between its parts is bounded, and
     nothing that it says is ignored. document: as `schema.checked` gives it. compact: the JSON text
-    stands on one line.
+    is on one line.
 
     An object that lists its properties has no others, unless it says so: JSON Schema would let a
     model go on inventing some, and weak ones do. llama.cpp and xgrammar read schemas so too."""

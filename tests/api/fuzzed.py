@@ -40,6 +40,7 @@ BETWEEN_FIELDS = (
     "cannot be streamed",
     "are made for one request",
     "structured_outputs must hold one of",  # and not only nulls
+    "the body must hold exactly one of",
     # of responses: what is kept here, and what a server with other settings would do
     "is not kept here",
     "must hold something to answer",

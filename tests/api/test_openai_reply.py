@@ -46,7 +46,7 @@ def test_a_stream_says_usage_only_when_asked(writer: Any, collect: Any):
 def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, include_usage: bool):
     """vLLM's continuous_usage_stats: of each choice and its prompt, in every chunk of a choice."""
     head = replace(HEAD, n=2, made=2, include_usage=include_usage, running_usage=True)
-    told = [
+    events = [
         Prompt(prompt=0, ids=(1,) * 7),
         replace(text("a"), choice=0, ids=(5, 6)),
         replace(text("b"), choice=1, ids=(7,)),
@@ -55,7 +55,7 @@ def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, in
         replace(finish("length", tokens=2), choice=1),
         replace(finish("stop", tokens=4), choice=0),
     ]
-    payloads = chunks(writer(head), told)
+    payloads = chunks(writer(head), events)
     last = payloads.pop() if include_usage else None
     assert [chunk["usage"] for chunk in payloads] == [
         {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
@@ -67,7 +67,7 @@ def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, in
         for choice in chunk["choices"]
     )
     if last is not None:
-        assert (last["choices"], last["usage"]) == ([], collect(head, told)["usage"])
+        assert (last["choices"], last["usage"]) == ([], collect(head, events)["usage"])
 
 
 @pytest.mark.parametrize(("writer", "collect"), WAYS)

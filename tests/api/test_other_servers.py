@@ -107,7 +107,7 @@ def test_no_field_is_in_the_table_twice():
     assert len({(row.name, endpoint) for row, endpoint in ROWS}) == len(ROWS)
 
 
-def told() -> list[tuple[str, str, str, str]]:
+def documented() -> list[tuple[str, str, str, str]]:
     """The document's table: field, endpoints, what it is accepted as, whose it is."""
     _, _, rest = (ROOT / "API.md").read_text("utf-8").partition("\n## Fields of other servers\n")
     section, _, _ = rest.partition("\n## ")
@@ -123,7 +123,7 @@ def told() -> list[tuple[str, str, str, str]]:
 
 def test_the_document_has_the_same_table():
     kinds = {"number": "a number", "text": "a text", "texts": "a text, or a list of texts"}
-    assert told() == [
+    assert documented() == [
         (
             row.name,
             ", ".join(row.endpoints),

@@ -1,22 +1,19 @@
 """The runner's own dialect: what the Go client of Ollama's MLX runner speaks.
 
-POST /completion answers in JSON lines; /v1/tokenize and /v1/detokenize turn text into ids and
-back. Knows that client's habits: it writes zero for "not set", keeps all defaults to itself (so
-the model's own must not show through here) and prints the body of every reply that is not 200.
+POST /completion answers in JSON lines; what it calls to tokenize is in tokenization.py. Knows that
+client's habits: it writes zero for "not set", keeps all defaults to itself (so the model's own must
+not show through here) and prints the body of every reply that is not 200.
 Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768).
 """
 
-import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.exchange import Ask, GenerateEndpoint, JsonLines
-from app.api.fields import INT32_MAX, INT64, Fields, as_array, as_ids, invalid
-from app.api.wire import MANNERS, JsonObject, json_reply, line_frame, read_body, read_json
+from app.api.fields import INT32_MAX, INT64, Fields
+from app.api.wire import MANNERS, JsonObject, line_frame
 from app.core.errors import AppError, Kind
 from app.core.events import Finish, Spoken, TextDelta
 from app.core.ports import Generate
@@ -33,29 +30,8 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
             raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")
         return Ask(request=parse(body, cards[0].id), reply=JsonLines(Lines()))
 
-    async def which(request: Request) -> str | None:
-        model = request.query_params.get("model")
-        if model is not None:
-            await generate.look_for(model)
-        return model
-
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, settings.max_body)
-        try:
-            text = body.decode()
-        except UnicodeDecodeError as error:
-            raise invalid(None, f"the body is not valid UTF-8: {error}") from None
-        return json_reply(list(await generate.tokenize(text, await which(request))))
-
-    async def detokenize(request: Request) -> Response:
-        body = await read_json(request.scope, request.receive, settings.max_body)
-        ids = await asyncio.to_thread(parse_ids, body)  # there may be millions
-        return json_reply({"content": await generate.detokenize(ids, await which(request))})
-
     return [
         Route("/completion", GenerateEndpoint(ask, generate, settings), methods=["POST"]),
-        Route("/v1/tokenize", tokenize, methods=["POST"]),
-        Route("/v1/detokenize", detokenize, methods=["POST"]),
     ]
 
 
@@ -77,19 +53,6 @@ def parse(body: object, model: str) -> GenerateRequest:
     options.close()
     fields.close()
     return request
-
-
-def parse_ids(body: object) -> tuple[int, ...]:
-    """The body of POST /v1/detokenize: an object, or the bare array that /v1/tokenize answers
-    with. Raises AppError(INVALID)."""
-    bare = as_array(body)
-    if bare is not None:
-        return as_ids(bare, "tokens")
-    fields = Fields.of(body)
-    fields.required("tokens")
-    tokens = fields.array("tokens") or []
-    fields.close()
-    return as_ids(tokens, "tokens")
 
 
 def _sampling(options: Fields) -> dict[str, SamplingValue]:
