@@ -41,6 +41,10 @@ BETWEEN_FIELDS = (
     "are made for one request",
     "structured_outputs must hold one of",  # and not only nulls
     "the body must hold exactly one of",
+    # calls and their results
+    "must be a response to a preceding message",
+    "not found in 'tool_calls' of previous message",
+    "must be followed by tool messages",
     # of responses: what is kept here, and what a server with other settings would do
     "is not kept here",
     "must hold something to answer",

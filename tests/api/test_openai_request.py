@@ -213,7 +213,7 @@ def test_usage_at_the_end_of_a_stream_is_asked_for():
         {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
         {"metadata": {"a": "b"}},
         {"store": False},
-        {"store": True},
+        {"store": False},
         {"modalities": ["text"]},
         {"verbosity": "medium"},
         {"min_tokens": 0, "ignore_eos": False},
@@ -293,6 +293,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"prompt_cache_options": {}}, "prompt_cache_options"),
     ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
     ({"echo": True}, "echo"),
+    ({"store": True}, "store"),
+    ({"store": "no"}, "store"),
     ({"prompt": "hi"}, "prompt"),
 ]
 

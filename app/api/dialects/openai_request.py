@@ -82,7 +82,7 @@ def parse_chat(body: object, models: Collection[str]) -> Wish:
     wish = replace(wish, tier=read_tier(fields))
     check_metadata(fields)
     check_caller(fields)
-    fields.boolean("store")
+    _check_store(fields)
     _refuse_rest(fields)
     check_other_fields(fields, "chat")
     fields.close()
@@ -189,6 +189,15 @@ def _chat_logprobs(fields: Fields) -> int | None:
     if top is not None:
         raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
     return None
+
+
+def _check_store(fields: Fields) -> None:
+    if fields.boolean("store"):
+        raise invalid(
+            "store",
+            "store cannot be true here: chat completions are not kept. Leave it out, or use "
+            "POST /v1/responses, whose responses are kept and can be read again",
+        )
 
 
 def _refuse_rest(fields: Fields) -> None:
