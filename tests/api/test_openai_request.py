@@ -213,7 +213,6 @@ def test_usage_at_the_end_of_a_stream_is_asked_for():
         {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
         {"metadata": {"a": "b"}},
         {"store": False},
-        {"store": False},
         {"modalities": ["text"]},
         {"verbosity": "medium"},
         {"min_tokens": 0, "ignore_eos": False},
