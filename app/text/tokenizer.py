@@ -140,6 +140,10 @@ class Tokenizer:
         """Whether the id is a token."""
         return self._token(id) is not None
 
+    def name(self, id: int) -> str | None:
+        """A token as the vocabulary writes it, such as "</s>"."""
+        return self._token(id)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
         return self._inner.token_to_id(token)

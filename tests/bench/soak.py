@@ -1,5 +1,5 @@
-"""`make bench ARGS=soak`: clients of every kind, for minutes, against a real server that is short of
-memory and whose runner is killed.
+"""`make bench ARGS=soak`: clients of every kind, for minutes, against a real server that is short
+of memory and whose runner is killed.
 
 Some clients ask and check the answer against the one that the same request got alone. Others
 disconnect amid a request or an answer, politely or with a reset; send bodies of ten megabytes; have
@@ -36,7 +36,7 @@ CLIENTS = 32
 OPTIONS = ("--max-queue", "16", "--memory", "0.03")
 
 # A random model whose context is long, so that a few long answers need more memory than there is.
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
