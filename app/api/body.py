@@ -8,6 +8,7 @@ the interpreter while it does. So values are counted while the body arrives, bef
 and large bodies are parsed on a thread, one at a time, callers taking turns.
 """
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -20,18 +21,23 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from app.api.wire import ClientLeft, caller_of
+from app.core.allocator import release_free_memory
 from app.core.errors import AppError, Kind
 from app.core.settings import MEBIBYTE, Settings
 from app.core.workers import Workers, WorkQueue
 
 Result = TypeVar("Result")
 
-# JSON values of one body, keys included. Ten times the largest request recorded of a coding agent
-# has 12,000; 2,048 embedding inputs of 100 token ids each have 207,000. Building so many takes
-# 30 ms. A prompt of ids may have more, where a model has a longer context.
+# JSON values of one body, keys included: 2,048 embedding inputs of 100 token ids each have 207,000.
+# Building so many takes 30 ms. A prompt of ids may have more, where a model has a longer context.
 MOST_VALUES = 262_144
 
-# Values that a request may have besides such a prompt.
+# Values of a conversation, which has no ids. Ten times the largest request recorded of a coding
+# agent has 12,000, a schema of 5,000 properties 40,000. Each of them costs more than an id does:
+# templates and schemas go through all of them.
+MOST_CHAT_VALUES = 65_536
+
+# Values that a request may have besides a prompt of ids.
 _BESIDE_PROMPT = 16_384
 
 # Bytes that all bodies in flight may take together, beyond _UNCOUNTED of each, or so many of the
@@ -49,6 +55,10 @@ _VALUE_BYTES, _VALUE_WEIGHT = 64, 16
 # A body of more bytes or more values is parsed on a thread; others take less than 3 ms.
 _LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
 
+# Seconds after a large body until free memory is given back, once for all bodies of that time.
+_RELEASE_AFTER = 1.0
+
+_SEPARATORS = (b",", b":", b"[", b"{")
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
 _STRING = re.compile(rb'"[^"]*"')
 
@@ -56,14 +66,30 @@ _STRING = re.compile(rb'"[^"]*"')
 class ValueCounter:
     """Counts the values of a JSON text, keys included, as it arrives: every value but the first
     follows a comma, a colon or an opening bracket outside of strings. Never less than the parser
-    would build; empty containers count twice."""
+    would build; empty containers count twice.
 
-    def __init__(self) -> None:
+    Finding the strings takes ten times as long as reading the bytes, so it is done only where it
+    matters: up to `exact_from` values, what is in strings counts too."""
+
+    def __init__(self, exact_from: int = 0) -> None:
         self.count = 1
+        self._exact_from = exact_from
+        self._exact = exact_from == 0
         self._in_string = False
         self._escapes = False  # the last byte is a backslash that escapes the next one
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
+        """before: all that was fed already."""
+        if self._exact:
+            self._feed_exact(data)
+            return
+        self.count += sum(map(data.count, _SEPARATORS))
+        if self.count > self._exact_from:
+            self._exact, self.count = True, 1
+            self._feed_exact(bytes(before))
+            self._feed_exact(data)
+
+    def _feed_exact(self, data: bytes) -> None:
         if self._escapes:
             data = b"\\" + data
         backslashes = len(data) - len(data.rstrip(b"\\"))
@@ -112,12 +138,13 @@ class BodyBudget:
 class Body:
     """One request's body, complete. data: its bytes, none any more once it was parsed."""
 
-    def __init__(self, bodies: "RequestBodies", caller: str) -> None:
+    def __init__(self, bodies: "RequestBodies", caller: str, most_values: int) -> None:
         self._bodies = bodies
         self.caller = caller
         self.data = bytearray()
         self.size = 0
-        self.values = ValueCounter()
+        self.most_values = most_values
+        self.values = ValueCounter(exact_from=most_values)
         self.charged = 0
 
     async def json(self) -> object:
@@ -142,7 +169,8 @@ class RequestBodies:
         self._longest_prompt = longest_prompt
         self._budget = BodyBudget(max(_BUDGET, _LARGEST * settings.max_body))
         # one thread: the parser holds the interpreter
-        self._parser = WorkQueue(1, "parse")
+        self._parser = WorkQueue(1, "parse", rest=1.0)
+        self._release: asyncio.TimerHandle | None = None
         self.in_flight = 0
 
     @property
@@ -164,15 +192,18 @@ class RequestBodies:
         AppError(OVERLOADED) when bodies in flight take too much memory. What is left of the body is
         the server's to discard, and how long it may take too (app/door/connections.py). ClientLeft
         if the client disconnects before its body is complete."""
-        async with self._receiving(scope, receive, lambda body, data: None) as body:
+        async with self._receiving(scope, receive) as body:
             yield body
 
     @asynccontextmanager
-    async def receive_json(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
+    async def receive_json(
+        self, scope: Scope, receive: Receive, most_values: int = MOST_VALUES
+    ) -> AsyncGenerator[Body]:
         """As `receive`; AppError(MEDIA_TYPE) also for what is not sent as JSON, AppError(INVALID)
-        for more values than a request can need."""
+        for more values than a request can need. MOST_VALUES admits prompts of ids as long as the
+        longest context too."""
         check_json(scope)
-        async with self._receiving(scope, receive, self._count) as body:
+        async with self._receiving(scope, receive, most_values) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
@@ -192,10 +223,11 @@ class RequestBodies:
 
     @asynccontextmanager
     async def _receiving(
-        self, scope: Scope, receive: Receive, check: Callable[[Body, bytes], None]
+        self, scope: Scope, receive: Receive, most_values: int = 0
     ) -> AsyncGenerator[Body]:
+        """most_values: 0 for a body that is no JSON."""
         _check_length(scope, self._limit)
-        body = Body(self, caller_of(scope))
+        body = Body(self, caller_of(scope), most_values)
         self.in_flight += 1
         try:
             more = True
@@ -204,16 +236,27 @@ class RequestBodies:
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 data, more = message.get("body", b""), message.get("more_body", False)
-                body.size += len(data)
-                if body.size > self._limit:
-                    raise _too_large(self._limit)
-                self._charge(body, min(len(data), max(0, body.size - _UNCOUNTED)))
-                check(body, data)
-                body.data += data
+                self._add(body, data)
             yield body
         finally:
             self.in_flight -= 1
             self._budget.give_back(body.caller, body.charged)
+            if body.charged > _LARGE_BYTES and self._release is None:
+                loop = asyncio.get_running_loop()
+                self._release = loop.call_later(_RELEASE_AFTER, self._release_memory)
+
+    def _release_memory(self) -> None:
+        self._release = None
+        asyncio.get_running_loop().run_in_executor(None, release_free_memory)
+
+    def _add(self, body: Body, data: bytes) -> None:
+        body.size += len(data)
+        if body.size > self._limit:
+            raise _too_large(self._limit)
+        self._charge(body, min(len(data), max(0, body.size - _UNCOUNTED)))
+        if body.most_values:
+            self._count(body, data)
+        body.data += data
 
     def _charge(self, body: Body, count: int) -> None:
         if count:
@@ -221,9 +264,11 @@ class RequestBodies:
             body.charged += count
 
     def _count(self, body: Body, data: bytes) -> None:
-        body.values.feed(data)
-        if body.values.count > MOST_VALUES:
-            most = max(MOST_VALUES, self._longest_prompt() + _BESIDE_PROMPT)
+        body.values.feed(data, before=body.data)
+        if body.values.count > body.most_values:
+            most = body.most_values
+            if most == MOST_VALUES:
+                most = max(most, self._longest_prompt() + _BESIDE_PROMPT)
             if body.values.count > most:
                 message = f"the body holds more than {most:,} JSON values: send fewer at a time"
                 raise AppError(Kind.INVALID, message, code="too_many_values")

@@ -17,7 +17,7 @@ from typing import Protocol, Self, assert_never
 
 from starlette.types import Receive, Scope, Send
 
-from app.api.body import Body, RequestBodies
+from app.api.body import MOST_VALUES, Body, RequestBodies
 from app.api.wire import (
     JsonObject,
     caller_of,
@@ -97,7 +97,7 @@ class Ask:
 
 class GenerateEndpoint:
     """An ASGI application: one POST route that generates. `parse` makes an Ask of parsed JSON or
-    raises AppError.
+    raises AppError. most_values: JSON values that a body may have.
 
     AppErrors before the first byte of the answer are raised, so that they become a status; later
     ones are written into the stream.
@@ -109,15 +109,18 @@ class GenerateEndpoint:
         generate: Generate,
         settings: Settings,
         bodies: RequestBodies,
+        *,
+        most_values: int = MOST_VALUES,
     ) -> None:
         self._parse = parse
         self._generate = generate
         self._bodies = bodies
+        self._most_values = most_values
         self._ping = settings.ping
         self._load_wait = settings.load_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.receive_json(scope, receive) as body:
+        async with self._bodies.receive_json(scope, receive, self._most_values) as body:
 
             async def exchange(send: Send) -> None:
                 await self._answer(await self._understand(body), scope, send)

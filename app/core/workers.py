@@ -3,12 +3,14 @@
 Knows: asyncio, threads, whose work it is and how large. Must not know: what the work does.
 
 Small work and large work run on different threads, so that a short request never waits for a long
-one. Each queue is fair: keys take turns, and one key never has more than half of the threads.
+one. Each queue is fair: keys take turns, and one key never has more than half of the threads. Most
+work holds the interpreter, so a thread for large work rests as long as it worked.
 """
 
 import asyncio
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +30,10 @@ _MOST_LARGE_THREADS = 8
 
 # Bytes or characters from which work is large. Tokenizing that many takes about 20 ms.
 _LARGE = 64 * 1024
+
+
+# Seconds that a thread rests at most.
+_LONGEST_REST = 1.0
 
 
 class Cancelled(Exception):
@@ -61,11 +67,13 @@ class _Item:
 class WorkQueue:
     """Runs work on threads, in turns by key. Everything but the work runs on one event loop.
 
-    The threads are daemons: a process that ends does not wait for them."""
+    The threads are daemons: a process that ends does not wait for them. rest: seconds that a thread
+    rests for each second of the processor's time that its work took."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._name = name
         self._threads = threads
+        self._rest = rest
         self._started = 0
         self._per_key = max(1, threads // 2)
         self._queues: dict[str, deque[_Item]] = {}
@@ -125,6 +133,7 @@ class WorkQueue:
             item = self._inbox.get()
             result: Any = None
             error: BaseException | None = None
+            began = time.thread_time()
             try:
                 result = item.work()
             except BaseException as raised:  # the awaiting task raises it, whatever it is
@@ -132,18 +141,27 @@ class WorkQueue:
             # the loop may be closed: a server that stops does not wait for work
             with suppress(RuntimeError):
                 item.done.get_loop().call_soon_threadsafe(self._finish, item, result, error)
+            used = time.thread_time() - began
             # or this thread would keep them in memory until its next work
+            loop, key = item.done.get_loop(), item.key
             del item, result, error
+            if self._rest:
+                time.sleep(min(_LONGEST_REST, self._rest * used))
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._free, key)
 
     def _finish(self, item: _Item, result: Any, error: BaseException | None) -> None:
-        self._running[item.key] -= 1
-        if not self._running[item.key]:
-            del self._running[item.key]
-        if not item.done.done():
-            if error is None:
-                item.done.set_result(result)
-            else:
-                item.done.set_exception(error)
+        if item.done.done():
+            return
+        if error is None:
+            item.done.set_result(result)
+        else:
+            item.done.set_exception(error)
+
+    def _free(self, key: str) -> None:
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]
         self._dispatch()
 
 
@@ -153,7 +171,7 @@ class Workers:
     def __init__(self) -> None:
         large = min(_MOST_LARGE_THREADS, max(2, os.cpu_count() or 2))
         self.small = WorkQueue(_SMALL_THREADS, "work")
-        self.large = WorkQueue(large, "large-work")
+        self.large = WorkQueue(large, "large-work", rest=1.0)
 
     @property
     def running(self) -> int:

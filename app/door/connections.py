@@ -14,6 +14,7 @@ connection is `leaving`: it is closed in one direction, and thrown away is what 
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -28,6 +29,7 @@ from app.api.request_id import HEADER, RequestIds, new_id
 from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
 from app.core.traffic import Reason
+from app.door.body_reads import FREE, ReadingFlow
 from app.door.hall import Hall
 from app.door.outlet import Outlet
 from app.door.pieces import Pieces
@@ -73,7 +75,9 @@ class Connection(H11Protocol, Pieces):
         self._unread = Unread(loop, hall.body_timeout, self._unsent, self._give_up_reader)
         self._below: asyncio.Transport | None = None
         self._waiting = Waiting[Waits](loop, self._expire)
+        self._reading: ReadingFlow | None = None  # while it reads HTTP
         self._thrown_away = 0
+        self._body_read = 0  # bytes that came since the last request was whole
         # left: nothing more is answered here. closes: as soon as all is out
         self._stops = self._left = self._closes = False
 
@@ -86,6 +90,7 @@ class Connection(H11Protocol, Pieces):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
+        self.flow = self._reading = ReadingFlow(transport)
         # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
         transport.set_write_buffer_limits(high=0 if self._below is None else 1)
         self._waiting.begin("head", self._hall.header_timeout)
@@ -98,10 +103,19 @@ class Connection(H11Protocol, Pieces):
 
     def gone(self) -> None:
         self._hall.leave(self)
+        if self._reading is not None:
+            self._hall.body_reads.remove(self._reading)
         self._waiting.end()
         self._unread.stop()
 
     def data_received(self, data: bytes) -> None:
+        began = time.monotonic()
+        self._read(data)
+        self._body_read = self._body_read + len(data) if self._reads_body else 0
+        if self._body_read > FREE and self._reading is not None and not self.parted:
+            self._hall.body_reads.queue(self._reading, time.monotonic() - began)
+
+    def _read(self, data: bytes) -> None:
         unwanted = self._left or self._waiting.what == "rest"
         self._thrown_away = self._thrown_away + len(data) if unwanted else 0
         if self._thrown_away > self._hall.rest:
@@ -202,6 +216,10 @@ class Connection(H11Protocol, Pieces):
         """Whether a request is with the application."""
         cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
         return cycle is not None and not cycle.response_complete
+
+    @property
+    def _reads_body(self) -> bool:
+        return self._left or self.conn.their_state is h11.SEND_BODY
 
     @property
     def _begun(self) -> bool:

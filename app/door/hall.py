@@ -9,6 +9,7 @@ from typing import Protocol
 
 from app.core.settings import MEBIBYTE, Settings
 from app.core.traffic import Reason, Traffic
+from app.door.body_reads import BodyReads
 from app.door.complaints import Complaint
 from app.door.crowd import Crowd
 
@@ -37,6 +38,7 @@ class Hall:
         self.body_timeout = settings.body_timeout
         self.rest = max(_REST_BYTES, settings.max_body)
         self.crowd = Crowd[Guest](settings.max_connections)
+        self.body_reads = BodyReads()
         self.traffic = traffic
         self._invalid = Complaint()
 

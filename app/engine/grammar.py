@@ -10,6 +10,8 @@ wait for no thread, and a compilation that no request waits for is given up.
 """
 
 import asyncio
+import os
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection
@@ -32,6 +34,8 @@ _KEPT = 32
 _PATIENCE = 10.0
 # compilations at once; they take cores from the engine
 _AT_ONCE = 2
+# what Linux adds to the niceness of their threads
+_NICE = 10
 # bytes of the stack of a compilation, because native code goes as deep as references are long. It
 # is room, not memory: only what is touched is taken
 _STACK = 1 << 28
@@ -229,6 +233,7 @@ class Grammars:
             threading.stack_size(ordinary)
 
     def _work(self, compilation: _Compilation) -> None:
+        _lower_priority()
         matcher: LLMatcher | None = None
         error: BaseException | None = None
         try:
@@ -268,6 +273,14 @@ class Grammars:
         except (OSError, ValueError) as error:
             message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
             raise AppError(Kind.MODEL_FILES, message) from error
+
+
+def _lower_priority() -> None:
+    """Of this thread: answers that are being generated come first. Linux alone has one for each
+    thread."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 async def _settled(result: Future[Any], seconds: float) -> None:

@@ -60,6 +60,34 @@ def test_what_is_in_a_string_is_no_value(text: str):
         assert counted(raw, cut) == 1
 
 
+@given(text=st.text('ab",:[{\\', max_size=60), exact_from=st.integers(1, 40), data=st.data())
+def test_values_are_counted_exactly_where_it_matters(
+    text: str, exact_from: int, data: st.DataObject
+):
+    raw = json.dumps([text, 1, text]).encode()
+    cut = data.draw(st.integers(0, len(raw)))
+    counter = ValueCounter(exact_from)
+    counter.feed(raw[:cut])
+    counter.feed(raw[cut:], before=raw[:cut])
+    assert counter.count == counted(raw) or counted(raw) <= counter.count <= exact_from
+
+
+def test_a_text_with_many_commas_is_one_value():
+    async def run() -> Reply:
+        message = {"role": "user", "content": "so, it: goes [on], " * 100_000}
+        body = json.dumps({"model": "fake/model", "messages": [message]}).encode()
+        return await Conversation(build_app(FakeGenerate(), Settings()), "POST", CHAT, body).end()
+
+    assert asyncio.run(run()).status == 200
+
+
+def test_a_conversation_has_fewer_values_than_a_prompt_of_ids():
+    messages = b",".join([b'{"role":"user","content":"x"}'] * 20_000)
+    reply, _ = answered(b'{"messages": [' + messages + b"]}")
+    assert (reply.status, reply.error["code"]) == (400, "too_many_values")
+    assert "65,536" in reply.error["message"]
+
+
 def test_text_that_is_no_json_is_counted_all_the_same():
     random.seed(1)
     for _ in range(200):

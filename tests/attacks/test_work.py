@@ -48,12 +48,18 @@ BODIES = {
     "messages": b'{"model": "tiny", "messages": ['
     + b",".join([b'{"role":"user","content":"' + b"x" * 150 + b'"}'] * 50_000)
     + b"]}",
+    "most messages": b'{"model": "tiny", "messages": ['
+    + b",".join([b'{"role":"user","content":"' + b"x" * 700 + b'"}'] * 13_000)
+    + b"]}",
     "text": b'{"model": "tiny", "prompt": "' + b"x" * LARGE + b'"}',
     "commas": b'{"model": "tiny", "prompt": "' + b"," * LARGE + b'"}',
     "escapes": b'{"model": "tiny", "prompt": "' + b"\\n" * (LARGE // 2) + b'"}',
     "ids": b'{"model": "tiny", "prompt": [' + b",".join([b"1"] * 260_000) + b"]}",
     "tools": b'{"model": "tiny", "messages": [{"role":"user","content":"x"}], "tools": ['
     + b",".join([b'{"type":"function","function":{"name":"f%d"}}' % n for n in range(30_000)])
+    + b"]}",
+    "most tools": b'{"model": "tiny", "messages": [{"role":"user","content":"x"}], "tools": ['
+    + b",".join([b'{"type":"function","function":{"name":"f%d"}}' % n for n in range(8_000)])
     + b"]}",
 }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 
@@ -49,6 +50,23 @@ def held() -> Iterator[Held]:
 async def until(condition: Callable[[], object]) -> None:
     while not condition():  # noqa: ASYNC110  # another thread's doing
         await asyncio.sleep(0.002)
+
+
+def test_a_thread_for_large_work_rests_as_long_as_it_worked():
+    """Most work holds the interpreter: without a rest the event loop gets little of it."""
+
+    def work() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+
+    async def run() -> float:
+        queue = WorkQueue(1, "resting", rest=2.0)
+        began = time.monotonic()
+        await asyncio.gather(*(queue.run(work, key="") for _ in range(4)))
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 4 * 0.02 + 3 * 0.04
 
 
 def test_work_runs_on_another_thread_in_the_context_of_its_request():

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.body import RequestBodies
+from app.api.body import MOST_CHAT_VALUES, RequestBodies
 from app.api.dialects.lifecycle import told
 from app.api.dialects.openai_caller import unknown_model
 from app.api.dialects.openai_chat import ChatChunks, collect_chat
@@ -66,7 +66,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     return [
         Route(
             "/v1/chat/completions",
-            GenerateEndpoint(ask_chat, generate, settings, bodies),
+            GenerateEndpoint(ask_chat, generate, settings, bodies, most_values=MOST_CHAT_VALUES),
             methods=["POST"],
         ),
         Route(

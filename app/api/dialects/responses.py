@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.body import RequestBodies
+from app.api.body import MOST_CHAT_VALUES, RequestBodies
 from app.api.dialects.responses_listing import list_items
 from app.api.dialects.responses_reply import Answer, Head, Keep, ResponseFrames, collect
 from app.api.dialects.responses_request import Wish, parse
@@ -72,7 +72,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
         )
 
     async def input_tokens(request: Request) -> Response:
-        async with bodies.receive_json(request.scope, request.receive) as body:
+        async with bodies.receive_json(request.scope, request.receive, MOST_CHAT_VALUES) as body:
             content = await body.json()
             await generate.look_for(model_named_in(content))
             served = [card.id for card in generate.models()]
@@ -89,7 +89,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             "--context-shift",
         )
 
-    create = GenerateEndpoint(ask, generate, settings, bodies)
+    create = GenerateEndpoint(ask, generate, settings, bodies, most_values=MOST_CHAT_VALUES)
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),

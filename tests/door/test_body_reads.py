@@ -1,0 +1,81 @@
+"""Long bodies are read in turns, and in a share of the event loop's time."""
+
+import asyncio
+import time
+
+from app.door.body_reads import BodyReads, ReadingFlow
+
+
+class Transport(asyncio.Transport):
+    """Delivers a piece in each turn of the loop while it is not paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self.calls: list[str] = []
+
+    def pause_reading(self) -> None:
+        assert not self.paused
+        self.paused = True
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        assert self.paused
+        self.paused = False
+        self.calls.append("resume")
+
+
+def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
+    transport = Transport()
+    flow = ReadingFlow(transport)
+    flow.hold_reading()
+    flow.pause_reading()
+    flow.release_reading()
+    assert transport.paused, "the application has enough"
+    flow.hold_reading()
+    flow.resume_reading()
+    assert transport.paused, "it is another connection's turn"
+    flow.release_reading()
+    assert not transport.paused
+    flow.resume_reading()
+    flow.release_reading()
+    assert transport.calls == ["pause", "resume"], "no call is made twice"
+
+
+def test_connections_take_turns_and_get_a_share_of_the_time():
+    async def run() -> None:
+        reads = BodyReads()
+        transports = [Transport() for _ in range(5)]
+        flows = [ReadingFlow(transport) for transport in transports]
+        order: list[int] = []
+        piece, seconds = 0.002, 0.4
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for number, transport in enumerate(transports):
+                if not transport.paused:
+                    order.append(number)
+                    time.sleep(piece)  # noqa: ASYNC251  # reading holds the loop
+                    reads.queue(flows[number], piece)
+            await asyncio.sleep(0.0005)
+        assert len(order) * piece < seconds / 2, "most of the time is left for others"
+        counts = [order.count(number) for number in range(5)]
+        assert max(counts) - min(counts) <= 1, "none is read more often than others"
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_is_closed_has_no_turn():
+    async def run() -> None:
+        reads = BodyReads()
+        transport = Transport()
+        gone, other = ReadingFlow(Transport()), ReadingFlow(transport)
+        reads.queue(gone, 0.005)
+        reads.queue(other, 0.005)
+        reads.remove(gone)
+        reads.remove(gone)
+        deadline = time.monotonic() + 10
+        while transport.paused:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
