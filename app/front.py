@@ -43,15 +43,23 @@ _WORST: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
 
 class Front:
     """Implements `Generate`. preload: names of models that are loaded at the start, by which the
-    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model."""
+    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model.
+    check_tokenizer: raises AppError for files whose tokenizer must not be used in this process."""
 
     def __init__(
-        self, catalogue: Catalogue, pool: Pool, preload: Sequence[str], *, load_wait: float
+        self,
+        catalogue: Catalogue,
+        pool: Pool,
+        preload: Sequence[str],
+        *,
+        load_wait: float,
+        check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
     ) -> None:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
         self._load_wait = load_wait
+        self._check_tokenizer = check_tokenizer
         self._texts: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
         pool.on_unloaded = self._forget
@@ -227,6 +235,7 @@ class Front:
         engine = self._pool.resident(served)
         try:
             files = await self._catalogue.files(served)
+            await self._check_tokenizer(files)
             return await asyncio.to_thread(Generation, files, engine, served.settings)
         except AppError as error:
             log.error("%s: %s", served.name, error.message)

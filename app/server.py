@@ -39,6 +39,8 @@ from app.runners.needs import need
 from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
 from app.runners.scratch import private_scratch
+from app.runners.tokenizer_trial import TokenizerTrials
+from app.store import is_builtin
 from app.tracing import tracing_of
 
 log = logging.getLogger(__name__)
@@ -107,7 +109,13 @@ class _Serving:
             max_loaded=settings.max_loaded,
         )
         preload = _preloaded(entries, settings)
-        self._front = Front(catalogue, self._pool, preload, load_wait=settings.load_wait)
+        self._front = Front(
+            catalogue,
+            self._pool,
+            preload,
+            load_wait=settings.load_wait,
+            check_tokenizer=TokenizerTrials(is_builtin).check,
+        )
         limited = Limited(self._front, settings)
         watch = None if self._tracing is None else self._tracing.watch
         generate = limited if watch is None else Watched(limited, watch)

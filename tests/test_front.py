@@ -24,6 +24,7 @@ from app.engine.describe import complete
 from app.front import Front, summed
 from app.runners.local import LocalRunner
 from app.runners.pool import Pool
+from app.runners.tokenizer_trial import TokenizerTrials
 from tests import tiny
 
 MEBIBYTE = 1 << 20
@@ -64,7 +65,13 @@ def with_front(
             need,
             total=100 * MEBIBYTE,
         )
-        front = Front(catalogue, pool, list(preload), load_wait=chosen.load_wait)
+        front = Front(
+            catalogue,
+            pool,
+            list(preload),
+            load_wait=chosen.load_wait,
+            check_tokenizer=TokenizerTrials(store.is_builtin).check,
+        )
         await pool.start()
         try:
             await front.start()

@@ -15,6 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from app.core.errors import LibraryPanic, PanicGuard
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.engine import lark
 from app.engine.pattern import MOST_REPETITIONS, repetitions
@@ -157,6 +158,13 @@ class _Compiler:
             max_lexer_states=50_000,
             verbose_errors=False,
         )
+        try:
+            with PanicGuard():
+                return self._begun(spec, limits)
+        except LibraryPanic as panic:  # llguidance catches its own, where it expects them
+            return reason_of(f"panic: {panic}")
+
+    def _begun(self, spec: str, limits: LLParserLimits) -> LLMatcher | str:
         matcher = LLMatcher(self._tokenizer, spec, log_level=0, limits=limits)
         mask = matcher.compute_bitmask()
         trial = matcher.deep_copy()

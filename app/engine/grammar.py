@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.engine.compiling import Refusal, compiled, reason_of
 
@@ -60,10 +60,21 @@ class Matcher:
     def accept(self, token: int) -> None:
         """The answer goes on, or ends, with this id. Raises GrammarError when it must not, or when
         the grammar turns out to be too complex; this object is dead then."""
-        self._inner.consume_token(token)
+        try:
+            with PanicGuard():
+                self._inner.consume_token(token)
+        except LibraryPanic as panic:
+            raise GrammarError(reason_of(f"panic: {panic}")) from panic
         self._look()
 
     def _look(self) -> None:
+        try:
+            with PanicGuard():
+                self._read_state()
+        except LibraryPanic as panic:
+            raise GrammarError(reason_of(f"panic: {panic}")) from panic
+
+    def _read_state(self) -> None:
         allowed = self._inner.compute_bitmask()
         # a broken matcher also allows something: the end
         if self._inner.is_error():
@@ -109,7 +120,7 @@ class Grammars:
                 raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE)) from error
             message = f"this {name} takes more than {_PATIENCE:g} s to compile; make it simpler"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
-        with self._lock:
+        with self._lock, PanicGuard():
             inner = first.deep_copy()
         try:
             return Matcher(inner, hidden=frozenset(tokenizer.eos_tokens) - stop_ids)
@@ -169,12 +180,13 @@ class Grammars:
     def _made(self, stop_ids: frozenset[int]) -> LLTokenizer:
         try:
             # llguidance cannot do without an end: where there is none it guesses one
-            return LLTokenizer(
-                self.tokenizer.read_text("utf-8"),
-                n_vocab=self._vocab,
-                eos_token=sorted(stop_ids) or None,
-            )
-        except (OSError, ValueError) as error:
+            with PanicGuard():
+                return LLTokenizer(
+                    self.tokenizer.read_text("utf-8"),
+                    n_vocab=self._vocab,
+                    eos_token=sorted(stop_ids) or None,
+                )
+        except (LibraryPanic, OSError, ValueError) as error:
             message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
             raise AppError(Kind.MODEL_FILES, message) from error
 

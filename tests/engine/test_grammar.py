@@ -37,6 +37,7 @@ from tests.engine.driving import (
     run_one,
     tiny_model,
 )
+from tests.fakes import panic
 
 PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
 ENDS = frozenset({tiny.END})
@@ -377,6 +378,47 @@ def test_a_tokenizer_that_is_mended_serves_the_next_request(tmp_path: Path) -> N
         fresh.compile(ANYTHING, ENDS)
     tiny.tokenizer().save(str(file))
     assert ids_of(fresh.compile(ANYTHING, ENDS)) == {ord("{")}
+
+
+class Panicking:
+    """A matcher, or a tokenizer, of llguidance's that panics when it is asked something: it catches
+    those panics of its own that it knows of, so none can be had of the real one."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.panics = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.panics:
+            raise panic()
+        return lambda *_: {"compute_bitmask": b"\xff", "is_error": False}.get(name)
+
+
+def test_a_matcher_that_panics_ends_its_own_request() -> None:
+    """A PanicException is no Exception: it ended the engine's thread, and all requests with it."""
+    inner: Any = Panicking()
+    matcher = Matcher(inner, hidden=NONE)
+    matcher.accept(1)
+    inner.panics = True
+    with pytest.raises(GrammarError, match="it is too large"):
+        matcher.accept(1)
+    with pytest.raises(GrammarError, match="it is too large"):
+        Matcher(inner, hidden=NONE)
+
+
+def test_a_grammar_over_which_the_library_panics_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def panics(*_: object, **__: object) -> Any:
+        raise panic()
+
+    monkeypatch.setattr("app.engine.compiling.LLMatcher", panics)
+    with pytest.raises(AppError, match="cannot be followed: it is too large") as caught:
+        new_grammars().compile(Choice(options=("a",), at="guided_choice"), ENDS)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_choice")
+    monkeypatch.setattr("app.engine.grammar.LLTokenizer", panics)
+    with pytest.raises(AppError, match=r"is not a tokenizer that grammars work with") as caught:
+        new_grammars().compile(ANYTHING, ENDS)
+    assert caught.value.kind is Kind.MODEL_FILES
 
 
 def new_grammars() -> Grammars:
