@@ -30,6 +30,7 @@ from app.door.certificates import check_certificate
 from app.door.draining import Server
 from app.door.entrance import protocol
 from app.door.exposure import check_exposure
+from app.door.hall import Hall
 from app.door.keyring import Keyring
 from app.door.notices import Notices
 from app.engine.describe import complete
@@ -123,7 +124,8 @@ class _Serving:
         app = build_app(
             generate, settings, lifespan=self._lifespan, keyring=keyring, traffic=traffic
         )
-        self._server = Server(_uvicorn(app, settings, traffic), limited, settings)
+        hall = Hall(settings, traffic)
+        self._server = Server(_uvicorn(app, settings, hall), limited, settings, hall)
 
     def run(self) -> int:
         """The exit status; raises AppError for what ended it too early."""
@@ -248,11 +250,11 @@ def _maker(settings: Settings) -> Callable[[Settings], Runner]:
     return ProcessRunner
 
 
-def _uvicorn(app: Starlette, settings: Settings, traffic: Traffic) -> uvicorn.Config:
+def _uvicorn(app: Starlette, settings: Settings, hall: Hall) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # with TLS, where there is a certificate
-        http=protocol(settings, traffic),
+        http=protocol(settings, hall=hall),
         host=settings.host,
         port=settings.port,
         ws="none",

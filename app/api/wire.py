@@ -127,13 +127,14 @@ MANNERS: Mapping[Kind, Manner] = {
     Kind.STOPPING: Manner(503, "api_error", "server_stopping"),
     # OpenAI's words for "too much at the moment"; vLLM answers 503, which means "not at all"
     Kind.BUSY: Manner(429, "rate_limit_error", "server_busy"),
+    Kind.EXHAUSTED: Manner(503, "api_error", "out_of_resources"),
     Kind.ENGINE: Manner(500, "api_error", "engine_error"),
     Kind.MODEL_FILES: Manner(500, "api_error", "bad_model_files"),
 }
 
 
 # What trying again helps against. The SDKs obey the Retry-After that these are told with.
-PASSING = frozenset({Kind.LOADING, Kind.STOPPING, Kind.BUSY})
+PASSING = frozenset({Kind.LOADING, Kind.STOPPING, Kind.BUSY, Kind.EXHAUSTED})
 
 
 def envelope(error: AppError) -> JsonObject:

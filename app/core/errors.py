@@ -24,6 +24,7 @@ class Kind(StrEnum):
     LOADING = "model_loading"
     STOPPING = "server_stopping"
     BUSY = "server_busy"
+    EXHAUSTED = "out_of_resources"
     ENGINE = "engine_error"
     MODEL_FILES = "bad_model_files"
 

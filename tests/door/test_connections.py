@@ -436,9 +436,9 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
-        allow_files(40)
+        assert allow_files(40) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files(400)
+        assert allow_files(400) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
