@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import fields
+from functools import partial
 from typing import TypeVar
 
 from app.catalogue import Catalogue, Entry
@@ -20,6 +21,7 @@ from app.core.jobs import EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelPhase, ModelState, Served
+from app.core.workers import Workers
 from app.generation import Generation, fingerprint
 from app.runners.discreet import discreet
 from app.runners.pool import Lease, Pool
@@ -51,6 +53,7 @@ class Front:
         catalogue: Catalogue,
         pool: Pool,
         preload: Sequence[str],
+        workers: Workers,
         *,
         load_wait: float,
         check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
@@ -58,6 +61,7 @@ class Front:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
+        self._workers = workers
         self._load_wait = load_wait
         self._check_tokenizer = check_tokenizer
         self._texts: dict[str, asyncio.Task[Generation]] = {}
@@ -131,6 +135,8 @@ class Front:
             error="; ".join(errors) or None,
             capacity=first.capacity,
             rejected=sum(state.rejected for state in states),
+            preparing=sum(state.preparing for state in states),
+            compiling=sum(state.compiling for state in states),
         )
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
@@ -236,7 +242,8 @@ class Front:
         try:
             files = await self._catalogue.files(served)
             await self._check_tokenizer(files)
-            return await asyncio.to_thread(Generation, files, engine, served.settings)
+            make = partial(Generation, files, engine, served.settings, self._workers)
+            return await asyncio.to_thread(make)
         except AppError as error:
             log.error("%s: %s", served.name, error.message)
             entry = self._catalogue.find(served.name)

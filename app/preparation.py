@@ -12,10 +12,19 @@ from app.core.defaults import defaults
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job
-from app.core.requests import Conversation, GenerateRequest, Grammar, Prompt, Sampling, Several
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    Grammar,
+    Message,
+    Prompt,
+    Sampling,
+    Several,
+)
 from app.core.room import Room
 from app.core.settings import Settings
 from app.core.shift import kept, truncated
+from app.core.workers import CancelToken
 from app.text.answer import Answer, Reading
 from app.text.infill import ends, infill
 from app.text.prompt import Conversations, Written
@@ -29,6 +38,9 @@ KEEP = 4
 SHIFTED_CONTEXTS = 10
 
 _SEEDS = 1 << 64
+
+# What a message and a tool weigh beside their texts, in characters: a template works on each.
+_MESSAGE_CHARACTERS, _TOOL_CHARACTERS = 64, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +92,20 @@ class Preparation:
         self._defaults = defaults(files)
         self._stops = stops(files, self.tokenizer, self._defaults.stops)
 
-    def prepare(self, request: GenerateRequest, room: Room) -> list[Prepared]:
-        """All choices in their order. Raises AppError(INVALID or CONTEXT_LENGTH)."""
+    def prepare(
+        self, request: GenerateRequest, room: Room, token: CancelToken | None = None
+    ) -> list[Prepared]:
+        """All choices in their order. Raises AppError(INVALID or CONTEXT_LENGTH), Cancelled soon
+        after `token` is cancelled."""
+        token = token or CancelToken()
         several = isinstance(request.prompt, Several)
         prompts = request.prompt.prompts if isinstance(request.prompt, Several) else None
         prepared: list[Prepared] = []
         for number, prompt in enumerate((request.prompt,) if prompts is None else prompts):
             param = prompt.at if isinstance(prompt, Conversation) else "prompt"
-            begun = self._begun(request, prompt, f"prompt.{number}" if several else param, room)
+            token.check()
+            at = f"prompt.{number}" if several else param
+            begun = self._begun(request, prompt, at, room, token)
             first = self._choice(request, begun, number, room)
             prepared += [_sibling(first, copy, request) for copy in range(request.n)]
         return prepared
@@ -108,12 +126,20 @@ class Preparation:
     def _echo(self, begun: _Begun) -> str:
         return self.tokenizer.decode(begun.ids) if begun.text is None else begun.text
 
-    def _begun(self, request: GenerateRequest, prompt: Prompt, param: str, room: Room) -> _Begun:
+    def _begun(
+        self,
+        request: GenerateRequest,
+        prompt: Prompt,
+        param: str,
+        room: Room,
+        token: CancelToken,
+    ) -> _Begun:
         """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
         fits the context."""
         match prompt:
             case Conversation():
-                written = self._conversations.write(request, prompt)
+                written = self._conversations.write(request, prompt, token)
+                token.check()
                 ids = self._encode(written.text, param, room, add_special=written.add_special)
                 return _Begun(ids=tuple(ids), text=written.text, written=written)
             case str(text) if request.suffix:
@@ -126,8 +152,8 @@ class Preparation:
             case Several():
                 raise AssertionError("prompts within prompts")
             case ids:
-                for token in ids:
-                    self._check_id(token, param, self._files.vocab_size)
+                for id_ in ids:
+                    self._check_id(id_, param, self._files.vocab_size)
                 return _Begun(ids=tuple(self._fitting(ids, param, room)))
 
     def _job(self, request: GenerateRequest, begun: _Begun, room: Room) -> Job:
@@ -242,6 +268,23 @@ class Preparation:
                 f"{token} is not a token id of this model, whose ids are 0 to {count - 1}",
                 param=param,
             )
+
+
+def size_of(request: GenerateRequest) -> int:
+    """About how many characters are read to prepare it."""
+    prompts = request.prompt.prompts if isinstance(request.prompt, Several) else (request.prompt,)
+    total = _TOOL_CHARACTERS * len(request.tools) + len(request.suffix or "")
+    for prompt in prompts:
+        if isinstance(prompt, Conversation):
+            total += sum(map(_message_size, prompt.messages))
+        else:
+            total += len(prompt)
+    return total
+
+
+def _message_size(message: Message) -> int:
+    texts = (message.content, message.reasoning, *(call.arguments for call in message.tool_calls))
+    return _MESSAGE_CHARACTERS + sum(len(text) for text in texts if text is not None)
 
 
 def _grammar(request: GenerateRequest, written: Written | None) -> Grammar | None:

@@ -21,10 +21,12 @@ from app.api.app import build_app
 from app.catalogue import Catalogue, Entry, named
 from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
+from app.core.loop_lag import LoopLag
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.traffic import Traffic
 from app.core.watched import Watched
+from app.core.workers import Workers
 from app.door.address import check_address
 from app.door.certificates import check_certificate
 from app.door.draining import Server
@@ -36,6 +38,7 @@ from app.door.notices import Notices
 from app.engine.describe import complete
 from app.front import Front
 from app.limits import Limited
+from app.loop_monitor import LoopMonitor
 from app.runners.needs import need
 from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
@@ -110,10 +113,13 @@ class _Serving:
             max_loaded=settings.max_loaded,
         )
         preload = _preloaded(entries, settings)
+        workers, lag = Workers(), LoopLag()
+        self._monitor = LoopMonitor(lag, watchdog=settings.watchdog)
         self._front = Front(
             catalogue,
             self._pool,
             preload,
+            workers,
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerTrials(is_builtin).check,
         )
@@ -122,7 +128,13 @@ class _Serving:
         generate = limited if watch is None else Watched(limited, watch)
         traffic = Traffic()
         app = build_app(
-            generate, settings, lifespan=self._lifespan, keyring=keyring, traffic=traffic
+            generate,
+            settings,
+            lifespan=self._lifespan,
+            keyring=keyring,
+            traffic=traffic,
+            workers=workers,
+            lag=lag,
         )
         hall = Hall(settings, traffic)
         self._server = Server(_uvicorn(app, settings, hall), limited, settings, hall)
@@ -145,7 +157,10 @@ class _Serving:
         await self._pool.start()
         # not awaited: /v1/status tells the progress while models load
         loading = asyncio.create_task(self._load())
-        async with self._notices.about(self._server, self._settings.drain):
+        async with (
+            self._monitor.watching(),
+            self._notices.about(self._server, self._settings.drain),
+        ):
             yield
         await self._pool.stop()
         await asyncio.gather(loading, return_exceptions=True)

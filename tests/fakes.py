@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from app.api.body import RequestBodies
+from app.api.front_end import FrontEnd
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import (
@@ -22,9 +24,12 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
+from app.core.loop_lag import LoopLag
 from app.core.ports import ModelCard, RunnerStatus
 from app.core.requests import GenerateRequest, Several
 from app.core.residents import ModelState
+from app.core.settings import Settings
+from app.core.workers import Workers
 
 STATS = EngineStats(
     memory=123_456,
@@ -59,6 +64,12 @@ def panic() -> BaseException:
             return error
         raise
     raise AssertionError("no panic")
+
+
+def front_end() -> FrontEnd:
+    """One that is not busy."""
+    workers = Workers()
+    return FrontEnd(RequestBodies(Settings(), workers, lambda: 0), workers, LoopLag())
 
 
 @dataclass(frozen=True)
@@ -178,6 +189,8 @@ class FakeGenerate:
                 phase=phase,
                 progress=now.progress,
                 stats=now.stats,
+                preparing=now.preparing,
+                compiling=now.compiling,
                 rejected=now.rejected,
                 context=card.context_length,
                 parallel=now.capacity.parallel if now.capacity else None,

@@ -25,6 +25,7 @@ from app import store
 from app.api.app import build_app
 from app.catalogue import Catalogue, named
 from app.core.settings import ModelSettings, Settings
+from app.core.workers import Workers
 from app.engine.describe import complete
 from app.front import Front
 from app.runners.local import LocalRunner
@@ -139,6 +140,7 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
         catalogue,
         pool,
         [entry.served.name],
+        Workers(),
         load_wait=60.0,
         check_tokenizer=TokenizerTrials(store.is_builtin).check,
     )

@@ -20,6 +20,7 @@ from app.core.jobs import EngineStats, Ledger
 from app.core.requests import GenerateRequest
 from app.core.residents import Need
 from app.core.settings import ModelSettings, Settings
+from app.core.workers import Workers
 from app.engine.describe import complete
 from app.front import Front, summed
 from app.runners.local import LocalRunner
@@ -69,6 +70,7 @@ def with_front(
             catalogue,
             pool,
             list(preload),
+            Workers(),
             load_wait=chosen.load_wait,
             check_tokenizer=TokenizerTrials(store.is_builtin).check,
         )

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,15 @@ class FakeRunner:
             *tokens,
             Ended(job=job.id, reason=self.reason, at=5000, error=error),
         ]
+
+    # as a submission
+    started: int | None = None
+    ended: int | None = None
+
+    @contextmanager
+    def reserve(self, count: int = 1) -> Iterator["FakeRunner"]:
+        self.reserved = count
+        yield self
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncIterator["FakeRunner"]:

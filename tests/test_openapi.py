@@ -13,8 +13,10 @@ from starlette.routing import Route
 from app.api import routes
 from app.api.wire import MANNERS
 from app.core.errors import AppError, Kind
+from app.core.loop_lag import LoopLag
 from app.core.settings import Settings
 from app.core.traffic import Traffic
+from app.core.workers import Workers
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
@@ -45,7 +47,7 @@ def documented() -> set[tuple[str, str]]:
 
 def served() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for route in routes(FakeGenerate(), Settings(), Traffic()):
+    for route in routes(FakeGenerate(), Settings(), Traffic(), Workers(), LoopLag()):
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.

@@ -23,8 +23,8 @@ class Kind(StrEnum):
     DEADLINE = "deadline_exceeded"
     LOADING = "model_loading"
     STOPPING = "server_stopping"
+    OVERLOADED = "server_overloaded"
     BUSY = "server_busy"
-    EXHAUSTED = "out_of_resources"
     ENGINE = "engine_error"
     MODEL_FILES = "bad_model_files"
 

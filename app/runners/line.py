@@ -88,7 +88,7 @@ class Line:
     async def status(self) -> Status:
         """Raises ConnectionError."""
         with _hung_up():
-            reply = await self._http.get("/v1/status")
+            reply = await _answered(lambda: self._http.get("/v1/status"), math.inf)
             reply.raise_for_status()
         return wire.STATUS.decode(reply.content)
 
@@ -101,6 +101,13 @@ class Line:
                 reply.raise_for_status()
                 async with aclosing(self._lines(reply)) as lines:
                     yield lines
+
+    async def probe(self) -> None:
+        """Returns when the engine has taken a command that came the way a job does. Raises
+        ConnectionError where that way is broken."""
+        with _hung_up():
+            reply = await _answered(lambda: self._http.post("/v1/probe"), math.inf)
+            reply.raise_for_status()
 
     async def hung_up(self) -> None:
         """Returns when the process has broken off one request, or left it without an answer."""
@@ -178,7 +185,9 @@ class Line:
                 "the server has no file descriptor left to run the request: try again in a moment, "
                 "or let the server open more files (ulimit -n)"
             )
-            raise AppError(Kind.EXHAUSTED, message, retry_after=1) from error
+            raise AppError(
+                Kind.OVERLOADED, message, code="out_of_resources", retry_after=1
+            ) from error
         except httpx2.HTTPError as error:
             # the socket listens as long as the process lives: a request that does not find it has
             # come after its end, and one that breaks off has come before
@@ -203,11 +212,18 @@ class Line:
         self._desk.hand_over(Embedded(job=job.id, vectors=vectors))
 
     async def _cancelled(self, job: str, keep: int | None) -> None:
-        if (posting := self._submitting.get(job)) is not None:
+        if (posting := self._submitting.get(job)) is not None and not posting.done():
+            # it may wait for its grammar, or not have been read yet
+            await self._delete(job, early=1)
             await asyncio.wait({posting})
+            if posting.cancelled() or posting.exception() is not None:
+                return
         if (asking := self._embedding.get(job)) is not None:
             asking.cancel()
-        path, parameters = f"/v1/jobs/{quote(job, safe='')}", {} if keep is None else {"keep": keep}
+        await self._delete(job, **({} if keep is None else {"keep": keep}))
+
+    async def _delete(self, job: str, **parameters: int) -> None:
+        path = f"/v1/jobs/{quote(job, safe='')}"
         with suppress(httpx2.HTTPError):  # it is dead, and the job with it
             # as long as it takes, or the job would go on, with nobody to read it
             await _answered(lambda: self._http.delete(path, params=parameters), math.inf)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from app.core.errors import AppError, Kind
 from app.core.files import Json, ModelFiles
 from app.core.requests import CalledTool, Message
+from app.core.workers import CancelToken
 from app.text.template import Clock, Template
 from app.text.tokenizer import special_text
 
@@ -58,12 +59,14 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         documents: Sequence[Json] | None = None,
         spelled: bool = False,
+        token: CancelToken | None = None,
         **options: Any,
     ) -> str:
         """The prompt. spelled: calls get their arguments as text. options: whatever else the
         template asks for, such as enable_thinking.
 
         Raises AppError(INVALID) when the template refuses the conversation or fails on it.
+        Cancelled when `token` is.
         """
         template = self._chosen(tools=tools is not None)
         context = {
@@ -78,7 +81,7 @@ class ChatTemplate:
             **(self._in_words(tools) if "functions" in template.variables else {}),
             "add_generation_prompt": add_generation_prompt,
         }
-        return template.render(context, now=self._now)
+        return template.render(context, now=self._now, token=token)
 
     def _in_words(self, tools: Sequence[Json] | None) -> dict[str, Any]:
         """Firefunction's template wants the tools written out, and what time it is."""

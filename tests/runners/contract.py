@@ -277,7 +277,7 @@ def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
     async def run() -> None:
         running = runner()
         await running.start(store.resolve(str(tiny_model)))
-        waiting = asyncio.create_task(running.over())
+        waiting = asyncio.create_task(running.lost())
         endless = job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]())
         async with asyncio.timeout(PATIENCE), running.submit(endless) as submission:
             await asyncio.gather(running.stop(), running.stop())

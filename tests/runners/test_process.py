@@ -88,7 +88,12 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
             assert all(map(ids, others))
             with pytest.raises(AppError, match="no file descriptor left") as caught:
                 await refused
-        assert (caught.value.kind, caught.value.retry_after) == (Kind.EXHAUSTED, 1)
+        error = caught.value
+        assert (error.kind, error.code, error.retry_after) == (
+            Kind.OVERLOADED,
+            "out_of_resources",
+            1,
+        )
         assert ids(await answer(running, "again", b"hello", **follows)) == [ord("a")]
 
     healthy(body)
@@ -155,7 +160,7 @@ def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
             await answer(running, "a", b"hello")
             if kill:
                 os.kill(pid(running), signal.SIGKILL)
-                await running.over()
+                await running.lost()
 
     async def run() -> None:
         await once(kill=False)

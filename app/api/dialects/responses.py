@@ -5,7 +5,6 @@ sent, so that whoever has read it may continue it. Requests are read in response
 are written in responses_reply. Must not know: anything of what stands between.
 """
 
-import asyncio
 import os
 import time
 
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
 from app.api.dialects.responses_listing import list_items
 from app.api.dialects.responses_reply import Answer, Head, Keep, ResponseFrames, collect
 from app.api.dialects.responses_request import Wish, parse
@@ -28,7 +28,7 @@ from app.core.settings import Settings
 ONE = "/v1/responses/{response_id}"
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     store = ResponseStore()
 
     def ask(body: object) -> Ask:
@@ -59,7 +59,7 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     async def input_items(request: Request) -> Response:
         kept = _kept(store, request)
         store.use(kept.id)
-        items = await asyncio.to_thread(kept.input_items)  # there may be thousands
+        items = await bodies.workers.run(kept.input_items, size=len(kept.input))
         return json_reply(list_items(items, request.query_params))
 
     async def cancel(request: Request) -> Response:
@@ -68,7 +68,7 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
             None, "only a response in the background is cancelled, and there are none here"
         )
 
-    create = GenerateEndpoint(ask, generate, settings)
+    create = GenerateEndpoint(ask, generate, settings, bodies)
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route(ONE, retrieve, methods=["GET"]),

@@ -6,17 +6,18 @@ the model's own must not show through here) and prints the body of every reply t
 Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768).
 """
 
-import asyncio
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
 from app.api.exchange import Ask, GenerateEndpoint, JsonLines
 from app.api.fields import INT32_MAX, INT64, Fields, as_array, as_ids, invalid
-from app.api.wire import MANNERS, JsonObject, json_reply, line_frame, read_body, read_json
+from app.api.wire import MANNERS, JsonObject, json_reply, line_frame
 from app.core.errors import AppError, Kind
 from app.core.events import Finish, Spoken, TextDelta
 from app.core.ports import Generate
@@ -26,7 +27,7 @@ from app.core.settings import Settings
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     def ask(body: object) -> Ask:
         cards = generate.models()
         if not cards:
@@ -40,20 +41,20 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
         return model
 
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, settings.max_body)
-        try:
-            text = body.decode()
-        except UnicodeDecodeError as error:
-            raise invalid(None, f"the body is not valid UTF-8: {error}") from None
-        return json_reply(list(await generate.tokenize(text, await which(request))))
+        async with bodies.receive(request.scope, request.receive) as body:
+            try:
+                text = body.data.decode()
+            except UnicodeDecodeError as error:
+                raise invalid(None, f"the body is not valid UTF-8: {error}") from None
+            return json_reply(list(await generate.tokenize(text, await which(request))))
 
     async def detokenize(request: Request) -> Response:
-        body = await read_json(request.scope, request.receive, settings.max_body)
-        ids = await asyncio.to_thread(parse_ids, body)  # there may be millions
-        return json_reply({"content": await generate.detokenize(ids, await which(request))})
+        async with bodies.receive_json(request.scope, request.receive) as body:
+            ids = await body.run(partial(parse_ids, await body.json()))
+            return json_reply({"content": await generate.detokenize(ids, await which(request))})
 
     return [
-        Route("/completion", GenerateEndpoint(ask, generate, settings), methods=["POST"]),
+        Route("/completion", GenerateEndpoint(ask, generate, settings, bodies), methods=["POST"]),
         Route("/v1/tokenize", tokenize, methods=["POST"]),
         Route("/v1/detokenize", detokenize, methods=["POST"]),
     ]

@@ -122,7 +122,6 @@ _EXPECTED = (
     Kind.LOADING,
     Kind.DEADLINE,
     Kind.STOPPING,
-    Kind.EXHAUSTED,
     Kind.ENGINE,
     Kind.MODEL_FILES,
     "internal_error",
