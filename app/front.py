@@ -79,7 +79,7 @@ class Front:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         entry = self._entry(request.model)
-        async with self._lease(entry, request.keep_alive) as lease:
+        async with self._lease(entry) as lease:
             if lease.waits:
                 async with aclosing(self._when_loaded(entry, lease, request)) as events:
                     yield events
@@ -87,11 +87,12 @@ class Front:
             await lease.wait()  # which says so at once where it was refused
             generation = await self._generation(entry)
             async with generation.open(request) as events:
+                self._accepted(entry, request)
                 yield events
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         entry = self._entry(request.model)
-        async with self._lease(entry, request.keep_alive) as lease:
+        async with self._lease(entry) as lease:
             try:
                 async with asyncio.timeout(self._load_wait):
                     await lease.wait()
@@ -99,7 +100,9 @@ class Front:
                 message = f"the model is still loading ({lease.loading().progress} %): try again"
                 raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN) from None
             generation = await self._generation(entry)
-            return await generation.embed(request)
+            embeddings = await generation.embed(request)
+            self._accepted(entry, request)
+            return embeddings
 
     async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
         return await self._with_text(model, lambda generation: generation.tokenize(text))
@@ -143,8 +146,10 @@ class Front:
         entry = self._entry(model)
         # also one that was refused lately: whoever asks has perhaps mended it
         self._pool.resident(entry.served).forgive()
-        async with self._lease(entry, keep_alive) as lease:
+        async with self._lease(entry) as lease:
             await asyncio.gather(lease.wait(), self._generation(entry))
+            if keep_alive is not None:
+                self._pool.set_keep_alive(entry.served, keep_alive, admin=True)
         return self._pool.state(entry.served)
 
     async def unload(self, model: str) -> ModelState:
@@ -183,12 +188,17 @@ class Front:
         return known
 
     @asynccontextmanager
-    async def _lease(self, entry: Entry, keep_alive: float | None) -> AsyncGenerator[Lease]:
+    async def _lease(self, entry: Entry) -> AsyncGenerator[Lease]:
         try:
-            async with self._pool.lease(entry.served, keep_alive) as lease:
+            async with self._pool.lease(entry.served) as lease:
                 yield lease
         finally:
             self._tidy(entry)
+
+    def _accepted(self, entry: Entry, request: GenerateRequest | EmbedRequest) -> None:
+        """What a request may change of its model, once it is known not to be refused."""
+        if request.keep_alive is not None:
+            self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
 
     async def _when_loaded(
         self, entry: Entry, lease: Lease, request: GenerateRequest
@@ -207,6 +217,7 @@ class Front:
         # not the one of before: it may be that of a runner which was still on its way out
         generation = await self._generation(entry)
         async with generation.open(request) as events:
+            self._accepted(entry, request)
             async for event in events:
                 yield event
 

@@ -265,11 +265,41 @@ def test_models_are_loaded_and_unloaded_on_demand(folder: Path) -> None:
 
 def test_the_latest_word_counts_for_how_long_a_model_stays(folder: Path) -> None:
     async def use(front: Front) -> None:
-        await events(front, wish("a", keep_alive=500.0))
+        await events(front, wish("a", keep_alive=500.0, admin=True))
         assert front.states()[0].expires is not None
         await events(front, wish("a", keep_alive=math.inf))
         assert front.states()[0].expires is None
         await events(front, wish("a", keep_alive=0.0))
+        await asyncio.sleep(0.2)
+        assert front.states()[0].phase == "ready"
+        await events(front, wish("a", keep_alive=0.0, admin=True))
+        async with asyncio.timeout(20):
+            while front.states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.01)
+
+    with_front(folder, use)
+
+
+def test_a_request_that_is_refused_says_nothing_of_how_long_a_model_stays(folder: Path) -> None:
+    """It unloaded the model, though it was answered with 400."""
+
+    async def use(front: Front) -> None:
+        async def refused(asked: Awaitable[object]) -> None:
+            with pytest.raises(AppError) as caught:
+                await asked
+            assert caught.value.kind in (Kind.INVALID, Kind.CONTEXT_LENGTH)
+
+        leaves: Any = {"keep_alive": 0.0, "admin": True}
+        too_long = EmbedInput(content="x" * 5000, at="input")
+        for name in "ab":
+            # the first is in memory already, the other one is loaded for it
+            await refused(events(front, wish(name, prompt="x" * 5000, **leaves)))
+            await refused(events(front, wish(name, sampling={"logit_bias": ((999, 1),)}, **leaves)))
+            await refused(front.embed(EmbedRequest(model=name, inputs=(too_long,), **leaves)))
+        await asyncio.sleep(0.2)
+        assert [state.phase for state in front.states()] == ["ready", "ready", "unloaded"]
+        inputs = (EmbedInput(content="x", at="input"),)
+        await front.embed(EmbedRequest(model="a", inputs=inputs, **leaves))
         async with asyncio.timeout(20):
             while front.states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
                 await asyncio.sleep(0.01)

@@ -22,6 +22,7 @@ from app.api.wire import (
     JsonObject,
     caller_of,
     comment_frame,
+    is_admin,
     model_named_in,
     send_event_stream,
     send_json,
@@ -132,7 +133,7 @@ class GenerateEndpoint:
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
         reply = ask.reply
-        request = replace(ask.request, caller=caller_of(scope))
+        request = replace(ask.request, caller=caller_of(scope), admin=is_admin(scope))
         async with self._generate.open(request) as events:
             match reply:
                 case WholeBody():

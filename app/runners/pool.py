@@ -78,12 +78,9 @@ class Pool:
         return resident
 
     @asynccontextmanager
-    async def lease(self, served: Served, keep_alive: float | None) -> AsyncGenerator[Lease]:
-        """Entering waits for nothing. keep_alive: seconds that the model stays without requests
-        from now on; None leaves it as it was said before."""
+    async def lease(self, served: Served) -> AsyncGenerator[Lease]:
+        """Entering waits for nothing."""
         resident, now = self.resident(served), self._clock()
-        if keep_alive is not None:
-            resident.keep_alive = keep_alive
         waiting = resident.leases.waiting
         lease = resident.leases.enter(now)
         if self._stopping:
@@ -110,6 +107,12 @@ class Pool:
             resident.leases.leave(lease)
             self._left.set()
             self._changed.set()
+
+    def set_keep_alive(self, served: Served, seconds: float, *, admin: bool) -> None:
+        """How long the model stays without requests from now on, as a request says that was
+        accepted. admin: whether its caller may manage models: see `Resident.set_keep_alive`."""
+        self.resident(served).set_keep_alive(seconds, admin=admin)
+        self._changed.set()
 
     def state(self, served: Served) -> ModelState:
         resident = self._residents.get(served.name)
