@@ -192,7 +192,7 @@ class Generation:
                             break
                     case Ended():
                         if update.reason == "error":
-                            raise AppError(Kind.ENGINE, update.error or "the engine failed")
+                            raise _failure(job, update)
                         assert update.reason != "cancelled", "nobody else may cancel a job"
                         clock.ended = update.at
                         line.reason = update.reason
@@ -326,6 +326,13 @@ class _Clock:
             total_ns=self.ended - self.arrived,
             gaps_ns=tuple(self.gaps),
         )
+
+
+def _failure(job: Job, ended: Ended) -> AppError:
+    message = ended.error or "the engine failed"
+    if not ended.invalid:
+        return AppError(Kind.ENGINE, message)
+    return AppError(Kind.INVALID, message, param=job.grammar.at if job.grammar else None)
 
 
 def fingerprint(files: ModelFiles, settings: Settings) -> str:

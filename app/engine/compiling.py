@@ -27,11 +27,14 @@ from app.engine.schema_union import followable
 # ids that are tried out
 _TRIED = 8
 
-# Items that a step may have to look at side by side. A schema needs a few for each optional
-# property that may come next, and they cost little. A grammar that means one text in many ways has
-# as many, and each costs: at 2000 a step takes seconds, in which nobody's answer goes on
-_ROOMY = 30_000
-_TIGHT = 500
+# Items that llguidance may look at side by side, and in all of a step: most in one row of its
+# parser, and in all rows that the tokens of a vocabulary lead to. A schema needs a few of the first
+# for each optional property that may come next, and of the second, behind a line break, 230 for
+# each with 151,669 tokens: 460,000 for the most that `schema` lets through. They cost little. A
+# grammar that means one text in many ways has as many, and each costs: with 2000 in a row a step
+# takes seconds, in which nobody's answer goes on
+_ROOMY = (30_000, 2_000_000)
+_TIGHT = (500, 2_000)
 
 # characters at either end of what llguidance says
 _SHOWN = 200
@@ -147,20 +150,21 @@ class _Compiler:
     def _schema(self, document: Schema) -> LLMatcher | str:
         return self._tried(_dumped({"json_schema": followable(document)}), _ROOMY)
 
-    def _made(self, spec: str, items: int = _ROOMY) -> LLMatcher:
+    def _made(self, spec: str, items: tuple[int, int] = _ROOMY) -> LLMatcher:
         made = self._tried(spec, items)
         if isinstance(made, str):
             raise Refused(made)
         return made
 
-    def _tried(self, spec: str, items: int) -> LLMatcher | str:
+    def _tried(self, spec: str, items: tuple[int, int]) -> LLMatcher | str:
         """The matcher, or why there is none."""
         self._token.check()
         # llguidance's complaint about half a surrogate pair would tell nobody anything
         spec.encode()
+        in_row, in_step = items
         limits = LLParserLimits(
-            max_items_in_row=items,
-            step_max_items=4 * items,
+            max_items_in_row=in_row,
+            step_max_items=in_step,
             max_lexer_states=50_000,
             verbose_errors=False,
         )

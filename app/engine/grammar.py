@@ -48,6 +48,14 @@ class GrammarError(Exception):
     """A matcher can go no further. The message is a clause for whoever wrote the grammar."""
 
 
+class TooComplex(GrammarError):
+    """A matcher can go no further, because of its grammar: whatever followed it, it would end."""
+
+
+# what llguidance says of an id that was not allowed
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+
+
 class Matcher:
     """Where one answer is in its grammar.
 
@@ -76,7 +84,7 @@ class Matcher:
             with PanicGuard():
                 self._inner.consume_token(token)
         except LibraryPanic as panic:
-            raise GrammarError(reason_of(f"panic: {panic}")) from panic
+            raise TooComplex(reason_of(f"panic: {panic}")) from panic
         self._look()
 
     def _look(self) -> None:
@@ -84,20 +92,21 @@ class Matcher:
             with PanicGuard():
                 self._read_state()
         except LibraryPanic as panic:
-            raise GrammarError(reason_of(f"panic: {panic}")) from panic
+            raise TooComplex(reason_of(f"panic: {panic}")) from panic
 
     def _read_state(self) -> None:
         allowed = self._inner.compute_bitmask()
         # a broken matcher also allows something: the end
         if self._inner.is_error():
-            raise GrammarError(reason_of(self._inner.get_error()))
+            error = self._inner.get_error()
+            raise (GrammarError if _NOT_ALLOWED in error else TooComplex)(reason_of(error))
         self.done = self._inner.is_stopped()
         allowed = _without(allowed, self._hidden) if self._hidden else allowed
         if self._unknown and self._inner.is_accepting():
             allowed = _with(allowed, self._unknown)
         self.allowed = allowed
         if not self.done and not any(self.allowed):
-            raise GrammarError(reason_of("NoExtensionBias"))
+            raise TooComplex(reason_of("NoExtensionBias"))
 
 
 class _Compilation:
