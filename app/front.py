@@ -6,11 +6,11 @@ tensors, who is evicted for whom.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import fields
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.catalogue import Catalogue, Entry
 from app.core.embeddings import Embeddings, EmbedRequest
@@ -104,8 +104,23 @@ class Front:
             self._accepted(entry, request)
             return embeddings
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        return await self._with_text(model, lambda generation: generation.tokenize(text))
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        return await self._with_text(
+            model, lambda generation: generation.tokenize(text, add_special=add_special)
+        )
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._with_text(
+            request.model, lambda generation: generation.prompt_ids(request)
+        )
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        return await self._with_text(model, lambda generation: generation.token_bytes(ids))
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._with_text(model, lambda generation: generation.tokenizer_info())
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         return await self._with_text(model, lambda generation: generation.detokenize(ids))

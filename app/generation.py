@@ -8,11 +8,11 @@ jobs. A choice that has ended leaves its own, so that nobody computes what nobod
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import assert_never
+from typing import Any, assert_never
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
@@ -39,6 +39,7 @@ from app.core.workers import Workers
 from app.embedding import Embedding
 from app.preparation import Preparation, Prepared, size_of
 from app.text.answer import Answer, scored
+from app.text.chat import tokenizer_info
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +110,12 @@ class Generation:
         return await self._workers.run_cancellable(
             lambda token: self._preparation.prepare(request, room, token),
             size=size_of(request),
-            key=f"{request.caller}/{self._files.name}",
+            key=self._key(request.caller),
         )
+
+    def _key(self, caller: str) -> str:
+        """Whose work it is: a model whose template is slow must not keep others waiting."""
+        return f"{caller}/{self._files.name}"
 
     def _check_choices(self, count: int, param: str) -> None:
         """More than can be here at once would be told to come again for ever."""
@@ -126,10 +131,11 @@ class Generation:
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        return await self._workers.run(lambda: self._ids_of(text), size=len(text))
+    async def tokenize(self, text: str, *, add_special: bool = True) -> Sequence[int]:
+        encode = partial(self._ids_of, text, add_special=add_special)
+        return await self._workers.run(encode, size=len(text))
 
-    def _ids_of(self, text: str) -> Sequence[int]:
+    def _ids_of(self, text: str, *, add_special: bool) -> Sequence[int]:
         """Raises AppError(CONTEXT_LENGTH) for a text that no prompt to this model could hold."""
         read = self._tokenizer.enough_of(text, self._files.context_length)
         if len(read) < len(text):
@@ -138,7 +144,23 @@ class Generation:
                 "this model can have more than that: send it in pieces"
             )
             raise AppError(Kind.CONTEXT_LENGTH, message)
-        return self._tokenizer.encode(text, add_special=True)
+        return self._tokenizer.encode(text, add_special=add_special)
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        self._files.check_asked(request.model)
+        written = await self._workers.run_cancellable(
+            lambda token: self._preparation.written(request, token),
+            size=size_of(request),
+            key=self._key(request.caller),
+        )
+        return await self.tokenize(written.text, add_special=written.add_special)
+
+    async def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        size = _ID_CHARACTERS * len(ids)
+        return await self._workers.run(lambda: [*map(self._tokenizer.token_bytes, ids)], size=size)
+
+    async def tokenizer_info(self) -> Mapping[str, Any]:
+        return tokenizer_info(self._files, self._tokenizer, context=self.context)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         size = _ID_CHARACTERS * len(ids)
@@ -205,13 +227,17 @@ class Generation:
 
     async def _echoed(self, prepared: Prepared, scores: PromptScores) -> AsyncGenerator[TextDelta]:
         """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
-        and each piece is written on the event loop. The first piece has the text."""
+        and each piece is written on the event loop. A piece has as much of the text as its tokens
+        spell, the last one all that is left."""
         text = prepared.echo or ""
         for start in range(0, len(prepared.job.ids), _ECHO_TOKENS):
             read = partial(self._scored_part, prepared, scores, start)
             logprobs = await self._workers.run(read)
-            yield TextDelta(choice=prepared.choice, text=text, logprobs=logprobs)
-            text = ""
+            end = len(b"".join(entry.raw for entry in logprobs).decode(errors="ignore"))
+            if start + _ECHO_TOKENS >= len(prepared.job.ids):
+                end = len(text)
+            yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
+            text = text[end:]
 
     def _scored_part(
         self, prepared: Prepared, scores: PromptScores, start: int

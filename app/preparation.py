@@ -110,6 +110,12 @@ class Preparation:
             prepared += [_sibling(first, copy, request) for copy in range(request.n)]
         return prepared
 
+    def written(self, request: GenerateRequest, token: CancelToken | None = None) -> Written:
+        """The prompt of a request whose prompt is a conversation. Raises AppError(INVALID);
+        Cancelled soon after `token` is cancelled."""
+        assert isinstance(request.prompt, Conversation)
+        return self._conversations.write(request, request.prompt, token)
+
     def _choice(self, request: GenerateRequest, begun: _Begun, number: int, room: Room) -> Prepared:
         written = begun.written
         return Prepared(
@@ -152,9 +158,10 @@ class Preparation:
             case Several():
                 raise AssertionError("prompts within prompts")
             case ids:
-                for id_ in ids:
+                fitting = self._fitting(ids, param, room)
+                for id_ in (min(ids), max(ids)):
                     self._check_id(id_, param, self._files.vocab_size)
-                return _Begun(ids=tuple(self._fitting(ids, param, room)))
+                return _Begun(ids=tuple(fitting))
 
     def _job(self, request: GenerateRequest, begun: _Begun, room: Room) -> Job:
         ids: Sequence[int] = begun.ids
@@ -166,13 +173,16 @@ class Preparation:
             self._check_id(token, "logit_bias", self._files.sampled_ids)
         grammar = _grammar(request, begun.written)
         scored = request.echo and request.top_logprobs is not None
+        # Programs that score a text (lm-evaluation-harness) ask for one token behind it and leave
+        # out its entry, the last one: it must be there, also where the text is over.
+        endless = request.ignore_eos or (scored and request.max_tokens == 1)
         return Job(
             id=uuid.uuid4().hex,
             ids=tuple(ids),
             sampling=sampling,
             max_tokens=self._max_tokens(request, room.context, len(ids)),
             min_tokens=request.min_tokens,
-            stop_ids=frozenset() if request.ignore_eos else self._stops.ids | begun.ends,
+            stop_ids=frozenset() if endless else self._stops.ids | begun.ends,
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.top_logprobs if scored else None,
             reuse=request.reuse,

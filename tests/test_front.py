@@ -17,7 +17,7 @@ from app.core.errors import AppError, Kind
 from app.core.events import Event, Finish, Loading, Prompt, TextDelta
 from app.core.files import ModelFiles
 from app.core.jobs import EngineStats, Ledger
-from app.core.requests import GenerateRequest
+from app.core.requests import Conversation, GenerateRequest, Message
 from app.core.residents import Need
 from app.core.settings import ModelSettings, Settings
 from app.core.workers import Workers
@@ -248,6 +248,11 @@ def test_text_becomes_ids_without_a_model_in_memory(folder: Path) -> None:
     async def use(front: Front) -> None:
         assert await front.tokenize("hi") == await front.tokenize("hi", "c") == [104, 105]
         assert await front.detokenize([104, 105], "c") == "hi"
+        assert await front.token_bytes([104, 105], "c") == [b"h", b"i"]
+        assert (await front.tokenizer_info("c"))["eos_token"] == "</s>"
+        said = Conversation(messages=(Message(role="user", content="hi"),))
+        ids = await front.prompt_ids(GenerateRequest(model="c", prompt=said))
+        assert bytes(ids) == b"user: hi\nassistant: "
         assert front.states()[2].phase == "unloaded"
 
     with_front(folder, use)

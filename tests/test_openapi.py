@@ -164,6 +164,8 @@ def test_the_documented_examples_are_answered_as_documented(
 ):
     if path.startswith(NEED_A_RESPONSE):
         pytest.skip("needs a response that is kept: see tests/api/test_responses.py")
+    if "200" not in DOCUMENT["paths"][path][method.lower()]["responses"]:
+        pytest.skip("is always refused: see tests/api/test_responses.py")
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
     url = path.replace("{id}", generate.models()[0].id)

@@ -229,14 +229,20 @@ class RequestBodies:
                 raise AppError(Kind.INVALID, message, code="too_many_values")
 
 
+def is_json(scope: Scope) -> bool:
+    """Whether the request says that its body is JSON."""
+    given = Headers(scope=scope).get("content-type", "")
+    return given.partition(";")[0].strip().lower() == "application/json"
+
+
 def check_json(scope: Scope) -> None:
     """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
 
     Insisting on it also keeps pages of other origins out: a browser sends this type across origins
     only after a preflight, which CORS refuses them.
     """
-    given = Headers(scope=scope).get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
+    if not is_json(scope):
+        given = Headers(scope=scope).get("content-type", "")
         raise AppError(
             Kind.MEDIA_TYPE,
             f"the body must be sent as application/json, not as {given[:200] or 'nothing named'}; "

@@ -1,9 +1,9 @@
 """The seams between rooms, as protocols. Whoever needs one gets it through its constructor."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
@@ -145,9 +145,26 @@ class Generate(Protocol):
         request."""
         ...
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        """The ids which `text` would be evaluated as, were it a plain prompt. model: None is the
-        server's own choice; it need not be loaded."""
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        """The ids of a text: with add_special those which it would be evaluated as, were it a plain
+        prompt, else those of the text alone. model: None is the server's own choice; it need not be
+        loaded."""
+        ...
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        """The ids of the prompt of a request whose prompt is a conversation, also of one that has
+        more than the context has room for. The model need not be loaded. Raises AppError as `open`
+        does for a conversation or tools that it refuses."""
+        ...
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        """What each token spells, alone; b"" for an id that is no token."""
+        ...
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        """What a client needs to know of a tokenizer: see `app.text.chat.tokenizer_info`."""
         ...
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:

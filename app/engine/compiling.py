@@ -131,7 +131,8 @@ class _Compiler:
 
     def lark(self, grammar: Lark) -> LLMatcher:
         try:
-            texts = [lark.followable(grammar.text)]
+            # its schemas came out of the request by themselves, or a client wrote all of it
+            texts = [lark.followable(grammar.text, compact=bool(grammar.parts))]
             if grammar.inner is not None:
                 texts.append(lark.followable(grammar.inner.text))
             # only what stands in a request as it is can mean one text in many ways

@@ -15,7 +15,7 @@ from app.core.files import Json, ModelFiles
 from app.core.requests import CalledTool, Message
 from app.core.workers import CancelToken
 from app.text.template import Clock, Template
-from app.text.tokenizer import special_text
+from app.text.tokenizer import Tokenizer, special_text, stops
 
 # For models that bring no template, which are models that have learnt no roles: what was said,
 # one after the other, so that a conversation of one message is continued like a plain prompt. Any
@@ -100,6 +100,26 @@ class ChatTemplate:
     def _chosen(self, *, tools: bool) -> Template:
         default = self._templates["default"]
         return self._templates.get("tool_use", default) if tools else default
+
+
+def tokenizer_info(files: ModelFiles, tokenizer: Tokenizer, *, context: int) -> dict[str, Any]:
+    """What clients that render and count by themselves look for: the keys of tokenizer_config.json
+    that speak of special tokens, None for those that the model does not have, its class and the
+    chat template. context: positions of one sequence."""
+    ends = sorted(stops(files, tokenizer).ids)
+    beginning = None if tokenizer.bos is None else tokenizer.name(tokenizer.bos)
+    config = files.tokenizer_config
+    return {
+        "tokenizer_class": str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        "model_max_length": context,
+        "add_bos_token": config.get("add_bos_token") is True,
+        "bos_token": beginning,
+        # where tokenizer_config.json names none, config.json may
+        "eos_token": tokenizer.name(ends[0]) if ends else None,
+        **dict.fromkeys(("unk_token", "pad_token")),
+        **_special_tokens(config),
+        "chat_template": _sources(files).get("default"),
+    }
 
 
 def _sources(files: ModelFiles) -> dict[str, str]:

@@ -168,6 +168,10 @@ class Tokenizer:
         """Whether the id is a token."""
         return self._token(id) is not None
 
+    def name(self, id: int) -> str | None:
+        """A token as the vocabulary writes it, such as "</s>"."""
+        return self._token(id)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
         with _Reported(Kind.MODEL_FILES, _BROKEN):

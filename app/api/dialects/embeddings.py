@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.body import Body, RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive, read_model
+from app.api.dialects.other_servers import check_other_fields
 from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
 from app.api.wire import (
     JsonObject,
@@ -92,6 +93,7 @@ def parse(body: object, models: Collection[str]) -> Wish:
         encoding=_encoding(fields),
     )
     fields.string("user")  # accepted, as documented: there is nobody here to tell about it
+    check_other_fields(fields, "embeddings")
     fields.close()
     return wish
 

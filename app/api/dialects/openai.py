@@ -91,9 +91,10 @@ def _head(prefix: str, wish: Wish, card: ModelCard) -> Head:
         n=wish.n,
         made=request.n,
         logprobs=wish.logprobs,
-        ids=request.return_ids,
+        ids=wish.ids,
         echo=request.echo,
         include_usage=wish.include_usage,
+        running_usage=wish.running_usage,
         tier=wish.tier,
     )
 
