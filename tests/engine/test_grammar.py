@@ -17,10 +17,10 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.core.errors import AppError, Kind
-from app.core.requests import Choice, Grammar, JsonSchema
+from app.core.requests import Choice, Grammar, JsonSchema, Regex
 from app.core.workers import Cancelled, CancelToken
 from app.engine import compiling
-from app.engine.grammar import GrammarError, Grammars, Matcher
+from app.engine.grammar import GrammarError, Grammars, Matcher, TooComplex
 from app.engine.memory import measured
 from app.engine.sampler import Rows
 from models.base import Model
@@ -314,6 +314,20 @@ def test_what_was_compiled_serves_others_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(compiled) == 2
 
 
+def test_a_grammar_whose_lexer_has_no_states_left_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of a compiled grammar share its lexer, so every later answer failed, too."""
+    monkeypatch.setattr(compiling, "_LEXER_STATES", -50)
+    many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10)
+    fresh = new_grammars()
+    for _ in range(2):
+        matcher = fresh.compile(many_states, ENDS)
+        accept_all(matcher, b"abbabaab")
+        with pytest.raises(TooComplex, match="too many states: simplify"):
+            accept_all(matcher, b"abbbabaaaabaabbabbbaababab" * 9)
+
+
 def test_who_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[Grammar]()
     monkeypatch.setattr("app.engine.grammar.compiled", noting(compiled))
@@ -548,6 +562,11 @@ def test_a_grammar_over_which_the_library_panics_is_refused(
 def new_grammars() -> Grammars:
     """For the tiny vocabulary, with nothing compiled."""
     return Grammars(grammars().tokenizer, vocab=tiny.VOCAB)
+
+
+def accept_all(matcher: Matcher, tokens: bytes) -> None:
+    for token in tokens:
+        matcher.accept(token)
 
 
 def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer, CancelToken], LLMatcher]:
