@@ -127,6 +127,10 @@ class Front:
 
     async def look_for(self, model: str) -> None:
         await self._catalogue.look_for(model)
+        entry = self._catalogue.find(model)
+        # the card is read before the model is loaded, and must be that of the files it is loaded of
+        if entry is not None and self._pool.state(entry.served).phase == "unloaded":
+            await self._catalogue.update(entry.served)
 
     def models(self) -> Sequence[ModelCard]:
         return [self._card(entry) for entry in self._catalogue.entries()]
@@ -196,10 +200,11 @@ class Front:
         """Made once: it takes a millisecond, and each request asks for those of all models, on
         whichever thread it is read."""
         name = entry.served.name
+        current = self._pool.files(entry.served) or entry.files
         files, known = self._fingerprints.get(name, (None, ""))
-        if files is not entry.files:
-            known = fingerprint(entry.files, entry.served.settings)
-            self._fingerprints[name] = (entry.files, known)
+        if files is not current:
+            known = fingerprint(current, entry.served.settings)
+            self._fingerprints[name] = (current, known)
         return known
 
     @asynccontextmanager

@@ -362,13 +362,14 @@ def _failure(job: Job, ended: Ended) -> AppError:
 
 
 def fingerprint(files: ModelFiles, settings: Settings) -> str:
-    """Changes with whatever may change the answer to a seed: the model, our version and that of
-    what computes, and the settings that the engine reads."""
+    """Changes with whatever may change the answer to a seed: the model and its weights, our
+    version and that of what computes, and the settings that the engine reads."""
     parts = (
         version("mlxrunner"),
         version("mlx"),
         files.name,
         str(files.stored),
+        files.weights,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
     )

@@ -312,6 +312,31 @@ def test_a_request_that_is_refused_says_nothing_of_how_long_a_model_stays(folder
     with_front(folder, use)
 
 
+def test_the_fingerprint_changes_when_the_weights_are_replaced(tmp_path: Path) -> None:
+    """With weights of the same names, shapes and size, between two loads of one server."""
+    for seed, name in enumerate("abc"):
+        tiny.write(tmp_path / name, seed=seed)
+
+    async def use(front: Front) -> None:
+        async def fingerprints() -> tuple[str, str]:
+            await front.look_for("a")
+            before = front.models()[0].fingerprint
+            await events(front, wish("a"))
+            return before, front.models()[0].fingerprint
+
+        old = await fingerprints()
+        assert old[0] == old[1]
+        tiny.write(tmp_path / "a", seed=7)
+        assert await fingerprints() == old, "what is in memory is as it was"
+        await front.unload("a")
+        new = await fingerprints()
+        assert new[0] == new[1] != old[0]
+        await front.unload("a")
+        assert await fingerprints() == new, "nothing was replaced"
+
+    with_front(tmp_path, use)
+
+
 def test_cards_tell_what_is_served_and_the_server_is_as_its_preloaded_models_are(
     folder: Path,
 ) -> None:

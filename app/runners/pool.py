@@ -121,11 +121,16 @@ class Pool:
         return resident.state()
 
     def context(self, served: Served) -> int | None:
-        """Positions of one sequence; None while the model is not loaded. The one thing here that
-        may be asked on any thread: requests are read on others than the event loop's."""
+        """Positions of one sequence; None while the model is not loaded. May be asked on any
+        thread: requests are read on others than the event loop's."""
         resident = self._residents.get(served.name)
         capacity = None if resident is None else resident.capacity
         return None if capacity is None else capacity.context
+
+    def files(self, served: Served) -> ModelFiles | None:
+        """Those that the model was loaded from; None while it is not loaded. On any thread."""
+        resident = self._residents.get(served.name)
+        return None if resident is None or resident.capacity is None else resident.files
 
     def preload(self, served: Served) -> None:
         """Load it where there is room, and start it again when it breaks, though nobody asks for
