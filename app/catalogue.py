@@ -9,7 +9,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from app import store
@@ -26,6 +27,9 @@ _STAYS = 300.0
 
 # seconds between two looks at what is installed
 _LOOK_AGAIN = 1.0
+
+
+_Tasks = dict[str, asyncio.Task[ModelFiles]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +64,14 @@ class Catalogue:
     def __init__(self, entries: Sequence[Entry], settings: Settings) -> None:
         """Raises AppError(INVALID) for two models of one name."""
         self._settings = settings
-        self._named: Mapping[str, Entry] = {entry.served.name: entry for entry in entries}
-        self._installed: Mapping[str, Entry] = {}
+        self._named: dict[str, Entry] = {entry.served.name: entry for entry in entries}
+        self._installed: dict[str, Entry] = {}
         self._looked = -math.inf
         self._complaint: str | None = None
         self._unfit: Sequence[str] = ()
         self._look: asyncio.Task[None] | None = None
-        self._reading: dict[str, asyncio.Task[ModelFiles]] = {}
+        self._reading: _Tasks = {}
+        self._updating: _Tasks = {}
         if len(self._named) < len(entries):
             twice = sorted(e.served.name for e in entries if self._named[e.served.name] is not e)
             raise AppError(
@@ -102,17 +107,18 @@ class Catalogue:
             self._look = asyncio.create_task(self._see())
         await asyncio.shield(self._look)
 
+    async def update(self, served: Served) -> None:
+        """Read the files of a model again, digests left out, as its next load will find them. What
+        is wrong with them is the error of that load."""
+        with suppress(AppError):
+            await self._shared(self._updating, served, _found)
+
     async def files(self, served: Served) -> ModelFiles:
         """As they are on the disk now, their digests checked. Raises AppError. Who asks meanwhile
         waits for the same look: it may take minutes, which whoever leaves cannot end, and clients
         that come and go must not take all threads that there are."""
-        reading = self._reading.get(served.name)
-        if reading is None:
-            work = asyncio.to_thread(_verified, served.source)
-            reading = self._reading[served.name] = asyncio.create_task(work)
-            reading.add_done_callback(lambda done: self._read(served.name, done))
         try:
-            return replace(await asyncio.shield(reading), name=served.name)
+            return await self._shared(self._reading, served, _verified)
         except AppError as error:
             if error.kind is not Kind.MODEL_NOT_FOUND or served.name not in self._named:
                 raise
@@ -120,10 +126,25 @@ class Catalogue:
             message = f"the files of {served.name} are gone: {error.message}"
             raise AppError(Kind.MODEL_FILES, message) from error
 
-    def _read(self, name: str, reading: asyncio.Task[ModelFiles]) -> None:
-        del self._reading[name]
-        if not reading.cancelled():
-            reading.exception()  # who asked may have left, and then nobody else asks for it
+    async def _shared(
+        self, tasks: _Tasks, served: Served, read: Callable[[str | None], ModelFiles]
+    ) -> ModelFiles:
+        """One look for all who ask at the same time."""
+        task = tasks.get(served.name)
+        if task is None:
+            work = self._read(served, read)
+            task = tasks[served.name] = asyncio.create_task(work)
+            task.add_done_callback(lambda done: _end(tasks, served.name, done))
+        return await asyncio.shield(task)
+
+    async def _read(self, served: Served, read: Callable[[str | None], ModelFiles]) -> ModelFiles:
+        """Others compare entries and files by identity, so equal files change nothing."""
+        files = replace(await asyncio.to_thread(read, served.source), name=served.name)
+        for entries in (self._named, self._installed):
+            entry = entries.get(served.name)
+            if entry is not None and entry.served == served and entry.files != files:
+                entries[served.name] = replace(entry, files=files)
+        return files
 
     async def _see(self) -> None:
         try:
@@ -168,6 +189,16 @@ class Catalogue:
 
 def _verified(source: str | None) -> ModelFiles:
     return complete(store.resolve(source))
+
+
+def _found(source: str | None) -> ModelFiles:
+    return complete(store.find(source))
+
+
+def _end(tasks: _Tasks, name: str, task: asyncio.Task[ModelFiles]) -> None:
+    del tasks[name]
+    if not task.cancelled():
+        task.exception()  # every request that waited for it may have left
 
 
 def _readable(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[str]]:

@@ -45,7 +45,8 @@ _WORST: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
 
 class Front:
     """Implements `Generate`. preload: names of models that are loaded at the start, by which the
-    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model."""
+    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model.
+    check_tokenizer: raises AppError for files whose tokenizer must not be used in this process."""
 
     def __init__(
         self,
@@ -55,12 +56,14 @@ class Front:
         workers: Workers,
         *,
         load_wait: float,
+        check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
     ) -> None:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
         self._workers = workers
         self._load_wait = load_wait
+        self._check_tokenizer = check_tokenizer
         self._texts: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
         pool.on_unloaded = self._forget
@@ -76,7 +79,7 @@ class Front:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         entry = self._entry(request.model)
-        async with self._lease(entry, request.keep_alive) as lease:
+        async with self._lease(entry) as lease:
             if lease.waits:
                 async with aclosing(self._when_loaded(entry, lease, request)) as events:
                     yield events
@@ -84,11 +87,12 @@ class Front:
             await lease.wait()  # which says so at once where it was refused
             generation = await self._generation(entry)
             async with generation.open(request) as events:
+                self._accepted(entry, request)
                 yield events
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         entry = self._entry(request.model)
-        async with self._lease(entry, request.keep_alive) as lease:
+        async with self._lease(entry) as lease:
             try:
                 async with asyncio.timeout(self._load_wait):
                     await lease.wait()
@@ -96,7 +100,9 @@ class Front:
                 message = f"the model is still loading ({lease.loading().progress} %): try again"
                 raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN) from None
             generation = await self._generation(entry)
-            return await generation.embed(request)
+            embeddings = await generation.embed(request)
+            self._accepted(entry, request)
+            return embeddings
 
     async def tokenize(
         self, text: str, model: str | None = None, *, add_special: bool = True
@@ -121,6 +127,10 @@ class Front:
 
     async def look_for(self, model: str) -> None:
         await self._catalogue.look_for(model)
+        entry = self._catalogue.find(model)
+        # the card is read before the model is loaded, and must be that of the files it is loaded of
+        if entry is not None and self._pool.state(entry.served).phase == "unloaded":
+            await self._catalogue.update(entry.served)
 
     def models(self) -> Sequence[ModelCard]:
         return [self._card(entry) for entry in self._catalogue.entries()]
@@ -155,8 +165,10 @@ class Front:
         entry = self._entry(model)
         # also one that was refused lately: whoever asks has perhaps mended it
         self._pool.resident(entry.served).forgive()
-        async with self._lease(entry, keep_alive) as lease:
+        async with self._lease(entry) as lease:
             await asyncio.gather(lease.wait(), self._generation(entry))
+            if keep_alive is not None:
+                self._pool.set_keep_alive(entry.served, keep_alive, admin=True)
         return self._pool.state(entry.served)
 
     async def unload(self, model: str) -> ModelState:
@@ -188,19 +200,25 @@ class Front:
         """Made once: it takes a millisecond, and each request asks for those of all models, on
         whichever thread it is read."""
         name = entry.served.name
+        current = self._pool.files(entry.served) or entry.files
         files, known = self._fingerprints.get(name, (None, ""))
-        if files is not entry.files:
-            known = fingerprint(entry.files, entry.served.settings)
-            self._fingerprints[name] = (entry.files, known)
+        if files is not current:
+            known = fingerprint(current, entry.served.settings)
+            self._fingerprints[name] = (current, known)
         return known
 
     @asynccontextmanager
-    async def _lease(self, entry: Entry, keep_alive: float | None) -> AsyncGenerator[Lease]:
+    async def _lease(self, entry: Entry) -> AsyncGenerator[Lease]:
         try:
-            async with self._pool.lease(entry.served, keep_alive) as lease:
+            async with self._pool.lease(entry.served) as lease:
                 yield lease
         finally:
             self._tidy(entry)
+
+    def _accepted(self, entry: Entry, request: GenerateRequest | EmbedRequest) -> None:
+        """What a request may change of its model, once it is known not to be refused."""
+        if request.keep_alive is not None:
+            self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
 
     async def _when_loaded(
         self, entry: Entry, lease: Lease, request: GenerateRequest
@@ -219,6 +237,7 @@ class Front:
         # not the one of before: it may be that of a runner which was still on its way out
         generation = await self._generation(entry)
         async with generation.open(request) as events:
+            self._accepted(entry, request)
             async for event in events:
                 yield event
 
@@ -253,6 +272,7 @@ class Front:
         engine = self._pool.resident(served)
         try:
             files = await self._catalogue.files(served)
+            await self._check_tokenizer(files)
             make = partial(Generation, files, engine, served.settings, self._workers)
             return await asyncio.to_thread(make)
         except AppError as error:

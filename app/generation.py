@@ -214,7 +214,7 @@ class Generation:
                             break
                     case Ended():
                         if update.reason == "error":
-                            raise AppError(Kind.ENGINE, update.error or "the engine failed")
+                            raise _failure(job, update)
                         assert update.reason != "cancelled", "nobody else may cancel a job"
                         clock.ended = update.at
                         line.reason = update.reason
@@ -354,14 +354,22 @@ class _Clock:
         )
 
 
+def _failure(job: Job, ended: Ended) -> AppError:
+    message = ended.error or "the engine failed"
+    if not ended.invalid:
+        return AppError(Kind.ENGINE, message)
+    return AppError(Kind.INVALID, message, param=job.grammar.at if job.grammar else None)
+
+
 def fingerprint(files: ModelFiles, settings: Settings) -> str:
-    """Changes with whatever may change the answer to a seed: the model, our version and that of
-    what computes, and the settings that the engine reads."""
+    """Changes with whatever may change the answer to a seed: the model and its weights, our
+    version and that of what computes, and the settings that the engine reads."""
     parts = (
         version("mlxrunner"),
         version("mlx"),
         files.name,
         str(files.stored),
+        files.weights,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
     )

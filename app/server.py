@@ -32,6 +32,7 @@ from app.door.certificates import check_certificate
 from app.door.draining import Server
 from app.door.entrance import protocol
 from app.door.exposure import check_exposure
+from app.door.hall import Hall
 from app.door.keyring import Keyring
 from app.door.notices import Notices
 from app.engine.describe import complete
@@ -42,6 +43,8 @@ from app.runners.needs import need
 from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
 from app.runners.scratch import private_scratch
+from app.runners.tokenizer_trial import TokenizerTrials
+from app.store import is_builtin
 from app.tracing import tracing_of
 
 log = logging.getLogger(__name__)
@@ -112,7 +115,14 @@ class _Serving:
         preload = _preloaded(entries, settings)
         workers, lag = Workers(), LoopLag()
         self._monitor = LoopMonitor(lag, watchdog=settings.watchdog)
-        self._front = Front(catalogue, self._pool, preload, workers, load_wait=settings.load_wait)
+        self._front = Front(
+            catalogue,
+            self._pool,
+            preload,
+            workers,
+            load_wait=settings.load_wait,
+            check_tokenizer=TokenizerTrials(is_builtin).check,
+        )
         limited = Limited(self._front, settings)
         watch = None if self._tracing is None else self._tracing.watch
         generate = limited if watch is None else Watched(limited, watch)
@@ -126,7 +136,8 @@ class _Serving:
             workers=workers,
             lag=lag,
         )
-        self._server = Server(_uvicorn(app, settings, traffic), limited, settings)
+        hall = Hall(settings, traffic)
+        self._server = Server(_uvicorn(app, settings, hall), limited, settings, hall)
 
     def run(self) -> int:
         """The exit status; raises AppError for what ended it too early."""
@@ -254,11 +265,11 @@ def _maker(settings: Settings) -> Callable[[Settings], Runner]:
     return ProcessRunner
 
 
-def _uvicorn(app: Starlette, settings: Settings, traffic: Traffic) -> uvicorn.Config:
+def _uvicorn(app: Starlette, settings: Settings, hall: Hall) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # with TLS, where there is a certificate
-        http=protocol(settings, traffic),
+        http=protocol(settings, hall=hall),
         host=settings.host,
         port=settings.port,
         ws="none",

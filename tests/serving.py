@@ -23,15 +23,19 @@ UNTRACED = {"COVERAGE_PROCESS_CONFIG": ""}
 
 class Served:
     """A running `mlxrunner serve`. log: what it wrote so far. variables: what its environment holds
-    beside ours. trust: who signed its certificate, for a client."""
+    beside ours. trust: who signed its certificate, for a client. files: how many it may have open,
+    where not as many as we."""
 
     def __init__(
         self,
         arguments: Sequence[str],
         variables: Mapping[str, str] | None = None,
         trust: ssl.SSLContext | None = None,
+        files: int | None = None,
     ) -> None:
         command = [sys.executable, "-m", "app", "serve", "--port", "0", *arguments]
+        if files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
@@ -96,11 +100,12 @@ def serving(
     *arguments: str,
     variables: Mapping[str, str] | None = None,
     trust: ssl.SSLContext | None = None,
+    files: int | None = None,
 ) -> Iterator[Served]:
     """Arguments of `mlxrunner serve`. It is killed in the end, when what coverage has noted of it
     is lost, so it is not traced either: that takes half as long again. One that ends by itself may
     be, with `variables=os.environ`."""
-    server = Served(arguments, {**UNTRACED, **(variables or {})}, trust)
+    server = Served(arguments, {**UNTRACED, **(variables or {})}, trust, files)
     try:
         yield server.ready()
     finally:

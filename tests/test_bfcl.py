@@ -30,6 +30,7 @@ from app.engine.describe import complete
 from app.front import Front
 from app.runners.local import LocalRunner
 from app.runners.pool import Pool
+from app.runners.tokenizer_trial import TokenizerTrials
 from app.text import families
 from app.text.family import ChatFamily
 from tests import tiny
@@ -135,7 +136,14 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     entry = named(model, complete(store.resolve(str(folder))), settings)
     catalogue = Catalogue([entry], settings)
     pool = Pool(LocalRunner, catalogue.files, None, total=None)
-    front = Front(catalogue, pool, [entry.served.name], Workers(), load_wait=60.0)
+    front = Front(
+        catalogue,
+        pool,
+        [entry.served.name],
+        Workers(),
+        load_wait=60.0,
+        check_tokenizer=TokenizerTrials(store.is_builtin).check,
+    )
     await pool.start()
     try:
         await front.start()

@@ -336,9 +336,10 @@ def test_the_fingerprint_changes_with_what_changes_answers(files: ModelFiles) ->
     others = {
         told(replace(files, config={**files.config, "rms_norm_eps": 1e-6})),
         told(replace(files, name="other")),
+        told(replace(files, weights="other")),
         told(files, Settings(parallel=3)),
     }
-    assert len({told(files), *others}) == 4
+    assert len({told(files), *others}) == 5
 
 
 @pytest.mark.parametrize(

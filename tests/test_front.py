@@ -25,6 +25,7 @@ from app.engine.describe import complete
 from app.front import Front, summed
 from app.runners.local import LocalRunner
 from app.runners.pool import Pool
+from app.runners.tokenizer_trial import TokenizerTrials
 from tests import tiny
 
 MEBIBYTE = 1 << 20
@@ -65,7 +66,14 @@ def with_front(
             need,
             total=100 * MEBIBYTE,
         )
-        front = Front(catalogue, pool, list(preload), Workers(), load_wait=chosen.load_wait)
+        front = Front(
+            catalogue,
+            pool,
+            list(preload),
+            Workers(),
+            load_wait=chosen.load_wait,
+            check_tokenizer=TokenizerTrials(store.is_builtin).check,
+        )
         await pool.start()
         try:
             await front.start()
@@ -262,16 +270,71 @@ def test_models_are_loaded_and_unloaded_on_demand(folder: Path) -> None:
 
 def test_the_latest_word_counts_for_how_long_a_model_stays(folder: Path) -> None:
     async def use(front: Front) -> None:
-        await events(front, wish("a", keep_alive=500.0))
+        await events(front, wish("a", keep_alive=500.0, admin=True))
         assert front.states()[0].expires is not None
         await events(front, wish("a", keep_alive=math.inf))
         assert front.states()[0].expires is None
         await events(front, wish("a", keep_alive=0.0))
+        await asyncio.sleep(0.2)
+        assert front.states()[0].phase == "ready"
+        await events(front, wish("a", keep_alive=0.0, admin=True))
         async with asyncio.timeout(20):
             while front.states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
                 await asyncio.sleep(0.01)
 
     with_front(folder, use)
+
+
+def test_a_request_that_is_refused_says_nothing_of_how_long_a_model_stays(folder: Path) -> None:
+    """It unloaded the model, though it was answered with 400."""
+
+    async def use(front: Front) -> None:
+        async def refused(asked: Awaitable[object]) -> None:
+            with pytest.raises(AppError) as caught:
+                await asked
+            assert caught.value.kind in (Kind.INVALID, Kind.CONTEXT_LENGTH)
+
+        leaves: Any = {"keep_alive": 0.0, "admin": True}
+        too_long = EmbedInput(content="x" * 5000, at="input")
+        for name in "ab":
+            # the first is in memory already, the other one is loaded for it
+            await refused(events(front, wish(name, prompt="x" * 5000, **leaves)))
+            await refused(events(front, wish(name, sampling={"logit_bias": ((999, 1),)}, **leaves)))
+            await refused(front.embed(EmbedRequest(model=name, inputs=(too_long,), **leaves)))
+        await asyncio.sleep(0.2)
+        assert [state.phase for state in front.states()] == ["ready", "ready", "unloaded"]
+        inputs = (EmbedInput(content="x", at="input"),)
+        await front.embed(EmbedRequest(model="a", inputs=inputs, **leaves))
+        async with asyncio.timeout(20):
+            while front.states()[0].phase != "unloaded":  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.01)
+
+    with_front(folder, use)
+
+
+def test_the_fingerprint_changes_when_the_weights_are_replaced(tmp_path: Path) -> None:
+    """With weights of the same names, shapes and size, between two loads of one server."""
+    for seed, name in enumerate("abc"):
+        tiny.write(tmp_path / name, seed=seed)
+
+    async def use(front: Front) -> None:
+        async def fingerprints() -> tuple[str, str]:
+            await front.look_for("a")
+            before = front.models()[0].fingerprint
+            await events(front, wish("a"))
+            return before, front.models()[0].fingerprint
+
+        old = await fingerprints()
+        assert old[0] == old[1]
+        tiny.write(tmp_path / "a", seed=7)
+        assert await fingerprints() == old, "what is in memory is as it was"
+        await front.unload("a")
+        new = await fingerprints()
+        assert new[0] == new[1] != old[0]
+        await front.unload("a")
+        assert await fingerprints() == new, "nothing was replaced"
+
+    with_front(tmp_path, use)
 
 
 def test_cards_tell_what_is_served_and_the_server_is_as_its_preloaded_models_are(

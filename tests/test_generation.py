@@ -41,11 +41,15 @@ from app.core.requests import (
     GenerateRequest,
     JsonSchema,
     Message,
+    Regex,
     Sampling,
 )
 from app.core.settings import Settings
+from app.engine import compiling
 from app.generation import Generation
 from app.preparation import KEEP
+from app.runners.admission import Admission
+from app.runners.local import LocalRunner
 from tests import tiny
 
 
@@ -268,6 +272,28 @@ def test_an_engine_error_is_raised_to_whoever_listens(files: ModelFiles) -> None
     with pytest.raises(AppError, match="planted") as caught:
         events(files, runner)
     assert (caught.value.kind, runner.left) == (Kind.ENGINE, 1)
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_LEXER_STATES", -50)
+    many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10, at="guided_regex")
+
+    async def answer() -> None:
+        runner = LocalRunner(PLAIN)
+        await runner.start(files)
+        try:
+            asked = request(grammar=many_states, max_tokens=200)
+            async with Generation(files, Admission(runner, 4), PLAIN).open(asked) as stream:
+                async for _ in stream:
+                    pass
+        finally:
+            await runner.stop()
+
+    with pytest.raises(AppError, match="too many states: simplify") as caught:
+        asyncio.run(answer())
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_regex")
 
 
 def test_leaving_early_leaves_the_runner(files: ModelFiles) -> None:

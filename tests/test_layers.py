@@ -35,6 +35,8 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.runners.service": frozenset({"app.core", "app.engine", "app.runners"}),
     # what runs in the process that `app.runners.needs` starts
     "app.runners.measuring": frozenset({"app.core", "app.engine.fit", "app.runners"}),
+    # what runs in the process that `app.runners.tokenizer_trial` starts
+    "app.runners.tokenizer_child": frozenset({"app.core", "app.runners", "app.text"}),
     # one engine on several ranks: like local, it holds one
     "app.runners.ranks": frozenset({"app.core", "app.engine", "app.runners.codec"}),
     "app.preparation": frozenset({"app.core", "app.text"}),
@@ -103,6 +105,7 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.door": frozenset({"starlette"}),
     # the few modules that know what carries HTTP, besides who starts it
     "app.door.connections": frozenset({"h11", "starlette", "uvicorn"}),
+    "app.door.body_reads": frozenset({"uvicorn"}),
     "app.door.entrance": frozenset({"uvicorn"}),
     "app.door.strict": frozenset({"h11", "starlette"}),
     "app.door.draining": frozenset({"uvicorn"}),

@@ -22,6 +22,7 @@ from app.api.wire import (
     JsonObject,
     caller_of,
     comment_frame,
+    is_admin,
     model_named_in,
     send_event_stream,
     send_json,
@@ -96,8 +97,8 @@ class Ask:
 
 
 class GenerateEndpoint:
-    """An ASGI application: one POST route that generates. `parse` makes an Ask of parsed JSON or
-    raises AppError. most_values: JSON values that a body may have.
+    """An ASGI application: one POST route that generates. `parse` makes an Ask of parsed JSON and
+    the caller's name, or raises AppError. most_values: JSON values that a body may have.
 
     AppErrors before the first byte of the answer are raised, so that they become a status; later
     ones are written into the stream.
@@ -105,7 +106,7 @@ class GenerateEndpoint:
 
     def __init__(
         self,
-        parse: Callable[[object], Ask],
+        parse: Callable[[object, str], Ask],
         generate: Generate,
         settings: Settings,
         bodies: RequestBodies,
@@ -131,11 +132,11 @@ class GenerateEndpoint:
         """Nothing of the parsed body is left when this returns, but what the Ask holds."""
         content = await body.json()
         await self._generate.look_for(model_named_in(content))
-        return await body.run(partial(self._parse, content))
+        return await body.run(partial(self._parse, content, body.caller))
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
         reply = ask.reply
-        request = replace(ask.request, caller=caller_of(scope))
+        request = replace(ask.request, caller=caller_of(scope), admin=is_admin(scope))
         async with self._generate.open(request) as events:
             match reply:
                 case WholeBody():

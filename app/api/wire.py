@@ -37,6 +37,11 @@ def caller_of(scope: Scope) -> str:
     return scope.get("state", {}).get("caller", "")
 
 
+def is_admin(scope: Scope) -> bool:
+    """Whether the caller may manage models: with an admin's key, or where there are no keys."""
+    return scope.get("state", {}).get("admin", False)
+
+
 # Replies
 
 

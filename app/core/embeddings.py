@@ -22,8 +22,8 @@ class EmbedInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """Vectors that a client wants, one to each input. pooling: None leaves it to the model.
-    dimensions: only so many of the first numbers; None for all. keep_alive, caller: as in
-    `GenerateRequest`."""
+    dimensions: only so many of the first numbers; None for all. keep_alive, caller,
+    admin: as in `GenerateRequest`."""
 
     model: str
     inputs: tuple[EmbedInput, ...]
@@ -31,6 +31,7 @@ class EmbedRequest:
     dimensions: int | None = None
     keep_alive: float | None = None
     caller: str = ""
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

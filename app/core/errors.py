@@ -4,6 +4,7 @@ Knows: what can go wrong, in words. Must not know: status codes or JSON; dialect
 """
 
 from enum import StrEnum
+from types import TracebackType
 
 
 class Kind(StrEnum):
@@ -51,3 +52,32 @@ class AppError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+
+
+class LibraryPanic(Exception):
+    """A library written in Rust panicked; see `PanicGuard`."""
+
+
+class PanicGuard:
+    """`with PanicGuard():` raises LibraryPanic in place of pyo3's PanicException.
+
+    An extension written in Rust raises PanicException where its code panics. It derives from
+    BaseException, so `except Exception` misses it, and each extension has a class of its own that
+    no module exports. KeyboardInterrupt, SystemExit and CancelledError pass unchanged.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None or issubclass(kind, Exception):
+            return
+        if (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException"):
+            raise LibraryPanic(" ".join(str(error).split())) from error

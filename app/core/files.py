@@ -24,6 +24,7 @@ class ModelFiles:
     system: what the model is told at first, where a conversation does not say. context: positions
     that its makers want served, where nobody asks; None is as many as it was made for. tokens: the
     tokenizer's highest id plus one; None where that is not known. stored: bytes of all tensors.
+    weights: a digest that changes when a shard is replaced.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ModelFiles:
     context: int | None = None
     tokens: int | None = None
     stored: int = 0
+    weights: str = ""
 
     def check_asked(self, model: str) -> None:
         """Raises AppError(MODEL_NOT_FOUND) if a request asks for another model. Ollama's clients

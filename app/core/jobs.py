@@ -101,13 +101,14 @@ class PromptScores:
 class Ended:
     """The job is over and its place is free. error: a sentence, only when reason is "error".
     at: monotonic ns. lost: the error is that the engine ended before the job did, though nothing
-    stopped it."""
+    stopped it. invalid: the error is of what the request asked for."""
 
     job: str
     reason: EndReason
     at: int
     error: str | None = None
     lost: bool = False
+    invalid: bool = False
 
 
 Update = Started | Prefilled | PromptScores | Token | Ended

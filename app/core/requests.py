@@ -174,7 +174,8 @@ class GenerateRequest:
     last. echo: answers begin with the prompt. suffix: what will stand behind the answer.
     template_options: more words for the chat template. return_ids: tell the prompt's ids.
     keep_alive: seconds that the model stays loaded after this; None leaves it to the server.
-    caller: who asks, by the name of the key; the server's own word, not the client's.
+    caller: who asks, by the name of the key. admin: whether it may manage models. Both are the
+    server's own word, not the client's.
     """
 
     model: str
@@ -199,3 +200,4 @@ class GenerateRequest:
     return_ids: bool = False
     keep_alive: float | None = None
     caller: str = ""
+    admin: bool = False

@@ -34,7 +34,7 @@ from app.door.hall import Hall
 from app.door.outlet import Outlet
 from app.door.pieces import Pieces
 from app.door.strict import StrictConnection
-from app.door.unread import Unread
+from app.door.unread import Unread, queued
 from app.door.waiting import Waiting
 
 # Seconds in which the rest of a request that was answered is read and thrown away, and in which a
@@ -72,7 +72,12 @@ class Connection(H11Protocol, Pieces):
         self.conn = StrictConnection()
         self._hall = hall
         self._out = Outlet(self)
-        self._unread = Unread(loop, hall.body_timeout, self._unsent, self._give_up_reader)
+        self._unread = Unread(
+            loop,
+            hall.body_timeout,
+            lambda: self._unsent() + queued(self.transport),
+            self._give_up_reader,
+        )
         self._below: asyncio.Transport | None = None
         self._waiting = Waiting[Waits](loop, self._expire)
         self._reading: ReadingFlow | None = None  # while it reads HTTP
@@ -309,6 +314,7 @@ class Connection(H11Protocol, Pieces):
         self._waiting.end()
 
     def _unsent(self) -> int:
+        """Bytes that the system has not taken yet."""
         below = 0 if self._below is None else self._below.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 

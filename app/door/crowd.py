@@ -23,26 +23,32 @@ _OTHER_FILES = 256
 _LEAVING = 64
 
 
-def allow_files(connections: int) -> None:
+def allow_files(connections: int) -> int | None:
     """Raise the number of files that this process may open to what so many connections take: a Mac
-    begins with 256."""
+    begins with 256. None if that is enough, else how many sockets of clients may be open at once:
+    half of the files at least, because a request that was accepted needs one more to reach its
+    model, and modules, templates and pipes need some."""
     wanted = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
+        return None
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):
         allowed = soft
-    if allowed < wanted:
-        log.warning(
-            "%d connections take up to %d open files, and this process may have %d: give it more "
-            "(ulimit -n) or the server a smaller --max-connections",
-            connections,
-            wanted,
-            allowed,
-        )
+    if allowed >= wanted:
+        return None
+    fewer = max(1, allowed - min(_OTHER_FILES, allowed // 2))
+    log.warning(
+        "%d connections take up to %d open files, and this process may have %d: it accepts %d at a "
+        "time; give it more files (ulimit -n) or the server a smaller --max-connections",
+        connections,
+        wanted,
+        allowed,
+        fewer,
+    )
+    return fewer
 
 
 class Crowd(Generic[Member]):
@@ -53,8 +59,9 @@ class Crowd(Generic[Member]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._here: set[Member] = set()
-        self._strangers: dict[Member, None] = {}
-        self._idle: dict[Member, None] = {}
+        # since when they wait, monotonic seconds
+        self._strangers: dict[Member, float] = {}
+        self._idle: dict[Member, float] = {}
         self._leaving: dict[Member, None] = {}
         self._full = Complaint()
 
@@ -68,7 +75,7 @@ class Crowd(Generic[Member]):
             self._complain()
             leaver = next(chain(self._strangers, self._idle), newcomer)
         self._here.add(newcomer)
-        self._strangers[newcomer] = None
+        self._strangers[newcomer] = time.monotonic()
         return leaver
 
     def overdue(self) -> Member | None:
@@ -81,10 +88,15 @@ class Crowd(Generic[Member]):
         del self._leaving[first]
         return first
 
+    def waiting_since(self, before: float) -> list[Member]:
+        """Those that have waited since before that time, in the order in which they give way."""
+        waiting = chain(self._strangers.items(), self._idle.items())
+        return [member for member, since in waiting if since < before]
+
     def wait(self, connection: Member) -> None:
         """It waits for a request, since now unless it did already."""
         if connection in self._here and connection not in self._strangers:
-            self._idle.setdefault(connection)
+            self._idle.setdefault(connection, time.monotonic())
 
     def heard(self, connection: Member) -> None:
         """It has brought a whole request."""

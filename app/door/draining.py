@@ -14,7 +14,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Protocol, cast
 
@@ -22,8 +22,10 @@ import uvicorn
 
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
+from app.door.accepting import Acceptor
 from app.door.connections import STOPPING, Connection
 from app.door.crowd import allow_files
+from app.door.hall import Hall
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +46,39 @@ class Answers(Protocol):
 
 
 class Server(uvicorn.Server):
-    """config: with `http=connections.protocol(settings)`. answers: told when `settings.drain`
-    seconds after the first signal some are not whole."""
+    """config: with `http=entrance.protocol(settings, hall=hall)`. answers: told when
+    `settings.drain` seconds after the first signal some are not whole. hall: what connections have
+    in common."""
 
-    def __init__(self, config: uvicorn.Config, answers: Answers, settings: Settings) -> None:
+    def __init__(
+        self, config: uvicorn.Config, answers: Answers, settings: Settings, hall: Hall
+    ) -> None:
         super().__init__(config)
         self._answers = answers
+        self._hall = hall
+        self._acceptors: Sequence[Acceptor] = ()
         self._drain = settings.drain
         self._most = settings.max_connections
         self._certificate = settings.tls_cert
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        allow_files(self._most)
+        most = allow_files(self._most)
         await super().startup(sockets)
+        if most is not None:
+            listeners = [listener for server in self.servers for listener in server.sockets]
+            self._acceptors = [self._acceptor(listener, most) for listener in listeners]
+
+    def _acceptor(self, listener: socket.socket, most: int) -> Acceptor:
+        def serve() -> asyncio.Protocol:
+            # as uvicorn calls it
+            made = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+            return made(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+
+        return Acceptor(listener, serve, lambda beginning: self._hall.has_room(most - beginning))
 
     def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
         """uvicorn knows nothing of our TLS."""
@@ -85,6 +107,8 @@ class Server(uvicorn.Server):
                 _flush_logs()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
         for listener in self.servers:
             listener.close()
         for handed_in in sockets or ():

@@ -18,11 +18,14 @@ from app.door.hall import Hall
 from app.door.handshakes import Handshake
 
 
-def protocol(settings: Settings, traffic: Traffic | None = None) -> type[asyncio.Protocol]:
+def protocol(
+    settings: Settings, traffic: Traffic | None = None, hall: Hall | None = None
+) -> type[asyncio.Protocol]:
     """What `uvicorn.Config(http=…)` takes and calls for each socket: the connections of one server,
     bounded together, and with TLS where the settings have a certificate; uvicorn must not have it
-    too. Raises AppError(INVALID) for one that cannot be used."""
-    hall = Hall(settings, Traffic() if traffic is None else traffic)
+    too. hall: what they have in common, made here otherwise. Raises AppError(INVALID) for a
+    certificate that cannot be used."""
+    common = hall or Hall(settings, Traffic() if traffic is None else traffic)
     certificate = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificate = loaded(settings.tls_cert, settings.tls_key)
@@ -34,7 +37,7 @@ def protocol(settings: Settings, traffic: Traffic | None = None) -> type[asyncio
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> asyncio.BaseProtocol:
         loop = asyncio.get_running_loop() if _loop is None else _loop
-        connection = Connection(config, server_state, app_state, loop, hall)
+        connection = Connection(config, server_state, app_state, loop, common)
         if certificate is None:
             return connection
         return Handshake(

@@ -29,8 +29,21 @@ def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
             "FILE, or say --allow-anyone",
             param="cors_origins",
         )
+    named = [name for name in settings.allowed_hosts if not is_loopback(name)]
+    if named and not settings.allow_anyone:
+        raise AppError(
+            Kind.INVALID,
+            f"--allowed-host {named[0]} would serve anyone who reaches this server by that name, "
+            "such as through a proxy, behind which everyone looks like a user of this machine: "
+            "make a key with `mlxrunner key NAME --file FILE` and give --api-keys FILE, or say "
+            "--allow-anyone",
+            param="allowed_hosts",
+        )
     if is_loopback(settings.host):
-        return ()
+        return tuple(
+            f"answering to {name} without keys: anyone who can reach it can use it"
+            for name in named[:1]
+        )
     if not settings.allow_anyone:
         raise AppError(
             Kind.INVALID,

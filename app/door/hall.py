@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 # been taken is never too long to be thrown away.
 _REST_BYTES = 16 * MEBIBYTE
 
+# Seconds that a connection may wait for a request though others wait to be accepted, and how many
+# leave for them at once.
+_GRACE, _MAKE_ROOM = 1.0, 16
+
 
 class Guest(Protocol):
     """A connection, as others see it."""
@@ -53,6 +57,17 @@ class Hall:
         if late is not None:
             late.cut()
         self.traffic.open = len(self.crowd)
+
+    def has_room(self, sockets: int) -> bool:
+        """Whether fewer than so many sockets are open. Where not, those leave that have waited for
+        a while: others wait to be accepted. Those that came just now have perhaps asked already,
+        and nobody has read it."""
+        if len(self.crowd) < sockets:
+            return True
+        for leaver in self.crowd.waiting_since(time.monotonic() - _GRACE)[:_MAKE_ROOM]:
+            self.turned_away("too_many_connections")
+            leaver.give_way(tell=False)
+        return False
 
     def leave(self, guest: Guest) -> None:
         """Its socket is closed. May be told again."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from app.core.errors import LibraryPanic, PanicGuard
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.core.workers import CancelToken
 from app.engine import lark
@@ -26,11 +27,19 @@ from app.engine.schema_union import followable
 # ids that are tried out
 _TRIED = 8
 
-# Items that a step may have to look at side by side. A schema needs a few for each optional
-# property that may come next, and they cost little. A grammar that means one text in many ways has
-# as many, and each costs: at 2000 a step takes seconds, in which nobody's answer goes on
-_ROOMY = 30_000
-_TIGHT = 500
+# Items that llguidance may look at: in one row of its parser, and in all rows of one step, which
+# are those that any token of the vocabulary leads to. A schema needs a few in a row for each
+# optional property that may come next. With 151,669 tokens it needs few more in a step, but 230
+# for each property where white space is free: 460,000 for the most that `schema` accepts. They
+# cost little. An ambiguous grammar has as many, and each costs: with 2000 in a row a step takes
+# seconds, in which no other answer of the model goes on.
+_ROOMY = (30_000, 2_000_000)
+_TIGHT = (500, 2_000)
+
+# States of llguidance's lexer, beside one for each byte of the grammar: the names of a schema's
+# properties take one for each of their bytes, and patterns, whose number of states has no bound,
+# take the others. A state takes up to 1 kB. All answers that follow a grammar share its states.
+_LEXER_STATES = 50_000
 
 # characters at either end of what llguidance says
 _SHOWN = 200
@@ -42,6 +51,9 @@ _WORDS = {
     "NoExtensionBias": "no token of this model may come next",
     "oneOf constraints": "its branches must exclude each other, so that only one can hold; say"
     " which is meant by a required property with a const, or use anyOf",
+    "Too many items": "it allows too many continuations at one place: require more of its"
+    " properties, or make the grammar less ambiguous",
+    "too many states": "its patterns take too many states: simplify them",
     "panic": "it is too large",
     "Unable to determine if regex": "its patterns are too complex together; leave one out",
 }
@@ -147,23 +159,31 @@ class _Compiler:
     def _schema(self, document: Schema) -> LLMatcher | str:
         return self._tried(_dumped({"json_schema": followable(document)}), _ROOMY)
 
-    def _made(self, spec: str, items: int = _ROOMY) -> LLMatcher:
+    def _made(self, spec: str, items: tuple[int, int] = _ROOMY) -> LLMatcher:
         made = self._tried(spec, items)
         if isinstance(made, str):
             raise Refused(made)
         return made
 
-    def _tried(self, spec: str, items: int) -> LLMatcher | str:
+    def _tried(self, spec: str, items: tuple[int, int]) -> LLMatcher | str:
         """The matcher, or why there is none."""
         self._token.check()
         # llguidance's complaint about half a surrogate pair would tell nobody anything
-        spec.encode()
+        size = len(spec.encode())
+        in_row, in_step = items
         limits = LLParserLimits(
-            max_items_in_row=items,
-            step_max_items=4 * items,
-            max_lexer_states=50_000,
+            max_items_in_row=in_row,
+            step_max_items=in_step,
+            max_lexer_states=_LEXER_STATES + size,
             verbose_errors=False,
         )
+        try:
+            with PanicGuard():
+                return self._begun(spec, limits)
+        except LibraryPanic as panic:  # llguidance catches its own, where it expects them
+            return reason_of(f"panic: {panic}")
+
+    def _begun(self, spec: str, limits: LLParserLimits) -> LLMatcher | str:
         matcher = LLMatcher(self._tokenizer, spec, log_level=0, limits=limits)
         mask = matcher.compute_bitmask()
         trial = matcher.deep_copy()

@@ -14,15 +14,16 @@ import os
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard
 from app.core.files import ModelFiles
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.core.workers import CancelToken
@@ -52,6 +53,15 @@ class GrammarError(Exception):
     """A matcher can go no further. The message is a clause for whoever wrote the grammar."""
 
 
+class TooComplex(GrammarError):
+    """A matcher can go no further, though each id was allowed: its grammar exceeds a limit of
+    llguidance, so the request is at fault."""
+
+
+# what llguidance says of an id that was not allowed, and of one that led beyond a limit
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+
+
 class Matcher:
     """Where one answer is in its grammar.
 
@@ -61,11 +71,18 @@ class Matcher:
     """
 
     def __init__(
-        self, inner: LLMatcher, *, stop_ids: frozenset[int], known_ends: frozenset[int]
+        self,
+        inner: LLMatcher,
+        *,
+        stop_ids: frozenset[int],
+        known_ends: frozenset[int],
+        on_exhausted: Callable[[], None] | None = None,
     ) -> None:
         """stop_ids: those that end this answer. known_ends: those that llguidance takes for ends,
-        and so allows where the answer may end."""
+        and so allows where the answer may end. on_exhausted: called before TooComplex is raised,
+        because copies of `inner` share the lexer whose states are used up."""
         self._inner = inner
+        self._on_exhausted = on_exhausted
         self._hidden = known_ends - stop_ids
         self._unknown = stop_ids - known_ends
         self._look()
@@ -76,21 +93,44 @@ class Matcher:
         if token in self._unknown and self._inner.is_accepting():
             self.done = True
             return
-        self._inner.consume_token(token)
+        allowed = self.allowed[token // 8] >> token % 8 & 1
+        try:
+            with PanicGuard():
+                self._inner.consume_token(token)
+        except LibraryPanic as panic:
+            raise self._too_complex(f"panic: {panic}") from panic
+        # llguidance also reports an exceeded limit as a token that does not satisfy the grammar
+        if not allowed and self._inner.is_error():
+            self.allowed = bytes(len(self.allowed))
+            raise GrammarError(reason_of(self._inner.get_error()))
         self._look()
 
     def _look(self) -> None:
+        try:
+            with PanicGuard():
+                self._read_state()
+        except LibraryPanic as panic:
+            raise self._too_complex(f"panic: {panic}") from panic
+
+    def _read_state(self) -> None:
         allowed = self._inner.compute_bitmask()
         # a broken matcher also allows something: the end
         if self._inner.is_error():
-            raise GrammarError(reason_of(self._inner.get_error()))
+            raise self._too_complex(self._inner.get_error())
         self.done = self._inner.is_stopped()
         allowed = _without(allowed, self._hidden) if self._hidden else allowed
         if self._unknown and self._inner.is_accepting():
             allowed = _with(allowed, self._unknown)
         self.allowed = allowed
         if not self.done and not any(self.allowed):
-            raise GrammarError(reason_of("NoExtensionBias"))
+            raise self._too_complex("NoExtensionBias")
+
+    def _too_complex(self, error: str) -> TooComplex:
+        if self._on_exhausted is not None:
+            self._on_exhausted()
+        if _NOT_ALLOWED in error:
+            error = "too many states"
+        return TooComplex(reason_of(error))
 
 
 class _Compilation:
@@ -201,10 +241,20 @@ class Grammars:
         assert self._made is not None
         try:
             ends = frozenset(self._made.eos_tokens)
-            return Matcher(inner, stop_ids=stop_ids, known_ends=ends)
+            return Matcher(
+                inner,
+                stop_ids=stop_ids,
+                known_ends=ends,
+                on_exhausted=partial(self._forget, compilation),
+            )
         except GrammarError as error:
             message = f"this {name} cannot be followed: {error}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
+
+    def _forget(self, compilation: _Compilation) -> None:
+        """The next request for this grammar compiles it again."""
+        with self._lock:
+            self._give_up(compilation)
 
     def _give_up(self, compilation: _Compilation) -> None:
         """With the lock held. A running one keeps its thread until it ends."""
@@ -265,12 +315,13 @@ class Grammars:
     def _read_tokenizer(self) -> LLTokenizer:
         try:
             # llguidance cannot do without an end: where there is none it guesses one
-            return LLTokenizer(
-                self.tokenizer.read_text("utf-8"),
-                n_vocab=self._vocab,
-                eos_token=self._ends or None,
-            )
-        except (OSError, ValueError) as error:
+            with PanicGuard():
+                return LLTokenizer(
+                    self.tokenizer.read_text("utf-8"),
+                    n_vocab=self._vocab,
+                    eos_token=self._ends or None,
+                )
+        except (LibraryPanic, OSError, ValueError) as error:
             message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
             raise AppError(Kind.MODEL_FILES, message) from error
 

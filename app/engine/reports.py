@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 from app.core.jobs import Ended, EndReason, Prefilled, PromptScores, Started, Token, Update
 from app.engine.batch import Drawn
-from app.engine.grammar import GrammarError
+from app.engine.grammar import GrammarError, TooComplex
 from app.engine.memory import clear_cache
 from app.engine.roster import Roster
 from app.engine.sequence import Sequence
@@ -69,7 +69,8 @@ class Reports:
         try:
             sequence.add(drawn.token)
         except GrammarError as error:
-            self.fail(sequence, f"the answer could not follow its grammar further: {error}")
+            message = f"the answer could not follow its grammar further: {error}"
+            self.fail(sequence, message, invalid=isinstance(error, TooComplex))
             return
         if drawn.token in job.stop_ids:
             self.end(sequence, "stop")
@@ -95,13 +96,16 @@ class Reports:
             sequence.commit(keep=len(sequence.ids) - unwanted)
         self._updates.append(Ended(job=sequence.job.id, reason=reason, at=_now()))
 
-    def fail(self, sequence: Sequence, error: str = _FAILED) -> None:
+    def fail(self, sequence: Sequence, error: str = _FAILED, *, invalid: bool = False) -> None:
+        """invalid: what the request asks for is to blame."""
         self._roster.leave(sequence)
         if sequence.running:
             sequence.discard()
         clear_cache()
         self._tally.failures += 1
-        self._updates.append(Ended(job=sequence.job.id, reason="error", at=_now(), error=error))
+        self._updates.append(
+            Ended(job=sequence.job.id, reason="error", at=_now(), error=error, invalid=invalid)
+        )
 
     @contextlib.contextmanager
     def at_the_cost_of(self, sequence: Sequence, what: str) -> Generator[None]:

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 import models
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard
 from app.core.files import ModelFiles
 from app.core.settings import Bits
 from models.base import Model, ModelError
@@ -109,9 +109,9 @@ def _opened(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path
 def _open(shard: Path) -> dict[str, mx.array]:
     """MLX finds a bad file when it is too late for a clear word, or not at all."""
     try:
-        with safe_open(shard, framework="mlx") as file:
+        with PanicGuard(), safe_open(shard, framework="mlx") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, LibraryPanic, OSError) as error:
         raise AppError(
             Kind.MODEL_FILES, f"{shard} is not a whole safetensors file: {error}"
         ) from error

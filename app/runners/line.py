@@ -5,8 +5,18 @@ process is started and no sooner: the client takes a while to import, in which t
 """
 
 import asyncio
+import errno
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+import math
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+)
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
@@ -30,11 +40,21 @@ for _chatty in ("httpx2", "httpcore2"):
 # no time limit on a request, which may wait behind a long prefill.
 _NO_LIMIT = httpx2.Timeout(None)
 
-# One connection for the news, one for each request that is being handed over, and those kept for
-# the next ones. Seconds: less than the other side keeps them.
-_CONNECTIONS = httpx2.Limits(
-    max_connections=None, max_keepalive_connections=16, keepalive_expiry=60.0
+# Connections at once, of which each takes a file descriptor: one for the news, one for each request
+# that is being handed over. One more request waits for one of them. Those whose answer takes long,
+# because a grammar is compiled or a vector computed, have their own, so that no other waits behind
+# them. Seconds: less than the other side keeps a connection.
+_QUICK = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
+_SLOW = httpx2.Limits(max_connections=64, max_keepalive_connections=4, keepalive_expiry=60.0)
+
+# What the system says when there is nothing left to open a connection with: descriptors of this
+# process or of the machine, memory for a socket, a port.
+_NOTHING_LEFT = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 )
+
+# seconds for which a request waits for some of that, and between two tries
+_SCARCE, _AGAIN = 2.0, 0.05
 
 # seconds in which requests to a process that has ended end
 _ENDING = 1.0
@@ -47,14 +67,17 @@ class Line:
     """The engine of a desk."""
 
     def __init__(self, port: int, secret: str, desk: Desk) -> None:
-        self._http = httpx2.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}",
-            headers={"Authorization": f"Bearer {secret}"},
-            # no proxy of the environment's comes between, no certificates are read
-            trust_env=False,
-            verify=False,
-            timeout=_NO_LIMIT,
-            limits=_CONNECTIONS,
+        self._http, self._slow_http = (
+            httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}",
+                headers={"Authorization": f"Bearer {secret}"},
+                # no proxy of the environment's comes between, no certificates are read
+                trust_env=False,
+                verify=False,
+                timeout=_NO_LIMIT,
+                limits=limits,
+            )
+            for limits in (_QUICK, _SLOW)
         )
         self._desk = desk
         self._hung_up = asyncio.Event()
@@ -65,7 +88,7 @@ class Line:
     async def status(self) -> Status:
         """Raises ConnectionError."""
         with _hung_up():
-            reply = await self._http.get("/v1/status")
+            reply = await _answered(lambda: self._http.get("/v1/status"), math.inf)
             reply.raise_for_status()
         return wire.STATUS.decode(reply.content)
 
@@ -83,7 +106,7 @@ class Line:
         """Returns when the engine has taken a command that came the way a job does. Raises
         ConnectionError where that way is broken."""
         with _hung_up():
-            reply = await self._http.post("/v1/probe")
+            reply = await _answered(lambda: self._http.post("/v1/probe"), math.inf)
             reply.raise_for_status()
 
     async def hung_up(self) -> None:
@@ -129,6 +152,7 @@ class Line:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.aclose()
+        await self._slow_http.aclose()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -150,13 +174,23 @@ class Line:
             # what is here already must not keep the others waiting
             await asyncio.sleep(0)
 
-    async def _post(self, path: str, body: bytes) -> httpx2.Response:
-        """Raises AppError: the one that was answered, or why nobody did."""
+    async def _post(self, path: str, body: bytes, *, slow: bool) -> httpx2.Response:
+        """Raises AppError: the one that was answered, or why nobody did. slow: whether the answer
+        may take long."""
+        http = self._slow_http if slow else self._http
         try:
-            reply = await self._http.post(path, content=body)
+            reply = await _answered(lambda: http.post(path, content=body), _SCARCE)
+        except OSError as error:
+            message = (
+                "the server has no file descriptor left to run the request: try again in a moment, "
+                "or let the server open more files (ulimit -n)"
+            )
+            raise AppError(
+                Kind.OVERLOADED, message, code="out_of_resources", retry_after=1
+            ) from error
         except httpx2.HTTPError as error:
-            # the socket listens as long as the process lives: who finds no way to it lacks
-            # something on this side, say descriptors
+            # the socket listens as long as the process lives: a request that does not find it has
+            # come after its end, and one that breaks off has come before
             if not isinstance(error, httpx2.ConnectError):
                 self._hung_up.set()
             raise await self._desk.why() from error
@@ -167,11 +201,11 @@ class Line:
         return reply
 
     async def _submitted(self, job: Job) -> None:
-        await self._post("/v1/jobs", wire.JOB.encode(job))
+        await self._post("/v1/jobs", wire.JOB.encode(job), slow=job.grammar is not None)
 
     async def _embedded(self, job: EmbedJob) -> None:
         """A vector to each input, all of one length."""
-        reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job))
+        reply = await self._post("/v1/embed", wire.EMBED_JOB.encode(job), slow=True)
         whole, count = reply.content, len(job.inputs)
         size = len(whole) // count
         vectors = tuple(whole[i * size : (i + 1) * size] for i in range(count))
@@ -189,8 +223,37 @@ class Line:
         await self._delete(job, **({} if keep is None else {"keep": keep}))
 
     async def _delete(self, job: str, **parameters: int) -> None:
+        path = f"/v1/jobs/{quote(job, safe='')}"
         with suppress(httpx2.HTTPError):  # it is dead, and the job with it
-            await self._http.delete(f"/v1/jobs/{quote(job, safe='')}", params=parameters)
+            # as long as it takes, or the job would go on, with nobody to read it
+            await _answered(lambda: self._http.delete(path, params=parameters), math.inf)
+
+
+async def _answered(
+    ask: Callable[[], Awaitable[httpx2.Response]], patience: float
+) -> httpx2.Response:
+    """Asks again as long as there is nothing to open a connection with, for `patience` seconds.
+    Raises OSError behind that, and HTTPError for whatever else is wrong."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return await ask()
+        except (httpx2.HTTPError, OSError) as error:
+            exhausted = _exhausted(error)
+            if exhausted is None:
+                raise
+            if time.monotonic() >= until:
+                raise exhausted from error
+        await asyncio.sleep(_AGAIN)
+
+
+def _exhausted(error: BaseException | None) -> OSError | None:
+    """The system's refusal to open a connection, in what the client made of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NOTHING_LEFT:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

@@ -1,13 +1,10 @@
 """What a model needs, asked of a process that lives only for that.
 
-Knows: how to start it, what it is told and says. Must not know: MLX, how a model is measured.
-Laying out a model makes arrays, which is nothing for the process that all requests go through.
+Knows: what it is asked and answers. Must not know: MLX, how a model is measured. Laying out
+a model makes arrays, which is nothing for the process that all requests go through.
 """
 
-import asyncio
 import os
-from asyncio.subprocess import PIPE, Process
-from collections import deque
 from dataclasses import dataclass
 
 from app.core.errors import AppError, Kind
@@ -15,10 +12,8 @@ from app.core.files import ModelFiles
 from app.core.residents import Need
 from app.core.settings import Settings
 from app.runners.codec import Codec
-from app.runners.interpreter import command, environment
-from app.runners.output import Output, ended
-
-_CHUNK = 1 << 16
+from app.runners.helper import ask
+from app.runners.output import ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,56 +49,23 @@ async def need(files: ModelFiles, settings: Settings, held: int) -> Need:
     `settings.load_timeout`; AppError(ENGINE) where there can be no process."""
     question = Question(parent=os.getpid(), files=files, settings=settings, held=held)
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command("app.runners.measuring"),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env=environment(),
-            process_group=0,  # as in `app.runners.spawned`
+        reply = await ask(
+            "app.runners.measuring",
+            Codec[Question](Question).encode(question),
+            settings.load_timeout,
         )
-    except OSError as error:
-        raise _failed(Kind.ENGINE, files, f"no process can be started: {error}") from error
-    complaint = Output()
-    try:
-        async with asyncio.timeout(settings.load_timeout):
-            said = await _answered(process, Codec[Question](Question).encode(question), complaint)
     except TimeoutError:
         why = f"took longer than {settings.load_timeout:g} s"
         raise _failed(Kind.MODEL_FILES, files, why) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0 or not said:
-        how, reason = ended(process.returncode or 0), complaint.reason()
-        why = f"its process {how}{reason and f': {reason}'}"
+    except OSError as error:
+        raise _failed(Kind.ENGINE, files, f"no process can be started: {error}") from error
+    if reply.status != 0 or not reply.answer:
+        why = f"its process {ended(reply.status)}{reply.reason and f': {reply.reason}'}"
         raise _failed(Kind.MODEL_FILES, files, why)
-    found = Codec[Answer](Answer).decode(said).found
+    found = Codec[Answer](Answer).decode(reply.answer).found
     if isinstance(found, Refused):
         raise AppError(found.kind, found.message)
     return found
-
-
-async def _answered(process: Process, question: bytes, complaint: Output) -> bytes:
-    """What it says until it ends; what it complains of is kept."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(question + b"\n")
-    try:
-        said, _, _ = await asyncio.gather(
-            process.stdout.read(), _listen(process, complaint), process.wait()
-        )
-    finally:
-        process.stdin.close()
-    return said
-
-
-async def _listen(process: Process, complaint: Output) -> None:
-    assert process.stderr is not None
-    while data := await process.stderr.read(_CHUNK):
-        deque(complaint.feed(data), maxlen=0)
-    deque(complaint.flush(), maxlen=0)
 
 
 def _failed(kind: Kind, files: ModelFiles, why: str) -> AppError:

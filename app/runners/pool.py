@@ -78,12 +78,9 @@ class Pool:
         return resident
 
     @asynccontextmanager
-    async def lease(self, served: Served, keep_alive: float | None) -> AsyncGenerator[Lease]:
-        """Entering waits for nothing. keep_alive: seconds that the model stays without requests
-        from now on; None leaves it as it was said before."""
+    async def lease(self, served: Served) -> AsyncGenerator[Lease]:
+        """Entering waits for nothing."""
         resident, now = self.resident(served), self._clock()
-        if keep_alive is not None:
-            resident.keep_alive = keep_alive
         waiting = resident.leases.waiting
         lease = resident.leases.enter(now)
         if self._stopping:
@@ -111,6 +108,12 @@ class Pool:
             self._left.set()
             self._changed.set()
 
+    def set_keep_alive(self, served: Served, seconds: float, *, admin: bool) -> None:
+        """How long the model stays without requests from now on, as a request says that was
+        accepted. admin: whether its caller may manage models: see `Resident.set_keep_alive`."""
+        self.resident(served).set_keep_alive(seconds, admin=admin)
+        self._changed.set()
+
     def state(self, served: Served) -> ModelState:
         resident = self._residents.get(served.name)
         if resident is None:
@@ -118,11 +121,16 @@ class Pool:
         return resident.state()
 
     def context(self, served: Served) -> int | None:
-        """Positions of one sequence; None while the model is not loaded. The one thing here that
-        may be asked on any thread: requests are read on others than the event loop's."""
+        """Positions of one sequence; None while the model is not loaded. May be asked on any
+        thread: requests are read on others than the event loop's."""
         resident = self._residents.get(served.name)
         capacity = None if resident is None else resident.capacity
         return None if capacity is None else capacity.context
+
+    def files(self, served: Served) -> ModelFiles | None:
+        """Those that the model was loaded from; None while it is not loaded. On any thread."""
+        resident = self._residents.get(served.name)
+        return None if resident is None or resident.capacity is None else resident.files
 
     def preload(self, served: Served) -> None:
         """Load it where there is room, and start it again when it breaks, though nobody asks for

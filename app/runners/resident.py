@@ -47,7 +47,7 @@ class Resident:
     public.
 
     phase: of its runner; "out" is none. capacity: while it is ready. share, need: bytes, see
-    `Need`. keep_alive: seconds that it stays without requests, by the last request that said so.
+    `Need`. keep_alive: seconds that it stays without requests; see `set_keep_alive`.
     used: when a request last began or ended to hold it. kept: it is to be here also while nobody
     asks. dismissed: it was asked to go. closed: it takes no new requests, because others need its
     room. missed_until: when it would have gone, had it been let; in the past for one that was not
@@ -67,7 +67,7 @@ class Resident:
         self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
         self.share: int | None = None
         self.need: Need | None = None
-        self.keep_alive = served.keep_alive
+        self.keep_alive = self._least_keep_alive = served.keep_alive
         self.used = clock()
         self.missed_until = 0.0
         self.kept = self.dismissed = self.closed = False
@@ -167,6 +167,14 @@ class Resident:
         """When it may go, in case that it is idle then."""
         return self.used + self.keep_alive
 
+    def set_keep_alive(self, seconds: float, *, admin: bool) -> None:
+        """An admin's word replaces the operator's until the model is gone. Any other caller may
+        have the model stay longer than these two say, since it leaves in any case when another one
+        needs its room, but not shorter: that would unload it under all who use it."""
+        if admin:
+            self._least_keep_alive = seconds
+        self.keep_alive = max(seconds, self._least_keep_alive)
+
     def reject(self) -> None:
         """Count a request that was refused because too many wait."""
         self._rejected += 1
@@ -223,7 +231,7 @@ class Resident:
             self._broke or self.missed_until <= self._clock()
         )
         if not self._broke:
-            self.keep_alive = self.served.keep_alive
+            self.keep_alive = self._least_keep_alive = self.served.keep_alive
         self._runner = self.capacity = self.share = None
         self._careful.reset()
         self.phase = "out"

@@ -144,6 +144,11 @@ def _not_here(wanted: Name) -> NotHere:
     )
 
 
+def is_builtin(files: ModelFiles) -> bool:
+    """Whether the model is the one that ships with the project."""
+    return files.path == _builtin()
+
+
 def _read_builtin() -> ModelFiles:
     return hf.read(_builtin(), name=BUILTIN)
 

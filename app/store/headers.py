@@ -11,11 +11,12 @@ tensors later can trust it: each tensor has exactly the bytes that its type and 
 together they are the data, without holes or overlap.
 """
 
+import hashlib
 import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -81,11 +82,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What one file holds. metadata: its `__metadata__`, empty when it has none."""
+    """What one file holds. metadata: its `__metadata__`, empty when it has none. version: a digest
+    of the header, the size and the modification time of the file, so that it changes when the file
+    is replaced."""
 
     path: Path
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
+    version: str
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +101,8 @@ def read(path: Path) -> Header:
     """Raises AppError(MODEL_FILES), one line that names the file, for whatever is not as the
     format says."""
     try:
-        size = _size_of(path)
+        found = _stat_of(path)
+        size = found.st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_SIZE), "little")
             if size < _SIZE:
@@ -109,18 +114,24 @@ def read(path: Path) -> Header:
             text = file.read(length)
     except OSError as error:
         raise _broken(path, error.strerror or str(error)) from error
-    return _parsed(path, text, data=size - _SIZE - length)
+    version = hashlib.sha256(f"{size} {found.st_mtime_ns} ".encode() + text).hexdigest()
+    return _parsed(path, text, data=size - _SIZE - length, version=version)
 
 
-def _size_of(path: Path) -> int:
+def versions(headers: Iterable[Header]) -> str:
+    """One digest of the versions of several files."""
+    return hashlib.sha256(" ".join(header.version for header in headers).encode()).hexdigest()
+
+
+def _stat_of(path: Path) -> os.stat_result:
     """Opening a pipe would wait for somebody to write into it. Raises OSError."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise _broken(path, "it is not a plain file")
-    return found.st_size
+    return found
 
 
-def _parsed(path: Path, text: bytes, *, data: int) -> Header:
+def _parsed(path: Path, text: bytes, *, data: int, version: str) -> Header:
     """data: bytes behind the header."""
     try:
         found: Any = json.loads(text.decode(), object_pairs_hook=_without_doubles)
@@ -133,7 +144,7 @@ def _parsed(path: Path, text: bytes, *, data: int) -> Header:
     metadata = _metadata(path, entries.pop("__metadata__", None))
     tensors = {name: _tensor(path, name, told) for name, told in entries.items()}
     _check_tiled(path, tensors, data=data)
-    return Header(path=path, tensors=tensors, metadata=metadata)
+    return Header(path=path, tensors=tensors, metadata=metadata, version=version)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

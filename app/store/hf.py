@@ -58,6 +58,7 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         created=int(folder.stat().st_mtime),
         tokens=count_ids(tokenizer),
         stored=sum(header.nbytes for header in shards),
+        weights=headers.versions(shards),
     )
 
 

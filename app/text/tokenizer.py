@@ -15,16 +15,30 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import tokenizers
 
-from app.core.errors import AppError, Kind
-from app.core.files import ModelFiles
+from app.core.errors import AppError, Kind, PanicGuard
+from app.core.files import Json, ModelFiles
+from app.text.growth import Growth
 from app.text.spelling import Spelling
 
 # tokens whose bytes are remembered, 100 B each
 _SPELLED = 1 << 15
+
+# Bytes that one text may become in the library, which needs up to a hundred times as much memory
+# for them, and how many for one of its own it may become in any case. Only a text that the
+# tokenizer could make longer is measured first, in pieces that cannot become more than _AT_ONCE.
+_MOST_WRITTEN, _MOST_GROWTH = 16 << 20, 16
+_AT_ONCE = 4 << 20
+
+# bytes of one character
+_WIDEST = 4
+
+# characters of what the library says that a message repeats
+_SHOWN = 200
 
 
 class Tokenizer:
@@ -38,17 +52,17 @@ class Tokenizer:
         self, inner: tokenizers.Tokenizer, *, bos: int | None = None, add_bos: bool | None = None
     ) -> None:
         """add_bos: whether a text begins with bos; None leaves it to the post-processor that
-        tokenizer.json describes."""
+        tokenizer.json describes. Raises ValueError for a tokenizer that can make a text longer than
+        `Growth` accepts."""
         inner.no_truncation()  # what training set, some files still hold
         inner.no_padding()
         self._inner = inner
         self.bos = bos
+        self._growth = Growth.of(*map(_described, _chains(inner)))
         added = inner.get_added_tokens_decoder()
         self.special = frozenset(id for id, token in added.items() if token.special)
         self._added = {token.content: id for id, token in added.items()}
-        self.spelling = Spelling.of(
-            json.loads(inner.decoder.__getstate__()) if inner.decoder else {}
-        )
+        self.spelling = Spelling.of(_described(inner.decoder))
         self._prefix = _prefix(inner, bos, add_bos)
         self._suffix = _suffix(inner)
         # twenty rivals of each token are mostly the same few
@@ -61,24 +75,19 @@ class Tokenizer:
         if not path.is_file():
             raise AppError(Kind.MODEL_FILES, f"{path} is missing: a model needs its tokenizer.json")
         add_bos = files.tokenizer_config.get("add_bos_token")
-        try:
+        with _Reported(Kind.MODEL_FILES, f"{path} is not a tokenizer that can be used"):
             inner = tokenizers.Tokenizer.from_file(str(path))
             return Tokenizer(
                 inner,
                 bos=_bos(files, inner),
                 add_bos=add_bos if isinstance(add_bos, bool) else None,
             )
-        except AppError:
-            raise
-        except Exception as error:  # the library raises nothing narrower
-            reason = " ".join(str(error).split())
-            message = f"{path} is not a tokenizer that can be used: {reason}"
-            raise AppError(Kind.MODEL_FILES, message) from error
 
     @property
     def vocab_size(self) -> int:
         """Tokens, added ones included. The model's logits may be padded beyond it."""
-        return self._inner.get_vocab_size()
+        with _Reported(Kind.MODEL_FILES, _BROKEN):
+            return self._inner.get_vocab_size()
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Ids of a text. Special tokens written out in it are recognised.
@@ -87,18 +96,13 @@ class Tokenizer:
         that itself. No EOS ever ends it: the text is there to be continued.
         Raises AppError(INVALID).
         """
-        try:
-            # the batch call lets other threads run meanwhile; without offsets it is twice as fast
-            ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError as error:  # all that a str which is not UTF-8 comes to
-            message = (
-                "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is not a "
-                "character: send both halves or neither"
-            )
-            raise AppError(Kind.INVALID, message) from error
-        except Exception as error:  # the library raises nothing narrower
-            message = f"this model's tokenizer has no tokens for the text: {error}"
-            raise AppError(Kind.INVALID, message) from error
+        with _Reported(Kind.INVALID, "this model's tokenizer has no tokens for the text"):
+            self._check_growth(text)
+            try:
+                # lets other threads run meanwhile; without offsets it is twice as fast
+                ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            except TypeError as error:  # all that a str which is not UTF-8 comes to
+                raise _surrogate() from error
         if not add_special or tuple(ids[: len(self._prefix)]) == self._prefix:
             return ids
         return [*self._prefix, *ids]
@@ -119,18 +123,42 @@ class Tokenizer:
             size *= 2
         return text
 
+    def _check_growth(self, text: str) -> None:
+        """Raises AppError(INVALID) for a text that the library would make too long to hold."""
+        growth = self._growth
+        factor = growth.normalizer * growth.pre_tokenizer
+        if factor <= _MOST_GROWTH or _WIDEST * len(text) * factor <= _MOST_WRITTEN:
+            return
+        normalizer = self._inner.normalizer
+        assert normalizer is not None, "pre-tokenizers alone are limited to less"
+        most = max(_MOST_WRITTEN, _MOST_GROWTH * len(text.encode(errors="surrogatepass")))
+        step = max(1, int(_AT_ONCE / (_WIDEST * growth.normalizer)))
+        written = 0
+        for at in range(0, len(text), step):
+            try:
+                piece = normalizer.normalize_str(text[at : at + step])
+            except TypeError as error:
+                raise _surrogate() from error
+            written += len(piece.encode())
+            if written * growth.pre_tokenizer > most:
+                message = "the text is too long: this model's tokenizer makes it many times longer"
+                raise AppError(Kind.INVALID, message)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text a reader should see: special tokens, and ids that are no token, show nothing."""
         return self._text([id for id in ids if self.shows(id)])
 
     def decode_verbatim(self, ids: Sequence[int]) -> str:
         """The text with special tokens written out. Raises AppError(INVALID) for an id outside the
-        vocabulary."""
+        vocabulary, and for ids that the tokenizer cannot turn into a text."""
         for id in ids:
             if self._token(id) is None:
                 message = f"{id} is not a token of this model, which has {self.vocab_size} tokens"
                 raise AppError(Kind.INVALID, message)
-        return self._text(ids)
+        try:
+            return self._text(ids)
+        except AppError as error:
+            raise AppError(Kind.INVALID, error.message) from error
 
     def shows(self, id: int) -> bool:
         """Whether the id is part of what a reader should see."""
@@ -146,7 +174,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
-        return self._inner.token_to_id(token)
+        with _Reported(Kind.MODEL_FILES, _BROKEN):
+            return self._inner.token_to_id(token)
 
     def added_id(self, text: str) -> int | None:
         """The id of a text that was added to the vocabulary as a whole: a marker, mostly."""
@@ -171,8 +200,10 @@ class Tokenizer:
         return self.token_bytes(id).decode(errors="replace")
 
     def _text(self, ids: Sequence[int]) -> str:
+        """Raises AppError(MODEL_FILES): ids that the model samples are nobody's mistake."""
         if self.spelling is None:
-            return self._inner.decode(ids, skip_special_tokens=False)
+            with _Reported(Kind.MODEL_FILES, "this model's tokenizer has no text for tokens"):
+                return self._inner.decode(ids, skip_special_tokens=False)
         raw = b"".join(map(self.token_bytes, ids))
         if self.spelling.strips_space:
             raw = raw.removeprefix(b" ")
@@ -180,7 +211,63 @@ class Tokenizer:
 
     def _token(self, id: int) -> str | None:
         # The library takes 32 bits without a sign, and raises OverflowError for anything else.
-        return self._inner.id_to_token(id) if 0 <= id < 1 << 32 else None
+        if not 0 <= id < 1 << 32:
+            return None
+        with _REPORTED_BROKEN:
+            return self._inner.id_to_token(id)
+
+
+class _Reported:
+    """`with _Reported(…):` raises AppError in place of whatever the library raises, which is
+    nothing narrower than Exception, or PanicException."""
+
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, kind: Kind, what: str) -> None:
+        self._kind = kind
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, AppError):
+            return
+        try:
+            with PanicGuard():
+                raise error
+        except Exception as raised:
+            reason = " ".join(str(raised).split()) or type(raised).__name__
+            if len(reason) > _SHOWN:
+                reason = f"{reason[:_SHOWN]} …"
+            raise AppError(self._kind, f"{self._what}: {reason}") from error
+
+
+_BROKEN = "this model's tokenizer is broken"
+# made once: it is needed for each token of an answer
+_REPORTED_BROKEN = _Reported(Kind.MODEL_FILES, _BROKEN)
+
+
+def _surrogate() -> AppError:
+    message = (
+        "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character: "
+        "send both halves or neither"
+    )
+    return AppError(Kind.INVALID, message)
+
+
+def _chains(inner: tokenizers.Tokenizer) -> tuple[Any, Any, Any]:
+    return inner.normalizer, inner.pre_tokenizer, inner.decoder
+
+
+def _described(part: Any) -> Json:
+    """As tokenizer.json describes it; {} for none."""
+    return {} if part is None else json.loads(part.__getstate__())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

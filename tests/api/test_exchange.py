@@ -90,7 +90,7 @@ def test_a_whole_answer_is_put_together_beside_the_event_loop():
     generate = FakeGenerate(HELLO)
     ask, settings = Ask(request=request, reply=reply), Settings()
     bodies = RequestBodies(settings, Workers(), lambda: 0)
-    endpoint = GenerateEndpoint(lambda _: ask, generate, settings, bodies)
+    endpoint = GenerateEndpoint(lambda _body, _caller: ask, generate, settings, bodies)
 
     async def run() -> Reply:
         return await Conversation(endpoint, "POST", "/", b"{}").end()

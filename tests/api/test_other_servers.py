@@ -13,7 +13,7 @@ from app.api.dialects.embeddings import parse as parse_embeddings
 from app.api.dialects.openai_request import parse_chat, parse_completion
 from app.api.dialects.other_servers import OTHER_FIELDS, Endpoint, OtherField
 from app.api.dialects.responses_request import parse as parse_response
-from app.api.dialects.responses_store import ResponseStore
+from app.api.dialects.responses_store import ResponseStores
 from app.core.errors import AppError, Kind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
@@ -70,7 +70,7 @@ def read(endpoint: Endpoint, **fields: Any) -> Any:
         case "completions":
             return parse_completion(body, models)
         case "responses":
-            return parse_response(body, models, ResponseStore(), shifts=False).request
+            return parse_response(body, models, ResponseStores().of(""), shifts=False).request
         case "embeddings":
             return parse_embeddings(body, models)
 

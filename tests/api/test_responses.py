@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from app.api.app import build_app
 from app.core.errors import AppError, Kind
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
+from app.door.keyring import Keyring
+from app.door.keys import Key, digest
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply, leftovers
 from tests.fakes import FOREVER, FakeGenerate, Script, finish, text
@@ -22,17 +26,29 @@ HI: dict[str, Any] = {"model": "fake/model", "input": "hi"}
 class Server:
     """One application, asked again and again."""
 
-    def __init__(self, script: Script | None = None, **settings: Any) -> None:
+    def __init__(
+        self, script: Script | None = None, *, keys: Sequence[str] = (), **settings: Any
+    ) -> None:
+        """keys: each is the name of a key, too."""
         self.generate = FakeGenerate(script or (text("Hel"), text("lo"), finish()))
-        self.app = build_app(self.generate, Settings(**settings))
+        keyring = Keyring(tuple(Key(name=key, digest=digest(key)) for key in keys))
+        self.app = build_app(self.generate, Settings(**settings), keyring=keyring)
 
     def __call__(
-        self, method: str, path: str, body: Any = None, *, query: str = "", leave: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: str = "",
+        leave: bool = False,
+        key: str | None = None,
     ) -> Reply:
         async def run() -> Reply:
             data = json.dumps(body).encode()
             app = self.app if not query else with_query(self.app, query)
-            exchange = Exchange(app, method, path, data)
+            headers = None if key is None else {"authorization": f"Bearer {key}"}
+            exchange = Exchange(app, method, path, data, headers)
             if leave:
                 await exchange.until(lambda reply: b"output_text.delta" in reply.body)
                 exchange.hang_up()
@@ -42,8 +58,8 @@ class Server:
 
         return asyncio.run(run())
 
-    def create(self, **fields: Any) -> Any:
-        reply = self("POST", URL, HI | fields)
+    def create(self, *, key: str | None = None, **fields: Any) -> Any:
+        reply = self("POST", URL, HI | fields, key=key)
         assert reply.status == 200, reply.body
         return reply.json
 
@@ -155,6 +171,32 @@ def test_a_deleted_response_is_gone_and_cannot_be_continued(server: Server):
 def test_each_application_keeps_its_own(server: Server):
     made = server.create()
     assert Server()("GET", f"{URL}/{made['id']}").status == 404
+
+
+def test_a_response_belongs_to_the_key_that_made_it():
+    server = Server(keys=("one", "other"))
+    made = server.create(key="one")
+    path = f"{URL}/{made['id']}"
+    assert server("GET", path, key="other").status == 404
+    assert server("GET", f"{path}/input_items", key="other").status == 404
+    assert server("DELETE", path, key="other").status == 404
+    continued = HI | {"previous_response_id": made["id"]}
+    refused = server("POST", URL, continued, key="other")
+    assert (refused.status, refused.json["error"]["code"]) == (400, "previous_response_not_found")
+    assert server("POST", COUNT, continued, key="other").status == 400
+    assert server("GET", path, key="one").json == made
+
+
+def test_large_responses_of_one_key_do_not_cost_another_one_its_own():
+    server = Server(keys=("light", "heavy"))
+    made = server.create(key="light")
+    large = [server.create(key="heavy", input="x" * (3 << 20))["id"] for _ in range(24)]
+    found = [server("GET", f"{URL}/{id_}", key="heavy").status for id_ in (large[0], large[-1])]
+    assert found == [404, 200]
+    assert server("GET", f"{URL}/{made['id']}", key="light").json == made
+    too_large = server.create(key="heavy", input="x" * (5 << 20))
+    refused = server("GET", f"{URL}/{too_large['id']}", key="heavy")
+    assert (refused.status, "4 MiB are not kept" in refused.body.decode()) == (404, True)
 
 
 def test_what_is_kept_is_told_as_documented(server: Server):
@@ -271,7 +313,7 @@ def test_the_tokens_of_a_request_are_counted(server: Server):
     }
     server.create(**{name: body[name] for name in ("instructions", "tools", "reasoning")})
     (counted,) = server.generate.counted
-    assert counted == server.asked
+    assert replace(counted, admin=True) == server.asked
     # nothing was generated for it, and nothing is kept
     assert len(server.generate.opened) == 1
 

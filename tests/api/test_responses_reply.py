@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from app.api.dialects.responses_reply import Answer, Head, ResponseFrames, collect
 from app.api.dialects.responses_request import parse
-from app.api.dialects.responses_store import ResponseStore
+from app.api.dialects.responses_store import ResponseStores
 from app.core.errors import AppError, Kind
 from app.core.events import (
     CallDelta,
@@ -47,7 +47,7 @@ EVENTS: dict[str, type[BaseModel]] = {
     "failed": sdk.ResponseFailedEvent,
     "error": sdk.ResponseErrorEvent,
 }
-ECHO = parse({"model": "m", "input": "hi"}, {"m"}, ResponseStore(), shifts=False).echo
+ECHO = parse({"model": "m", "input": "hi"}, {"m"}, ResponseStores().of(""), shifts=False).echo
 HEAD = Head(id="resp_1", created=1_700_000_000, echo=ECHO)
 
 

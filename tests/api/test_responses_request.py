@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.api.dialects.responses_request import Wish, parse
-from app.api.dialects.responses_store import Kept, ResponseStore
+from app.api.dialects.responses_store import Kept, ResponseStore, ResponseStores
 from app.core.errors import AppError, Kind
 from app.core.requests import (
     CalledTool,
@@ -40,7 +40,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 def read(kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any) -> Wish:
-    store = ResponseStore() if kept is None else kept
+    store = ResponseStores().of("") if kept is None else kept
     return parse(HI | fields, {MODEL}, store, shifts=shifts)
 
 
@@ -214,7 +214,7 @@ def test_instructions_and_what_the_conversation_begins_with_are_one_message():
 
 def stored() -> ResponseStore:
     """Two responses, the second one ended with a call."""
-    store = ResponseStore()
+    store = ResponseStores().of("")
     first = Kept(
         id="resp_1",
         previous=None,
@@ -262,7 +262,7 @@ def test_only_the_new_items_are_kept_again():
 
 
 def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
-    store = ResponseStore()
+    store = ResponseStores().of("")
     body = (
         b'{"output":[{"type":"function_call","id":"f","call_id":"c","name":"n",'
         b'"arguments":"{oops","status":"completed"}]}'

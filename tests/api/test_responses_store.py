@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.dialects.responses_store import Kept, ResponseStore, ids_of
+from app.api.dialects.responses_store import Kept, ResponseStore, ResponseStores, ids_of
 from app.core.errors import AppError
 
 
@@ -24,7 +24,7 @@ def kept(id_: str, previous: str | None = None, *, text: str = "hi") -> Kept:
 
 
 def holding(*entries: Kept, **bounds: int) -> ResponseStore:
-    store = ResponseStore(**bounds)
+    store = ResponseStores(**bounds).of("")
     for entry in entries:
         store.keep(entry)
     return store
@@ -48,7 +48,7 @@ def test_a_conversation_is_everything_that_was_said_in_order():
 
 def test_a_response_that_is_not_kept_has_the_code_that_clients_look_for():
     with pytest.raises(AppError, match="'none' is not kept here") as raised:
-        ResponseStore().chain("none")
+        ResponseStores().of("").chain("none")
     assert raised.value.code == "previous_response_not_found"
     assert raised.value.param == "previous_response_id"
 
@@ -99,6 +99,37 @@ def test_what_has_no_room_at_all_is_not_kept_and_costs_only_what_was_in_its_way(
     assert len(store) == store.nbytes == 0
 
 
+def test_a_response_that_is_too_large_is_not_kept_and_costs_nothing():
+    store = holding(kept("a"), kept("large", text="x" * 9000), most_each=8000)
+    assert ids(store, "a", "large") == ["a"]
+
+
+@pytest.mark.parametrize("bounds", [{"most_bytes": 20_000}, {"most": 8}])
+def test_who_holds_most_makes_room(bounds: dict[str, int]):
+    """Eight large responses of one key cost every other key all of its own."""
+    stores = ResponseStores(**bounds)
+    light, heavy = stores.of("light"), stores.of("heavy")
+    light.keep(kept("a"))
+    light.keep(kept("b", "a"))
+    for number in range(20):
+        heavy.keep(kept(f"h{number}", text="x" * 3000))
+        assert ids(light, "a", "b") == ["a", "b"]
+    assert heavy.find("h19") is not None
+    assert heavy.find("h0") is None
+    light.keep(kept("c", "b"))
+    assert ids(light, "a", "b", "c") == ["a", "b", "c"]
+    assert light.nbytes + heavy.nbytes <= 8 * kept("h0", text="x" * 3000).size
+
+
+def test_a_caller_has_the_whole_room_while_no_other_needs_it():
+    stores = ResponseStores(most=4)
+    stores.of("other")
+    one = stores.of("one")
+    for name in "abcd":
+        one.keep(kept(name))
+    assert ids(one, *"abcd") == list("abcd")
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """(what, which earlier response, how much text)."""
@@ -111,7 +142,7 @@ def test_whatever_happens_the_bounds_hold_and_chains_are_whole(
     history: list[tuple[str, int, int]], most: int, most_bytes: int
 ):
     """Whole, unless a client itself has deleted something from them."""
-    store = ResponseStore(most, most_bytes)
+    store = ResponseStores(most, most_bytes).of("")
     names: list[str] = []
     deleted: set[str] = set()
     for number, (what, which, size) in enumerate(history):

@@ -1,6 +1,7 @@
 """Too much of everything, while another client asks as usual: connections that say little, heads
 and bodies without end, answers that nobody reads."""
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -94,6 +95,32 @@ def test_more_sockets_than_are_allowed(victim: Victim):
 
     # three processes, each with four threads that hold a hundred
     victim.undisturbed(Attack([[Send(b"G")]], threads=4, hold=100, share=0.16))
+
+
+def test_more_clients_than_there_are_files_for(victim: Victim):
+    """Each took a file of the server's, which then could not reach its own model: 500."""
+    model = str(victim.disk / "tiny")
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4}
+    with serving(model, files=320) as server:
+
+        async def ask(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.post(COMPLETIONS, json=body)
+
+        async def all_at_once() -> list[httpx.Response]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(
+                base_url=server.url, timeout=PATIENCE, limits=limits
+            ) as client:
+                return await asyncio.gather(*(ask(client) for _ in range(330)))
+
+        replies = asyncio.run(all_at_once())
+        refused = [reply for reply in replies if reply.status_code != 200]
+        assert {reply.status_code for reply in refused} <= {429, 503}
+        assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
+        assert len(refused) < 330
+        assert "it accepts 160 at a time" in server.text()
+        assert "Traceback" not in server.text()
+        assert "Too many open files" not in server.text()
 
 
 def test_a_body_of_a_gigabyte(victim: Victim):

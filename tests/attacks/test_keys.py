@@ -9,6 +9,7 @@ import pytest
 
 from app.door import keys
 from tests.attacks.conftest import Guarded, entries
+from tests.serving import PATIENCE
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -39,6 +40,35 @@ def test_only_admins_manage(guarded: Guarded) -> None:
 
     assert statuses(guarded.user) == {403}
     assert statuses(guarded.admin) == statuses(guarded.owner) == {200}
+
+
+def test_only_admins_have_a_model_leave(guarded: Guarded) -> None:
+    def ask(key: str, **fields: object) -> int:
+        body = {**ASK, "keep_alive": 0, **fields}
+        return guarded.client.post(CHAT, json=body, headers=bearer(key)).status_code
+
+    def state() -> str:
+        headers = bearer(guarded.user)
+        return guarded.client.get("/v1/models/tiny", headers=headers).json()["state"]
+
+    def stays() -> bool:
+        time.sleep(0.3)
+        return state() == "ready"
+
+    for key, status in ((guarded.user, 200), (guarded.owner, 400)):
+        told = {"logit_bias": {"999": 1}} if status == 400 else {}
+        assert ask(key, **told) == status
+        assert stays()
+        embedding = {"model": "tiny", "input": "x" * (5000 if told else 1), "keep_alive": 0}
+        reply = guarded.client.post("/v1/embeddings", json=embedding, headers=bearer(key))
+        assert reply.status_code == status, reply.text
+        assert stays()
+    assert ask(guarded.owner) == 200
+    until = time.monotonic() + PATIENCE
+    while state() == "ready":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert ask(guarded.user) == 200
 
 
 def test_strangers_see_four_figures(guarded: Guarded) -> None:

@@ -22,6 +22,13 @@ def test_strangers_are_not_served_by_accident() -> None:
     assert "--allow-anyone" in line
 
 
+def test_strangers_behind_a_proxy_are_not_served_by_accident() -> None:
+    [line] = ended("--allowed-host", "llm.example.org").splitlines()
+    assert line.startswith("mlxrunner: --allowed-host llm.example.org would serve anyone")
+    assert "--api-keys" in line
+    assert "--allow-anyone" in line
+
+
 def test_keys_that_cannot_be_used_open_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("[[keys]]\n")

@@ -123,7 +123,8 @@ class Replicas:
     """Servers of one model, started together."""
 
     def __init__(self, model: Path) -> None:
-        self._arguments = [str(model), "--allowed-host", NAME, "--parallel", "4"]
+        named = ("--allowed-host", NAME, "--allow-anyone")
+        self._arguments = [str(model), *named, "--parallel", "4"]
         self._servers: list[Served] = []
 
     def __enter__(self) -> "Replicas":

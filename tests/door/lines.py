@@ -84,6 +84,24 @@ class Line:
             self._read = bytearray()
         return Reply(status=int(first.split()[1]), headers=headers, body=bytes(rest), complete=True)
 
+    def read_steadily(self, rate: int, seconds: float) -> int:
+        """Reads so many bytes per second for so long, or until the other side closes. The bytes
+        that came."""
+        began, count = time.monotonic(), 0
+        while (passed := time.monotonic() - began) < seconds:
+            due = int(rate * passed) - count
+            if due > 0:
+                try:
+                    more = self.socket.recv(min(due, 65536))
+                except OSError:  # reset, or torn in the middle of a record
+                    break
+                if not more:
+                    break
+                self._read += more
+                count += len(more)
+            time.sleep(0.01)
+        return count
+
     def interim(self) -> int:
         """The status of one that goes before a reply: 100."""
         top, _, rest = self.until(lambda read: b"\r\n\r\n" in read).partition(b"\r\n\r\n")

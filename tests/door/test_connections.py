@@ -134,6 +134,29 @@ def test_a_client_that_reads_slowly_gets_everything():
         assert line.until(lambda read: read.endswith(b"0\r\n\r\n")).count(b"x" * 1_000_000) == 12
 
 
+def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(traffic: Traffic):
+    """asyncio hears of what was read when a third of the system's buffer is free, here 1.3 MB:
+    nothing seemed to be read for three times as long as was allowed."""
+    generate = FakeGenerate([text("x" * 12_000_000), finish()])
+    with door(generate, traffic, body_timeout=1) as connect:
+        line = connect().say(post(ASK))
+        read = line.read_steadily(400_000, 4.0)
+        assert 1_000_000 < read < 2_000_000
+        assert line.reply().body.count(b"x") >= 12_000_000
+    assert traffic.turned_away["unread_answer"] == 0
+
+
+def test_a_client_that_reads_no_more_is_cut_off(traffic: Traffic):
+    generate = FakeGenerate([text("x" * 12_000_000), finish()])
+    with door(generate, traffic, body_timeout=1) as connect:
+        line = connect().say(post(ASK))
+        line.read_steadily(400_000, 1.5)
+        stopped = time.monotonic()
+        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        # its last progress was in one interval, the next one has none
+        assert time.monotonic() - stopped < 5
+
+
 def test_a_finished_answer_that_nobody_reads_is_cut_off_too():
     """uvicorn's keep-alive closes such a connection, and closing waits for what is unsent."""
     generate = FakeGenerate([text("x" * 20_000_000), finish()])
@@ -413,9 +436,9 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
-        allow_files(40)
+        assert allow_files(40) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        allow_files(400)
+        assert allow_files(400) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

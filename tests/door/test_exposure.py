@@ -45,6 +45,24 @@ def test_keys_that_travel_in_clear_are_told_of(settings: dict[str, Any], warned:
     assert any("without TLS" in line for line in told) is warned
 
 
+@pytest.mark.parametrize("name", ["llm.example.org", ".example.org", "server"])
+def test_a_name_for_others_is_refused_without_keys(name: str):
+    """A proxy in front made everybody a user of this machine, who may unload models too."""
+    named: dict[str, Any] = {"allowed_hosts": ("localhost", name)}
+    with pytest.raises(AppError, match=f"--allowed-host {name} would serve anyone") as caught:
+        check_exposure(Settings(**named), has_keys=False)
+    assert caught.value.param == "allowed_hosts"
+    assert "--api-keys FILE, or say --allow-anyone" in caught.value.message
+    assert check_exposure(Settings(**named), has_keys=True) == ()
+    [told] = check_exposure(Settings(**named, allow_anyone=True), has_keys=False)
+    assert told == f"answering to {name} without keys: anyone who can reach it can use it"
+
+
+def test_a_name_of_this_machine_is_for_nobody_else():
+    named: dict[str, Any] = {"allowed_hosts": ("localhost",)}
+    assert check_exposure(Settings(**named), has_keys=False) == ()
+
+
 def test_all_pages_of_the_web_are_let_in_only_with_keys_or_in_so_many_words():
     pages: dict[str, Any] = {"cors_origins": ("*",)}
     with pytest.raises(AppError, match="every web page"):

@@ -139,6 +139,28 @@ def test_a_finished_answer_that_nobody_reads_is_cut_off(lock: Lock, traffic: Tra
             assert len(line.until(lambda _: False)) < 20_000_000
 
 
+def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(
+    lock: Lock, traffic: Traffic
+):
+    generate = FakeGenerate([text("x" * 12_000_000), finish()])
+    with locked(lock, generate, traffic, body_timeout=1) as connect:
+        line = lock.agree(connect()).say(post(ASK))
+        read = line.read_steadily(400_000, 4.0)
+        assert 1_000_000 < read < 2_000_000
+        assert line.reply().body.count(b"x") >= 12_000_000
+    assert traffic.turned_away["unread_answer"] == 0
+
+
+def test_a_client_that_reads_no_more_is_cut_off(lock: Lock, traffic: Traffic):
+    generate = FakeGenerate([text("x" * 12_000_000), finish()])
+    with locked(lock, generate, traffic, body_timeout=1) as connect:
+        line = lock.agree(connect()).say(post(ASK))
+        line.read_steadily(400_000, 1.5)
+        stopped = time.monotonic()
+        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        assert time.monotonic() - stopped < 5
+
+
 def test_a_refusal_of_a_long_body_is_read_to_its_end(lock: Lock):
     with locked(lock) as connect:
         line = lock.agree(connect())

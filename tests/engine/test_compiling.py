@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from app.core.errors import AppError, Kind
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
-from app.engine.grammar import GrammarError
+from app.engine.grammar import GrammarError, Grammars
+from app.engine.schema import MOST_OPTIONAL
 from tests import tiny
 from tests.engine.driving import grammars, job, make_loop, run, tiny_model
 from tests.engine.test_grammar import ids_of
@@ -214,6 +217,41 @@ def test_many_optional_properties_are_followed() -> None:
     wide = JsonSchema(text=json.dumps({"type": "object", "properties": properties}))
     assert follows(wide, '{"p0":null,"p999":null,"p1998":null}')
     assert not follows(wide, '{"p999":null,"p0":null}')
+
+
+def test_as_many_properties_as_documented_are_followed_with_a_large_vocabulary(
+    shared: Path,
+) -> None:
+    """Names of properties took all 50,000 states of the lexer in the middle of an answer."""
+    file = shared / "tokenizers" / "qwen3" / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    (end,) = tokenizer.encode("<|im_end|>").ids
+    vocab = tokenizer.get_vocab_size()
+    large = Grammars(file, vocab=vocab, ends=[end])
+    names = [f"property_number_{i}" for i in range(2500)]
+    required = {"properties": {name: {"type": "null"} for name in names}, "required": names}
+    optional = {"properties": {name: {"type": "null"} for name in names[:MOST_OPTIONAL]}}
+    few = [names[0], *names[MOST_OPTIONAL // 2 : MOST_OPTIONAL : 300]]
+    for schema, chosen in ((required, names), (optional, few)):
+        grammar = JsonSchema(text=json.dumps({"type": "object", **schema}))
+        for _ in range(2):
+            matcher = large.compile(grammar, frozenset({end}))
+            for token in tokenizer.encode(json.dumps(dict.fromkeys(chosen))).ids:
+                matcher.accept(token)
+            assert matcher.done or end in ids_of(matcher)
+
+
+def test_more_optional_properties_than_documented_are_refused_with_advice() -> None:
+    properties = {f"p{i}": {"type": "null"} for i in range(MOST_OPTIONAL + 1)}
+    error = refused(JsonSchema(text=json.dumps({"properties": properties}), at="guided_json"))
+    assert error.param == "guided_json.properties"
+    assert "require some" in error.message
+
+
+def test_a_schema_in_a_clients_grammar_is_followed_or_refused_with_advice() -> None:
+    properties = {f"p{i}": {"type": "null"} for i in range(1500)}
+    text = f"start: %json {json.dumps({'type': 'object', 'properties': properties})}"
+    assert "too many continuations" in refused(Lark(text=text)).message
 
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -17,10 +17,10 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.core.errors import AppError, Kind
-from app.core.requests import Choice, Grammar, JsonSchema
+from app.core.requests import Choice, Grammar, JsonSchema, Regex
 from app.core.workers import Cancelled, CancelToken
 from app.engine import compiling
-from app.engine.grammar import GrammarError, Grammars, Matcher
+from app.engine.grammar import GrammarError, Grammars, Matcher, TooComplex
 from app.engine.memory import measured
 from app.engine.sampler import Rows
 from models.base import Model
@@ -39,6 +39,7 @@ from tests.engine.driving import (
     run_one,
     tiny_model,
 )
+from tests.fakes import panic
 
 PROMPT = tuple(b"the quick brown fox jumps over the lazy dog")
 ENDS = frozenset({tiny.END})
@@ -313,6 +314,20 @@ def test_what_was_compiled_serves_others_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(compiled) == 2
 
 
+def test_a_grammar_whose_lexer_has_no_states_left_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of a compiled grammar share its lexer, so every later answer failed, too."""
+    monkeypatch.setattr(compiling, "_LEXER_STATES", -50)
+    many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10)
+    fresh = new_grammars()
+    for _ in range(2):
+        matcher = fresh.compile(many_states, ENDS)
+        accept_all(matcher, b"abbabaab")
+        with pytest.raises(TooComplex, match="too many states: simplify"):
+            accept_all(matcher, b"abbbabaaaabaabbabbbaababab" * 9)
+
+
 def test_who_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[Grammar]()
     monkeypatch.setattr("app.engine.grammar.compiled", noting(compiled))
@@ -503,9 +518,55 @@ def test_a_tokenizer_that_is_mended_serves_the_next_request(tmp_path: Path) -> N
     assert ids_of(fresh.compile(ANYTHING, ENDS)) == {ord("{")}
 
 
+class Panicking:
+    """A matcher, or a tokenizer, of llguidance's that panics when it is asked something: it catches
+    those panics of its own that it knows of, so none can be had of the real one."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.panics = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.panics:
+            raise panic()
+        return lambda *_: {"compute_bitmask": b"\xff", "is_error": False}.get(name)
+
+
+def test_a_matcher_that_panics_ends_its_own_request() -> None:
+    """A PanicException is no Exception: it ended the engine's thread, and all requests with it."""
+    inner: Any = Panicking()
+    matcher = Matcher(inner, stop_ids=NONE, known_ends=NONE)
+    matcher.accept(1)
+    inner.panics = True
+    with pytest.raises(GrammarError, match="it is too large"):
+        matcher.accept(1)
+    with pytest.raises(GrammarError, match="it is too large"):
+        Matcher(inner, stop_ids=NONE, known_ends=NONE)
+
+
+def test_a_grammar_over_which_the_library_panics_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def panics(*_: object, **__: object) -> Any:
+        raise panic()
+
+    monkeypatch.setattr("app.engine.compiling.LLMatcher", panics)
+    with pytest.raises(AppError, match="cannot be followed: it is too large") as caught:
+        new_grammars().compile(Choice(options=("a",), at="guided_choice"), ENDS)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_choice")
+    monkeypatch.setattr("app.engine.grammar.LLTokenizer", panics)
+    with pytest.raises(AppError, match=r"is not a tokenizer that grammars work with") as caught:
+        new_grammars().compile(ANYTHING, ENDS)
+    assert caught.value.kind is Kind.MODEL_FILES
+
+
 def new_grammars() -> Grammars:
     """For the tiny vocabulary, with nothing compiled."""
     return Grammars(grammars().tokenizer, vocab=tiny.VOCAB)
+
+
+def accept_all(matcher: Matcher, tokens: bytes) -> None:
+    for token in tokens:
+        matcher.accept(token)
 
 
 def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer, CancelToken], LLMatcher]:

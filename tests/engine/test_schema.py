@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.engine.schema import MOST_ENTRIES, MOST_TEXT, Refused, at, everywhere, read
+from app.engine.schema import MOST_ENTRIES, MOST_OPTIONAL, MOST_TEXT, Refused, at, everywhere, read
 
 
 def refusal(schema: Any) -> Refused:
@@ -37,11 +37,21 @@ def test_true_is_a_schema_that_asks_for_nothing() -> None:
 
 
 def test_entries_count_wherever_they_are() -> None:
-    half = {f"p{i}": {} for i in range(MOST_ENTRIES // 2)}
-    assert read(json.dumps({"properties": {"a": {"properties": half}, "b": {"enum": [1]}}}))
-    values = list(range(MOST_ENTRIES // 2))
-    more = {"items": {"properties": half}, "$defs": {"a": {"enum": values}}}
+    third = {f"p{i}": {} for i in range(MOST_ENTRIES // 3)}
+    assert read(json.dumps({"properties": {"a": {"properties": third}, "b": {"enum": [1]}}}))
+    values = list(range(MOST_ENTRIES - len(third)))
+    more = {"items": {"properties": third}, "$defs": {"a": {"enum": values}}}
     assert "more than" in refusal(more).reason
+
+
+def test_properties_of_one_object_that_may_be_left_out_are_limited() -> None:
+    most = {f"p{i}": {} for i in range(MOST_OPTIONAL)}
+    assert read(json.dumps({"properties": most}))
+    required = {"properties": {**most, "more": {}}, "required": ["more"]}
+    assert read(json.dumps(required))
+    combined = {"allOf": [{"properties": most}, {"properties": {"more": {}}}]}
+    for schema in ({"properties": {**most, "more": {}}}, combined):
+        assert "may be left out: require some" in refusal(schema).reason
 
 
 @pytest.mark.parametrize(

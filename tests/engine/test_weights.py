@@ -21,6 +21,7 @@ from app.engine.weights import open_model, parameters, read
 from models.base import Model
 from tests import tiny
 from tests.bench import loading
+from tests.fakes import panic
 from tests.models.test_llama import logits
 
 IDS = [1, 5, 9, 33]
@@ -55,6 +56,17 @@ def refusal(files: ModelFiles) -> str:
     assert caught.value.kind is Kind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message
+
+
+def test_a_file_over_which_the_library_panics_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panics(*_: object, **__: object) -> Any:
+        raise panic()
+
+    files = folder_of(tmp_path, tiny.weights())
+    monkeypatch.setattr("app.engine.weights.safe_open", panics)
+    assert "model-0.safetensors is not a whole safetensors file: " in refusal(files)
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:

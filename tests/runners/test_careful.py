@@ -25,7 +25,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def loaded(house: House) -> AsyncGenerator[tuple[Pool, Resident]]:
     house.needs = {"a": need(1)}
-    async with pooled(house) as pool, pool.lease(MODEL, None) as lease:
+    async with pooled(house) as pool, pool.lease(MODEL) as lease:
         await lease.wait()
         yield pool, pool.resident(MODEL)
 
@@ -294,7 +294,7 @@ def test_no_more_suspects_wait_than_requests_may():
         house.needs = {"a": need(1)}
         model = served("a", max_queue=1)
         jobs = [job(name, ord(name)) for name in "xy"]
-        async with pooled(house) as pool, pool.lease(model, None) as lease:
+        async with pooled(house) as pool, pool.lease(model) as lease:
             await lease.wait()
             handle = pool.resident(model)
             await death(house, handle, *jobs)

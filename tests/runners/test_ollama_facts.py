@@ -25,8 +25,10 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> None:
-    async with pool.lease(model, keep_alive) as lease:
+    async with pool.lease(model) as lease:
         await lease.wait()
+        if keep_alive is not None:
+            pool.set_keep_alive(model, keep_alive, admin=True)
 
 
 def sizes(**least: int) -> House:
@@ -140,9 +142,10 @@ def test_the_timer_starts_when_the_last_request_ends():
     async def body() -> None:
         house = sizes(a=4)
         async with pooled(house) as pool:
-            async with pool.lease(A, 0.05) as first:
+            async with pool.lease(A) as first:
                 await first.wait()
-                async with pool.lease(A, None):
+                pool.set_keep_alive(A, 0.05, admin=True)
+                async with pool.lease(A):
                     pass
                 await asyncio.sleep(0.1)
                 assert house.here == ["a"]
@@ -197,11 +200,11 @@ def test_whoever_comes_when_too_many_wait_is_told_so():
         house = sizes(a=1, b=1)
         house.gates["a"] = asyncio.Event()
         model = served("a", max_queue=1)
-        async with pooled(house) as pool, pool.lease(model, None):
+        async with pooled(house) as pool, pool.lease(model):
             with pytest.raises(AppError) as raised:
                 await use(pool, model)
             assert raised.value.kind is Kind.BUSY
-            async with pool.lease(B, None) as lease:
+            async with pool.lease(B) as lease:
                 assert lease.loading().waits, "it is not refused"
         assert Settings().max_queue == 64
 
@@ -232,11 +235,11 @@ def test_a_busy_one_that_has_to_leave_serves_who_is_there_and_nobody_else():
     async def body() -> None:
         house = sizes(a=9, b=9)
         async with pooled(house) as pool:
-            async with pool.lease(A, None) as first:
+            async with pool.lease(A) as first:
                 await first.wait()
                 waiting = asyncio.create_task(use(pool, B))
                 await settled()
-                async with pool.lease(A, None) as second:
+                async with pool.lease(A) as second:
                     assert second.ready, "b waits for the first one anyway"
             late = asyncio.create_task(use(pool, A))
             await asyncio.gather(waiting, late)

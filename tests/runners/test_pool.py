@@ -1,6 +1,7 @@
 """The pool, with runners that do as they are told."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -40,14 +41,18 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> None:
-    async with pool.lease(model, keep_alive) as lease:
+    async with pool.lease(model) as lease:
         await lease.wait()
+        if keep_alive is not None:
+            pool.set_keep_alive(model, keep_alive, admin=True)
 
 
 @asynccontextmanager
 async def held(pool: Pool, model: Served, keep_alive: float | None = None) -> AsyncGenerator[None]:
-    async with pool.lease(model, keep_alive) as lease:
+    async with pool.lease(model) as lease:
         await lease.wait()
+        if keep_alive is not None:
+            pool.set_keep_alive(model, keep_alive, admin=True)
         yield
 
 
@@ -60,7 +65,7 @@ def test_a_request_waits_for_its_model_and_the_next_one_does_not():
         house = small()
         gate = house.gates["a"] = asyncio.Event()
         async with pooled(house) as pool:
-            async with pool.lease(A, None) as lease:
+            async with pool.lease(A) as lease:
                 assert not lease.ready
                 assert lease.loading() == Loading(progress=0, waits=True)
                 await until(lambda: house.loads)
@@ -69,7 +74,7 @@ def test_a_request_waits_for_its_model_and_the_next_one_does_not():
                 gate.set()
                 await lease.wait()
                 assert lease.ready
-                async with pool.lease(A, None) as second:
+                async with pool.lease(A) as second:
                     assert second.ready
                     assert pool.state(A).leases == 2
             state = pool.state(A)
@@ -88,9 +93,9 @@ def test_a_model_that_is_loaded_does_not_wait_behind_a_load():
         house.gates["b"] = asyncio.Event()
         async with pooled(house) as pool:
             await use(pool, A)
-            async with pool.lease(B, None):
+            async with pool.lease(B):
                 await until(lambda: phases(pool)["b"] == "loading")
-                async with pool.lease(A, None) as lease:
+                async with pool.lease(A) as lease:
                     assert lease.ready
 
     run(body())
@@ -102,7 +107,7 @@ def test_models_are_loaded_one_at_a_time_in_the_order_in_which_they_were_asked_f
         house.gates = {name: asyncio.Event() for name in "abc"}
         async with pooled(house) as pool, AsyncExitStack() as stack:
             for model in (C, A, B):
-                await stack.enter_async_context(pool.lease(model, None))
+                await stack.enter_async_context(pool.lease(model))
                 await asyncio.sleep(0.001)
             for loaded in ("c", "ca", "cab"):
                 await until(lambda loaded=loaded: len(house.loads) == len(loaded))
@@ -140,7 +145,7 @@ def test_a_busy_model_ends_its_requests_before_it_leaves_and_new_ones_wait():
 
             before = asyncio.create_task(old())
             await until(lambda: pool.state(A).phase == "ready")
-            async with pool.lease(B, None) as lease:
+            async with pool.lease(B) as lease:
                 await settled()
                 async with held(pool, A):
                     # admitted: b cannot be served before the old request ends anyway
@@ -213,7 +218,7 @@ def test_a_model_that_takes_long_to_measure_gives_way_when_nobody_waits_for_it()
         house = small()
         house.gates["need of a"] = asyncio.Event()
         async with pooled(house) as pool:
-            async with pool.lease(A, None):
+            async with pool.lease(A):
                 await until(lambda: house.asked == ["a"])
                 assert pool.state(A).phase == "queued"
             await use(pool, B)
@@ -245,7 +250,7 @@ def test_what_was_measured_while_another_one_left_is_measured_again():
         async with pooled(house, total=None) as pool:
             await use(pool, A)
             house.of("a").stats = EngineStats(memory=6)
-            async with pool.lease(B, None) as lease:
+            async with pool.lease(B) as lease:
                 await until(lambda: house.asked == ["a", "b"])
                 house.of("a").die()
                 await until(lambda: pool.state(A).phase == "unloaded")
@@ -305,6 +310,36 @@ def test_a_request_that_says_nothing_leaves_what_was_said_and_unloading_forgets_
     run(body())
 
 
+def test_only_an_admin_may_have_a_model_leave_earlier_than_the_operator_says():
+    """One request with 0 unloaded it under all others."""
+
+    async def body() -> None:
+        async with pooled(small()) as pool:
+            model = served("a", keep_alive=300.0)
+
+            def asked(seconds: float, *, admin: bool = False) -> float:
+                pool.set_keep_alive(model, seconds, admin=admin)
+                return pool.resident(model).keep_alive
+
+            await use(pool, model)
+            assert asked(0.0) == 300.0
+            assert asked(900.0) == 900.0
+            assert asked(400.0) == 400.0
+            assert asked(math.inf, admin=True) == math.inf
+            assert asked(400.0) == math.inf
+            assert asked(60.0, admin=True) == 60.0
+            assert asked(0.0) == 60.0
+            assert asked(90.0) == 90.0
+            # forgotten when it is gone
+            await pool.unload(model)
+            await use(pool, model)
+            assert asked(90.0) == 300.0
+            asked(0.0, admin=True)
+            await until(lambda: pool.state(model).phase == "unloaded")
+
+    run(body())
+
+
 def test_a_pinned_model_stays_whatever_is_said():
     async def body() -> None:
         pinned = served("a", pinned=True, keep_alive=0.0)
@@ -324,7 +359,7 @@ def test_whoever_leaves_while_a_model_is_loaded_lets_it_be_loaded():
         house = small()
         gate = house.gates["a"] = asyncio.Event()
         async with pooled(house) as pool:
-            async with pool.lease(A, None):
+            async with pool.lease(A):
                 await until(lambda: house.loads)
             await settled()
             gate.set()
@@ -338,7 +373,7 @@ def test_whoever_waits_for_a_lease_that_was_left_does_not_wait_for_ever():
         house = small()
         house.gates["a"] = asyncio.Event()
         async with pooled(house) as pool:
-            async with pool.lease(A, None) as lease:
+            async with pool.lease(A) as lease:
                 waiting = asyncio.create_task(lease.wait())
                 await settled()
             with pytest.raises(AppError, match="is over"):
@@ -352,7 +387,7 @@ def test_a_load_that_nobody_waits_for_gives_way():
         house = small()
         house.gates["a"] = asyncio.Event()
         async with pooled(house) as pool:
-            async with pool.lease(A, None):
+            async with pool.lease(A):
                 await until(lambda: house.loads)
             await use(pool, B)
             assert phases(pool) == {"a": "unloaded", "b": "ready", "c": "unloaded"}
@@ -363,7 +398,7 @@ def test_a_load_that_nobody_waits_for_gives_way():
 async def give_up(pool: Pool, model: Served) -> None:
     """As a client does that cannot be kept waiting, and is told to come again."""
     with suppress(AppError):
-        async with pool.lease(model, None) as lease:
+        async with pool.lease(model) as lease:
             await settled()
             assert lease.waits
             raise AppError(Kind.LOADING, "come again", retry_after=1)
@@ -383,7 +418,7 @@ def test_whoever_was_told_to_come_again_keeps_its_place_and_finds_its_model():
             await until(lambda: pool.resident(B).phase == "ready")
             await settled()
             assert house.loads == ["a", "b"], "and it does not go for the one behind it"
-            async with pool.lease(B, None) as lease, pool.lease(B, None) as another:
+            async with pool.lease(B) as lease, pool.lease(B) as another:
                 assert (lease.ready, another.ready) == (True, False), "it was to go afterwards"
             await behind
             assert house.loads == ["a", "b", "c"]
@@ -460,7 +495,7 @@ def test_those_who_were_told_to_come_again_take_no_place_of_others():
         async with pooled(house) as pool:
             for _ in range(3):
                 await give_up(pool, narrow)
-            async with pool.lease(narrow, None) as lease:
+            async with pool.lease(narrow) as lease:
                 assert lease.waits
                 assert pool.state(narrow).leases == 1
 
@@ -507,7 +542,7 @@ def test_a_broken_model_is_started_again_for_those_who_wait_and_the_others_do_no
         house = small()
         async with pooled(house) as pool:
             async with held(pool, B):
-                async with pool.lease(A, None) as lease:
+                async with pool.lease(A) as lease:
                     await lease.wait()
                     house.of("a").die("killed by SIGKILL")
                     await until(lambda: not lease.ready)
@@ -637,7 +672,7 @@ def test_a_model_that_cannot_be_loaded_does_not_delay_others():
         slow = Patience(first=PATIENCE, longest=PATIENCE)
         pool = Pool(house.make, house.files, house.need, total=10, patience=slow)
         await pool.start()
-        async with pool.lease(A, None) as lease:
+        async with pool.lease(A) as lease:
             await until(lambda: pool.state(A).phase == "failed")
             async with asyncio.timeout(PATIENCE / 4):
                 await use(pool, B)
@@ -803,7 +838,7 @@ def test_counters_go_on_where_a_runner_is_started_again():
 def test_a_job_that_comes_when_a_runner_was_lost_waits_for_the_next_one():
     async def body() -> None:
         house = small()
-        async with pooled(house) as pool, pool.lease(A, None) as lease:
+        async with pooled(house) as pool, pool.lease(A) as lease:
             await lease.wait()
             handle, lost = pool.resident(A), house.of("a")
             lost.die("killed by SIGKILL")
@@ -818,7 +853,7 @@ def test_a_job_that_comes_when_a_runner_was_lost_waits_for_the_next_one():
 def test_a_job_that_waits_for_a_runner_is_told_why_there_will_be_none():
     async def body() -> None:
         house = small()
-        async with pooled(house) as pool, pool.lease(A, None) as lease:
+        async with pooled(house) as pool, pool.lease(A) as lease:
             await lease.wait()
             house.unreadable["a"] = AppError(Kind.MODEL_FILES, "its files are gone")
             house.of("a").die()

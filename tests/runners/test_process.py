@@ -12,8 +12,12 @@ import httpx2
 import pytest
 
 from app import store
+from app.core.errors import AppError, Kind
+from app.core.requests import Choice
 from app.core.settings import Settings
 from app.runners.process import ProcessRunner
+from tests import tiny
+from tests.descriptors import none_left
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, ids
 from tests.runners.spawning import (
@@ -64,6 +68,33 @@ def test_nobody_without_the_secret_gets_in(healthy: Healthy, secret: bytes | Non
                 reply = await client.request(method, path, headers=headers)
                 assert (reply.status_code, reply.text) == (401, "no")
                 assert "server" not in reply.headers
+
+    healthy(body)
+
+
+def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
+    healthy: Healthy,
+) -> None:
+    """It was answered with 500, five seconds later. Others take turns on the connections that there
+    are."""
+
+    async def body(running: ProcessRunner) -> None:
+        follows = {"grammar": Choice(options=("a",)), "stop_ids": frozenset({tiny.END})}
+        assert ids(await answer(running, "opens a connection", b"hello"))
+        with none_left():
+            refused = asyncio.create_task(answer(running, "refused", b"hello", **follows))
+            names = [f"other-{number}" for number in range(10)]
+            others = await asyncio.gather(*(answer(running, name, b"hello") for name in names))
+            assert all(map(ids, others))
+            with pytest.raises(AppError, match="no file descriptor left") as caught:
+                await refused
+        error = caught.value
+        assert (error.kind, error.code, error.retry_after) == (
+            Kind.OVERLOADED,
+            "out_of_resources",
+            1,
+        )
+        assert ids(await answer(running, "again", b"hello", **follows)) == [ord("a")]
 
     healthy(body)
 

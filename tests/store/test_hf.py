@@ -56,6 +56,21 @@ def test_bytes_and_ids_are_counted(folder: Path) -> None:
     assert files.tokens == tiny.VOCAB
 
 
+def test_weights_that_are_replaced_are_others(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    before = store.resolve(str(folder))
+    assert store.resolve(str(folder)) == before
+    stat, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert store.resolve(str(folder)).weights != before.weights
+    arrays = mx.load(str(path))
+    assert isinstance(arrays, dict)
+    mx.save_safetensors(str(path), arrays, {"another": "header"})
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert store.resolve(str(folder)).weights != before.weights
+
+
 def test_infinity_in_a_config_is_a_number(folder: Path) -> None:
     """Python writes it, and so transformers does for models with a time_step_limit."""
     (folder / "config.json").write_text(json.dumps({**tiny.CONFIG, "time_step_limit": [0, inf]}))

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from app.core.errors import AppError, Kind
 from app.text.tokenizer import Stops, Tokenizer, stops
@@ -221,6 +221,53 @@ class TestLoading:
         assert Tokenizer.load(real_files("tokenizers/qwen3")).vocab_size == 151_669
 
 
+class TestHostile:
+    """tokenizer.json comes from whoever made the model."""
+
+    def test_a_text_that_makes_the_library_panic_is_refused(self, files):
+        """A PanicException is no Exception: it went through every handler, up to the server's."""
+        inner = tiny.tokenizer()
+        inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+        tokenizer = Tokenizer.load(files(inner))
+        with pytest.raises(AppError, match=r"no tokens for the text: .*retry-limit") as caught:
+            tokenizer.encode("x" * 40, add_special=False)
+        assert caught.value.kind is Kind.INVALID
+        assert tokenizer.encode("hey", add_special=False)
+
+    def test_a_file_over_which_the_library_panics_is_one_clear_line(self, files):
+        inner = tiny.tokenizer()
+        inner.normalizer = normalizers.Replace(tokenizers.Regex("(x+x+)+y"), "x")
+        written = json.loads(inner.to_str())
+        # added tokens are normalized when they are read
+        written["added_tokens"][0] |= {"content": "x" * 40, "normalized": True}
+        with pytest.raises(AppError, match="is not a tokenizer that can be used: ") as caught:
+            Tokenizer.load(files(json.dumps(written)))
+        assert caught.value.kind is Kind.MODEL_FILES
+        assert "\n" not in caught.value.message
+
+    def test_ids_over_which_the_library_panics_are_refused_or_the_models_fault(self, made):
+        inner = tokenizers.Tokenizer.from_str(made["word_suffix"].to_str())
+        inner.add_tokens(["x" * 40])
+        broken = decoders.Replace(tokenizers.Regex("(x+x+)+y"), "x")
+        inner.decoder = decoders.Sequence([broken, decoders.BPEDecoder()])
+        tokenizer = Tokenizer(inner)
+        ids = [id_of(tokenizer, "x" * 40)]
+        with pytest.raises(AppError, match=r"no text for tokens: .*retry-limit") as caught:
+            tokenizer.decode(ids)
+        assert caught.value.kind is Kind.MODEL_FILES
+        with pytest.raises(AppError, match="no text for tokens") as caught:
+            tokenizer.decode_verbatim(ids)
+        assert caught.value.kind is Kind.INVALID
+
+    def test_a_file_that_multiplies_texts_is_refused_before_any_text_is(self, files):
+        """Six of these make 10^18 letters of one, and no memory for that ends the process."""
+        inner = tiny.tokenizer()
+        inner.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 6)
+        with pytest.raises(AppError, match=r"its normalizers can make a text 1e\+18 times as") as e:
+            Tokenizer.load(files(inner))
+        assert e.value.kind is Kind.MODEL_FILES
+
+
 class TestStops:
     def test_are_the_ids_of_a_model_config_and_the_tokenizers_own_end(self, files, made):
         inner = made["sentence_piece"]
@@ -328,3 +375,17 @@ def test_a_long_text_of_few_tokens_is_kept_whole():
     inner.add_tokens([word])
     text = word.content * 30
     assert Tokenizer(inner).enough_of(text, 100) == text
+
+
+def test_a_text_that_grows_too_much_is_refused(files):
+    """A thousandfold is accepted of a file, and not of a text of a megabyte."""
+    inner = tiny.tokenizer()
+    inner.normalizer = normalizers.Replace("q", "q" * 1000)
+    tokenizer = Tokenizer.load(files(inner))
+    assert len(tokenizer.encode("q", add_special=False)) == 1000
+    assert len(tokenizer.encode("w" * 200_000, add_special=False)) == 200_000
+    with pytest.raises(AppError, match="makes it many times longer") as caught:
+        tokenizer.encode("w" * 200_000 + "q" * 200_000, add_special=False)
+    assert caught.value.kind is Kind.INVALID
+    with pytest.raises(AppError, match="surrogate"):
+        tokenizer.encode("\ud800" + "w" * 200_000, add_special=False)

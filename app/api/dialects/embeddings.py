@@ -20,7 +20,14 @@ from app.api.body import Body, RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive, read_model
 from app.api.dialects.other_servers import check_other_fields
 from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
-from app.api.wire import JsonObject, caller_of, model_named_in, send_json, while_connected
+from app.api.wire import (
+    JsonObject,
+    caller_of,
+    is_admin,
+    model_named_in,
+    send_json,
+    while_connected,
+)
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, Pooling
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -55,7 +62,7 @@ class EmbedEndpoint:
 
             async def exchange(send: Send) -> None:
                 wish = await self._understand(body)
-                request = replace(wish.request, caller=caller_of(scope))
+                request = replace(wish.request, caller=caller_of(scope), admin=is_admin(scope))
                 found = await self._generate.embed(request)
                 size = sum(map(len, found.vectors))
                 reply = await self._bodies.workers.run(partial(written, wish, found), size=size)

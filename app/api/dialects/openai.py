@@ -33,7 +33,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
         states = {state.name: state for state in generate.states()}
         return [_model(card, states[card.id]) for card in generate.models()]
 
-    def ask_chat(body: object) -> Ask:
+    def ask_chat(body: object, _caller: str) -> Ask:
         cards = served()
         wish = parse_chat(body, cards)
         head = _head("chatcmpl", wish, cards[wish.request.model])
@@ -41,7 +41,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             return Ask(request=wish.request, reply=EventStream(ChatChunks(head)))
         return Ask(request=wish.request, reply=WholeBody(lambda said: collect_chat(head, said)))
 
-    def ask_completion(body: object) -> Ask:
+    def ask_completion(body: object, _caller: str) -> Ask:
         cards = served()
         wish = parse_completion(body, cards)
         head = _head("cmpl", wish, cards[wish.request.model])

@@ -20,10 +20,10 @@ from app.api.body import MOST_CHAT_VALUES, RequestBodies
 from app.api.dialects.responses_listing import list_items
 from app.api.dialects.responses_reply import Answer, Head, Keep, ResponseFrames, collect
 from app.api.dialects.responses_request import Wish, parse
-from app.api.dialects.responses_store import Kept, ResponseStore, ids_of
+from app.api.dialects.responses_store import MOST_EACH, Kept, ResponseStore, ResponseStores, ids_of
 from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
 from app.api.fields import invalid, shown
-from app.api.wire import JsonObject, json_reply, model_named_in
+from app.api.wire import JsonObject, caller_of, json_reply, model_named_in
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -32,9 +32,10 @@ ONE = "/v1/responses/{response_id}"
 
 
 def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    store = ResponseStore()
+    stores = ResponseStores()
 
-    def ask(body: object) -> Ask:
+    def ask(body: object, caller: str) -> Ask:
+        store = stores.of(caller)
         served = {card.id for card in generate.models()}
         wish = parse(body, served, store, shifts=settings.context_shift)
         head = Head(id=f"resp_{os.urandom(24).hex()}", created=int(time.time()), echo=wish.echo)
@@ -45,28 +46,32 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             reply = WholeBody(lambda said: collect(answer, said), keep)
         return Ask(request=wish.request, reply=reply)
 
+    def find(request: Request) -> tuple[ResponseStore, Kept]:
+        store = stores.of(caller_of(request.scope))
+        return store, _kept(store, request)
+
     async def retrieve(request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise invalid("stream", "stream: a response is not told again piece by piece here")
         if "starting_after" in request.query_params:
             raise invalid("starting_after", "starting_after: only for a stream, which is not told")
-        kept = _kept(store, request)
+        store, kept = find(request)
         store.use(kept.id)
         return Response(kept.body, media_type="application/json")
 
     async def delete(request: Request) -> Response:
-        kept = _kept(store, request)
+        store, kept = find(request)
         store.forget(kept.id)
         return json_reply({"id": kept.id, "object": "response", "deleted": True})
 
     async def input_items(request: Request) -> Response:
-        kept = _kept(store, request)
+        store, kept = find(request)
         store.use(kept.id)
         items = await bodies.workers.run(kept.input_items, size=len(kept.input))
         return json_reply(list_items(items, request.query_params))
 
     async def cancel(request: Request) -> Response:
-        _kept(store, request)
+        find(request)
         raise invalid(
             None, "only a response in the background is cancelled, and there are none here"
         )
@@ -77,7 +82,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             await generate.look_for(model_named_in(content))
             served = [card.id for card in generate.models()]
             asked = _with_defaults(content, served)
-            shifts = settings.context_shift
+            store, shifts = stores.of(body.caller), settings.context_shift
             wish = await body.run(partial(parse, asked, served, store, shifts=shifts))
             ids = await generate.prompt_ids(wish.request)
             return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
@@ -140,7 +145,8 @@ def _kept(store: ResponseStore, request: Request) -> Kept:
         raise AppError(
             Kind.NOT_FOUND,
             f"the response {shown(id_)} is not kept here (any more): responses are kept in memory, "
-            "and the least recently used are given up for room",
+            "each for the API key that made it, the least recently used are dropped for room, and "
+            f"those of more than {MOST_EACH >> 20} MiB are not kept",
             param="response_id",
         )
     return kept

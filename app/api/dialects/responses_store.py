@@ -9,6 +9,10 @@ the front. Hence:
 
     the older one of a chain  >  the younger one      in the order of use
 
+Each caller has a store of its own, so that no caller reads or continues another one's responses.
+All stores share the room; where it is used up, the caller that holds most of it gives up its least
+recently used response. A caller that holds less than its share loses nothing to others.
+
 Owner: the event loop, which alone adds, moves and removes. `find` and the walks may be called from
 the thread that parses a body: each step is one look-up of a value that never changes.
 """
@@ -25,6 +29,8 @@ from app.core.errors import AppError, Kind
 
 MOST_RESPONSES = 4096
 MOST_BYTES = 64 << 20
+# bytes of one response and its input: a larger one is not kept
+MOST_EACH = 4 << 20
 
 # what an entry, and an item's place in the table, take beside the JSON
 _OVERHEAD, _ITEM_OVERHEAD = 1024, 256
@@ -54,12 +60,38 @@ class Kept:
         return orjson.loads(self.body)["output"]
 
 
-class ResponseStore:
-    """Bounded by count and by bytes; the least recently used goes first."""
+class ResponseStores:
+    """The stores of all callers, bounded together by count and by bytes."""
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        most: int = MOST_RESPONSES,
+        most_bytes: int = MOST_BYTES,
+        most_each: int = MOST_EACH,
+    ) -> None:
         self._most = most
         self._most_bytes = most_bytes
+        self.most_each = most_each
+        self._stores: dict[str, ResponseStore] = {}
+
+    def of(self, caller: str) -> "ResponseStore":
+        """caller: the name of its key, so there are as many stores as keys. On any thread."""
+        return self._stores.setdefault(caller, ResponseStore(self))
+
+    def make_room(self) -> None:
+        """Drop responses until the bounds hold."""
+        stores = self._stores.values()
+        while sum(map(len, stores)) > self._most:
+            max(stores, key=len).drop_oldest()
+        while sum(store.nbytes for store in stores) > self._most_bytes:
+            max(stores, key=lambda store: store.nbytes).drop_oldest()
+
+
+class ResponseStore:
+    """The responses of one caller; the least recently used goes first. See `ResponseStores.of`."""
+
+    def __init__(self, stores: ResponseStores) -> None:
+        self._stores = stores
         self._bytes = 0
         # Moving an entry changes no look-up, as deleting and inserting it again would.
         self._kept: OrderedDict[str, Kept] = OrderedDict()
@@ -108,16 +140,21 @@ class ResponseStore:
         raise AssertionError("an item that its holder does not hold")
 
     def keep(self, kept: Kept) -> None:
-        """Make room for a response and use it. One that has no room beside its chain is dropped."""
+        """Make room for a response and use it. One that is too large is not kept, nor is one that
+        has no room beside its chain."""
         assert kept.id not in self._kept
+        if kept.size > self._stores.most_each:
+            return
         self._kept[kept.id] = kept
         self._bytes += kept.size
         for item in kept.items:
             # of an item that a client sent again under its old id, the copy that will stay longer
             self._holders[item] = kept.id
         self.use(kept.id)
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            self.forget(next(iter(self._kept)))
+        self._stores.make_room()
+
+    def drop_oldest(self) -> None:
+        self.forget(next(iter(self._kept)))
 
     def use(self, id_: str) -> None:
         """Note that a response was asked for, and with it all that it continues."""
@@ -145,8 +182,8 @@ def _not_found(asked: str, missing: str) -> AppError:
     return AppError(
         Kind.INVALID,
         f"{which} is not kept here (any more): responses are kept in memory, the least recently "
-        "used are given up for room, and those with store: false never are; send the whole "
-        "conversation as input instead",
+        "used are dropped for room, and those with store: false, of other API keys, or of more "
+        f"than {MOST_EACH >> 20} MiB are not kept; send the whole conversation as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )

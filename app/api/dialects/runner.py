@@ -43,7 +43,7 @@ IGNORED_INTEGERS = (
 
 
 def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    def ask(body: object) -> Ask:
+    def ask(body: object, _caller: str) -> Ask:
         cards = generate.models()
         if not cards:
             raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")

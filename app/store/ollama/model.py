@@ -80,6 +80,7 @@ def find(name: OllamaName) -> ModelFiles | None:
     template = None if jinja is None else read_text(jinja.blob)
     if found.of(TEMPLATE) and template is None and not _has_template(objects):
         log.warning("%s: its chat template is written for Ollama alone and is not used", name)
+    shards = [headers.read(blob) for blob in blobs]
     return ModelFiles(
         name=str(name),
         path=found.path,
@@ -93,7 +94,8 @@ def find(name: OllamaName) -> ModelFiles | None:
         system=_system(found),
         context=_context(found, parameters),
         tokens=count_ids(files["tokenizer.json"].blob),
-        stored=sum(headers.read(blob).nbytes for blob in blobs),
+        stored=sum(header.nbytes for header in shards),
+        weights=headers.versions(shards),
     )
 
 

@@ -1,0 +1,85 @@
+"""`python -m app.runners.tokenizer_child`: tries a tokenizer out, under limits.
+
+Knows: one line in, one line out, how a process limits itself. Must not know: which texts are tried.
+Lives as long as one trial, and no longer than whoever asked.
+"""
+
+import os
+import resource
+import sys
+import threading
+import time
+
+from app.core.errors import AppError
+from app.runners import lifeline
+from app.runners.codec import Codec
+from app.runners.tokenizer_trial import OUT_OF_MEMORY, Answer, Question
+
+# seconds between two looks at the memory that is used
+_LOOK_EVERY = 0.02
+
+
+def main() -> int:
+    lifeline.tie_to_parent()
+    line = lifeline.first_line()
+    if not line:
+        return 1
+    question = Codec[Question](Question).decode(line)
+    lifeline.hold(question.parent)
+    limit(question.memory, question.cpu)
+    try:
+        answer = _tried(question)
+    except MemoryError:
+        return OUT_OF_MEMORY
+    sys.stdout.buffer.write(Codec[Answer](Answer).encode(answer) + b"\n")
+    return 0
+
+
+def _tried(question: Question) -> Answer:
+    # takes a while, in which whoever asked may go
+    from app.text.probes import try_out
+    from app.text.tokenizer import Tokenizer
+
+    try:
+        try_out(Tokenizer.load(question.files))
+    except AppError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from error
+        return Answer(refused=error.message)
+    return Answer(refused=None)
+
+
+def limit(memory: int, cpu: int) -> None:
+    """memory: bytes. cpu: seconds, behind which the process gets SIGXCPU, and a second later
+    SIGKILL."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_CPU, cpu, cpu + 1)
+    if sys.platform == "linux":
+        _lower(resource.RLIMIT_AS, memory, memory)
+    else:  # macOS does not enforce it
+        watch_memory(memory)
+
+
+def watch_memory(most: int) -> None:
+    """End this process when it has held more than `most` bytes. The library lets other threads run
+    while it works on a text."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+
+    def watch() -> None:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= most:
+            time.sleep(_LOOK_EVERY)
+        os._exit(OUT_OF_MEMORY)
+
+    threading.Thread(target=watch, name="memory", daemon=True).start()
+
+
+def _lower(kind: int, soft: int, hard: int) -> None:
+    """Nobody may raise a limit that was set from outside."""
+    _, most = resource.getrlimit(kind)
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""How much longer a tokenizer can make a text.
+
+Knows: the normalizers, pre-tokenizers and decoders that a tokenizer.json may name, and what each of
+them writes for one byte at most. Must not know: the `tokenizers` library, texts.
+
+A chain of a few `Replace` multiplies: six that write a thousand characters for one make 10^18 of a
+single letter, and the library ends the process when that much memory is not there. Which letter
+that is, no trial can find out, so the product of the worst cases is limited.
+"""
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.core.files import Json
+
+# Bytes that a chain may write for one. The chains of published tokenizers come to 1 to 150;
+# ALBERT's, which normalizes Unicode twice, to 550.
+MOST_NORMALIZED = 1000
+# of published ones, at most 4
+MOST_PRE_TOKENIZED = 8
+# of published ones, at most 4
+MOST_DECODED = 64
+
+# of a kind that is not known here
+_UNKNOWN = 4.0
+
+# One character that must be there, perhaps several times, and nothing else. Any other expression
+# counts as if it matched the empty text in every place. A lazy quantifier is left out: Oniguruma
+# reads `x{2}?` as `(?:x{2})?`.
+_ONE_CHARACTER = re.compile(
+    r"(?:[^\\()\[\]{}|*+?.^$]|\\[snrtd]|\[\^?[^\[\]\\&]+\])(?:\+|\{[1-9][0-9]*(?:,[0-9]*)?\})?"
+)
+
+_Factors = Mapping[str, float | Callable[[Json], float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Bytes that each part writes for one byte, at most."""
+
+    normalizer: float
+    pre_tokenizer: float
+    decoder: float
+
+    @staticmethod
+    def of(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "Growth":
+        """Each as tokenizer.json describes it, {} for none. Raises ValueError for a chain that can
+        write more than is accepted."""
+        return Growth(
+            normalizer=_checked("normalizers", normalizer, _NORMALIZERS, MOST_NORMALIZED),
+            pre_tokenizer=_checked(
+                "pre-tokenizers", pre_tokenizer, _PRE_TOKENIZERS, MOST_PRE_TOKENIZED
+            ),
+            decoder=_checked("decoders", decoder, _DECODERS, MOST_DECODED),
+        )
+
+
+def _checked(name: str, chain: Json, factors: _Factors, most: float) -> float:
+    # an int of this size has no float
+    product = min(math.prod(_factor(part, factors) for part in _flat(chain)), 1e300)
+    if product > most:
+        raise ValueError(
+            f"its {name} can make a text {product:.3g} times as long, and {most} times is the most "
+            "that is accepted"
+        )
+    return product
+
+
+def _factor(part: Json, factors: _Factors) -> float:
+    factor = factors.get(part["type"], _UNKNOWN)
+    return max(1.0, factor(part) if callable(factor) else factor)
+
+
+def _flat(chain: Json) -> Iterator[Json]:
+    for children in ("normalizers", "pretokenizers", "decoders"):
+        if isinstance(chain.get(children), list):
+            for child in cast("list[Json]", chain[children]):
+                yield from _flat(child)
+            return
+    if chain:
+        yield chain
+
+
+def _size(text: Any) -> int:
+    return len(str(text).encode(errors="replace"))
+
+
+def _prepend(part: Json) -> float:
+    """A text of one byte gets as much longer as one of many."""
+    return 1 + _size(part["prepend"])
+
+
+def _replace(part: Json) -> float:
+    """What may match the empty text does so on both sides of a single byte."""
+    pattern, written = cast(Json, part["pattern"]), _size(part["content"])
+    if "String" in pattern:
+        size = _size(pattern["String"])
+        return written / size if size else 1 + 2 * written
+    return written if _ONE_CHARACTER.fullmatch(str(pattern["Regex"])) else 1 + 2 * written
+
+
+def _precompiled(part: Json) -> float:
+    """SentencePiece's table: [size of the trie: 4 bytes | trie | texts, each ended by a zero byte].
+    The trie may point into any text, so the longest counts, for one byte."""
+    try:
+        table = base64.b64decode(str(part["precompiled_charsmap"]))
+    except binascii.Error:
+        return _UNKNOWN
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(map(len, texts.split(b"\0")))
+
+
+def _metaspace(part: Json) -> float:
+    """Each space becomes the replacement, and each word gets one in front."""
+    return 1 + _size(part["replacement"])
+
+
+def _byte_level(part: Json) -> float:
+    """Two bytes for most that are not ASCII; each word may get a space in front."""
+    return 4 if part.get("add_prefix_space", True) else 2
+
+
+# Unicode's factors: https://www.unicode.org/faq/normalization.html#12, for UTF-8
+_NORMALIZERS: _Factors = {
+    "BertNormalizer": 8,  # spaces around a character, NFD, lower case
+    "ByteLevel": 2,
+    "Lowercase": 1.5,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 11,
+    "NFKD": 11,
+    "Nmt": 1,
+    "Precompiled": _precompiled,
+    "Prepend": _prepend,
+    "Replace": _replace,
+    "Strip": 1,
+    "StripAccents": 1,
+}
+_PRE_TOKENIZERS: _Factors = {
+    "BertPreTokenizer": 1,
+    "ByteLevel": _byte_level,
+    "CharDelimiterSplit": 1,
+    "Digits": 1,
+    "FixedLength": 1,
+    "Metaspace": _metaspace,
+    "Punctuation": 1,
+    "Split": 1,
+    "UnicodeScripts": 1,
+    "Whitespace": 1,
+    "WhitespaceSplit": 1,
+}
+_DECODERS: _Factors = {
+    "BPEDecoder": 2,  # an empty suffix stands between all characters
+    "ByteFallback": 1,
+    "ByteLevel": 3,  # U+FFFD for a byte
+    "CTC": 4,
+    "Fuse": 1,
+    "Metaspace": 1,
+    "Replace": _replace,
+    "Strip": 1,
+    "WordPiece": 2,
+}
