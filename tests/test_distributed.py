@@ -244,16 +244,16 @@ def test_ranks_with_nothing_to_do_take_no_time(ranks: Launched) -> None:
     assert used() - before < 0.2
 
 
-def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(ranks: Launched) -> None:
-    """The last test of these ranks."""
-    with ranks.streaming(**LONG) as events:
-        next(events)
-        os.kill(ranks.pids[1], signal.SIGKILL)
-        *_, last = events
-    assert re.search(r"rank 1 \(.*\) is gone", last["error"]["message"])
-    ranks.end()
-    # by itself, or told to by the launcher, whichever comes first
-    assert ranks.status(0) in (1, -signal.SIGTERM)
+def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(long_model: Path) -> None:
+    with launched(str(long_model)) as ranks:
+        with ranks.streaming(**LONG) as events:
+            next(events)
+            os.kill(ranks.pids[1], signal.SIGKILL)
+            *_, last = events
+        assert re.search(r"rank 1 \(.*\) is gone", last["error"]["message"])
+        ranks.end()
+        # by itself, or told to by the launcher, whichever comes first
+        assert ranks.status(0) in (1, -signal.SIGTERM)
 
 
 def test_told_to_stop_they_finish_their_answers_and_leave_nobody(
