@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.configuration.forms import Misread
-from app.configuration.option import PREFIX, nearest
+from app.configuration.forms import Misread, nearest
+from app.configuration.option import PREFIX
 from app.configuration.options import (
     BUILD_VARIABLE,
     COMPUTING_VARIABLES,
