@@ -4,7 +4,6 @@ Knows: the tokenizer, what the model's folder says of pooling, the `Engine` prot
 HTTP, tensors, how hidden states are pooled. Whoever stops waiting cancels the job.
 """
 
-import asyncio
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from app.core.files import ModelFiles
 from app.core.jobs import Capacity
 from app.core.ports import Engine
 from app.core.room import Room
+from app.core.workers import CancelToken, Workers
 from app.text.tokenizer import Tokenizer
 
 # all inputs of a request together, as OpenAI bounds them: what is asked for more is asked for twice
@@ -47,12 +47,18 @@ class Embedding:
     """For one model. room: how long an input may be, asked anew for each request."""
 
     def __init__(
-        self, files: ModelFiles, engine: Engine, tokenizer: Tokenizer, room: Callable[[], Room]
+        self,
+        files: ModelFiles,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        room: Callable[[], Room],
+        workers: Workers,
     ) -> None:
         self._files = files
         self._engine = engine
         self._tokenizer = tokenizer
         self._room = room
+        self._workers = workers
         self._recipe = recipe(files)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
@@ -60,14 +66,23 @@ class Embedding:
         naming the input that is too long, and whatever the runner raises."""
         self._files.check_asked(request.model)
         pooling = self._pooling(request)
-        inputs = await asyncio.to_thread(self._encoded, request.inputs, self._room())
-        if (capacity := self._engine.status().capacity) is not None:
-            _check_width(request, capacity)
-        job = EmbedJob(
-            id=uuid.uuid4().hex, inputs=inputs, pooling=pooling, dimensions=request.dimensions
-        )
-        vectors = await self._engine.embed(job)
+        with self._engine.reserve() as places:
+            inputs = await self._prepared(request)
+            if (capacity := self._engine.status().capacity) is not None:
+                _check_width(request, capacity)
+            job = EmbedJob(
+                id=uuid.uuid4().hex, inputs=inputs, pooling=pooling, dimensions=request.dimensions
+            )
+            vectors = await places.embed(job)
         return Embeddings(vectors=tuple(vectors), tokens=sum(map(len, inputs)))
+
+    async def _prepared(self, request: EmbedRequest) -> tuple[tuple[int, ...], ...]:
+        room = self._room()
+        return await self._workers.run_cancellable(
+            lambda token: self._encoded(request.inputs, room, token),
+            size=sum(len(one.content) for one in request.inputs),
+            key=f"{request.caller}/{self._files.name}",
+        )
 
     def _pooling(self, request: EmbedRequest) -> Pooling:
         if request.pooling is not None:
@@ -81,11 +96,14 @@ class Embedding:
             )
         return self._recipe.pooling
 
-    def _encoded(self, inputs: Sequence[EmbedInput], room: Room) -> tuple[tuple[int, ...], ...]:
-        """Work for a worker thread. Raises as `embed` does."""
+    def _encoded(
+        self, inputs: Sequence[EmbedInput], room: Room, token: CancelToken
+    ) -> tuple[tuple[int, ...], ...]:
+        """Work for a worker thread. Raises as `embed` does; Cancelled when `token` is."""
         encoded: list[tuple[int, ...]] = []
         total = 0
         for one in inputs:
+            token.check()
             encoded.append(self._ids(one, room))
             total += len(encoded[-1])
             if total > MOST_TOKENS:

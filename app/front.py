@@ -6,10 +6,11 @@ tensors, who is evicted for whom.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import fields
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from app.catalogue import Catalogue, Entry
 from app.core.embeddings import Embeddings, EmbedRequest
@@ -20,6 +21,7 @@ from app.core.jobs import EngineStats, Ledger
 from app.core.ports import ModelCard, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelPhase, ModelState, Served
+from app.core.workers import Workers
 from app.generation import Generation, fingerprint
 from app.runners.discreet import discreet
 from app.runners.pool import Lease, Pool
@@ -46,11 +48,18 @@ class Front:
     server's health is told. load_wait: seconds that whoever asks for vectors waits for a model."""
 
     def __init__(
-        self, catalogue: Catalogue, pool: Pool, preload: Sequence[str], *, load_wait: float
+        self,
+        catalogue: Catalogue,
+        pool: Pool,
+        preload: Sequence[str],
+        workers: Workers,
+        *,
+        load_wait: float,
     ) -> None:
         self._catalogue = catalogue
         self._pool = pool
         self._preload = preload
+        self._workers = workers
         self._load_wait = load_wait
         self._texts: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
@@ -89,8 +98,23 @@ class Front:
             generation = await self._generation(entry)
             return await generation.embed(request)
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        return await self._with_text(model, lambda generation: generation.tokenize(text))
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        return await self._with_text(
+            model, lambda generation: generation.tokenize(text, add_special=add_special)
+        )
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._with_text(
+            request.model, lambda generation: generation.prompt_ids(request)
+        )
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        return await self._with_text(model, lambda generation: generation.token_bytes(ids))
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._with_text(model, lambda generation: generation.tokenizer_info())
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         return await self._with_text(model, lambda generation: generation.detokenize(ids))
@@ -127,6 +151,8 @@ class Front:
             error="; ".join(errors) or None,
             capacity=first.capacity,
             rejected=sum(state.rejected for state in states),
+            preparing=sum(state.preparing for state in states),
+            compiling=sum(state.compiling for state in states),
         )
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
@@ -231,7 +257,8 @@ class Front:
         engine = self._pool.resident(served)
         try:
             files = await self._catalogue.files(served)
-            return await asyncio.to_thread(Generation, files, engine, served.settings)
+            make = partial(Generation, files, engine, served.settings, self._workers)
+            return await asyncio.to_thread(make)
         except AppError as error:
             log.error("%s: %s", served.name, error.message)
             entry = self._catalogue.find(served.name)

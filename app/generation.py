@@ -1,18 +1,18 @@
-"""One request's life: prepare → submit → stream ids → text → events.
+"""One request's life: reserve → prepare → submit → stream ids → text → events.
 
 Knows: preparation, the text room, the `Engine` protocol. Must not know: HTTP, tensors, where the
 model runs. Cancellation has one place: leaving `open` leaves the submissions, which cancels the
 jobs. A choice that has ended leaves its own, so that nobody computes what nobody will see.
 """
 
-import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
-from typing import assert_never
+from typing import Any, assert_never
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
@@ -34,9 +34,12 @@ from app.core.ports import Engine, Submission
 from app.core.requests import GenerateRequest
 from app.core.room import Room
 from app.core.settings import Settings
+from app.core.watched import choices_of
+from app.core.workers import Workers
 from app.embedding import Embedding
-from app.preparation import Preparation, Prepared
+from app.preparation import Preparation, Prepared, size_of
 from app.text.answer import Answer, scored
+from app.text.chat import tokenizer_info
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,12 @@ _ENGINE_SETTINGS = (
     "prefill_chunk",
 )
 
+# Tokens of an echoed prompt in one event. With 20 log-probabilities each, writing them takes 2 ms.
+_ECHO_TOKENS = 128
+
+# characters that a token id is about as much work as
+_ID_CHARACTERS = 4
+
 # tokens of text that a log line shows on each side of a place
 _AROUND = 8
 
@@ -60,31 +69,53 @@ _AROUND = 8
 class Generation:
     """Generates from one model. Outlives what runs its jobs: the engine may be a handle."""
 
-    def __init__(self, files: ModelFiles, engine: Engine, settings: Settings) -> None:
-        """Raises AppError(MODEL_FILES) when tokenizer, template or recommendations are broken."""
+    def __init__(
+        self,
+        files: ModelFiles,
+        engine: Engine,
+        settings: Settings,
+        workers: Workers | None = None,
+    ) -> None:
+        """workers: None makes some. Raises AppError(MODEL_FILES) when tokenizer, template or
+        recommendations are broken."""
         self._settings = settings
+        self._workers = workers or Workers()
         self._files = files
         self._engine = engine
         self._preparation = Preparation(files, settings)
         self._tokenizer = self._preparation.tokenizer
-        self._embedding = Embedding(files, engine, self._tokenizer, self._room)
+        self._embedding = Embedding(files, engine, self._tokenizer, self._room, self._workers)
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         arrived = time.monotonic_ns()
         self._files.check_asked(request.model)
-        # a long prompt, or a long stop string, takes a while: the event loop must not
-        prepared = await asyncio.to_thread(self._preparation.prepare, request, self._room())
-        self._check_choices(len(prepared), "prompt" if request.n == 1 else "n")
+        choices = choices_of(request)
+        self._check_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
+            places = stack.enter_context(self._engine.reserve(choices))
             said: list[AsyncGenerator[Event]] = []
-            for choice in prepared:
+            for choice in await self._prepared(request):
                 own = await stack.enter_async_context(AsyncExitStack())
-                submission = await own.enter_async_context(self._engine.submit(choice.job))
+                submission = await own.enter_async_context(places.submit(choice.job))
                 line = _Line(choice, submission, own, choice.answer(self._tokenizer), arrived)
                 said.append(self._events(line))
             # left first, so that nobody listens to a submission that is being left
             yield await stack.enter_async_context(aclosing(merged(said)))
+
+    async def _prepared(self, request: GenerateRequest) -> list[Prepared]:
+        """Ends early when this is cancelled. Others' requests to this model, and to other models,
+        go on beside it."""
+        room = self._room()
+        return await self._workers.run_cancellable(
+            lambda token: self._preparation.prepare(request, room, token),
+            size=size_of(request),
+            key=self._key(request.caller),
+        )
+
+    def _key(self, caller: str) -> str:
+        """Whose work it is: a model whose template is slow must not keep others waiting."""
+        return f"{caller}/{self._files.name}"
 
     def _check_choices(self, count: int, param: str) -> None:
         """More than can be here at once would be told to come again for ever."""
@@ -100,11 +131,40 @@ class Generation:
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)
 
-    async def tokenize(self, text: str) -> Sequence[int]:
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=True)
+    async def tokenize(self, text: str, *, add_special: bool = True) -> Sequence[int]:
+        encode = partial(self._ids_of, text, add_special=add_special)
+        return await self._workers.run(encode, size=len(text))
+
+    def _ids_of(self, text: str, *, add_special: bool) -> Sequence[int]:
+        """Raises AppError(CONTEXT_LENGTH) for a text that no prompt to this model could hold."""
+        read = self._tokenizer.enough_of(text, self._files.context_length)
+        if len(read) < len(text):
+            message = (
+                f"the text has far more than {self._files.context_length} tokens, and no prompt to "
+                "this model can have more than that: send it in pieces"
+            )
+            raise AppError(Kind.CONTEXT_LENGTH, message)
+        return self._tokenizer.encode(text, add_special=add_special)
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        self._files.check_asked(request.model)
+        written = await self._workers.run_cancellable(
+            lambda token: self._preparation.written(request, token),
+            size=size_of(request),
+            key=self._key(request.caller),
+        )
+        return await self.tokenize(written.text, add_special=written.add_special)
+
+    async def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        size = _ID_CHARACTERS * len(ids)
+        return await self._workers.run(lambda: [*map(self._tokenizer.token_bytes, ids)], size=size)
+
+    async def tokenizer_info(self) -> Mapping[str, Any]:
+        return tokenizer_info(self._files, self._tokenizer, context=self.context)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        return await asyncio.to_thread(self._tokenizer.decode_verbatim, ids)
+        size = _ID_CHARACTERS * len(ids)
+        return await self._workers.run(lambda: self._tokenizer.decode_verbatim(ids), size=size)
 
     @property
     def context(self) -> int:
@@ -137,8 +197,8 @@ class Generation:
                     case Prefilled():
                         yield Progress(done=update.done, total=len(job.ids))
                     case PromptScores():
-                        # a long prompt has a million rivals: the others must not wait for that
-                        yield await asyncio.to_thread(self._echoed, prepared, update)
+                        async for delta in self._echoed(prepared, update):
+                            yield delta
                     case Token() if prepared.silent:
                         clock.first = update.at
                     case Token():
@@ -165,21 +225,33 @@ class Generation:
                 yield delta
         yield line.finish()
 
-    def _echoed(self, prepared: Prepared, scores: PromptScores) -> TextDelta:
-        """The prompt with what the model thinks of it; of its first token it cannot think
-        anything."""
-        ids = prepared.job.ids
-        first = TokenLogprob(
-            text=self._tokenizer.token_text(ids[0]),
-            raw=self._tokenizer.token_bytes(ids[0]),
-            logprob=None,
-            top=(),
-        )
-        rest = (
+    async def _echoed(self, prepared: Prepared, scores: PromptScores) -> AsyncGenerator[TextDelta]:
+        """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
+        and each piece is written on the event loop. A piece has as much of the text as its tokens
+        spell, the last one all that is left."""
+        text = prepared.echo or ""
+        for start in range(0, len(prepared.job.ids), _ECHO_TOKENS):
+            read = partial(self._scored_part, prepared, scores, start)
+            logprobs = await self._workers.run(read)
+            end = len(b"".join(entry.raw for entry in logprobs).decode(errors="ignore"))
+            if start + _ECHO_TOKENS >= len(prepared.job.ids):
+                end = len(text)
+            yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
+            text = text[end:]
+
+    def _scored_part(
+        self, prepared: Prepared, scores: PromptScores, start: int
+    ) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's tokens from `start` on. The first token of all has no log-probability:
+        nothing comes before it."""
+        ids = prepared.job.ids[start : start + _ECHO_TOKENS]
+        # the scores begin with those of the second token
+        behind = scores.scores[max(0, start - 1) : start - 1 + len(ids)]
+        known = behind if start else ((None, ()), *behind)
+        return tuple(
             scored(self._tokenizer, Token(job=scores.job, id=id, at=0, logprob=logprob, top=top))
-            for id, (logprob, top) in zip(ids[1:], scores.scores, strict=True)
+            for id, (logprob, top) in zip(ids, known, strict=True)
         )
-        return TextDelta(choice=prepared.choice, text=prepared.echo or "", logprobs=(first, *rest))
 
     def _note_start(self, job: Job, started: Started) -> None:
         """Why the prefix cache served no more, for whoever looks for it. The only place where text

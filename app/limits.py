@@ -8,9 +8,17 @@ A caller is the name of a key; all who come without one are one caller.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
@@ -59,8 +67,21 @@ class Limited:
         with self._place(request.caller, 1, "input"):
             return await self._in_time(lambda: self._inner.embed(request), self._until())
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        return await self._in_time(lambda: self._inner.tokenize(text, model), self._until())
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        return await self._in_time(
+            lambda: self._inner.tokenize(text, model, add_special=add_special), self._until()
+        )
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._in_time(lambda: self._inner.prompt_ids(request), self._until())
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        return await self._in_time(lambda: self._inner.token_bytes(ids, model), self._until())
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._in_time(lambda: self._inner.tokenizer_info(model), self._until())
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         return await self._in_time(lambda: self._inner.detokenize(ids, model), self._until())

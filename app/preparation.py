@@ -12,10 +12,19 @@ from app.core.defaults import defaults
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job
-from app.core.requests import Conversation, GenerateRequest, Grammar, Prompt, Sampling, Several
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    Grammar,
+    Message,
+    Prompt,
+    Sampling,
+    Several,
+)
 from app.core.room import Room
 from app.core.settings import Settings
 from app.core.shift import kept, truncated
+from app.core.workers import CancelToken
 from app.text.answer import Answer, Reading
 from app.text.infill import ends, infill
 from app.text.prompt import Conversations, Written
@@ -29,6 +38,9 @@ KEEP = 4
 SHIFTED_CONTEXTS = 10
 
 _SEEDS = 1 << 64
+
+# What a message and a tool weigh beside their texts, in characters: a template works on each.
+_MESSAGE_CHARACTERS, _TOOL_CHARACTERS = 64, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +92,29 @@ class Preparation:
         self._defaults = defaults(files)
         self._stops = stops(files, self.tokenizer, self._defaults.stops)
 
-    def prepare(self, request: GenerateRequest, room: Room) -> list[Prepared]:
-        """All choices in their order. Raises AppError(INVALID or CONTEXT_LENGTH)."""
+    def prepare(
+        self, request: GenerateRequest, room: Room, token: CancelToken | None = None
+    ) -> list[Prepared]:
+        """All choices in their order. Raises AppError(INVALID or CONTEXT_LENGTH), Cancelled soon
+        after `token` is cancelled."""
+        token = token or CancelToken()
         several = isinstance(request.prompt, Several)
         prompts = request.prompt.prompts if isinstance(request.prompt, Several) else None
         prepared: list[Prepared] = []
         for number, prompt in enumerate((request.prompt,) if prompts is None else prompts):
             param = prompt.at if isinstance(prompt, Conversation) else "prompt"
-            begun = self._begun(request, prompt, f"prompt.{number}" if several else param, room)
+            token.check()
+            at = f"prompt.{number}" if several else param
+            begun = self._begun(request, prompt, at, room, token)
             first = self._choice(request, begun, number, room)
             prepared += [_sibling(first, copy, request) for copy in range(request.n)]
         return prepared
+
+    def written(self, request: GenerateRequest, token: CancelToken | None = None) -> Written:
+        """The prompt of a request whose prompt is a conversation. Raises AppError(INVALID);
+        Cancelled soon after `token` is cancelled."""
+        assert isinstance(request.prompt, Conversation)
+        return self._conversations.write(request, request.prompt, token)
 
     def _choice(self, request: GenerateRequest, begun: _Begun, number: int, room: Room) -> Prepared:
         written = begun.written
@@ -108,12 +132,20 @@ class Preparation:
     def _echo(self, begun: _Begun) -> str:
         return self.tokenizer.decode(begun.ids) if begun.text is None else begun.text
 
-    def _begun(self, request: GenerateRequest, prompt: Prompt, param: str, room: Room) -> _Begun:
+    def _begun(
+        self,
+        request: GenerateRequest,
+        prompt: Prompt,
+        param: str,
+        room: Room,
+        token: CancelToken,
+    ) -> _Begun:
         """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
         fits the context."""
         match prompt:
             case Conversation():
-                written = self._conversations.write(request, prompt)
+                written = self._conversations.write(request, prompt, token)
+                token.check()
                 ids = self._encode(written.text, param, room, add_special=written.add_special)
                 return _Begun(ids=tuple(ids), text=written.text, written=written)
             case str(text) if request.suffix:
@@ -126,9 +158,10 @@ class Preparation:
             case Several():
                 raise AssertionError("prompts within prompts")
             case ids:
-                for token in ids:
-                    self._check_id(token, param, self._files.vocab_size)
-                return _Begun(ids=tuple(self._fitting(ids, param, room)))
+                fitting = self._fitting(ids, param, room)
+                for id_ in (min(ids), max(ids)):
+                    self._check_id(id_, param, self._files.vocab_size)
+                return _Begun(ids=tuple(fitting))
 
     def _job(self, request: GenerateRequest, begun: _Begun, room: Room) -> Job:
         ids: Sequence[int] = begun.ids
@@ -140,13 +173,16 @@ class Preparation:
             self._check_id(token, "logit_bias", self._files.sampled_ids)
         grammar = _grammar(request, begun.written)
         scored = request.echo and request.top_logprobs is not None
+        # Programs that score a text (lm-evaluation-harness) ask for one token behind it and leave
+        # out its entry, the last one: it must be there, also where the text is over.
+        endless = request.ignore_eos or (scored and request.max_tokens == 1)
         return Job(
             id=uuid.uuid4().hex,
             ids=tuple(ids),
             sampling=sampling,
             max_tokens=self._max_tokens(request, room.context, len(ids)),
             min_tokens=request.min_tokens,
-            stop_ids=frozenset() if request.ignore_eos else self._stops.ids | begun.ends,
+            stop_ids=frozenset() if endless else self._stops.ids | begun.ends,
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.top_logprobs if scored else None,
             reuse=request.reuse,
@@ -242,6 +278,23 @@ class Preparation:
                 f"{token} is not a token id of this model, whose ids are 0 to {count - 1}",
                 param=param,
             )
+
+
+def size_of(request: GenerateRequest) -> int:
+    """About how many characters are read to prepare it."""
+    prompts = request.prompt.prompts if isinstance(request.prompt, Several) else (request.prompt,)
+    total = _TOOL_CHARACTERS * len(request.tools) + len(request.suffix or "")
+    for prompt in prompts:
+        if isinstance(prompt, Conversation):
+            total += sum(map(_message_size, prompt.messages))
+        else:
+            total += len(prompt)
+    return total
+
+
+def _message_size(message: Message) -> int:
+    texts = (message.content, message.reasoning, *(call.arguments for call in message.tool_calls))
+    return _MESSAGE_CHARACTERS + sum(len(text) for text in texts if text is not None)
 
 
 def _grammar(request: GenerateRequest, written: Written | None) -> Grammar | None:

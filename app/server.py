@@ -21,10 +21,12 @@ from app.api.app import build_app
 from app.catalogue import Catalogue, Entry, named
 from app.commands.obtain import obtain
 from app.core.errors import AppError, Kind
+from app.core.loop_lag import LoopLag
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.traffic import Traffic
 from app.core.watched import Watched
+from app.core.workers import Workers
 from app.door.address import check_address
 from app.door.draining import Server
 from app.door.entrance import protocol
@@ -34,6 +36,7 @@ from app.door.notices import Notices
 from app.engine.describe import complete
 from app.front import Front
 from app.limits import Limited
+from app.loop_monitor import LoopMonitor
 from app.runners.needs import need
 from app.runners.pool import Pool
 from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
@@ -106,13 +109,21 @@ class _Serving:
             max_loaded=settings.max_loaded,
         )
         preload = _preloaded(entries, settings)
-        self._front = Front(catalogue, self._pool, preload, load_wait=settings.load_wait)
+        workers, lag = Workers(), LoopLag()
+        self._monitor = LoopMonitor(lag, watchdog=settings.watchdog)
+        self._front = Front(catalogue, self._pool, preload, workers, load_wait=settings.load_wait)
         limited = Limited(self._front, settings)
         watch = None if self._tracing is None else self._tracing.watch
         generate = limited if watch is None else Watched(limited, watch)
         traffic = Traffic()
         app = build_app(
-            generate, settings, lifespan=self._lifespan, keyring=keyring, traffic=traffic
+            generate,
+            settings,
+            lifespan=self._lifespan,
+            keyring=keyring,
+            traffic=traffic,
+            workers=workers,
+            lag=lag,
         )
         self._server = Server(_uvicorn(app, settings, traffic), limited, settings)
 
@@ -134,7 +145,10 @@ class _Serving:
         await self._pool.start()
         # not awaited: /v1/status tells the progress while models load
         loading = asyncio.create_task(self._load())
-        async with self._notices.about(self._server, self._settings.drain):
+        async with (
+            self._monitor.watching(),
+            self._notices.about(self._server, self._settings.drain),
+        ):
             yield
         await self._pool.stop()
         await asyncio.gather(loading, return_exceptions=True)

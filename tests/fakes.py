@@ -2,10 +2,13 @@
 
 import asyncio
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from app.api.body import RequestBodies
+from app.api.front_end import FrontEnd
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import (
@@ -19,9 +22,12 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
+from app.core.loop_lag import LoopLag
 from app.core.ports import ModelCard, RunnerStatus
-from app.core.requests import GenerateRequest, Several
+from app.core.requests import Conversation, GenerateRequest, Several
 from app.core.residents import ModelState
+from app.core.settings import Settings
+from app.core.workers import Workers
 
 STATS = EngineStats(
     memory=123_456,
@@ -42,6 +48,12 @@ STATS = EngineStats(
 CAPACITY = Capacity(parallel=2, context=4096, kv_budget=550, kv_bytes=500)
 READY = RunnerStatus(state="ready", progress=100, stats=STATS, capacity=CAPACITY, rejected=9)
 CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
+
+
+def front_end() -> FrontEnd:
+    """One that is not busy."""
+    workers = Workers()
+    return FrontEnd(RequestBodies(Settings(), workers, lambda: 0), workers, LoopLag())
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,10 @@ class FakeGenerate:
     looked: list[str] = field(default_factory=list[str])
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
+    tokenized: list[tuple[str, str | None, bool]] = field(
+        default_factory=list[tuple[str, str | None, bool]]
+    )
+    counted: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
@@ -141,8 +157,25 @@ class FakeGenerate:
         tokens = sum(len(one.content) for one in request.inputs)
         return Embeddings(vectors=tuple(vectors), tokens=tokens)
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        self.tokenized.append((text, model, add_special))
         return list(text.encode())
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        """One for each character of the messages."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.counted.append(request)
+        assert isinstance(request.prompt, Conversation)
+        return list("".join(m.content or "" for m in request.prompt.messages).encode())
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        return [bytes([id_]) for id_ in ids]
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return {"tokenizer_class": "Bytes", "eos_token": None, "bos_token": None}
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         if any(id_ > 255 for id_ in ids):
@@ -162,6 +195,8 @@ class FakeGenerate:
                 phase=phase,
                 progress=now.progress,
                 stats=now.stats,
+                preparing=now.preparing,
+                compiling=now.compiling,
                 rejected=now.rejected,
                 context=card.context_length,
                 parallel=now.capacity.parallel if now.capacity else None,

@@ -25,6 +25,7 @@ from app import store
 from app.api.app import build_app
 from app.catalogue import Catalogue, named
 from app.core.settings import ModelSettings, Settings
+from app.core.workers import Workers
 from app.engine.describe import complete
 from app.front import Front
 from app.runners.local import LocalRunner
@@ -134,7 +135,7 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     entry = named(model, complete(store.resolve(str(folder))), settings)
     catalogue = Catalogue([entry], settings)
     pool = Pool(LocalRunner, catalogue.files, None, total=None)
-    front = Front(catalogue, pool, [entry.served.name], load_wait=60.0)
+    front = Front(catalogue, pool, [entry.served.name], Workers(), load_wait=60.0)
     await pool.start()
     try:
         await front.start()

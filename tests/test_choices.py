@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from app.core.ports import RunnerStatus
 from app.core.requests import Conversation, Message, Several, Tool
 from app.core.settings import Settings
 from app.generation import Generation, fingerprint
+from app.runners.admission import Admission
 from app.runners.local import LocalRunner
 from app.text.answer import scored
 from app.text.tokenizer import Tokenizer
@@ -44,22 +45,26 @@ SPEAKS = Conversation(messages=(Message(role="user", content="hi"),))
 
 class Lines:
     """A runner whose jobs wait for each other: each says one byte of its text in turn, and notes
-    what became of it. refuse_at: how many jobs it takes before it is busy."""
+    what became of it. room: jobs that it takes on."""
 
-    def __init__(self, *texts: str, refuse_at: int | None = None, fails: int | None = None) -> None:
+    def __init__(self, *texts: str, room: int = 100, fails: int | None = None) -> None:
         self.texts = texts
-        self.refuse_at = refuse_at
+        self.room = room
         self.fails = fails
         self.jobs: list[Job] = []
         self.kept: dict[int, int] = {}
         self.left: list[int] = []
         self.said: list[tuple[int, str]] = []
 
+    @contextmanager
+    def reserve(self, count: int = 1) -> Iterator["Lines"]:
+        if count > self.room:
+            raise AppError(Kind.BUSY, "full", retry_after=1)
+        yield self
+
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncIterator["Line"]:
         number = len(self.jobs)
-        if number == self.refuse_at:
-            raise AppError(Kind.BUSY, "full", retry_after=1)
         self.jobs.append(job)
         try:
             yield Line(self, number)
@@ -78,6 +83,9 @@ class Lines:
 
 
 class Line:
+    started: int | None = None
+    ended: int | None = None
+
     def __init__(self, runner: Lines, number: int) -> None:
         self.runner = runner
         self.number = number
@@ -199,13 +207,12 @@ class TestSeveralChoices:
         assert sorted(runner.left) == [0, 1, 2, 3]
         assert len(runner.said) < 50
 
-    def test_a_server_that_is_full_amid_them_gets_none(self, files: ModelFiles) -> None:
-        runner = Lines("a", refuse_at=2)
+    def test_without_places_for_all_of_them_none_is_begun(self, files: ModelFiles) -> None:
+        runner = Lines("a", room=2)
         with pytest.raises(AppError) as caught:
             events(files, runner, n=4)
         assert caught.value.kind is Kind.BUSY
-        assert sorted(runner.left) == [0, 1]
-        assert runner.said == []
+        assert runner.jobs == []
 
     def test_more_than_can_ever_be_here_are_refused_for_good(self, files: ModelFiles) -> None:
         settings = Settings(max_queue=3)
@@ -245,8 +252,20 @@ class TestEcho:
 
         monkeypatch.setattr(generation, "scored", noting)
         events(files, Lines("xy"), prompt="abc", echo=True, top_logprobs=1)
-        assert len(spelled) == 2
+        assert len(spelled) == 3
         assert threading.get_ident() not in spelled
+
+    def test_a_long_one_comes_in_pieces(self, files: ModelFiles) -> None:
+        """16,000 tokens with 20 rivals each were one event, written on the event loop: 1.2 s."""
+        prompt = "abcdefg" * 100
+        found = events(files, Lines("xy"), prompt=prompt, echo=True, top_logprobs=1)
+        pieces = [event for event in found if isinstance(event, TextDelta)]
+        assert max(len(piece.logprobs) for piece in pieces) == 128
+        assert all(piece.text for piece in pieces), "a stream holds back what has no text"
+        told = [entry for piece in pieces for entry in piece.logprobs]
+        assert "".join(entry.text for entry in told) == prompt + "xy"
+        assert [entry.logprob for entry in told] == [None, *[-0.5] * 699, -0.25, -0.25]
+        assert text_of(found) == prompt + "xy"
 
     @pytest.mark.parametrize("top", [None, 0])
     def test_alone_it_is_all_there_is(self, files: ModelFiles, top: int | None) -> None:
@@ -341,7 +360,8 @@ def test_choices_share_their_prompt_as_far_as_the_cache_can(
         runner = LocalRunner(settings)
         await runner.start(files)
         try:
-            generation = Generation(files, runner, settings)
+            engine = Admission(runner, settings.max_queue)
+            generation = Generation(files, engine, settings)
             asked = request(prompt=tuple(n % 256 for n in range(450)), n=4, max_tokens=8)
             async with generation.open(asked) as stream:
                 async for _ in stream:

@@ -23,9 +23,11 @@ from app.core.files import ModelFiles
 from app.core.ports import Runner
 from app.core.room import Room
 from app.core.settings import Settings
+from app.core.workers import Workers
 from app.embedding import Embedding, recipe
 from app.engine.describe import complete
 from app.engine.loop import Loop
+from app.runners.admission import Admission
 from app.runners.local import LocalRunner
 from app.text.tokenizer import Tokenizer
 from tests import tiny
@@ -49,7 +51,8 @@ def embedding(files: ModelFiles, runner: Runner, settings: Settings) -> Embeddin
             capacity=runner.status().capacity,
         )
 
-    return Embedding(files, runner, Tokenizer.load(files), room)
+    engine = Admission(runner, settings.max_queue)
+    return Embedding(files, engine, Tokenizer.load(files), room, Workers())
 
 
 @contextlib.asynccontextmanager
@@ -313,24 +316,6 @@ def test_when_the_engine_dies_those_who_wait_are_told(
             with pytest.raises(AppError, match="the engine stopped") as caught:
                 await made.embed(asked("a", name=tiny_model.name))
             assert caught.value.kind == Kind.ENGINE
-
-    asyncio.run(run())
-
-
-def test_they_count_among_those_who_may_wait(tiny_model: Path):
-    async def run() -> None:
-        async with served(tiny_model, max_queue=1, parallel=1) as (_, runner):
-            waiting = [asyncio.create_task(runner.embed(endless(name))) for name in "ab"]
-            await asyncio.sleep(0)
-            with pytest.raises(AppError) as caught:
-                async with runner.submit(job("c", b"hello")):
-                    pass
-            assert caught.value.kind == Kind.BUSY
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            async with runner.submit(job("d", b"hello")) as submission:
-                assert [update async for update in submission]
 
     asyncio.run(run())
 

@@ -19,10 +19,12 @@ from app.core.events import Event, Finish, Loading, Prompt, TextDelta
 from app.core.files import ModelFiles
 from app.core.jobs import EngineStats, Ledger
 from app.core.ports import Runner
-from app.core.requests import GenerateRequest, Regex
+from app.core.requests import Conversation, GenerateRequest, Message, Regex
 from app.core.residents import Need
 from app.core.settings import ModelSettings, Settings
+from app.core.workers import Workers
 from app.engine.describe import complete
+from app.engine.grammar import Grammars
 from app.engine.loop import Loop
 from app.front import Front, summed
 from app.runners.local import LocalRunner
@@ -68,7 +70,7 @@ def with_front(
             need,
             total=100 * MEBIBYTE,
         )
-        front = Front(catalogue, pool, list(preload), load_wait=chosen.load_wait)
+        front = Front(catalogue, pool, list(preload), Workers(), load_wait=chosen.load_wait)
         await pool.start()
         try:
             await front.start()
@@ -243,6 +245,11 @@ def test_text_becomes_ids_without_a_model_in_memory(folder: Path) -> None:
     async def use(front: Front) -> None:
         assert await front.tokenize("hi") == await front.tokenize("hi", "c") == [104, 105]
         assert await front.detokenize([104, 105], "c") == "hi"
+        assert await front.token_bytes([104, 105], "c") == [b"h", b"i"]
+        assert (await front.tokenizer_info("c"))["eos_token"] == "</s>"
+        said = Conversation(messages=(Message(role="user", content="hi"),))
+        ids = await front.prompt_ids(GenerateRequest(model="c", prompt=said))
+        assert bytes(ids) == b"user: hi\nassistant: "
         assert front.states()[2].phase == "unloaded"
 
     with_front(folder, use)
@@ -369,11 +376,13 @@ def test_no_failure_of_a_model_reveals_a_path(
     def die(_: Loop) -> Any:
         raise FileNotFoundError(2, "No such file or directory", "/opt/secret/libx.so")
 
+    monkeypatch.setattr(Grammars, "start", lambda _: None)
+
     async def use(front: Front) -> list[str]:
         assert text(await events(front, wish("a")))
         asked: dict[str, Any] = {}
         match broken:
-            case "tokenizer":  # which grammars read when the first one is compiled
+            case "tokenizer":  # read by the first compilation, as where the warm-up is slow
                 (tmp_path / "a" / "tokenizer.json").write_text("{}")
                 asked["grammar"] = Regex(pattern="a+")
             case "weights":

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,15 @@ class FakeRunner:
             *tokens,
             Ended(job=job.id, reason=self.reason, at=5000, error=error),
         ]
+
+    # as a submission
+    started: int | None = None
+    ended: int | None = None
+
+    @contextmanager
+    def reserve(self, count: int = 1) -> Iterator["FakeRunner"]:
+        self.reserved = count
+        yield self
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncIterator["FakeRunner"]:
@@ -456,6 +465,44 @@ def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
     assert run(files, lambda g: g.detokenize([104, tiny.END])) == "h</s>"
     with pytest.raises(AppError, match="not a token"):
         run(files, lambda g: g.detokenize([9999]))
+
+
+def test_special_tokens_are_added_or_not(files: ModelFiles) -> None:
+    begun = replace(files, tokenizer_config={**files.tokenizer_config, "add_bos_token": True})
+    assert run(begun, lambda g: g.tokenize("h")) == [tiny.BOS, 104]
+    assert run(begun, lambda g: g.tokenize("h", add_special=False)) == [104]
+    assert run(begun, lambda g: g.tokenize("</s>", add_special=False)) == [tiny.END]
+
+
+def test_a_conversations_prompt_has_the_ids_that_are_evaluated(files: ModelFiles) -> None:
+    runner, messages = FakeRunner("x"), (Message(role="user", content="hé"),)
+    events(files, runner, prompt=Conversation(messages=messages))
+    request = GenerateRequest(model=files.name, prompt=Conversation(messages=messages))
+    assert run(files, lambda g: g.prompt_ids(request)) == [*runner.jobs[0].ids]
+    open_ended = replace(request, template_options={"add_generation_prompt": False})
+    found = run(files, lambda g: g.prompt_ids(open_ended))
+    assert bytes(found).decode() == "user: hé\n"
+
+
+def test_a_conversation_longer_than_the_context_is_counted_too(files: ModelFiles) -> None:
+    long = Conversation(messages=(Message(role="user", content="x" * 9000),))
+    request = GenerateRequest(model=files.name, prompt=long)
+    assert (
+        len(run(files, lambda g: g.prompt_ids(request)))
+        > 9000
+        > tiny.CONFIG["max_position_embeddings"]
+    )
+
+
+def test_tokens_have_bytes(files: ModelFiles) -> None:
+    ids = [104, 195, tiny.END, 9999]
+    assert run(files, lambda g: g.token_bytes(ids)) == [b"h", b"\xc3", b"</s>", b""]
+
+
+def test_the_tokenizer_is_described_with_the_context_that_is_served(files: ModelFiles) -> None:
+    found = run(files, lambda g: g.tokenizer_info())
+    assert (found["eos_token"], found["model_max_length"]) == ("</s>", 4096)
+    assert found["chat_template"] == tiny.CHAT_TEMPLATE
 
 
 def capacity(context: int, **changes: Any) -> Capacity:

@@ -53,6 +53,7 @@ OURS: Mapping[str, frozenset[str]] = {
         {"app.api.request_id", "app.api.wire", "app.core", "app.door"}
     ),
     "app.limits": frozenset({"app.core"}),
+    "app.loop_monitor": frozenset({"app.core"}),
     # options, environment and file; commands and the root get the Settings
     "app.configuration": frozenset({"app.core"}),
     "app.logs": frozenset({"app.core", "app.log_writing"}),
@@ -106,6 +107,7 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.door.strict": frozenset({"h11", "starlette"}),
     "app.door.draining": frozenset({"uvicorn"}),
     "app.limits": frozenset(),
+    "app.loop_monitor": frozenset(),
     # what is counted, and how that is written, is the affair of one room
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),
     # what `mlxrunner config --toml` writes with

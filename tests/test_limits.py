@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from app.core.embeddings import EmbedInput, EmbedRequest
 from app.core.errors import AppError, Kind
 from app.core.events import Event
-from app.core.requests import GenerateRequest, Several
+from app.core.requests import Conversation, GenerateRequest, Message, Several
 from app.core.settings import Settings
 from app.limits import Limited
 from tests import tiny
@@ -84,6 +85,10 @@ def test_without_limits_everything_passes():
         assert limited.states() == generate.states()
         assert await limited.tokenize("A") == [65]
         assert await limited.detokenize([65]) == "A"
+        assert await limited.token_bytes([65]) == [b"A"]
+        assert (await limited.tokenizer_info())["tokenizer_class"] == "Bytes"
+        said = Conversation(messages=(Message(role="user", content="A"),))
+        assert await limited.prompt_ids(replace(asked(), prompt=said)) == [65]
         assert (await limited.load("fake/model", 5.0)).name == "fake/model"
         assert (await limited.unload("fake/model")).phase == "unloaded"
         await limited.look_for("other")

@@ -13,8 +13,10 @@ from starlette.routing import Route
 from app.api import routes
 from app.api.wire import MANNERS
 from app.core.errors import AppError, Kind
+from app.core.loop_lag import LoopLag
 from app.core.settings import Settings
 from app.core.traffic import Traffic
+from app.core.workers import Workers
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
@@ -45,7 +47,7 @@ def documented() -> set[tuple[str, str]]:
 
 def served() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for route in routes(FakeGenerate(), Settings(), Traffic()):
+    for route in routes(FakeGenerate(), Settings(), Traffic(), Workers(), LoopLag()):
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.
@@ -162,6 +164,8 @@ def test_the_documented_examples_are_answered_as_documented(
 ):
     if path.startswith(NEED_A_RESPONSE):
         pytest.skip("needs a response that is kept: see tests/api/test_responses.py")
+    if "200" not in DOCUMENT["paths"][path][method.lower()]["responses"]:
+        pytest.skip("is always refused: see tests/api/test_responses.py")
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
     url = path.replace("{id}", generate.models()[0].id)

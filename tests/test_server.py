@@ -1,6 +1,7 @@
 """The whole of it: a server process, real models, real clients."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -92,6 +93,49 @@ def test_the_official_sdk_talks_to_the_built_in_model(builtin: Served) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == plain.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "stop"
+
+
+def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(builtin: Served) -> None:
+    """What guidellm asks for."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client(builtin).chat.completions.create(
+        model="builtin", messages=HELLO, temperature=0, stream=True, stream_options=options
+    )
+    assert last.usage is not None
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    # one token is at least one character, and no chunk is empty but the last
+    assert counts[0] >= 1
+    assert all(a < b for a, b in itertools.pairwise(counts[:-1]))
+    assert counts[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None} == {
+        last.usage.prompt_tokens
+    }
+    assert "token_ids" not in chunks[0].choices[0].model_dump()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_scored_text_has_an_entry_for_the_one_token_behind_it(
+    builtin: Served, over: bool
+) -> None:
+    """Whichever that token is. lm-evaluation-harness takes away the last entry, and scored one
+    token too few where the model would have ended its answer."""
+    turn = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\nHello! How can I help you"
+    text = f"{turn}?" if over else turn
+    body = {"model": "builtin", "prompt": text, "temperature": 0}
+    scored = httpx.post(
+        f"{builtin.url}/v1/completions",
+        json={**body, "max_tokens": 1, "logprobs": 1, "echo": True},
+        timeout=PATIENCE,
+    ).json()
+    (choice,) = scored["choices"]
+    ids = httpx.post(f"{builtin.url}/tokenize", json={"prompt": text}, timeout=PATIENCE).json()
+    names = choice["logprobs"]["tokens"]
+    assert len(names) == ids["count"] + 1 == len(choice["logprobs"]["token_logprobs"])
+    assert "".join(names[:-1]) == text
+    assert (names[-1] == "<|im_end|>") is over
+    assert choice["text"] == (text if over else f"{text}?")
+    assert choice["finish_reason"] == "length"
 
 
 def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: Served) -> None:

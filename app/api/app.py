@@ -21,9 +21,11 @@ from app.api.fields import shown
 from app.api.request_id import HEADER, RequestIds
 from app.api.wire import ClientLeft, problem_reply
 from app.core.errors import AppError, Kind
+from app.core.loop_lag import LoopLag
 from app.core.ports import Generate
 from app.core.settings import LOOPBACK_ORIGINS, Settings
 from app.core.traffic import Traffic
+from app.core.workers import Workers
 from app.door.access import Access
 from app.door.hosts import AllowedHosts, HostCheck
 from app.door.keyring import Keyring
@@ -89,8 +91,11 @@ def build_app(
     lifespan: Lifespan[Starlette] | None = None,
     keyring: Keyring | None = None,
     traffic: Traffic | None = None,
+    workers: Workers | None = None,
+    lag: LoopLag | None = None,
 ) -> Starlette:
     """keyring: None is one without keys. traffic: where answers are counted; None is nowhere.
+    workers: None makes some. lag: the event loop's; None is one that nothing measures.
     Raises AppError(INVALID) for names and origins in settings that are none."""
     origins = AllowedOrigins.of(settings)
     counted = Traffic() if traffic is None else traffic
@@ -105,7 +110,7 @@ def build_app(
         allow_private_network=True,
     )
     app = _Application(
-        routes=routes(generate, settings, counted),
+        routes=routes(generate, settings, counted, workers or Workers(), lag or LoopLag()),
         # CORS before the keys: browsers send none with a preflight, and a page that may call us
         # may also read why it was refused
         outer=[

@@ -12,23 +12,24 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Protocol, Self, assert_never
 
 from starlette.types import Receive, Scope, Send
 
+from app.api.body import Body, RequestBodies
 from app.api.wire import (
     JsonObject,
     caller_of,
     comment_frame,
     model_named_in,
-    read_json,
     send_event_stream,
     send_json,
     send_lines,
     while_connected,
 )
 from app.core.errors import AppError, Kind
-from app.core.events import Event, Loading, Progress, Spoken
+from app.core.events import Event, Loading, Progress, Spoken, TextDelta
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 # Prefill can take minutes and report hundreds of chunks; a person wants to see that it moves.
 PROGRESS_EVERY = 1.0
+
+# What an event, and a token with its log-probabilities, take in a reply.
+_EVENT_BYTES, _LOGPROB_BYTES = 32, 512
 
 # Seconds that a client is told to leave a model that takes longer to load than it waits.
 _LOADING_AGAIN = 10
@@ -100,24 +104,31 @@ class GenerateEndpoint:
     """
 
     def __init__(
-        self, parse: Callable[[object], Ask], generate: Generate, settings: Settings
+        self,
+        parse: Callable[[object], Ask],
+        generate: Generate,
+        settings: Settings,
+        bodies: RequestBodies,
     ) -> None:
         self._parse = parse
         self._generate = generate
-        self._max_body = settings.max_body
+        self._bodies = bodies
         self._ping = settings.ping
         self._load_wait = settings.load_wait
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        content = await read_json(scope, receive, self._max_body)
+        async with self._bodies.receive_json(scope, receive) as body:
+
+            async def exchange(send: Send) -> None:
+                await self._answer(await self._understand(body), scope, send)
+
+            await while_connected(receive, send, exchange)
+
+    async def _understand(self, body: Body) -> Ask:
+        """Nothing of the parsed body is left when this returns, but what the Ask holds."""
+        content = await body.json()
         await self._generate.look_for(model_named_in(content))
-        # a body may hold hundreds of thousands of messages: the others must not wait for that
-        ask = await asyncio.to_thread(self._parse, content)
-
-        async def exchange(send: Send) -> None:
-            await self._answer(ask, scope, send)
-
-        await while_connected(receive, send, exchange)
+        return await body.run(partial(self._parse, content))
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
         reply = ask.reply
@@ -137,10 +148,16 @@ class GenerateEndpoint:
                     return
                 case _:
                     assert_never(reply)
-        content = await asyncio.to_thread(reply.collect, said)
+        content = await self._bodies.workers.run(partial(reply.collect, said), size=_size(said))
         if reply.keep is not None:
             reply.keep(content)
         await send_json(content, scope, send)
+
+
+def _size(said: Sequence[Spoken]) -> int:
+    """About how many bytes an answer of these events has."""
+    tokens = sum(len(event.logprobs) for event in said if isinstance(event, TextDelta))
+    return _EVENT_BYTES * len(said) + _LOGPROB_BYTES * tokens
 
 
 class _Quiet(Enum):

@@ -64,9 +64,9 @@ class Fields:
         return f"{self._at}.{name}" if self._at else name
 
     def close(self) -> None:
-        """Raises AppError(INVALID) if there is a field that nobody read."""
-        for name in self._values:
-            if name not in self._known:
+        """Raises AppError(INVALID) for a field that is not null and that no reader asked for."""
+        for name, value in self._values.items():
+            if name not in self._known and value is not None:
                 path = self.path(name[:_ECHO])
                 raise invalid(path, f"unknown field {shown(path)}")
 
@@ -180,18 +180,30 @@ class Fields:
         return None if value is None else as_mapping(value, self.path(name))
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        """All fields, for objects whose keys are data."""
+        """All fields that are not null, for objects whose keys are data."""
         self._known.update(self._values)
-        return self._values.items()
+        return [(name, value) for name, value in self._values.items() if value is not None]
 
     def any_case(self) -> "Fields":
-        """The same object with its names in lower case; of two that then agree, the later one."""
-        self._known.update(self._values)
-        return Fields({name.lower(): value for name, value in self._values.items()}, self._at)
+        """The same object with its names in lower case; of two that then agree, the later one that
+        is not null."""
+        return Fields({name.lower(): value for name, value in self.items()}, self._at)
 
     def _wrong(self, name: str, wanted: str, value: object) -> AppError:
         path = self.path(name)
         return invalid(path, f"{path} must be {wanted}, not {shown(value)}")
+
+
+def without_nulls(value: Any) -> Any:
+    """JSON without the fields that are null, which are absent."""
+    match value:
+        case dict():
+            held = cast("dict[str, Any]", value)
+            return {name: without_nulls(one) for name, one in held.items() if one is not None}
+        case list():
+            return [without_nulls(one) for one in cast("list[Any]", value)]
+        case _:
+            return value
 
 
 def as_number(value: object) -> float | None:
@@ -230,6 +242,11 @@ def as_mapping(value: object, path: str) -> dict[str, Any]:
 
 def as_ids(values: list[object], path: str) -> tuple[int, ...]:
     """Token ids, not yet held against a vocabulary. Raises AppError(INVALID)."""
+    # a prompt may have a million: in C where nothing is wrong, one by one to say what is
+    if set(map(type, values)) == {int}:
+        numbers = cast("list[int]", values)
+        if min(numbers) >= 0 and max(numbers) <= INT32_MAX:
+            return tuple(numbers)
     ids: list[int] = []
     for n, value in enumerate(values):
         id_ = as_integer(value)

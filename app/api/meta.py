@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.front_end import FrontEnd
 from app.api.wire import JsonObject, json_reply, problem_reply
 from app.core.errors import AppError, Kind
 from app.core.jobs import HIT_BOUNDS, EngineStats
@@ -27,7 +28,7 @@ from app.core.settings import Settings
 STATUS: Mapping[RunnerState, int] = {"ready": 0, "loading": 3, "stalled": 4, "failed": 5}
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, front_end: FrontEnd) -> list[Route]:
     async def status(request: Request) -> Response:
         now = generate.status()
         cards = generate.models()
@@ -40,6 +41,7 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
         # app/door/access.py says it; where nobody did, it is not so
         if getattr(request.state, "admin", False):
             told |= {"Error": now.error, **_requests(now, settings.max_queue), **_engine(now.stats)}
+            told["FrontEnd"] = front_end.status()
             told["Models"] = [_model(state) for state in generate.states()]
         return json_reply(told)
 
@@ -65,7 +67,9 @@ def _requests(now: RunnerStatus, max_queue: int) -> JsonObject:
     return {
         "Parallel": 0 if now.capacity is None else now.capacity.parallel,
         "Running": now.stats.running,
-        "Waiting": now.stats.waiting,
+        "Waiting": now.stats.waiting + now.preparing + now.compiling,
+        "Preparing": now.preparing,
+        "Compiling": now.compiling,
         "MaxQueue": max_queue,
         "Rejected": now.rejected,
     }
@@ -104,7 +108,9 @@ def _model(state: ModelState) -> JsonObject:
         "Progress": state.progress,
         "Leases": state.leases,
         "Running": state.stats.running,
-        "Waiting": state.stats.waiting,
+        "Waiting": state.stats.waiting + state.preparing + state.compiling,
+        "Preparing": state.preparing,
+        "Compiling": state.compiling,
         "Rejected": state.rejected,
         "Memory": state.stats.memory,
         "Share": state.share,

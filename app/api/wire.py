@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: request bodies, replies, frames of streams, and clients that leave.
+"""Replies, frames of streams, and clients that disconnect.
 
 Knows starlette, sse_starlette, orjson, status codes and the error envelope which every reply that
 is no dialect's own uses. Must not know: any dialect's requests or answers, or what is generated.
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 from sse_starlette import EventSourceResponse
-from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,64 +26,6 @@ class ClientLeft(Exception):
 # Requests
 
 
-def check_json(scope: Scope) -> None:
-    """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
-
-    Insisting on it also keeps pages of other origins out: a browser sends this type across origins
-    only after a preflight, which CORS refuses them.
-    """
-    said = Headers(scope=scope).get("content-type", "")
-    if said.partition(";")[0].strip().lower() != "application/json":
-        raise AppError(
-            Kind.MEDIA_TYPE,
-            f"the body must be sent as application/json, not as {said[:200] or 'nothing named'}; "
-            "with curl, add: -H 'Content-Type: application/json'",
-        )
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body, at most `limit` bytes of it.
-
-    Raises AppError(TOO_LARGE) as soon as the limit is known to be passed, AppError(MEDIA_TYPE) for
-    a compressed one, which may be a thousand times as long as what is sent; what is left of the
-    body is the server's to discard, and how long it may take too (app/door/connections.py).
-    ClientLeft if the client did not wait for an answer.
-    """
-    headers = Headers(scope=scope)
-    coding = headers.get("content-encoding", "identity")
-    if coding.strip().lower() != "identity":
-        raise AppError(
-            Kind.MEDIA_TYPE,
-            f"the body must be sent as it is, not with Content-Encoding: {coding[:200]}",
-            code="unsupported_content_encoding",
-        )
-    length = headers.get("content-length", "")
-    if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limit:
-            raise _too_large(limit)
-    return bytes(body)
-
-
-async def read_json(scope: Scope, receive: Receive, limit: int) -> object:
-    """The body as parsed JSON. Raises AppError(MEDIA_TYPE, TOO_LARGE or INVALID), ClientLeft."""
-    check_json(scope)
-    body = await read_body(scope, receive, limit)
-    try:
-        # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise AppError(Kind.INVALID, f"the body is not valid JSON: {error}") from None
-
-
 def model_named_in(body: object) -> str:
     """The model that a body which nobody has understood yet seems to ask for."""
     model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
@@ -96,11 +37,11 @@ def caller_of(scope: Scope) -> str:
     return scope.get("state", {}).get("caller", "")
 
 
-def _too_large(limit: int) -> AppError:
-    return AppError(Kind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
-
-
 # Replies
+
+
+# Items of a long array that are written at once.
+_PIECE = 512
 
 
 class Manner(NamedTuple):
@@ -125,6 +66,7 @@ MANNERS: Mapping[Kind, Manner] = {
     Kind.DEADLINE: Manner(504, "api_error", "deadline_exceeded"),
     Kind.LOADING: Manner(503, "api_error", "model_loading"),
     Kind.STOPPING: Manner(503, "api_error", "server_stopping"),
+    Kind.OVERLOADED: Manner(503, "api_error", "server_overloaded"),
     # OpenAI's words for "too much at the moment"; vLLM answers 503, which means "not at all"
     Kind.BUSY: Manner(429, "rate_limit_error", "server_busy"),
     Kind.ENGINE: Manner(500, "api_error", "engine_error"),
@@ -133,7 +75,7 @@ MANNERS: Mapping[Kind, Manner] = {
 
 
 # What trying again helps against. The SDKs obey the Retry-After that these are told with.
-PASSING = frozenset({Kind.LOADING, Kind.STOPPING, Kind.BUSY})
+PASSING = frozenset({Kind.LOADING, Kind.STOPPING, Kind.BUSY, Kind.OVERLOADED})
 
 
 def envelope(error: AppError) -> JsonObject:
@@ -147,6 +89,16 @@ def envelope(error: AppError) -> JsonObject:
             "code": error.code or manner.code,
         }
     }
+
+
+def long_array(items: list[Any]) -> list[Any] | orjson.Fragment:
+    """A JSON array for a reply. A long one is written piece by piece: orjson holds the interpreter
+    while it writes, and the log-probabilities of a long prompt are ten megabytes. Work for a
+    thread."""
+    if len(items) <= _PIECE:
+        return items
+    pieces = (orjson.dumps(items[at : at + _PIECE])[1:-1] for at in range(0, len(items), _PIECE))
+    return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
 
 
 def json_reply(

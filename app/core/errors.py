@@ -22,6 +22,7 @@ class Kind(StrEnum):
     DEADLINE = "deadline_exceeded"
     LOADING = "model_loading"
     STOPPING = "server_stopping"
+    OVERLOADED = "server_overloaded"
     BUSY = "server_busy"
     ENGINE = "engine_error"
     MODEL_FILES = "bad_model_files"

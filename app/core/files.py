@@ -3,10 +3,10 @@
 Knows: paths and parsed JSON. Must not know: tensors, tokenizers, templates' meaning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from app.core.errors import AppError, Kind
 
@@ -49,6 +49,23 @@ class ModelFiles:
                 f"the model {model[:200]!r} is not served here; this server has {self.name!r}",
                 param="model",
             )
+
+    def configured_ids(self, field: str) -> Iterator[frozenset[int]]:
+        """The ids that a field such as eos_token_id names, from each file that names any:
+        generation_config.json, then config.json. -1 and null stand for none. Raises
+        AppError(MODEL_FILES) for what is neither an id nor a list of ids."""
+        for name, source in (
+            ("generation_config.json", self.generation_config),
+            ("config.json", self.config),
+        ):
+            value: Any = source.get(field)
+            listed = cast("list[Any]", value if isinstance(value, list) else [value])
+            ids = [id for id in listed if id is not None and id != -1]
+            if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids):
+                message = f"{field} in {name} of {self.path} is {value!r}: it must be an id or ids"
+                raise AppError(Kind.MODEL_FILES, message)
+            if ids:
+                yield frozenset(ids)
 
     @property
     def context_length(self) -> int:

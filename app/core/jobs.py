@@ -100,12 +100,14 @@ class PromptScores:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """The job is over and its place is free. error: a sentence, only when reason is "error".
-    at: monotonic ns."""
+    at: monotonic ns. lost: the error is that the engine ended before the job did, though nothing
+    stopped it."""
 
     job: str
     reason: EndReason
     at: int
     error: str | None = None
+    lost: bool = False
 
 
 Update = Started | Prefilled | PromptScores | Token | Ended

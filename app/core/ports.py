@@ -1,9 +1,9 @@
 """The seams between rooms, as protocols. Whoever needs one gets it through its constructor."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
@@ -21,8 +21,9 @@ class RunnerStatus:
     """The last thing a runner is known to have said; reading it waits for nothing.
     progress: 0 to 100 while loading. error: one sentence when the state is "failed" or "stalled"
     (loaded, but the engine has not turned for too long). capacity: None until loaded. rejected:
-    jobs that were refused since the start because too many waited. pid: of the process that it has
-    for itself, if it has one."""
+    jobs that were refused since the start because too many waited. preparing: admitted jobs whose
+    prompt is rendered and encoded. compiling: submitted jobs whose grammar is compiled. pid: of the
+    process that it has for itself, if it has one."""
 
     state: RunnerState
     progress: int
@@ -30,11 +31,23 @@ class RunnerStatus:
     error: str | None = None
     capacity: Capacity | None = None
     rejected: int = 0
+    preparing: int = 0
+    compiling: int = 0
     pid: int | None = None
 
 
 class Submission(Protocol):
     """A job on its way. Iterate to get its updates, `Ended` last."""
+
+    @property
+    def started(self) -> int | None:
+        """When the job left the engine's queue; monotonic ns."""
+        ...
+
+    @property
+    def ended(self) -> int | None:
+        """When its place in the engine was free again; known before `Ended` is read."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Update]: ...
 
@@ -43,13 +56,50 @@ class Submission(Protocol):
         ...
 
 
+class Places(Protocol):
+    """Room for a request's jobs in a model's queue. Each job takes one place."""
+
+    def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
+        """As `Runner.submit`."""
+        ...
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        """As `Runner.embed`."""
+        ...
+
+
 class Engine(Protocol):
-    """What runs jobs of one model: a runner, or the handle of one that comes and goes."""
+    """What generation knows of whatever runs jobs of one model."""
+
+    def reserve(self, count: int = 1) -> AbstractContextManager[Places]:
+        """Places for so many jobs until the context is left, to be reserved before any work is done
+        for them. Raises AppError(BUSY) when too many are here already."""
+        ...
+
+    def status(self) -> RunnerStatus: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLoss:
+    """Why a runner that was ready serves no more, though nothing stopped it. message: one sentence.
+    fault: whether what it computed may be the cause: an error, a hang, a fault signal. Otherwise
+    something outside ended it, such as a signal of the system's."""
+
+    message: str
+    fault: bool = True
+
+
+class Runner(Protocol):
+    """Keeps one model in memory and generates from it."""
+
+    async def start(self, files: ModelFiles) -> None:
+        """Returns when the model is ready. Raises AppError(MODEL_FILES) if it cannot be."""
+        ...
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
         """Leaving the context early cancels the job, within one prefill chunk or two steps.
-        Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it, AppError(BUSY)
-        when too many wait already, AppError(INVALID) for a grammar that cannot be followed."""
+        Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it,
+        AppError(INVALID) for a grammar that cannot be followed."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
@@ -60,17 +110,9 @@ class Engine(Protocol):
 
     def status(self) -> RunnerStatus: ...
 
-
-class Runner(Engine, Protocol):
-    """Keeps one model in memory and generates from it."""
-
-    async def start(self, files: ModelFiles) -> None:
-        """Returns when the model is ready. Raises AppError(MODEL_FILES) if it cannot be."""
-        ...
-
-    async def over(self) -> str:
-        """Returns when a runner that was ready can serve nobody any more, though nobody stopped it:
-        one sentence that says why. Any number may wait."""
+    async def lost(self) -> RunnerLoss:
+        """Returns when a runner that was ready can serve no more, though nothing stopped it. Any
+        number may wait."""
         ...
 
     async def stop(self) -> None:
@@ -103,9 +145,26 @@ class Generate(Protocol):
         request."""
         ...
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        """The ids which `text` would be evaluated as, were it a plain prompt. model: None is the
-        server's own choice; it need not be loaded."""
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        """The ids of a text: with add_special those which it would be evaluated as, were it a plain
+        prompt, else those of the text alone. model: None is the server's own choice; it need not be
+        loaded."""
+        ...
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        """The ids of the prompt of a request whose prompt is a conversation, also of one that has
+        more than the context has room for. The model need not be loaded. Raises AppError as `open`
+        does for a conversation or tools that it refuses."""
+        ...
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        """What each token spells, alone; b"" for an id that is no token."""
+        ...
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        """What a client needs to know of a tokenizer: see `app.text.chat.tokenizer_info`."""
         ...
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:

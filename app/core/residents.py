@@ -44,11 +44,12 @@ class Need:
 class ModelState:
     """One model, now. stats: counters since the server started, of all its runners together; gauges
     of the present one. progress: 0 to 100 while loading. leases: requests that hold it or wait for
-    it. share: bytes that it may use; None while it is not loaded, or has the whole device. expires:
-    Unix time at which it will be unloaded if nobody asks for it; None while somebody does, while it
-    is not loaded, and for ever. loads: times that it was ready. evictions: times that it had to
-    leave for another one before its time. restarts: times that its runner had to be started
-    again. backend: while it is loaded."""
+    it. preparing, compiling: admitted jobs whose prompt, or whose grammar, is being prepared.
+    rejected: jobs that were refused because too many were here. share: bytes that it may use; None
+    while it is not loaded, or has the whole device. expires: Unix time at which it will be unloaded
+    if nobody asks for it; None while somebody does, while it is not loaded, and for ever. loads:
+    times that it was ready. evictions: times that it had to leave for another one before its time.
+    restarts: times that its runner had to be started again. backend: while it is loaded."""
 
     name: str
     phase: ModelPhase
@@ -57,6 +58,8 @@ class ModelState:
     context: int | None = None
     parallel: int | None = None
     leases: int = 0
+    preparing: int = 0
+    compiling: int = 0
     rejected: int = 0
     pinned: bool = False
     share: int | None = None

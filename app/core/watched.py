@@ -3,9 +3,9 @@
 Knows: how a request lives and ends. Must not know: what watchers count, or where they tell it.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.events import Event, Finish
@@ -67,8 +67,19 @@ class Watched:
             for watch in watches:
                 watch.end(complete=complete)
 
-    async def tokenize(self, text: str, model: str | None = None) -> Sequence[int]:
-        return await self._generate.tokenize(text, model)
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special: bool = True
+    ) -> Sequence[int]:
+        return await self._generate.tokenize(text, model, add_special=add_special)
+
+    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._generate.prompt_ids(request)
+
+    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+        return await self._generate.token_bytes(ids, model)
+
+    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._generate.tokenizer_info(model)
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         return await self._generate.detokenize(ids, model)

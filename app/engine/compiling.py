@@ -16,6 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.core.workers import CancelToken
 from app.engine import lark
 from app.engine.pattern import MOST_REPETITIONS, repetitions
 from app.engine.schema import MOST_ENTRIES, MOST_TEXT, Refused, Schema, read
@@ -54,9 +55,12 @@ class Refusal(Refused):
         self.grammar = grammar
 
 
-def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """At its beginning, its first mask computed. Raises Refusal."""
-    compiler = _Compiler(tokenizer)
+def compiled(
+    grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken | None = None
+) -> LLMatcher:
+    """At its beginning, its first mask computed. Raises Refusal; Cancelled soon after `token` is
+    cancelled."""
+    compiler = _Compiler(tokenizer, token or CancelToken())
     try:
         match grammar:
             case JsonSchema(text=text):
@@ -96,8 +100,9 @@ def _middle_cut(text: str) -> str:
 
 
 class _Compiler:
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: LLTokenizer, token: CancelToken) -> None:
         self._tokenizer = tokenizer
+        self._token = token
 
     def schema(self, document: Schema) -> LLMatcher:
         made = self._schema(document)
@@ -122,7 +127,8 @@ class _Compiler:
 
     def lark(self, grammar: Lark) -> LLMatcher:
         try:
-            texts = [lark.followable(grammar.text)]
+            # its schemas came out of the request by themselves, or a client wrote all of it
+            texts = [lark.followable(grammar.text, compact=bool(grammar.parts))]
             if grammar.inner is not None:
                 texts.append(lark.followable(grammar.inner.text))
             # only what stands in a request as it is can mean one text in many ways
@@ -131,7 +137,7 @@ class _Compiler:
         except Refused:
             for part in (*grammar.parts, grammar.inner):
                 if part is not None:
-                    compiled(part, self._tokenizer)
+                    compiled(part, self._tokenizer, self._token)
             raise
 
     def _refusal(self, document: Schema) -> str | None:
@@ -149,6 +155,7 @@ class _Compiler:
 
     def _tried(self, spec: str, items: int) -> LLMatcher | str:
         """The matcher, or why there is none."""
+        self._token.check()
         # llguidance's complaint about half a surrogate pair would tell nobody anything
         spec.encode()
         limits = LLParserLimits(

@@ -1,28 +1,33 @@
 """Grammars that an answer must follow: which ids may come next.
 
 Knows: llguidance, the model's tokenizer.json, ids, what was compiled before. Must not know:
-tensors, sequences, who asked.
+tensors, sequences, what a caller is.
 
 Compiling needs no device and may take a second, so it is done before the engine hears of a job, on
 a thread of its own; from then on the `Matcher` is the engine's. Everything that can go wrong with
-it goes wrong in `compile` or in `accept`, never while others are sampled beside it.
+it goes wrong in `compile` or in `accept`, never while others are sampled beside it. Known grammars
+wait for no thread, and a compilation that no request waits for is given up.
 """
 
+import asyncio
 import threading
-from collections import OrderedDict
-from concurrent.futures import CancelledError, Future
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.errors import AppError, Kind
+from app.core.files import ModelFiles
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.core.workers import CancelToken
 from app.engine.compiling import Refusal, compiled, reason_of
 
 # compiled grammars that are kept, and refusals. A grammar takes some hundred kB; 20 MB at worst
 _KEPT = 32
-# tokenizers, by what ends a text
-_KEPT_TOKENIZERS = 4
 # seconds that a request waits for its grammar. What limits the costs keeps it far below
 _PATIENCE = 10.0
 # compilations at once; they take cores from the engine
@@ -51,15 +56,22 @@ class Matcher:
     done: nothing may follow but such an id. The sequence can end here without one.
     """
 
-    def __init__(self, inner: LLMatcher, *, hidden: frozenset[int]) -> None:
-        """hidden: ids that llguidance takes for ends, and nobody else does."""
+    def __init__(
+        self, inner: LLMatcher, *, stop_ids: frozenset[int], known_ends: frozenset[int]
+    ) -> None:
+        """stop_ids: those that end this answer. known_ends: those that llguidance takes for ends,
+        and so allows where the answer may end."""
         self._inner = inner
-        self._hidden = hidden
+        self._hidden = known_ends - stop_ids
+        self._unknown = stop_ids - known_ends
         self._look()
 
     def accept(self, token: int) -> None:
         """The answer goes on, or ends, with this id. Raises GrammarError when it must not, or when
         the grammar turns out to be too complex; this object is dead then."""
+        if token in self._unknown and self._inner.is_accepting():
+            self.done = True
+            return
         self._inner.consume_token(token)
         self._look()
 
@@ -69,114 +81,211 @@ class Matcher:
         if self._inner.is_error():
             raise GrammarError(reason_of(self._inner.get_error()))
         self.done = self._inner.is_stopped()
-        self.allowed = _without(allowed, self._hidden) if self._hidden else allowed
+        allowed = _without(allowed, self._hidden) if self._hidden else allowed
+        if self._unknown and self._inner.is_accepting():
+            allowed = _with(allowed, self._unknown)
+        self.allowed = allowed
         if not self.done and not any(self.allowed):
             raise GrammarError(reason_of("NoExtensionBias"))
 
 
-class Grammars:
-    """Compiles for one model, and remembers. May be called on any thread.
+class _Compilation:
+    """A grammar that is compiled, or waits for it, for all who asked for it. Its result is the
+    matcher at its beginning, never to be moved from there."""
 
-    tokenizer: its tokenizer.json, read when the first grammar is. vocab: ids that may be sampled, 0
-    to vocab-1; at least those of the tokenizer.
+    def __init__(self, grammar: Grammar, caller: str) -> None:
+        self.grammar = grammar
+        self.caller = caller
+        self.result: Future[LLMatcher] = Future()
+        self.token = CancelToken()
+        self.waiting = 0
+
+
+class Grammars:
+    """Compiles for one model, and remembers. May be used on any thread.
+
+    tokenizer: its tokenizer.json. vocab: ids that may be sampled, 0 to vocab-1; at least those of
+    the tokenizer. ends: ids that end this model's answers, as far as they are known.
     """
 
-    def __init__(self, tokenizer: Path, *, vocab: int) -> None:
+    def __init__(self, tokenizer: Path, *, vocab: int, ends: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._vocab = vocab
+        self._ends = sorted(ends)
         self._lock = threading.Lock()
-        self._known = OrderedDict[tuple[Grammar, frozenset[int]], Future[LLMatcher]]()
-        # they take a second to make
-        self._tokenizers = OrderedDict[frozenset[int], LLTokenizer]()
+        self._known: OrderedDict[Grammar, _Compilation] = OrderedDict()
+        self._queue: list[_Compilation] = []
+        self._running: list[_Compilation] = []
         self._making = threading.Lock()
-        self._slots = threading.Semaphore(_AT_ONCE)
+        self._made: LLTokenizer | None = None
 
-    def compile(self, grammar: Grammar, stop_ids: frozenset[int]) -> Matcher:
-        """stop_ids: those of the job. Raises AppError(INVALID) for what is no grammar, or none that
-        can be followed, with the keyword as `param`; AppError(BUSY) when others are compiled for
-        too long; AppError(MODEL_FILES) when the tokenizer is of no use for any."""
-        # seconds for a large vocabulary, once: they are not the grammar's
-        tokenizer = self._tokenizer(stop_ids)
-        future = self._compiling(grammar, stop_ids)
-        name = _NAMES[type(grammar)]
+    @staticmethod
+    def of(files: ModelFiles) -> "Grammars":
+        vocab = files.tokens or files.vocab_size
+        named = next(files.configured_ids("eos_token_id"), frozenset[int]())
+        return Grammars(files.tokenizer, vocab=vocab, ends=[id for id in named if id < vocab])
+
+    def start(self) -> None:
+        """Read the tokenizer now, beside the model's load. It takes a second for a large
+        vocabulary, in which the interpreter is held: later, everyone's answers would wait."""
+        threading.Thread(target=self._warm, name="grammar-tokenizer", daemon=True).start()
+
+    async def matcher(
+        self, grammar: Grammar, stop_ids: frozenset[int], caller: str = ""
+    ) -> Matcher:
+        """As `compile`, without a thread of its own: a known grammar waits for nothing. Cancelling
+        ends the compilation, unless another request waits for it."""
+        compilation = self._request(grammar, caller)
         try:
-            first = future.result(_PATIENCE)
-        except Refusal as refused:
-            raise _invalid(refused) from refused
-        except (TimeoutError, CancelledError) as error:
-            if future.cancel() or future.cancelled():
-                busy = "the server is busy with other grammars; try again in a moment"
-                raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE)) from error
-            message = f"this {name} takes more than {_PATIENCE:g} s to compile; make it simpler"
-            raise AppError(Kind.INVALID, message, param=grammar.at) from error
+            await _settled(compilation.result, _PATIENCE)
+        except asyncio.CancelledError:
+            self._leave(compilation)
+            raise
+        return self._matcher(compilation, stop_ids)
+
+    def compile(self, grammar: Grammar, stop_ids: frozenset[int], caller: str = "") -> Matcher:
+        """stop_ids: those of the job. caller: whose request it is; who has fewest compilations is
+        next. Raises AppError(INVALID) for what is no grammar, or none that can be followed, with
+        the keyword as `param`; AppError(BUSY) when others are compiled for too long;
+        AppError(MODEL_FILES) when the tokenizer is of no use for any."""
+        compilation = self._request(grammar, caller)
+        wait([compilation.result], timeout=_PATIENCE)
+        return self._matcher(compilation, stop_ids)
+
+    def _request(self, grammar: Grammar, caller: str) -> _Compilation:
+        """To be followed by `_matcher` or `_leave`."""
         with self._lock:
-            inner = first.deep_copy()
+            compilation = self._known.get(grammar)
+            if compilation is None:
+                compilation = self._known[grammar] = _Compilation(grammar, caller)
+                self._queue.append(compilation)
+                self._start_next()
+            compilation.waiting += 1
+            self._known.move_to_end(grammar)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return compilation
+
+    def _leave(self, compilation: _Compilation) -> None:
+        """The request does not need it any more. Native code cannot be stopped, so a compilation
+        that runs ends at its next step."""
+        with self._lock:
+            compilation.waiting -= 1
+            if not compilation.waiting and not compilation.result.done():
+                compilation.token.cancel()
+                self._give_up(compilation)
+
+    def _matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
+        """Of a compilation that was waited for. Raises as `compile` does."""
+        grammar = compilation.grammar
+        name = _NAMES[type(grammar)]
+        with self._lock:
+            compilation.waiting -= 1
+            if not compilation.result.done():
+                if compilation in self._queue:
+                    if not compilation.waiting:
+                        self._give_up(compilation)
+                    busy = "the server is busy with other grammars; try again in a moment"
+                    raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE))
+                # it goes on: whoever sends it again may find it compiled
+                slow = f"this {name} takes more than {_PATIENCE:g} s to compile; make it simpler"
+                raise AppError(Kind.INVALID, slow, param=grammar.at)
+            try:
+                inner = compilation.result.result().deep_copy()
+            except Refusal as refused:
+                raise _invalid(refused) from refused
+        assert self._made is not None
         try:
-            return Matcher(inner, hidden=frozenset(tokenizer.eos_tokens) - stop_ids)
+            ends = frozenset(self._made.eos_tokens)
+            return Matcher(inner, stop_ids=stop_ids, known_ends=ends)
         except GrammarError as error:
             message = f"this {name} cannot be followed: {error}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
 
-    def _compiling(self, grammar: Grammar, stop_ids: frozenset[int]) -> "Future[LLMatcher]":
-        """The grammar's matcher at its beginning, never to be moved from there; perhaps still being
-        made, for somebody else."""
-        key = (grammar, stop_ids)
-        with self._lock:
-            future = self._known.get(key)
-            if future is None or future.cancelled():
-                future = self._known[key] = Future[LLMatcher]()
-                self._start(key, future)
-            self._known.move_to_end(key)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return future
+    def _give_up(self, compilation: _Compilation) -> None:
+        """With the lock held. A running one keeps its thread until it ends."""
+        if compilation in self._queue:
+            self._queue.remove(compilation)
+        if self._known.get(compilation.grammar) is compilation:
+            del self._known[compilation.grammar]
 
-    def _start(self, key: tuple[Grammar, frozenset[int]], future: "Future[LLMatcher]") -> None:
-        """On a thread that ends the process does not wait for."""
+    def _start_next(self) -> None:
+        """With the lock held: who has fewest compilations that run, and of those the first."""
+        while self._queue and len(self._running) < _AT_ONCE:
+            running = Counter(compilation.caller for compilation in self._running)
+            compilation = min(self._queue, key=lambda waiting: running[waiting.caller])
+            self._queue.remove(compilation)
+            self._running.append(compilation)
+            self._start_thread(compilation)
+
+    def _start_thread(self, compilation: _Compilation) -> None:
+        """One that the process does not wait for when it ends."""
         ordinary = threading.stack_size(_STACK)
         try:
-            work = threading.Thread(
-                target=self._work, args=(key, future), name="grammar", daemon=True
-            )
-            work.start()
+            threading.Thread(
+                target=self._work, args=(compilation,), name="grammar", daemon=True
+            ).start()
         finally:
             threading.stack_size(ordinary)
 
-    def _work(self, key: tuple[Grammar, frozenset[int]], future: "Future[LLMatcher]") -> None:
-        grammar, stop_ids = key
-        with self._slots:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(compiled(grammar, self._tokenizer(stop_ids)))
-            except Refusal as refused:
-                future.set_exception(refused)
-            except BaseException as error:
+    def _work(self, compilation: _Compilation) -> None:
+        matcher: LLMatcher | None = None
+        error: BaseException | None = None
+        try:
+            matcher = compiled(compilation.grammar, self._tokenizer(), compilation.token)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._running.remove(compilation)
+            if error is not None and not isinstance(error, Refusal):
                 # not the grammar's fault, so it may work the next time
-                with self._lock:
-                    self._known.pop(key, None)
-                future.set_exception(error)
+                self._give_up(compilation)
+            self._start_next()
+        if matcher is not None:
+            compilation.result.set_result(matcher)
+        else:
+            compilation.result.set_exception(error)
 
-    def _tokenizer(self, stop_ids: frozenset[int]) -> LLTokenizer:
+    def _warm(self) -> None:
+        # a tokenizer of no use is the error of the first request that needs it
+        with suppress(AppError):
+            self._tokenizer()
+
+    def _tokenizer(self) -> LLTokenizer:
         with self._making:
-            if stop_ids not in self._tokenizers:
-                self._tokenizers[stop_ids] = self._made(stop_ids)
-            self._tokenizers.move_to_end(stop_ids)
-            while len(self._tokenizers) > _KEPT_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
-            return self._tokenizers[stop_ids]
+            if self._made is None:
+                self._made = self._read_tokenizer()
+            return self._made
 
-    def _made(self, stop_ids: frozenset[int]) -> LLTokenizer:
+    def _read_tokenizer(self) -> LLTokenizer:
         try:
             # llguidance cannot do without an end: where there is none it guesses one
             return LLTokenizer(
                 self.tokenizer.read_text("utf-8"),
                 n_vocab=self._vocab,
-                eos_token=sorted(stop_ids) or None,
+                eos_token=self._ends or None,
             )
         except (OSError, ValueError) as error:
             message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
             raise AppError(Kind.MODEL_FILES, message) from error
+
+
+async def _settled(result: Future[Any], seconds: float) -> None:
+    """Returns when the result is there, or after so many seconds."""
+    if result.done():
+        return
+    loop = asyncio.get_running_loop()
+    settled = asyncio.Event()
+
+    def notify(_: Future[Any]) -> None:
+        # the loop may be closed when a compilation ends that was given up
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settled.set)
+
+    result.add_done_callback(notify)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await settled.wait()
 
 
 def _invalid(refused: Refusal) -> AppError:
@@ -185,6 +294,13 @@ def _invalid(refused: Refusal) -> AppError:
     message = f"this {name} cannot be followed{at}: {refused.reason}"
     param = ".".join((start, *refused.path) if start else refused.path)
     return AppError(Kind.INVALID, message, param=param or None)
+
+
+def _with(allowed: bytes, ids: frozenset[int]) -> bytes:
+    bits = bytearray(allowed)
+    for id in ids:
+        bits[id // 8] |= 1 << id % 8
+    return bytes(bits)
 
 
 def _without(allowed: bytes, ids: frozenset[int]) -> bytes:

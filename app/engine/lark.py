@@ -4,7 +4,8 @@ Knows: where JSON Schemas stand in llguidance's variant of Lark (its docs/syntax
 Must not know: tokens, who wrote the grammar.
 
 A schema in a grammar is held to what a schema by itself is held to: its white space is bounded,
-nothing that it says is ignored, and its costs are limited.
+nothing that it says is ignored, and its costs are limited. JSON may stand over several lines only
+in a grammar that a client wrote.
 """
 
 import json
@@ -42,11 +43,12 @@ _UNSUPPORTED = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
 _TOO_LONG = f"it is longer than {MOST_TEXT} characters"
 
 
-def followable(text: str) -> str:
-    """The grammar in Lark, as llguidance takes it. Raises Refused."""
+def followable(text: str, *, compact: bool = False) -> str:
+    """The grammar in Lark, as llguidance takes it. compact: the JSON of its schemas is on one
+    line. Raises Refused."""
     if len(text) > _MOST_IN_ALL:
         raise Refused(f"it is longer than {_MOST_IN_ALL} characters, schemas included")
-    return _with_schemas(_lark(text))
+    return _with_schemas(_lark(text), compact=compact)
 
 
 def _lark(text: str) -> str:
@@ -75,7 +77,7 @@ def _unescaped(escape: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
-def _with_schemas(text: str) -> str:
+def _with_schemas(text: str, *, compact: bool) -> str:
     """With every schema in it in the engine's words."""
     pieces, end, size, plain = list[str](), 0, 0, list[str]()
     while (part := _PARTS.search(text, end)) is not None:
@@ -92,7 +94,7 @@ def _with_schemas(text: str) -> str:
             continue
         value, end = _json(text, end)
         if schema is not None:
-            value = followable_schema(checked(value))
+            value = followable_schema(checked(value), compact=compact)
         pieces.append(f"{part[0]}{json.dumps(value)}")
     pieces.append(text[end:])
     plain.append(pieces[-1])

@@ -16,9 +16,17 @@ from typing import Any, cast
 
 from app.engine.schema import Schema, at
 
-# Between two parts of a JSON text: nothing, this, and nothing else. A model that has lost its way
-# can write white space for ever otherwise. It is llama.cpp's rule (json-schema-to-grammar.cpp).
-_SPACE = r" |\n{1,2}[ \t]{0,20}"
+# White space between two parts of a JSON text, in llguidance's options (its docs/json_schema.md).
+# Both rules bound it, or a model that has lost its way writes white space for ever.
+# compact: none but one space after a colon or comma. JSON over several lines takes almost twice the
+# tokens and says nothing more.
+_COMPACT: Schema = {
+    "item_separator": ",[ ]?",
+    "key_separator": ":[ ]?",
+    "whitespace_flexible": False,
+}
+# over lines: llama.cpp's rule (json-schema-to-grammar.cpp)
+_OVER_LINES: Schema = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
 # branches beside each other are compared in pairs
 _MOST_BRANCHES = 200
@@ -35,8 +43,13 @@ _SILENT: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "not": (False,),
 }
-# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @
-_NARROWER: dict[str, Schema] = {"email": {"pattern": r"^[^@]{1,64}@"}}
+# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @, and RFC
+# 3339 has second 60 only where a leap second was, which no pattern can know
+_NARROWER: dict[str, Schema] = {
+    "email": {"pattern": r"^[^@]{1,64}@"},
+    "time": {"pattern": r"^[0-9:]{5}:[0-5]"},
+    "date-time": {"pattern": r"^[-0-9]{10}.[0-9:]{5}:[0-5]"},
+}
 # beside these, or under allOf, properties are not all that an object is told about
 _SHARED = frozenset(
     {
@@ -48,16 +61,18 @@ _SHARED = frozenset(
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 
 
-def followable(document: Schema) -> Schema:
+def followable(document: Schema, *, compact: bool = True) -> Schema:
     """The same schema, as llguidance takes it; white space between its parts is bounded, and
-    nothing that it says is ignored. document: as `schema.checked` gives it.
+    nothing that it says is ignored. document: as `schema.checked` gives it. compact: the JSON text
+    is on one line.
 
     An object that lists its properties has no others, unless it says so: JSON Schema would let a
     model go on inventing some, and weak ones do. llama.cpp and xgrammar read schemas so too."""
     closes = '"allOf"' not in json.dumps(document)
     rewritten = cast(Schema, _rewritten(document, document, closes=closes))
     # last, so that no schema has a say in how strictly it is taken
-    rewritten["x-guidance"] = {"whitespace_pattern": _SPACE, "lenient": False}
+    space = _COMPACT if compact else _OVER_LINES
+    rewritten["x-guidance"] = {**space, "lenient": False}
     return rewritten
 
 

@@ -24,12 +24,16 @@ def log_probabilities(
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
     """Natural logs of the probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and of
     the `count` likeliest, most likely first: ids [B, k] and theirs [B, k], None where count is 0.
+
+    The maximum is subtracted before anything is summed: beside logits of 1e4 a float32 has a
+    resolution of 1e-3, which would be the error of every log-probability.
     """
-    total = mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = (mx.take_along_axis(logits, ids[:, None], axis=-1) - total)[:, 0]
+    relative = logits - mx.max(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(relative, axis=-1, keepdims=True)
+    chosen = (mx.take_along_axis(relative, ids[:, None], axis=-1) - total)[:, 0]
     if count == 0:
         return chosen, None, None
-    best, largest = most(logits, min(count, logits.shape[-1]))
+    best, largest = most(relative, min(count, logits.shape[-1]))
     return chosen, best, largest - total
 
 

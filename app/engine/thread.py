@@ -55,11 +55,16 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stop:
     pass
 
 
-_Command = _Submit | _Embed | _Cancel | _Stop
+_Command = _Submit | _Embed | _Cancel | _Probe | _Stop
 
 
 class Turning(Protocol):
@@ -123,6 +128,11 @@ class EngineThread:
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._inbox.put(_Cancel(job=job, keep=keep))
 
+    def probe(self, done: Callable[[], None]) -> None:
+        """Have `done` called on the thread when it takes its next command: a job would be taken
+        then, too."""
+        self._inbox.put(_Probe(done=done))
+
     def stop(self) -> None:
         """Ask the thread to end; it does so between two steps."""
         self._inbox.put(_Stop())
@@ -182,6 +192,8 @@ class EngineThread:
                 loop.embed(command.job)
             case _Cancel():
                 loop.cancel(command.job, keep=command.keep)
+            case _Probe():
+                command.done()
             case _Stop():
                 self._stopping = True
 

@@ -102,6 +102,14 @@ class Apart:
             if isinstance(update, Ended):
                 return
 
+    @property
+    def started(self) -> int | None:
+        return None if self._submission is None else self._submission.started
+
+    @property
+    def ended(self) -> int | None:
+        return None if self._submission is None else self._submission.ended
+
     def keep(self, tokens: int) -> None:
         # nothing is seen of a job before it is submitted
         assert self._submission is not None

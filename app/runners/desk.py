@@ -1,18 +1,15 @@
-"""What every runner does with jobs, wherever its engine lives: let them in or refuse them, deal
-what the engine says of them, and end them all when there is no engine any more.
+"""What every runner does with jobs, wherever its engine lives: submit them, hand out what the
+engine says of them, and end them all when there is no engine any more.
 
-Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands travel. Everything
-here runs on the event loop, so nothing needs a lock.
-
-Jobs wait in the engine's queue, which has no bound of its own: the bound is kept here, where one
-more can still be refused.
+Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands travel, how many
+jobs there may be (app/runners/admission.py). Everything here runs on the event loop, so nothing
+needs a lock.
 """
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
@@ -20,10 +17,7 @@ from app.core.embeddings import Embedded, EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Step, Update
 from app.core.messages import Failed, Loading, Message, Ready
-from app.core.ports import RunnerState, RunnerStatus
-
-# seconds that a refused client is told to wait, at most; SDKs ignore what is far above
-_LONGEST_WAIT = 60
+from app.core.ports import RunnerLoss, RunnerState, RunnerStatus
 
 # seconds in which it is found out why an engine cannot be reached
 _LAST_WORD = 5.0
@@ -76,24 +70,6 @@ class Waiting:
                 return
 
 
-class Pace:
-    """How long a job holds its place in the engine: an exponential mean, in which a job counts for
-    an eighth of what all before it count (TCP's smoothed round-trip time, RFC 6298, does the same).
-    """
-
-    def __init__(self) -> None:
-        self._mean: float | None = None
-
-    def note(self, seconds: float) -> None:
-        self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
-
-    def wait(self, *, waiting: int, parallel: int) -> int:
-        """Whole seconds, 1 to 60, until those who wait now will have been taken: `parallel` of
-        them in the time that one job takes."""
-        seconds = (self._mean or 0.0) * waiting / parallel
-        return max(1, min(math.ceil(seconds), _LONGEST_WAIT))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
     """The last that the engine said of itself."""
@@ -106,19 +82,17 @@ class _Known:
 
 
 class Desk:
-    """max_queue: jobs that may wait for one of the engine's places; one more is refused. engine:
-    to be set before the desk hears that it is ready."""
+    """engine: to be set before the desk hears that it is ready."""
 
     engine: Engine
 
-    def __init__(self, *, max_queue: int) -> None:
-        self._max_queue = max_queue
+    def __init__(self) -> None:
         self._known = _Known()
         self._failure: AppError | None = None
         self._waiting: dict[str, Waiting] = {}
         self._embedding: dict[str, asyncio.Future[Embedded]] = {}
-        self._pace = Pace()
-        self._rejected = 0
+        self._compiling = 0
+        self._loss: RunnerLoss | None = None
         self._settled = asyncio.Event()  # the model is there, or never will be
         self._closed = asyncio.Event()
         self._lost = asyncio.Event()
@@ -132,7 +106,7 @@ class Desk:
             stats=known.stats,
             error=known.error,
             capacity=known.capacity,
-            rejected=self._rejected,
+            compiling=self._compiling,
         )
 
     async def ready(self) -> None:
@@ -141,11 +115,11 @@ class Desk:
         if self._failure is not None:
             raise self._failure
 
-    async def over(self) -> str:
-        """`Runner.over`."""
+    async def lost(self) -> RunnerLoss:
+        """`Runner.lost`."""
         await self._lost.wait()
-        assert self._known.error is not None
-        return self._known.error
+        assert self._loss is not None
+        return self._loss
 
     async def why(self) -> AppError:
         """For those who find the engine gone: why it is, as soon as that is known."""
@@ -156,22 +130,24 @@ class Desk:
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Waiting]:
         """`Runner.submit`."""
-        self._admit()
+        self._check_ready()
         waiting = self._waiting[job.id] = Waiting(job)
         try:
-            await self.engine.submit(job)
+            with self._compilation(job):
+                try:
+                    await self.engine.submit(job)
+                except AppError:
+                    waiting.ended = time.monotonic_ns()  # it never was the engine's
+                    raise
             yield waiting
         finally:
             del self._waiting[job.id]
             if waiting.ended is None:
                 self.engine.cancel(job.id, keep=waiting.kept)
-            if waiting.started is not None:
-                ended = waiting.ended or time.monotonic_ns()
-                self._pace.note((ended - waiting.started) / 1e9)
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
         """`Runner.embed`."""
-        self._admit()
+        self._check_ready()
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
         try:
             self.engine.embed(job)
@@ -216,24 +192,29 @@ class Desk:
         if over is not None and not over.done():
             over.set_result(embedded)
 
-    def lose(self, error: AppError, *, told: str | None = None) -> None:
-        """There is no engine any more, though nobody stopped it. told: to those whose jobs end, if
-        not the error."""
+    def lose(self, error: AppError, *, told: str | None = None, fault: bool = True) -> None:
+        """There is no engine any more, though nothing stopped it. told: the error of the jobs that
+        end, if not this one. fault: see `RunnerLoss`. Only the first reason is kept."""
+        if self._failure is not None:
+            return
         was_ready = self._known.state == "ready"
-        self.close(error, told=told or f"the engine stopped: {error.message}")
+        self._end(error, told=told or f"the engine stopped: {error.message}", lost=was_ready)
         if was_ready:
+            self._loss = RunnerLoss(message=error.message, fault=fault)
             self._lost.set()
 
     def close(self, error: AppError, *, told: str) -> None:
-        """Nobody will be served any more. Only the first reason is kept."""
-        if self._failure is not None:
-            return
+        """The engine was stopped. Only the first reason is kept."""
+        if self._failure is None:
+            self._end(error, told=told, lost=False)
+
+    def _end(self, error: AppError, *, told: str, lost: bool) -> None:
         self._failure, self._told = error, told
         self._known = replace(self._known, state="failed", progress=0, error=error.message)
         at = time.monotonic_ns()
         for job, waiting in self._waiting.items():
             if waiting.ended is None:
-                waiting.put(Ended(job=job, reason="error", at=at, error=told))
+                waiting.put(Ended(job=job, reason="error", at=at, error=told, lost=lost))
         for job in self._embedding:
             self.hand_over(Embedded(job=job, error=told))
         self._settled.set()
@@ -246,26 +227,21 @@ class Desk:
             return AppError(Kind.MODEL_FILES, message)
         return AppError(failed.kind, failed.message)
 
-    def _admit(self) -> None:
-        """Raises AppError(LOADING, ENGINE or BUSY) when one more job cannot be run."""
+    @contextmanager
+    def _compilation(self, job: Job) -> Generator[None]:
+        """Counts a job whose grammar is being compiled."""
+        counted = job.grammar is not None
+        self._compiling += counted
+        try:
+            yield
+        finally:
+            self._compiling -= counted
+
+    def _check_ready(self) -> None:
+        """Raises AppError(LOADING or ENGINE)."""
         known = self._known
         if known.state == "loading":
             message = f"the model is still loading ({known.progress} %), try again"
             raise AppError(Kind.LOADING, message)
         if known.state == "failed":
             raise AppError(Kind.ENGINE, f"the engine is not running: {known.error}")
-        assert known.capacity is not None
-        parallel = known.capacity.parallel
-        # what was submitted, not what the engine last counted: that is a step old
-        here = sum(waiting.ended is None for waiting in self._waiting.values())
-        here += len(self._embedding)
-        if here < parallel + self._max_queue:
-            return
-        self._rejected += 1
-        seconds = self._pace.wait(waiting=max(1, here - parallel), parallel=parallel)
-        raise AppError(
-            Kind.BUSY,
-            f"the server is busy: {here} requests are here, as many as may run ({parallel}) "
-            f"and wait ({self._max_queue}); try again in about {seconds} s",
-            retry_after=seconds,
-        )

@@ -73,6 +73,7 @@ class Leases:
         self._told = told
         self._all: dict[Lease, None] = {}
         self._place: Lease | None = None
+        self._returning: dict[Lease, None] = {}
         self.expected_until: float | None = None
 
     def __len__(self) -> int:
@@ -115,6 +116,16 @@ class Leases:
             del self._all[self._place]
         self._place = self.expected_until = None
 
+    async def ready(self, now: float) -> None:
+        """Returns when the model is in memory, for jobs of a request that holds a lease of its own:
+        this one counts as nobody. Raises as `Lease.wait` does."""
+        lease = Lease(now, self._told)
+        self._returning[lease] = None
+        try:
+            await lease.wait()
+        finally:
+            del self._returning[lease]
+
     def give_up_those_who_are_late(self, now: float) -> None:
         if self.expected_until is not None and self.expected_until <= now:
             self.expect_nobody()
@@ -137,14 +148,14 @@ class Leases:
     def refuse(self, error: AppError) -> None:
         """To all who wait."""
         self.expect_nobody()
-        for lease in self._all:
+        for lease in (*self._all, *self._returning):
             if lease.stands == "waits":
                 lease.refuse(error)
 
     def _move(
         self, before: Literal["waits", "holds"], after: Literal["waits", "holds"], now: float
     ) -> bool:
-        moved = [lease for lease in self._all if lease.stands == before]
+        moved = [lease for lease in (*self._all, *self._returning) if lease.stands == before]
         for lease in moved:
             lease.put(after, now)
         return bool(moved)

@@ -79,6 +79,13 @@ class Line:
                 async with aclosing(self._lines(reply)) as lines:
                     yield lines
 
+    async def probe(self) -> None:
+        """Returns when the engine has taken a command that came the way a job does. Raises
+        ConnectionError where that way is broken."""
+        with _hung_up():
+            reply = await self._http.post("/v1/probe")
+            reply.raise_for_status()
+
     async def hung_up(self) -> None:
         """Returns when the process has broken off one request, or left it without an answer."""
         await self._hung_up.wait()
@@ -171,11 +178,17 @@ class Line:
         self._desk.hand_over(Embedded(job=job.id, vectors=vectors))
 
     async def _cancelled(self, job: str, keep: int | None) -> None:
-        if (posting := self._submitting.get(job)) is not None:
+        if (posting := self._submitting.get(job)) is not None and not posting.done():
+            # it may wait for its grammar, or not have been read yet
+            await self._delete(job, early=1)
             await asyncio.wait({posting})
+            if posting.cancelled() or posting.exception() is not None:
+                return
         if (asking := self._embedding.get(job)) is not None:
             asking.cancel()
-        parameters = {} if keep is None else {"keep": keep}
+        await self._delete(job, **({} if keep is None else {"keep": keep}))
+
+    async def _delete(self, job: str, **parameters: int) -> None:
         with suppress(httpx2.HTTPError):  # it is dead, and the job with it
             await self._http.delete(f"/v1/jobs/{quote(job, safe='')}", params=parameters)
 

@@ -8,7 +8,7 @@ killed, so one that hangs is only reported.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job
 from app.core.messages import IDLE, Message
-from app.core.ports import RunnerStatus
+from app.core.ports import RunnerLoss, RunnerStatus
 from app.core.requests import Grammar
 from app.core.settings import Settings
 from app.engine.grammar import Grammars, Matcher
@@ -36,18 +36,20 @@ _STOP_PATIENCE = 30.0
 # the same where it may wait for another rank, which is gone
 _HOPELESS = 1.0
 
+_MakeMatcher = Callable[[Grammar, frozenset[int], str], Awaitable[Matcher]]
+
 # looks at the heartbeat per `Settings.watchdog`
 _LOOKS = 4
 
 
 class LocalRunner:
-    """settings: those that the engine reads, max_queue and watchdog. crew: the other ranks, where
+    """settings: those that the engine reads, and watchdog. crew: the other ranks, where
     several run the model together; with it, one runner can be started once."""
 
     def __init__(self, settings: Settings, crew: Crew | None = None) -> None:
         self._settings = settings
         self._crew = crew
-        self._desk = Desk(max_queue=settings.max_queue)
+        self._desk = Desk()
         self._thread: EngineThread | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -63,15 +65,16 @@ class LocalRunner:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._lose, why)
 
-        grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
-        read, compiles = partial(load, files, self._settings), grammars.compile
+        grammars = Grammars.of(files)
+        read, matcher = partial(load, files, self._settings), grammars.matcher
         if self._crew is not None:
             self._crew.engage(lost)
             read = partial(leading, files, self._settings, self._crew)
-            compiles = partial(self._crew.compile, grammars)
+            matcher = _on_all_ranks(self._crew, grammars)
         self._thread = EngineThread(read, post, checks=self._settings.debug)
-        self._desk.engine = _Threaded(self._thread, compiles)
+        self._desk.engine = _Threaded(self._thread, matcher)
         self._thread.start()
+        grammars.start()
         self._watch = asyncio.create_task(self._keep_watch())
         await self._desk.ready()
 
@@ -86,8 +89,8 @@ class LocalRunner:
         stall = self._stall()
         return status if stall is None else replace(status, state="stalled", error=stall)
 
-    async def over(self) -> str:
-        return await self._desk.over()
+    async def lost(self) -> RunnerLoss:
+        return await self._desk.lost()
 
     async def stop(self) -> None:
         self._desk.close(AppError(Kind.STOPPING, "the engine was stopped"), told=STOPPED)
@@ -130,20 +133,24 @@ class LocalRunner:
             hung = stall is not None
 
 
+def _on_all_ranks(crew: Crew, grammars: Grammars) -> _MakeMatcher:
+    async def matcher(grammar: Grammar, stop_ids: frozenset[int], caller: str) -> Matcher:
+        return await asyncio.to_thread(crew.compile, grammars, grammar, stop_ids)
+
+    return matcher
+
+
 class _Threaded:
     """The engine as the desk sees it."""
 
-    def __init__(
-        self, thread: EngineThread, compiles: Callable[[Grammar, frozenset[int]], Matcher]
-    ) -> None:
+    def __init__(self, thread: EngineThread, matcher: _MakeMatcher) -> None:
         self._thread = thread
-        self._compiles = compiles
+        self._matcher = matcher
 
     async def submit(self, job: Job) -> None:
         matcher: Matcher | None = None
         if job.grammar is not None:
-            # not on the event loop nor the engine's thread: others' answers go on
-            matcher = await asyncio.to_thread(self._compiles, job.grammar, job.stop_ids)
+            matcher = await self._matcher(job.grammar, job.stop_ids, job.caller)
         self._thread.submit(job, matcher)
 
     def embed(self, job: EmbedJob) -> None:

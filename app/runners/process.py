@@ -21,7 +21,7 @@ from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Job, Step
 from app.core.messages import Failed, Heartbeat, Ready
-from app.core.ports import RunnerStatus
+from app.core.ports import RunnerLoss, RunnerStatus
 from app.core.settings import Settings
 from app.runners import wire
 from app.runners.desk import STOPPED, Desk, Waiting
@@ -41,19 +41,28 @@ _POLL = 0.1
 # seconds that a process may take to begin: a second or two, on a machine that is not very busy
 _BEGINNING = 30.0
 
+# seconds between two probes of the way that jobs take, at most, and while that way is broken
+_PROBE, _PROBE_AGAIN = 5.0, 1.0
+
+# Probes in a row that time out before the process counts as hung, each after `watchdog` seconds:
+# this process may have been stopped while the first one waited, and what hangs in the engine is
+# reported by its heartbeats before that.
+_MISSED = 2
+
 # seconds that a process which has hung up may take to end
 _DYING = 2.0
 
 
 class ProcessRunner:
-    """settings: those that the engine reads, max_queue, watchdog and load_timeout."""
+    """settings: those that the engine reads, watchdog and load_timeout."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._desk = Desk(max_queue=settings.max_queue)
+        self._desk = Desk()
         self._spawned: Spawned | None = None
         self._life: asyncio.Task[None] | None = None
         self._stall: str | None = None
+        self._unreachable: str | None = None
         self._stopping = False
 
     async def start(self, files: ModelFiles) -> None:
@@ -78,12 +87,13 @@ class ProcessRunner:
         status, spawned = self._desk.status(), self._spawned
         if spawned is None or not spawned.alive:
             return status
-        if self._stall is not None:
-            return replace(status, state="stalled", error=self._stall, pid=spawned.pid)
+        stall = self._stall or self._unreachable
+        if stall is not None and status.state == "ready":
+            return replace(status, state="stalled", error=stall, pid=spawned.pid)
         return replace(status, pid=spawned.pid)
 
-    async def over(self) -> str:
-        return await self._desk.over()
+    async def lost(self) -> RunnerLoss:
+        return await self._desk.lost()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -135,7 +145,8 @@ class ProcessRunner:
         talking = asyncio.create_task(self._talk(name, line.status, line.news, vigil))
         watching = asyncio.create_task(self._watch(vigil, interval))
         broken = asyncio.create_task(line.hung_up())
-        work = {talking, watching, broken}
+        probing = asyncio.create_task(self._probe(name, line.probe))
+        work = {talking, watching, broken, probing}
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:
@@ -160,7 +171,8 @@ class ProcessRunner:
             self._desk.lose(AppError(Kind.MODEL_FILES, message, code=CRASHED))
             return
         error = AppError(Kind.ENGINE, f"the process of {name} {how}{said}")
-        self._desk.lose(error, told=f"the engine stopped: its process {how}")
+        told = f"the engine stopped: its process {how}"
+        self._desk.lose(error, told=told, fault=ending.fault)
 
     async def _talk(self, name: str, status: Ask, open_news: OpenNews, vigil: Vigil) -> None:
         """Returns when there is nothing more to be heard."""
@@ -235,6 +247,26 @@ class ProcessRunner:
                 break
         self._stall = stall
         self._give_up(AppError(Kind.ENGINE, stall))
+
+    async def _probe(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
+        """Sees that jobs can reach the engine: heartbeats come another way. Returns when it takes
+        no commands for too long. A way that is broken on this side, say for lack of descriptors, is
+        no fault of the process, which may be answering others."""
+        await self._desk.ready()
+        limit, missed = self._settings.watchdog, 0
+        while missed < _MISSED:
+            try:
+                async with asyncio.timeout(limit):
+                    await probe()
+                missed, self._unreachable = 0, None
+                await asyncio.sleep(min(_PROBE, limit / 4))
+            except ConnectionError as error:
+                self._unreachable = f"the process of {name} cannot be reached: {error}"
+                await asyncio.sleep(_PROBE_AGAIN)
+            except TimeoutError:
+                missed += 1
+        self._stall = f"the process of {name} has taken no request for {missed * limit:.0f} s"
+        self._give_up(AppError(Kind.ENGINE, self._stall))
 
     def _give_up_silent(self, name: str, said: str) -> None:
         message = f"the process of {name} hung up and did not end"

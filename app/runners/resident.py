@@ -4,11 +4,12 @@ Knows: its runner, if it has one now, who waits for it, how it fared. Must not k
 when it is loaded or evicted: the pool says so. Everything here runs on the event loop.
 """
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,9 @@ from app.core.errors import AppError, Kind
 from app.core.events import Loading
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, EngineStats, Job
-from app.core.ports import Runner, RunnerStatus, Submission
+from app.core.ports import Places, Runner, RunnerLoss, RunnerStatus, Submission
 from app.core.residents import ModelPhase, ModelState, Need, Served
+from app.runners.admission import Admission
 from app.runners.careful import Careful
 from app.runners.counted import all_told, of_the_past
 from app.runners.discreet import discreet
@@ -36,9 +38,13 @@ from app.runners.tenancy import Tenant
 
 log = logging.getLogger(__name__)
 
+# Seconds after which a client is asked to come again that waited for a model in vain.
+_LOADING_AGAIN = 10
+
 
 class Resident:
-    """Implements `Engine`. What the pool decides by and sets is public.
+    """Implements `Engine`, and `app.runners.careful.Serving`. What the pool decides by and sets is
+    public.
 
     phase: of its runner; "out" is none. capacity: while it is ready. share, need: bytes, see
     `Need`. keep_alive: seconds that it stays without requests, by the last request that said so.
@@ -70,7 +76,8 @@ class Resident:
         self._changed = changed
         self._clock = clock
         self._patience = patience
-        self._careful = Careful(served, self._serving, clock)
+        self._careful = Careful(served, self, clock)
+        self._admission = Admission(self, served.settings.max_queue)
         self._runner: Runner | None = None
         self.capacity: Capacity | None = None
         self._past = EngineStats()
@@ -79,6 +86,9 @@ class Resident:
         self._broke = False  # since it was last ready
 
     # what generation asks for
+
+    def reserve(self, count: int = 1) -> AbstractContextManager[Places]:
+        return self._admission.reserve(count)
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Submission]:
@@ -98,15 +108,34 @@ class Resident:
                 progress=0,
                 stats=self._past,
                 error=None if error is None else error.message,
-                rejected=self._rejected,
+                rejected=self._rejected + self._admission.rejected,
             )
         now = self._runner.status()
         return replace(
             now,
             stats=all_told(self._past, now.stats),
-            rejected=self._rejected + now.rejected,
+            rejected=self._rejected + self._admission.rejected,
+            preparing=self._admission.preparing,
             error=None if now.error is None else self._discreet_text(now.error),
         )
+
+    async def serving(self, lost: Runner | None = None) -> Runner:
+        """`Serving.serving`: for requests that hold a lease, so that the model is loaded again."""
+        try:
+            async with asyncio.timeout(self.served.settings.load_wait):
+                while (runner := self._runner_in_service()) is None or runner is lost:
+                    await self.leases.ready(self._clock())
+                return runner
+        except TimeoutError:
+            message = f"{self.served.name} is still not in memory again, try again"
+            raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN) from None
+
+    def _runner_in_service(self) -> Runner | None:
+        """None also while it was not noticed yet that a runner was lost."""
+        runner = self._runner
+        if runner is None or self.phase != "ready" or runner.status().state == "failed":
+            return None
+        return runner
 
     # what the pool asks for
 
@@ -178,8 +207,8 @@ class Resident:
             await runner.start(files)
             self._ready(began)
             since = self._clock()
-            why = await runner.over()
-            self._died(why, self._clock() - since)
+            loss = await runner.lost()
+            self._died(loss, self._clock() - since)
         except Exception as error:  # whatever broke this model, the others go on
             self._failed(error)
         finally:
@@ -193,7 +222,6 @@ class Resident:
         """To be said when `live` is over, also if it never began."""
         if self._runner is not None:
             self._past = of_the_past(self.status().stats)
-            self._rejected += self._runner.status().rejected
         self.missed_until = 0.0 if self.dismissed else self.expires()
         # one that broke, or was asked to go, was not driven out; nor one that had not been here
         self._evictions += self.capacity is not None and not (
@@ -220,6 +248,8 @@ class Resident:
             context=None if capacity is None else capacity.context,
             parallel=None if capacity is None else capacity.parallel,
             leases=len(self.leases),
+            preparing=status.preparing,
+            compiling=status.compiling,
             rejected=status.rejected,
             pinned=self.served.pinned,
             share=self.share,
@@ -256,16 +286,6 @@ class Resident:
             return Loading(progress=self.status().progress)
         return Loading(progress=0, waits=True)
 
-    def _serving(self) -> Runner:
-        if self._runner is not None and self.phase == "ready":
-            return self._runner
-        error = self.health.error
-        if error is not None:
-            message = f"{self.served.name} is not in memory any more: {error.message}; try again"
-            raise AppError(Kind.ENGINE, message, retry_after=1)
-        message = f"{self.served.name} is not in memory now, try again"
-        raise AppError(Kind.LOADING, message, retry_after=1)
-
     def _ready(self, began: float) -> None:
         now = self._clock()
         assert self._runner is not None
@@ -284,14 +304,15 @@ class Resident:
         self.grant()
         self._changed()
 
-    def _died(self, why: str, lived: float) -> None:
+    def _died(self, loss: RunnerLoss, lived: float) -> None:
         self._broke = True
-        error = AppError(Kind.ENGINE, f"{self.served.name} broke: {why}")
+        error = AppError(Kind.ENGINE, f"{self.served.name} broke: {loss.message}")
         log.error("%s", error.message)
         error = self._discreet(error)
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
         parallel = self.capacity.parallel if self.capacity else 1
-        self._careful.accuse(parallel, self._runner.status().stats if self._runner else self._past)
+        stats = self._runner.status().stats if self._runner else self._past
+        self._careful.accuse(parallel, stats, fault=loss.fault)
 
     def _discreet(self, error: AppError) -> AppError:
         source = self.served.source

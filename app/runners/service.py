@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -27,9 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.embeddings import Embedded
 from app.core.errors import AppError, Kind
-from app.core.jobs import EngineStats, Step
+from app.core.jobs import EngineStats, Job, Step
 from app.core.messages import Failed, Loading, Message, Ready
-from app.engine.grammar import Grammars
+from app.core.requests import Grammar
+from app.engine.grammar import Grammars, Matcher
 from app.engine.load import load
 from app.engine.thread import EngineThread
 from app.runners import wire
@@ -39,6 +41,10 @@ log = logging.getLogger(__name__)
 
 # As Ollama's llm.ServerStatus counts.
 _READY, _LOADING, _ERROR = 0, 3, 5
+
+# Jobs that were cancelled before they came which are remembered. One that is forgotten is cancelled
+# again when it has come.
+_MOST_CANCELLED = 1024
 
 # seconds that a connection may be idle: longer than the parent keeps one, so that it never sends
 # into one that is being closed
@@ -53,7 +59,10 @@ class Service:
         self._thread = EngineThread(
             lambda report: load(files, settings, report), self._post, checks=settings.debug
         )
-        self._grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
+        self._grammars = Grammars.of(files)
+        # jobs whose grammar is compiled, and those that were cancelled before they came
+        self._compiling: dict[str, asyncio.Task[Matcher]] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._socket = socket.socket(
             socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=opening.socket
         )
@@ -81,6 +90,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_ended_by_want)
         self._thread.start()
+        self._grammars.start()
         await self._server.serve(sockets=[self._socket])
 
     def _application(self, secret: str) -> ASGIApp:
@@ -90,6 +100,7 @@ class Service:
             Route("/v1/jobs", self._submit, methods=["POST"]),
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
+            Route("/v1/probe", self._probe, methods=["POST"]),
         ]
         errors = {AppError: _refused, MemoryError: _wanting}
         return _Locked(Starlette(routes=routes, exception_handlers=errors), secret)
@@ -169,17 +180,51 @@ class Service:
 
     async def _submit(self, request: Request) -> Response:
         job = wire.JOB.decode(await request.body())
+        if job.id in self._cancelled:
+            del self._cancelled[job.id]
+            return Response(status_code=409)
         matcher = None
         if job.grammar is not None:
-            # not on the event loop nor the engine's thread: others' answers go on
-            matcher = await asyncio.to_thread(self._grammars.compile, job.grammar, job.stop_ids)
+            matcher = await self._compiled(job, job.grammar)
+            if matcher is None:
+                return Response(status_code=409)
         self._thread.submit(job, matcher)
         return Response(status_code=202)
 
+    async def _compiled(self, job: Job, grammar: Grammar) -> Matcher | None:
+        """None if the job is cancelled meanwhile. Raises AppError."""
+        work = self._grammars.matcher(grammar, job.stop_ids, job.caller)
+        compiling = self._compiling[job.id] = asyncio.create_task(work)
+        try:
+            await asyncio.wait({compiling})
+            return None if compiling.cancelled() else compiling.result()
+        finally:
+            compiling.cancel()
+            del self._compiling[job.id]
+
     async def _cancel(self, request: Request) -> Response:
         job, keep = request.path_params["id"], request.query_params.get("keep")
+        compiling = self._compiling.get(job)
+        if compiling is not None:
+            compiling.cancel()
+        elif "early" in request.query_params:
+            self._cancelled[job] = None
+            while len(self._cancelled) > _MOST_CANCELLED:
+                self._cancelled.popitem(last=False)
         self._thread.cancel(job, keep=None if keep is None else int(keep))
         self._hand_over(Embedded(job=job, error="it was cancelled"))
+        return Response(status_code=204)
+
+    async def _probe(self, request: Request) -> Response:
+        """Returns when the engine has taken a command, as it would take a job."""
+        assert self._loop is not None
+        loop, taken = self._loop, asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(taken.set)
+
+        self._thread.probe(done)
+        await taken.wait()
         return Response(status_code=204)
 
     async def _embed(self, request: Request) -> Response:

@@ -28,15 +28,20 @@ _CHUNK = 1 << 16
 # seconds that a process gets to end in order, and that its last words may take
 _GRACE, _LAST_WORDS = 5.0, 1.0
 
+# Signals that come from outside: of an operator, or of a system that is out of memory.
+_SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """how: a clause. said: what it wrote that may say why; empty when it could not know."""
+    """how: a clause. said: what it wrote that may say why; empty when it could not know. fault:
+    whether what the process did may be the cause; False for a signal that a process is sent."""
 
     how: str
     said: str
+    fault: bool
 
 
 class Spawned:
@@ -133,7 +138,7 @@ class Spawned:
             await self._process.stdin.wait_closed()
         self._listener.close()
         said = "" if status == -signal.SIGKILL else self._output.reason()
-        return Ending(how=ended(status), said=said)
+        return Ending(how=ended(status), said=said, fault=-status not in _SENT)
 
     async def _read(self) -> None:
         """Always on: a full pipe would stop the process."""

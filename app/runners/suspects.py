@@ -9,6 +9,9 @@ A job that was running when a runner died is a suspect, and so is everybody who 
 is asked of whoever runs them (`app.runners.resident`) is that suspects run one at a time: then
 an innocent one comes to a good end, which clears it, and is not there when the killer kills again.
 Others may run beside a suspect; they would be suspects, for the first time, after it.
+
+A death that something outside may have caused, such as SIGKILL of an operator, weighs less: the
+kernel sends the same signal when memory runs out, so it is no proof of innocence either.
 """
 
 import hashlib
@@ -20,8 +23,9 @@ from dataclasses import dataclass
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Job
 
-# deaths after which a job is not run any more
-GUILTY = 2
+# What a death weighs, and from which weight on a job is not run any more: two faults, or six
+# deaths from outside.
+FAULT, OUTSIDE, GUILTY = 3, 1, 6
 
 _MOST, _FORGOTTEN_AFTER = 1000, 3600.0
 
@@ -29,9 +33,12 @@ Suspect = Job | EmbedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    deaths: int
-    last: float
+class Record:
+    """deaths: how many a job ran at, and what they weigh together. last: when the last one was."""
+
+    deaths: int = 0
+    weight: int = 0
+    last: float = 0.0
 
 
 class Suspects:
@@ -47,22 +54,23 @@ class Suspects:
         self._clock = clock
         self._most = most
         self._forgotten_after = forgotten_after
-        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
 
-    def deaths(self, job: Suspect) -> int:
-        """At how many deaths it ran, as far as that is remembered."""
+    def record(self, job: Suspect) -> Record:
+        """At which deaths it ran, as far as that is remembered."""
         self._forget()
         # a long prompt takes a millisecond to hash: not where there is nothing to compare it with
-        record = self._records.get(_key(job)) if self._records else None
-        return 0 if record is None else record.deaths
+        known = self._records.get(_key(job)) if self._records else None
+        return known or Record()
 
-    def accuse(self, jobs: Iterable[Suspect]) -> None:
+    def accuse(self, jobs: Iterable[Suspect], *, weight: int) -> None:
         """A runner died while these ran; answers of one prompt beside each other are one."""
         self._forget()
         for key in {_key(job) for job in jobs}:
-            before = self._records.pop(key, None)
-            deaths = 1 if before is None else before.deaths + 1
-            self._records[key] = _Record(deaths=deaths, last=self._clock())
+            before = self._records.pop(key, Record())
+            self._records[key] = Record(
+                deaths=before.deaths + 1, weight=before.weight + weight, last=self._clock()
+            )
         while len(self._records) > self._most:
             self._records.popitem(last=False)
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, cast
 
+from app.core.workers import CancelToken
+
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 # values looked at between two looks at the clock
@@ -24,15 +26,20 @@ _SMALL = 4
 
 
 class Budget:
-    """characters: what all steps together may make, as `size` counts it."""
+    """characters: what all steps together may make, as `size` counts it. token: cancelled when the
+    render is not needed any more."""
 
-    def __init__(self, *, seconds: float, characters: int) -> None:
+    def __init__(
+        self, *, seconds: float, characters: int, token: CancelToken | None = None
+    ) -> None:
+        self._token = token or CancelToken()
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._characters = self._left = characters
 
     def check(self) -> None:
-        """Raises TimeoutError."""
+        """Raises TimeoutError, Cancelled."""
+        self._token.check()
         if time.monotonic() > self._end:
             raise TimeoutError(f"it takes longer than {self._seconds:g} seconds")
 

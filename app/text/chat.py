@@ -13,8 +13,9 @@ from typing import Any, cast
 from app.core.errors import AppError, Kind
 from app.core.files import Json, ModelFiles
 from app.core.requests import CalledTool, Message
+from app.core.workers import CancelToken
 from app.text.template import Clock, Template
-from app.text.tokenizer import special_text
+from app.text.tokenizer import Tokenizer, special_text, stops
 
 # For models that bring no template, which are models that have learnt no roles: what was said,
 # one after the other, so that a conversation of one message is continued like a plain prompt. Any
@@ -58,12 +59,14 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         documents: Sequence[Json] | None = None,
         spelled: bool = False,
+        token: CancelToken | None = None,
         **options: Any,
     ) -> str:
         """The prompt. spelled: calls get their arguments as text. options: whatever else the
         template asks for, such as enable_thinking.
 
         Raises AppError(INVALID) when the template refuses the conversation or fails on it.
+        Cancelled when `token` is.
         """
         template = self._chosen(tools=tools is not None)
         context = {
@@ -78,7 +81,7 @@ class ChatTemplate:
             **(self._in_words(tools) if "functions" in template.variables else {}),
             "add_generation_prompt": add_generation_prompt,
         }
-        return template.render(context, now=self._now)
+        return template.render(context, now=self._now, token=token)
 
     def _in_words(self, tools: Sequence[Json] | None) -> dict[str, Any]:
         """Firefunction's template wants the tools written out, and what time it is."""
@@ -97,6 +100,26 @@ class ChatTemplate:
     def _chosen(self, *, tools: bool) -> Template:
         default = self._templates["default"]
         return self._templates.get("tool_use", default) if tools else default
+
+
+def tokenizer_info(files: ModelFiles, tokenizer: Tokenizer, *, context: int) -> dict[str, Any]:
+    """What clients that render and count by themselves look for: the keys of tokenizer_config.json
+    that speak of special tokens, None for those that the model does not have, its class and the
+    chat template. context: positions of one sequence."""
+    ends = sorted(stops(files, tokenizer).ids)
+    beginning = None if tokenizer.bos is None else tokenizer.name(tokenizer.bos)
+    config = files.tokenizer_config
+    return {
+        "tokenizer_class": str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        "model_max_length": context,
+        "add_bos_token": config.get("add_bos_token") is True,
+        "bos_token": beginning,
+        # where tokenizer_config.json names none, config.json may
+        "eos_token": tokenizer.name(ends[0]) if ends else None,
+        **dict.fromkeys(("unk_token", "pad_token")),
+        **_special_tokens(config),
+        "chat_template": _sources(files).get("default"),
+    }
 
 
 def _sources(files: ModelFiles) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.requests import Conversation, GenerateRequest, Grammar, Message, NamedTool, Tool
+from app.core.workers import CancelToken
 from app.text.chat import ChatTemplate
 from app.text.constraint import Asked, Turn, constraint
 from app.text.family import ChatFamily, Tags, family_of
@@ -60,13 +61,19 @@ class Conversations:
         self._tags = self._family.tags(source)
         self._manners = manners(self._template.render)
 
-    def write(self, request: GenerateRequest, conversation: Conversation) -> Written:
-        """Raises AppError(INVALID)."""
+    def write(
+        self,
+        request: GenerateRequest,
+        conversation: Conversation,
+        token: CancelToken | None = None,
+    ) -> Written:
+        """Raises AppError(INVALID). Cancelled when `token` is."""
         tools = () if request.tool_choice == "none" else request.tools
         _check_choice(request)
         reasons = self._tags is not None
         check_budget(request.thinking, reasons=reasons)
-        text, offered = self._render(request, self._with_system(conversation.messages), tools)
+        messages = self._with_system(conversation.messages)
+        text, offered = self._render(request, messages, tools, token)
         turn = self._turn(request, text)
         asked = Asked(
             grammar=request.grammar,
@@ -90,7 +97,11 @@ class Conversations:
         )
 
     def _render(
-        self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
+        self,
+        request: GenerateRequest,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        token: CancelToken | None,
     ) -> tuple[str, bool]:
         """The prompt, and whether the tools were offered as the template does it: what it has no
         words for, or fails on, is told in ours. Raises its refusal of what it refuses anyway."""
@@ -104,16 +115,20 @@ class Conversations:
         elif (tools and not offered) or (calls and not recounts):
             messages = told(messages, tools)
         try:
-            return self._rendered(request, messages, tools if offered else ()), offered
+            return self._rendered(request, messages, tools if offered else (), token), offered
         except AppError:
             if not tools and not calls:
                 raise
             with suppress(AppError):
-                return self._rendered(request, told(messages, tools), ()), False
+                return self._rendered(request, told(messages, tools), (), token), False
             raise
 
     def _rendered(
-        self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
+        self,
+        request: GenerateRequest,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        token: CancelToken | None,
     ) -> str:
         template, manners = self._template, self._manners
         variables = options(
@@ -126,6 +141,7 @@ class Conversations:
             manners.turns(messages),
             tools=manners.tools(tools),
             spelled=manners.spelled,
+            token=token,
             **{**variables, **request.template_options},
         )
 

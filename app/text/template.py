@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
 from app.core.errors import AppError, Kind
+from app.core.workers import Cancelled, CancelToken
 from app.text import estimates
 from app.text.budget import Budget
 
@@ -74,22 +75,27 @@ class Template:
             message = f"the chat template in {place} is broken{line}: {_clause(error)}"
             raise AppError(Kind.MODEL_FILES, message) from error
 
-    def render(self, context: Mapping[str, Any], *, now: Clock) -> str:
+    def render(
+        self, context: Mapping[str, Any], *, now: Clock, token: CancelToken | None = None
+    ) -> str:
         """now: the clock of templates that tell the model what day it is.
 
         Raises AppError(INVALID): in the template's own words when it refuses the context.
+        Cancelled when `token` is.
         """
 
         def strftime_now(form: str) -> str:
             return now().strftime(form)
 
         given = {"strftime_now": strftime_now, **context}
-        sandbox = self._sandbox()
+        sandbox = self._sandbox(token)
         try:
             compiled = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
             return compiled.render(given)
         except _Refusal as refusal:
             raise AppError(Kind.INVALID, _clause(refusal), param="messages") from refusal
+        except Cancelled:
+            raise
         except Exception as error:
             # A program that we did not write may fail in every way there is; mostly because the
             # conversation is not of the shape that it was written for.
@@ -97,8 +103,8 @@ class Template:
             message = f"the model's chat template cannot render this conversation: {reason}"
             raise AppError(Kind.INVALID, message, param="messages") from error
 
-    def _sandbox(self) -> "_Sandbox":
-        return _Sandbox(Budget(seconds=self._seconds, characters=_CHARACTERS))
+    def _sandbox(self, token: CancelToken | None = None) -> "_Sandbox":
+        return _Sandbox(Budget(seconds=self._seconds, characters=_CHARACTERS, token=token))
 
 
 class _Refusal(TemplateError):

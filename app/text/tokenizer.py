@@ -12,15 +12,15 @@ a reader is better served by what was good; so we, like SentencePiece, replace o
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import tokenizers
 
 from app.core.errors import AppError, Kind
-from app.core.files import Json, ModelFiles
+from app.core.files import ModelFiles
 from app.text.spelling import Spelling
 
 # tokens whose bytes are remembered, 100 B each
@@ -140,6 +140,10 @@ class Tokenizer:
         """Whether the id is a token."""
         return self._token(id) is not None
 
+    def name(self, id: int) -> str | None:
+        """A token as the vocabulary writes it, such as "</s>"."""
+        return self._token(id)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, such as "</s>"."""
         return self._inner.token_to_id(token)
@@ -200,7 +204,7 @@ def stops(files: ModelFiles, tokenizer: Tokenizer, texts: Sequence[str] = ()) ->
 
     Raises AppError(MODEL_FILES) for an eos_token_id which is neither an id nor a list of ids.
     """
-    ids = set(next(_configured_ids(files, "eos_token_id"), frozenset[int]()))
+    ids = set(next(files.configured_ids("eos_token_id"), frozenset[int]()))
     eos = special_text(files.tokenizer_config.get("eos_token"))
     named = {text: tokenizer.token_id(text) for text in texts}
     hidden = {text: id for text, id in named.items() if id in tokenizer.special}
@@ -244,22 +248,5 @@ def _bos(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | None:
     text = special_text(files.tokenizer_config.get("bos_token"))
     if text is not None:
         return inner.token_to_id(text)
-    ids = next(_configured_ids(files, "bos_token_id"), frozenset[int]())
+    ids = next(files.configured_ids("bos_token_id"), frozenset[int]())
     return next((id for id in sorted(ids) if inner.id_to_token(id) is not None), None)
-
-
-def _configured_ids(files: ModelFiles, field: str) -> Iterator[frozenset[int]]:
-    """The field's ids, from each file that names any. -1 and null stand for none."""
-    sources: tuple[tuple[str, Json], ...] = (
-        ("generation_config.json", files.generation_config),
-        ("config.json", files.config),
-    )
-    for name, source in sources:
-        value: Any = source.get(field)
-        listed = cast("list[Any]", value if isinstance(value, list) else [value])
-        ids = [id for id in listed if id is not None and id != -1]
-        if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids):
-            message = f"{field} in {name} of {files.path} is {value!r}: it must be an id or a list"
-            raise AppError(Kind.MODEL_FILES, message)
-        if ids:
-            yield frozenset(ids)

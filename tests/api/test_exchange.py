@@ -11,11 +11,13 @@ import pytest
 
 import app.api.exchange
 from app.api.app import build_app
+from app.api.body import RequestBodies
 from app.api.exchange import Ask, GenerateEndpoint, WholeBody
 from app.core.errors import AppError, Kind
 from app.core.events import Loading, Progress
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
+from app.core.workers import Workers
 from app.door.keyring import Keyring
 from app.door.keys import Key, digest
 from tests.api.asgi import Conversation, Reply, leftovers
@@ -97,7 +99,9 @@ def test_a_whole_answer_is_put_together_beside_the_event_loop():
         lambda body: kept.append((threading.get_ident(), body)),
     )
     generate = FakeGenerate(HELLO)
-    endpoint = GenerateEndpoint(lambda _: Ask(request=request, reply=reply), generate, Settings())
+    ask, settings = Ask(request=request, reply=reply), Settings()
+    bodies = RequestBodies(settings, Workers(), lambda: 0)
+    endpoint = GenerateEndpoint(lambda _: ask, generate, settings, bodies)
 
     async def run() -> Reply:
         return await Conversation(endpoint, "POST", "/", b"{}").end()

@@ -1,6 +1,7 @@
 """/v1/status and /health in every state."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from app.core.ports import RunnerStatus
 from app.core.residents import ModelState
 from app.core.settings import Settings
 from tests.api.asgi import Conversation
-from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate
+from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate, front_end
 
 LOADING = RunnerStatus(state="loading", progress=40, stats=EngineStats(memory=5))
 FAILED = RunnerStatus(state="failed", progress=40, stats=EngineStats(), error="no such tensor")
@@ -34,6 +35,8 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
         "Parallel": 2,
         "Running": 2,
         "Waiting": 3,
+        "Preparing": 0,
+        "Compiling": 0,
         "MaxQueue": 7,
         "Rejected": 9,
         "Ledger": {
@@ -61,6 +64,15 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
         "Preemptions": 5,
         "Failures": 1,
         "Steps": 321,
+        "FrontEnd": {
+            "LoopLag": 0.0,
+            "LoopLagWorst": 0.0,
+            "Bodies": 0,
+            "BodyBytes": 0,
+            "BodiesParsing": 0,
+            "WorkRunning": 0,
+            "WorkQueued": 0,
+        },
         "Models": [
             {
                 "Name": CARD.id,
@@ -69,6 +81,8 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
                 "Leases": 0,
                 "Running": 2,
                 "Waiting": 3,
+                "Preparing": 0,
+                "Compiling": 0,
                 "Rejected": 9,
                 "Memory": 123_456,
                 "Share": None,
@@ -86,6 +100,15 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
         ],
     }
     assert call("GET", "/health").json == {"status": "ok"}
+
+
+def test_requests_that_are_prepared_wait_for_a_place(call: Any, generate: FakeGenerate):
+    """Twenty clients waited for a schema, and `Waiting` reported 0."""
+    generate.now = replace(generate.now, preparing=2, compiling=20)
+    status = call("GET", "/v1/status").json
+    assert (status["Waiting"], status["Preparing"], status["Compiling"]) == (25, 2, 20)
+    [model] = status["Models"]
+    assert (model["Waiting"], model["Preparing"], model["Compiling"]) == (25, 2, 20)
 
 
 def test_each_model_tells_how_it_stands(
@@ -119,7 +142,9 @@ def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
 
 def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGenerate):
     """`app.door.access.Access` says so of a request without a key, or with a plain one."""
-    [route] = [route for route in routes(generate, Settings()) if route.path == "/v1/status"]
+    [route] = [
+        route for route in routes(generate, Settings(), front_end()) if route.path == "/v1/status"
+    ]
 
     async def run(state: dict[str, Any]) -> Any:
         async def told(scope: Any, receive: Any, send: Any) -> None:

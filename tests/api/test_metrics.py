@@ -20,7 +20,18 @@ from app.core.residents import ModelState
 from app.core.settings import Settings
 from app.core.traffic import Traffic
 from tests.api.asgi import Conversation
-from tests.fakes import CARD, FOREVER, HELLO, STATS, FakeGenerate, Pause, Script, finish, text
+from tests.fakes import (
+    CARD,
+    FOREVER,
+    HELLO,
+    STATS,
+    FakeGenerate,
+    Pause,
+    Script,
+    finish,
+    front_end,
+    text,
+)
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -98,6 +109,8 @@ def test_the_engines_figures_are_those_of_the_status(call: Any):
     tokens = status["Tokens"]
     assert told("vllm:num_requests_running") == status["Running"]
     assert told("vllm:num_requests_waiting") == status["Waiting"]
+    assert told("mlxrunner_num_requests_preparing") == status["Preparing"]
+    assert told("mlxrunner_num_requests_compiling") == status["Compiling"]
     assert told("mlxrunner_max_num_seqs") == status["Parallel"]
     assert told("mlxrunner_max_model_len") == status["ContextLength"]
     assert told("vllm:prompt_tokens_total") == tokens["cached"] + tokens["prefilled"]
@@ -178,7 +191,7 @@ def test_what_a_client_made_up_is_no_label():
 @pytest.mark.parametrize("asked", ["m", "m:latest"])
 def test_a_model_is_one_under_both_of_its_names(asked: str):
     cards = (replace(CARD, id="m"),)
-    metrics = Metrics(FakeGenerate(cards=cards), Traffic())
+    metrics = Metrics(FakeGenerate(cards=cards), Traffic(), front_end())
     watch = metrics.watch(GenerateRequest(model=asked, prompt="x"))
     watch.fail(AppError(Kind.BUSY, "no"))
     watch.end(complete=False)

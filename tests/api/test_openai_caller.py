@@ -53,7 +53,7 @@ def test_what_openai_allows_is_welcome():
         ({"prompt_cache_key": 1}, "prompt_cache_key"),
         ({"metadata": "x"}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"metadata": {"a": None}}, "metadata.a"),
+        ({"metadata": {"a": False}}, "metadata.a"),
         ({"metadata": {"a": "b" * 513}}, "metadata.a"),
         ({"metadata": {"a" * 65: "b"}}, "metadata." + "a" * 64),
         ({"metadata": {str(n): "b" for n in range(17)}}, "metadata"),

@@ -17,6 +17,18 @@ def read(*messages: Any) -> tuple[Message, ...]:
     return read_conversation(Fields.of({"messages": list(messages)})).messages
 
 
+def calling(*ids: str) -> Any:
+    return {"role": "assistant", "tool_calls": [{**CALL, "id": id_} for id_ in ids]}
+
+
+def result(id_: str) -> Any:
+    return {"role": "tool", "content": "42", "tool_call_id": id_}
+
+
+USER = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "So."}
+
+
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
 def test_a_role_keeps_its_name_and_text(role: str):
     assert read({"role": role, "content": "hi", "name": "ann"}) == (
@@ -79,11 +91,11 @@ def test_what_the_sdk_has_parsed_may_come_along():
     arguments = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
     call = {**CALL, "function": arguments}
     message = {"role": "assistant", "content": "{}", "parsed": {}, "tool_calls": [call]}
-    assert read(message)[0].content == "{}"
+    assert read(message, result("c1"))[0].content == "{}"
 
 
 def test_calls_may_keep_the_places_that_a_stream_gave_them():
-    message = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]})[0]
+    message, _ = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, result("c1"))
     assert message.tool_calls == (CalledTool(id="c1", name="f", arguments='{"a": 1}'),)
 
 
@@ -97,17 +109,59 @@ def test_tool_calls_and_their_results_pass():
     assert result == Message(role="tool", content="42", tool_call_id="c1")
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [calling("a"), result("a")],
+        [calling("a", "b"), result("b"), result("a"), USER],
+        [USER, calling("a"), result("a"), calling("a"), result("a"), SAID, USER],
+        [calling("a"), result("a"), result("a"), SAID],  # a result in two parts
+        [calling("a", "a"), result("a")],  # a model that repeats its ids
+    ],
+)
+def test_results_follow_their_calls(messages: Any):
+    assert len(read(*messages)) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "says"),
+    [
+        ([result("a")], "messages.0.role", "must be a response to a preceding message"),
+        ([USER, result("a")], "messages.1.role", "must be a response to a preceding message"),
+        ([SAID, result("a")], "messages.1.role", "must be a response to a preceding message"),
+        (
+            [calling("a"), result("a"), USER, result("a")],
+            "messages.3.role",
+            "must be a response to a preceding message",
+        ),
+        ([USER, calling("a"), result("b")], "messages.2.tool_call_id", "'b' not found"),
+        ([calling("a")], "messages.0.tool_calls", "response messages: a"),
+        ([calling("a"), USER, result("a")], "messages.0.tool_calls", "response messages: a"),
+        ([USER, calling("a", "b", "c"), result("b"), SAID], "messages.1.tool_calls", "a, c"),
+        ([calling("a"), calling("b"), result("a")], "messages.0.tool_calls", ": a"),
+    ],
+)
+def test_results_without_calls_and_calls_without_results_are_named(
+    messages: Any, param: str, says: str
+):
+    """With OpenAI's messages."""
+    with pytest.raises(AppError) as caught:
+        read(*messages)
+    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert says in caught.value.message
+
+
 @pytest.mark.parametrize("broken", ['{"a": ', "[1]", "two"])
 def test_arguments_that_the_model_got_wrong_come_back_as_they_were(broken):
     """Who called it answers with what went wrong, and the call is part of the conversation."""
     call = {**CALL, "function": {"name": "f", "arguments": broken}}
-    [message] = read({"role": "assistant", "tool_calls": [call]})
+    [message, _] = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
     assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": broken}
 
 
 def test_a_call_without_arguments_has_an_empty_object():
     call = {**CALL, "function": {"name": "f", "arguments": ""}}
-    message = read({"role": "assistant", "tool_calls": [call]})[0]
+    message, _ = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
     assert message.tool_calls[0].arguments == "{}"
 
 

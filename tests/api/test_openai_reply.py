@@ -10,6 +10,7 @@ from app.api.dialects.openai_chat import ChatChunks, collect_chat
 from app.api.dialects.openai_completion import CompletionChunks, collect_completion
 from app.api.dialects.openai_reply import Head
 from app.core.errors import AppError, Kind
+from app.core.events import Prompt
 from tests.api.streams import choices, chunks
 from tests.fakes import finish, text
 
@@ -38,6 +39,35 @@ def test_a_stream_says_usage_only_when_asked(writer: Any, collect: Any):
     assert all(chunk["usage"] is None for chunk in payloads)
     assert last["choices"] == []
     assert last["usage"] == collect(HEAD, told)["usage"]
+
+
+@pytest.mark.parametrize(("writer", "collect"), WAYS)
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, include_usage: bool):
+    """vLLM's continuous_usage_stats: of each choice and its prompt, in every chunk of a choice."""
+    head = replace(HEAD, n=2, made=2, include_usage=include_usage, running_usage=True)
+    events = [
+        Prompt(prompt=0, ids=(1,) * 7),
+        replace(text("a"), choice=0, ids=(5, 6)),
+        replace(text("b"), choice=1, ids=(7,)),
+        replace(text(""), choice=0, ids=(8,)),
+        replace(text("c"), choice=0),
+        replace(finish("length", tokens=2), choice=1),
+        replace(finish("stop", tokens=4), choice=0),
+    ]
+    payloads = chunks(writer(head), events)
+    last = payloads.pop() if include_usage else None
+    assert [chunk["usage"] for chunk in payloads] == [
+        {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
+        for count in (2, 1, 3, 2, 4)
+    ]
+    assert all(
+        "token_ids" not in choice and "prompt_token_ids" not in chunk
+        for chunk in payloads
+        for choice in chunk["choices"]
+    )
+    if last is not None:
+        assert (last["choices"], last["usage"]) == ([], collect(head, events)["usage"])
 
 
 @pytest.mark.parametrize(("writer", "collect"), WAYS)

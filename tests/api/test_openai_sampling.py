@@ -107,7 +107,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias." + "9" * 20),
     ({"logit_bias": {"9999999999": 1}}, "logit_bias.9999999999"),
     ({"logit_bias": {"7": 101}}, "logit_bias.7"),
-    ({"logit_bias": {"7": None}}, "logit_bias.7"),
+    ({"logit_bias": {"7": False}}, "logit_bias.7"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"ignore_eos": 1}, "ignore_eos"),
 ]

@@ -251,3 +251,60 @@ def test_a_browser_page_may_delete(server: Server):
     reply = asyncio.run(preflight())
     assert reply.status == 200
     assert "DELETE" in reply.headers["access-control-allow-methods"]
+
+
+COUNT = f"{URL}/input_tokens"
+
+
+def test_the_tokens_of_a_request_are_counted(server: Server):
+    body = {
+        **HI,
+        "instructions": "Be brief.",
+        "tools": [{"type": "function", "name": "now"}],
+        "stream": True,
+        "reasoning": {"effort": "low"},
+    }
+    reply = server("POST", COUNT, body)
+    assert reply.json == {
+        "object": "response.input_tokens",
+        "input_tokens": len("Be brief.hi"),
+    }
+    server.create(**{name: body[name] for name in ("instructions", "tools", "reasoning")})
+    (counted,) = server.generate.counted
+    assert counted == server.asked
+    # nothing was generated for it, and nothing is kept
+    assert len(server.generate.opened) == 1
+
+
+def test_what_is_continued_counts_too(server: Server):
+    first = server.create()
+    reply = server("POST", COUNT, {**HI, "previous_response_id": first["id"]})
+    assert reply.json["input_tokens"] == len("hiHellohi")
+
+
+def test_a_count_may_leave_out_model_and_input(server: Server):
+    reply = server("POST", COUNT, {"instructions": "Be brief.", "model": None})
+    assert reply.json["input_tokens"] == len("Be brief.")
+    assert server.generate.counted[0].model == HI["model"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "input"),
+        ([], 400, None),
+        ({**HI, "model": "none"}, 404, "model"),
+        ({**HI, "previous_response_id": "resp_0"}, 400, "previous_response_id"),
+        ({**HI, "flux": 1}, 400, "flux"),
+    ],
+)
+def test_what_cannot_be_counted_is_named(server: Server, body: Any, status: int, param: str | None):
+    reply = server("POST", COUNT, body)
+    assert (reply.status, reply.error["param"]) == (status, param)
+
+
+def test_responses_are_not_compacted(server: Server):
+    """404, as every path that is not here: a 405 would say that another method compacts them."""
+    reply = server("POST", f"{URL}/compact", HI)
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    assert set(reply.error) == {"message", "type", "param", "code"}

@@ -7,7 +7,8 @@ import pytest
 
 from app.api.dialects.runner import parse
 from app.core.errors import AppError, Kind
-from app.core.requests import Sampling
+from app.core.events import TokenLogprob, TopLogprob
+from app.core.requests import JsonSchema, Sampling
 from tests.fakes import FakeGenerate, finish, text
 
 LINE = {
@@ -140,6 +141,84 @@ def test_the_cache_may_be_kept_out_of_it(fields: Any, reuse: bool):
     assert parse({"prompt": "hi", **fields}, "m").reuse is reuse
 
 
+# What the client of August 2026 sends for a request that sets nothing: DefaultOptions of Ollama's
+# api/types.go, with those that are zero left out, and the fields of its CompletionRequest.
+NEWEST: dict[str, Any] = {
+    "Prompt": "hi",
+    "Format": None,
+    "Options": {
+        "num_keep": 4,
+        "seed": -1,
+        "num_predict": -1,
+        "top_k": 40,
+        "top_p": 0.9,
+        "typical_p": 1,
+        "repeat_last_n": 64,
+        "temperature": 0.8,
+        "repeat_penalty": 1.1,
+        "num_ctx": 4096,
+        "num_batch": 512,
+        "num_gpu": -1,
+        "use_mmap": None,
+        "draft_num_predict": 4,
+    },
+    "Media": None,
+    "Logprobs": False,
+    "TopLogprobs": 0,
+}
+
+
+def test_the_newest_client_is_understood(call: Any, generate: FakeGenerate):
+    assert call("POST", "/completion", NEWEST).status == 200
+    (request,) = generate.opened
+    assert (request.prompt, request.max_tokens, request.keep) == ("hi", None, 4)
+    assert (request.grammar, request.top_logprobs) == (None, None)
+    assert Sampling.layered(request.sampling) == Sampling(
+        temperature=0.8, top_k=40, top_p=0.9, repeat_last_n=64, repetition_penalty=1.1
+    )
+
+
+def test_what_its_own_runner_ignores_changes_nothing():
+    """How a model is loaded, and a filter that the runner does not have."""
+    ignored = {
+        **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), 7),
+        "draft_num_predict": 4,
+        "use_mmap": False,
+        "typical_p": 0.5,
+    }
+    assert options(**ignored) == options()
+
+
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [("json", '{"type":"object"}'), ({"type": "integer"}, '{"type":"integer"}'), ("", None)],
+)
+def test_a_format_is_followed(format_: Any, text: str | None):
+    grammar = parse({"Prompt": "hi", "Format": format_}, "m").grammar
+    assert grammar == (None if text is None else JsonSchema(text=text, at="format"))
+
+
+def test_log_probabilities_come_with_the_text_of_their_tokens(call: Any, generate: FakeGenerate):
+    def scored(token: str) -> TokenLogprob:
+        rival = TopLogprob(text="?", raw=b"?", logprob=-2.0)
+        return TokenLogprob(text=token, raw=token.encode(), logprob=-0.5, top=(rival,))
+
+    generate.script = [text("Hel", scored("H"), scored("el")), text("", scored("l")), finish()]
+    body = {"Prompt": "hi", "Logprobs": True, "TopLogprobs": 1}
+    lines = [json.loads(line) for line in call("POST", "/completion", body).body.splitlines()]
+    assert generate.opened[0].top_logprobs == 1
+    assert [[entry["token"] for entry in line["Logprobs"]] for line in lines] == [
+        ["H", "el"],
+        ["l"],
+    ]
+    assert lines[0]["Logprobs"][0] == {
+        "token": "H",
+        "logprob": -0.5,
+        "bytes": [72],
+        "top_logprobs": [{"token": "?", "logprob": -2.0, "bytes": [63]}],
+    }
+
+
 def test_stop_strings_are_taken():
     assert options(stop=["a", "b"]).stop == ("a", "b")
 
@@ -150,9 +229,18 @@ def test_stop_strings_are_taken():
         ({}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "images": []}, "images"),
+        ({"prompt": "a", "Media": [{"id": 1}]}, "media"),
+        ({"prompt": "a", "Format": "yaml"}, "format"),
+        ({"prompt": "a", "Format": [1]}, "format"),
+        ({"prompt": "a", "Logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "Logprobs": True, "TopLogprobs": 21}, "toplogprobs"),
         ({"prompt": "a", "options": []}, "options"),
-        ({"prompt": "a", "options": {"num_ctx": 4096}}, "options.num_ctx"),
+        ({"prompt": "a", "options": {"num_ctx": "4096"}}, "options.num_ctx"),
+        ({"prompt": "a", "options": {"use_mmap": 1}}, "options.use_mmap"),
+        ({"prompt": "a", "options": {"typical_p": "1"}}, "options.typical_p"),
+        ({"prompt": "a", "options": {"mirostat": 0}}, "options.mirostat"),
         ({"prompt": "a", "options": {"temperature": -1}}, "options.temperature"),
         ({"prompt": "a", "options": {"temperature": "1"}}, "options.temperature"),
         ({"prompt": "a", "options": {"top_p": 1.5}}, "options.top_p"),
@@ -202,41 +290,3 @@ def test_running_out_of_tokens_is_reason_one(call: Any, generate: FakeGenerate):
 def test_without_a_model_there_is_nothing_to_complete(call: Any, generate: FakeGenerate):
     generate.cards = ()
     assert call("POST", "/completion", {"prompt": "hi"}).status == 503
-
-
-def test_text_becomes_ids_and_ids_become_text(call: Any):
-    said = "hé {}"
-    for kind in ("text/plain", "application/json", "application/octet-stream"):
-        reply = call("POST", "/v1/tokenize", said.encode(), {"content-type": kind})
-        assert reply.json == list(said.encode())
-    assert call("POST", "/v1/detokenize", {"tokens": reply.json}).json == {"content": said}
-    assert call("POST", "/v1/detokenize", reply.json).json == {"content": said}
-
-
-def test_nothing_becomes_an_empty_array_and_back(call: Any):
-    assert call("POST", "/v1/tokenize", b"").body == b"[]"
-    assert call("POST", "/v1/detokenize", []).json == {"content": ""}
-
-
-def test_bytes_that_are_no_text_have_no_ids(call: Any):
-    assert call("POST", "/v1/tokenize", b"\xff").status == 400
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "tokens"),
-        ({"tokens": None}, "tokens"),
-        ({"tokens": "a"}, "tokens"),
-        ({"tokens": ["a"]}, "tokens.0"),
-        ({"tokens": [1, True]}, "tokens.1"),
-        ({"tokens": [-1]}, "tokens.0"),
-        ({"tokens": [256]}, "tokens"),
-        ({"tokens": [1], "x": 1}, "x"),
-        ([1, 2.5], "tokens.1"),
-        ("a", None),
-    ],
-)
-def test_what_is_no_id_is_named(call: Any, body: Any, param: str | None):
-    reply = call("POST", "/v1/detokenize", body)
-    assert (reply.status, reply.error["param"]) == (400, param)

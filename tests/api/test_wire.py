@@ -5,10 +5,18 @@ import http.client
 import json
 from typing import Any
 
+import orjson
 import pytest
 
 from app.api.app import build_app
-from app.api.wire import MANNERS, envelope, event_frame, line_frame, problem_reply
+from app.api.wire import (
+    MANNERS,
+    envelope,
+    event_frame,
+    line_frame,
+    long_array,
+    problem_reply,
+)
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, serving
@@ -145,3 +153,10 @@ def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
     said = "a\x85b\u2028c\u2029d\x0b\x1ce"
     [line] = frame({"text": said}).decode().rstrip("\n").splitlines()
     assert json.loads(line.removeprefix("data: ")) == {"text": said}
+
+
+@pytest.mark.parametrize("count", [0, 1, 512, 513, 2000])
+def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
+    items = [{"token": f"t{n}", "top": [n, None, "\u2028,]"]} for n in range(count)]
+    assert orjson.dumps({"a": long_array(items)}) == orjson.dumps({"a": items})
+    assert isinstance(long_array(items), list) == (count <= 512)

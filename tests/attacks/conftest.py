@@ -1,13 +1,24 @@
 """Two victims, one for all attacks to save time: a server as it is started on one's own machine,
-and one that was exposed, with keys and TLS. Each attack is made while another client asks."""
+and one that was exposed, with keys and TLS. Attacks are made by several processes at once, while
+the latencies of another client are measured."""
 
+import fcntl
+import json
+import os
+import pickle
 import ssl
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,87 +26,184 @@ import trustme
 
 from app.door import keys
 from tests import tiny
-from tests.serving import PATIENCE, Served, serving
+from tests.attacks.attacker import Attack
+from tests.serving import PATIENCE, ROOT, UNTRACED, Served, serving
 
-# What the bystander may see of an attack: twice its usual time, and a little for a machine that has
-# two cores and this test on them.
-TIMES, SLACK = 2.0, 0.050
+# What another client may notice of an attack: its median latency is at most twice the usual and
+# 50 ms, for a machine that has two cores and this test on them, and no request takes longer than
+# half a second more than the longest did before.
+TIMES, SLACK, WORST = 2.0, 0.050, 0.5
 
-ASKED = 15
+# Requests that are made one after the other before an attack, and seconds of it.
+ASKED, SECONDS = 30, 3.0
+
+# Processes that attack, with half a core together.
+PROCESSES = 3
 
 # A machine that is busy with something else for a while is not the attack's doing, and an attack
 # that disturbs does so every time.
 TRIES = 3
 
-# Seconds between attacks: it is what each of them does that counts, not how many there are.
-PAUSE = 0.01
+
+@dataclass(frozen=True)
+class Seen:
+    """Of an attack. statuses: of its requests, "none" for one that was not answered. sent: bytes.
+    median, worst: seconds that the other client's requests took meanwhile."""
+
+    statuses: Counter[str]
+    sent: int
+    median: float
+    worst: float
 
 
 class Undisturbed:
-    """Another client, which asks as usual. trust: who signed the server's certificate."""
+    """Another client, which is busy: it asks again as soon as it is answered. trust: who signed the
+    server's certificate. lock: a file that keeps measurements of several test processes apart."""
 
-    def __init__(self, server: Served, trust: ssl.SSLContext | None = None) -> None:
+    def __init__(self, server: Served, lock: Path, trust: ssl.SSLContext | None = None) -> None:
         self._server = server
-        self._verify: ssl.SSLContext | bool = True if trust is None else trust
+        self._lock = lock
+        self._trust = trust
 
-    def __call__(self, attack: Callable[[], object], *, once: bool = False) -> None:
-        """Its median while the attack goes on, again and again, is about what it was before. once:
-        the attack is so long that it is made a single time."""
+    def __call__(
+        self, attack: Attack | Callable[[], object], body: dict[str, Any] | None = None
+    ) -> Seen:
+        """Its latencies while several processes make the attack, or, where it is a function, this
+        one does. body: what it asks; a few tokens of a completion unless told otherwise."""
         told: list[str] = []
-        with httpx.Client(
-            base_url=self._server.url, verify=self._verify, timeout=PATIENCE
-        ) as client:
+        asked = ASK if body is None else body
+        with _exclusive(self._lock), self._client() as client:
             for _ in range(TRIES):
-                _ask(client)
-                before = statistics.median(_ask(client) for _ in range(ASKED))
-                with _Repeated(attack, once) as repeated:
-                    during = statistics.median(_ask(client) for _ in range(ASKED))
-                assert repeated.times > 0
-                if during <= TIMES * before + SLACK:
-                    return
-                told.append(f"{before:.3f} s before, {during:.3f} s during")
+                _ask(client, asked)
+                before = [_ask(client, asked) for _ in range(ASKED)]
+                with self._made(attack) as result:
+                    during = _ask_for(client, asked, SECONDS)
+                seen = Seen(
+                    statuses=result.statuses,
+                    sent=result.sent,
+                    median=statistics.median(during),
+                    worst=max(during),
+                )
+                usual = statistics.median(before)
+                if seen.median <= TIMES * usual + SLACK and seen.worst <= WORST + max(before):
+                    return seen
+                told.append(
+                    f"median {usual:.3f} s before, {seen.median:.3f} s during; "
+                    f"worst {max(before):.3f} s before, {seen.worst:.3f} s during"
+                )
         raise AssertionError("; ".join(told))
 
+    def _client(self) -> httpx.Client:
+        verify = True if self._trust is None else self._trust
+        return httpx.Client(base_url=self._server.url, verify=verify, timeout=PATIENCE)
 
-class _Repeated:
-    """A thread that makes the attack until this is left. What goes wrong there is raised here."""
+    def _made(self, attack: Attack | Callable[[], object]) -> "AbstractContextManager[_Result]":
+        if isinstance(attack, Attack):
+            port = attack.port or self._server.port
+            own = replace(attack, port=port, tls=self._trust is not None)
+            return _attacking(own)
+        return _repeating(attack)
 
-    def __init__(self, attack: Callable[[], object], once: bool) -> None:
-        self.times = 0
-        self._attack = attack
-        self._once = once
-        self._over = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> "_Repeated":
-        self._thread.start()
-        return self
+@dataclass
+class _Result:
+    statuses: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive(), "the attack was never answered"
-        if self._failure is not None:
-            raise self._failure
 
-    def _run(self) -> None:
+@contextmanager
+def _attacking(attack: Attack) -> Iterator[_Result]:
+    """Several processes attack until this is left."""
+    result = _Result()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "attack"
+        file.write_bytes(pickle.dumps(attack))
+        code = f"from tests.attacks.attacker import main; main({str(file)!r})"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env={**os.environ, **UNTRACED},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(PROCESSES)
+        ]
         try:
-            while not (self.times and (self._once or self._over.is_set())):
-                self._attack()
-                self.times += 1
-                time.sleep(PAUSE)
-        except BaseException as failure:  # told to the test, whatever it is
-            self._failure = failure
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "under way\n"
+            yield result
+            for process in processes:
+                out, _ = process.communicate(timeout=PATIENCE)
+                told = json.loads(out)
+                result.statuses.update(told["statuses"])
+                result.sent += told["sent"]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+    assert result.sent > 0
 
 
-def _ask(client: httpx.Client) -> float:
+@contextmanager
+def _repeating(attack: Callable[[], object]) -> Iterator[_Result]:
+    """A thread of this process attacks until this is left. What goes wrong there is raised here."""
+    over, failure, times = threading.Event(), list[BaseException](), [0]
+
+    def run() -> None:
+        try:
+            while not over.is_set():
+                attack()
+                times[0] += 1
+                time.sleep(0.01)
+        except BaseException as raised:
+            failure.append(raised)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield _Result()
+    finally:
+        over.set()
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "the attack was never answered"
+    if failure:
+        raise failure[0]
+    assert times[0] > 0
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "as usual",
+    "max_tokens": 4,
+    "temperature": 0,
+}
+
+
+def _ask(client: httpx.Client, body: dict[str, Any]) -> float:
     """Seconds for an answer of a few tokens."""
     begun = time.monotonic()
-    body = {"model": "tiny", "prompt": "as usual", "max_tokens": 4, "temperature": 0}
-    reply = client.post("/v1/completions", json=body)
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    reply = client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     return time.monotonic() - begun
+
+
+def _ask_for(client: httpx.Client, body: dict[str, Any], seconds: float) -> list[float]:
+    until = time.monotonic() + seconds
+    found: list[float] = []
+    while time.monotonic() < until or not found:
+        found.append(_ask(client, body))
+    return found
 
 
 # A template that was made to get out of its sandbox, each time by another way. The message says
@@ -141,17 +249,25 @@ class Victim:
 
 
 @pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Serves `tiny` and `hostile`; a third model lies beside them."""
+def lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file for all processes of a test run: xdist gives each a folder beside the others'."""
+    return tmp_path_factory.getbasetemp().parent / "attacks.lock"
+
+
+@pytest.fixture(scope="session")
+def victim(tmp_path_factory: pytest.TempPathFactory, lock: Path) -> Iterator[Victim]:
+    """Serves `tiny`, `long`, which has a long context, and `hostile`; a fourth model lies beside
+    them."""
     disk = tmp_path_factory.mktemp("attacked")
     marker = disk / "escaped"
     folders = [tiny.write(disk / name) for name in ("tiny", "hostile", "hidden")]
+    folders.append(tiny.write(disk / "long", max_position_embeddings=20_000))
     (folders[1] / "chat_template.jinja").write_text(_hostile(marker))
     with (
-        serving(str(folders[0]), str(folders[1])) as server,
+        serving(str(folders[0]), str(folders[1]), str(folders[3])) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
     ):
-        yield Victim(server, client, Undisturbed(server), disk, marker)
+        yield Victim(server, client, Undisturbed(server, lock), disk, marker)
 
 
 @dataclass(frozen=True)

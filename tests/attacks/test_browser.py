@@ -5,7 +5,9 @@ import json
 import httpx
 import pytest
 
+from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Victim
+from tests.door.lines import head, post
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -36,8 +38,9 @@ def test_a_rebound_page_is_answered_under_no_path(victim: Victim, stream: bool) 
 
 
 def test_rebinding_disturbs_nobody(victim: Victim) -> None:
-    with httpx.Client(base_url=victim.server.url, headers={"host": "evil.example"}) as browser:
-        victim.undisturbed(lambda: browser.post(CHAT, json=ASK).status_code == 403)
+    page = Send(post(ASK, CHAT, Host="evil.example"))
+    seen = victim.undisturbed(Attack([[page, Read()]], threads=4))
+    assert set(seen.statuses) == {"403"}
 
 
 @pytest.mark.parametrize("fetched", [True, False])
@@ -59,9 +62,10 @@ def test_a_form_on_a_strange_page_makes_us_do_nothing(
 
 
 def test_forms_disturb_nobody(victim: Victim) -> None:
-    page = {"origin": "https://evil.example", "content-type": "text/plain"}
-    with httpx.Client(base_url=victim.server.url, headers=page) as browser:
-        victim.undisturbed(lambda: browser.post("/v1/tokenize", content=b"x" * 10_000))
+    fields = {"Origin": "https://evil.example", "Content_Type": "text/plain"}
+    form = head("POST", "/v1/tokenize", Content_Length=10_000, **fields) + b"x" * 10_000
+    seen = victim.undisturbed(Attack([[Send(form), Read()]], threads=4))
+    assert set(seen.statuses) == {"403"}
 
 
 def test_a_strange_page_can_read_nothing(victim: Victim) -> None:

@@ -13,6 +13,7 @@ import pytest
 import trustme
 
 from tests import tiny
+from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import Undisturbed, Victim
 from tests.door.lines import GET, Line, calling, head, post
 from tests.runners.spawning import wait_until
@@ -28,7 +29,7 @@ def connect(victim: Victim) -> Iterator[Callable[[], Line]]:
         yield opened
 
 
-def test_slow_loris_with_500_sockets(victim: Victim):
+def test_slow_loris_with_500_sockets(victim: Victim, lock: Path):
     """Each says one more byte of a head that never ends. They are refused when their time is up,
     each in words that say so, and cost nobody else anything."""
     model = str(victim.disk / "tiny")
@@ -44,13 +45,13 @@ def test_slow_loris_with_500_sockets(victim: Victim):
                     line.say(b"y")
             time.sleep(0.1)  # it is slow, and works for that reason
 
-        Undisturbed(server)(dribble)
+        Undisturbed(server, lock)(dribble)
         refused = slow[0].reply()
         assert (refused.status, refused.error["code"]) == (408, "request_timeout")
         assert slow[-1].reply().status == 408
 
 
-def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path):
+def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, lock: Path):
     """asyncio waited a minute for each, and nobody counted them: they could take all open files."""
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
@@ -69,7 +70,7 @@ def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path):
             with contextlib.suppress(OSError):
                 connect().say(GET[:1])
 
-        Undisturbed(server, trust)(more)
+        Undisturbed(server, lock, trust)(more)
         # let go when their time is up, as those are that say something else
         assert silent[0].closed(within=10)
         assert silent[-1].closed(within=10)
@@ -92,47 +93,28 @@ def figure(metrics: str, sample: str) -> float:
 def test_more_sockets_than_are_allowed(victim: Victim):
     """A second client's connection is older than these, but it is asking: it stays."""
 
-    def crowd() -> None:
-        with calling(victim.server.port) as opened:
-            for _ in range(1200):
-                opened()
-
-    victim.undisturbed(crowd, once=True)
+    # three processes, each with four threads that hold a hundred
+    victim.undisturbed(Attack([[Send(b"G")]], threads=4, hold=100, share=0.16))
 
 
 def test_a_body_of_a_gigabyte(victim: Victim):
-    sent: list[int] = []
-
-    def push() -> None:
-        line = Line(victim.server.port).say(head("POST", COMPLETIONS, Content_Length=GIGABYTE))
-        sent.append(flood(line, b" " * (1 << 16)))
-
-    def push_chunks() -> None:
-        line = Line(victim.server.port)
-        line.say(head("POST", COMPLETIONS, Transfer_Encoding="chunked"))
-        sent.append(flood(line, b"10000\r\n" + b" " * (1 << 16) + b"\r\n"))
-
-    victim.undisturbed(push)
-    victim.undisturbed(push_chunks)
-    # what was thrown away, and what lay in the sockets' buffers
-    assert max(sent) < 64 << 20
+    whole = head("POST", COMPLETIONS, Content_Length=GIGABYTE), b" " * (1 << 16)
+    chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
+    chunks = head("POST", COMPLETIONS, Transfer_Encoding="chunked"), chunk
+    for start, piece in (whole, chunks):
+        # what is discarded, and what lies in the sockets' buffers
+        assert flood(Line(victim.server.port).say(start), piece) < 64 << 20
+        victim.undisturbed(Attack([[Send(start), Flood(piece)]], threads=2))
 
 
 def test_bodies_of_tiny_chunks(victim: Victim):
-    def push() -> None:
-        line = Line(victim.server.port)
-        line.say(head("POST", COMPLETIONS, Transfer_Encoding="chunked"))
-        flood(line, b"1\r\n \r\n" * 10_000)
-
-    victim.undisturbed(push)
+    start = Send(head("POST", COMPLETIONS, Transfer_Encoding="chunked"))
+    victim.undisturbed(Attack([[start, Flood(b"1\r\n \r\n" * 10_000)]], threads=2))
 
 
 def test_heads_without_end(victim: Victim):
-    def push() -> None:
-        flood(Line(victim.server.port).say(b"GET / HTTP/1.1\r\n"), b"X-Y: z\r\n" * 10_000)
-        flood(Line(victim.server.port), b"y" * 80_000)
-
-    victim.undisturbed(push)
+    fields = [Send(b"GET / HTTP/1.1\r\n"), Flood(b"X-Y: z\r\n" * 10_000)]
+    victim.undisturbed(Attack([fields, [Flood(b"y" * 80_000)]], threads=2))
 
 
 def test_answers_that_nobody_reads(victim: Victim, connect: Callable[[], Line]):

@@ -85,7 +85,10 @@ def main() -> None:
     if "loading" in wanted:
         print(loading.report(), flush=True)
     if "soak" in wanted:
-        print(soak.report(arguments.minutes), flush=True)
+        text, well = soak.report(arguments.minutes)
+        print(text, flush=True)
+        if not well:
+            raise SystemExit(1)
     with tempfile.TemporaryDirectory() as place:
         folder = random_model.write(Path(place), arguments.size)
         measured = [name for name in MEASUREMENTS if name in wanted]

@@ -1,218 +1,343 @@
-"""`make bench ARGS=soak`: many badly behaved clients, for minutes, against a real server.
+"""`make bench ARGS=soak`: clients of every kind, for minutes, against a real server that is short
+of memory and whose runner is killed.
 
-Clients send bodies of every kind, wrong ones among them, and many do not stay: they hang up amid
-their own header or body, or amid the answer, politely or with a reset. What must hold: no answer
-but the one asked for (429, when too many wait, is asked for), memory inside the budget all the
-time, and afterwards the same answers as before.
+Some clients ask and check the answer against the one that the same request got alone. Others
+disconnect amid a request or an answer, politely or with a reset; send bodies of ten megabytes; have
+schemas compiled that take seconds, and leave; make mistakes. What must hold: every answer is right,
+none is cut off without an error, no error but those that are documented, and afterwards the memory
+of the process that answers HTTP is back where it was.
 """
 
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests import tiny
 from tests.bench import client
-from tests.bench.streams import Body, post
+from tests.bench.streams import post
+from tests.chaos import machine
 from tests.serving import Served, serving
 
-CLIENTS = 64
-# few places and a short queue, so that 429 is met; little memory, so that prefixes are given up
-OPTIONS = ("--parallel", "8", "--max-queue", "24", "--memory", "0.04", "--cache", "radix")
-PATIENCE = 120.0
-WATCH_SECONDS = 0.25
-# what Python, sockets and the allocator's own books may grow by beside the ledger
-SLACK = 128 << 20
+CLIENTS = 32
 
-ALPHABET = "the sea and a dog, 12 x 3.5 = ünï 🙂\n{x}<s>"
+# A queue that is met, and so little memory that sequences are preempted.
+OPTIONS = ("--max-queue", "16", "--memory", "0.03")
+
+# A random model whose context is long, so that a few long answers need more memory than there is.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 32_768,
+}
+MODEL = "soaked"
+
+PATIENCE = 300.0
+
+# Seconds between two kills of the runner, at least and at most, and of idleness before memory is
+# looked at for the last time.
+KILLS = (20.0, 60.0)
+IDLE = 60.0
+
+# Part of what it was at the start by which memory may have grown then.
+GROWTH = 0.2
+
+# Errors that may answer a right request, by status: the queue is full, a runner was killed, bodies
+# take all of their memory. What a 500 says must name its cause.
+BUSY, LOST, OVERLOADED = 429, 500, 503
+
+
+@dataclass(frozen=True)
+class Question:
+    path: str
+    body: str
+    """JSON, without `stream`."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """outcomes: by name, how often. wrong: answers that nobody asked for. resident: the most bytes
-    the server's process had. ledger: the most that kv and prefix came to together."""
+    """outcomes: by name, how often. wrong: one sentence each. worst: the longest that an answer to
+    a probe took, in seconds."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    resident: int = 0
-    ledger: int = 0
+    kills: int = 0
+    worst: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soaked:
+    """status: /v1/status at the end, when all was idle. before, peak, after: bytes of the process
+    that answers HTTP."""
+
     tally: Tally
     status: Mapping[str, Any]
-    """/v1/status at the end, everybody gone."""
-    changed: Sequence[str]
-    """prompts whose answers were others afterwards"""
-    resident_before: int
-    allowed: int
-    """bytes of resident memory that the budget allows"""
+    before: int
+    peak: int
+    after: int
+
+    @property
+    def complaints(self) -> list[str]:
+        found = sorted(set(self.tally.wrong))
+        if self.after > (1 + GROWTH) * self.before:
+            found.append(f"memory grew from {self.before >> 20} to {self.after >> 20} MiB")
+        if self.status["Running"] or self.status["Waiting"]:
+            found.append("something still runs")
+        return found
 
 
-def soak(server: Served, model: str, seconds: float, *, seed: int = 0) -> Soaked:
-    """Raises nothing for what the server does wrong; it is all in the result."""
-    before = _answers(server, model)
-    resident = client.resident(server.process.pid)
-    ledger = _status(server)["Ledger"]
-    tally = Tally()
-    asyncio.run(_soak(server, model, seconds, seed, tally))
-    status = _idle(server)
-    after = _answers(server, model)
-    return Soaked(
-        tally=tally,
-        status=status,
-        changed=[prompt for prompt, text in before.items() if after[prompt] != text],
-        resident_before=resident,
-        # what was there when nothing ran, and everything that the ledger had left to give
-        allowed=resident + ledger["free"] + ledger["working"] + SLACK,
-    )
-
-
-def report(minutes: float, model: Path | None = None) -> str:
-    with serving(*([] if model is None else [str(model)]), *OPTIONS) as server:
-        found = soak(server, "builtin" if model is None else model.name, 60 * minutes)
-        log = [line for line in server.log if "Traceback" in line or " ERROR " in line]
+def report(minutes: float, seed: int = 0) -> tuple[str, bool]:
+    """What happened, and whether all was well."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny.write(Path(folder) / MODEL, **SHAPE)
+        with serving(str(model), *OPTIONS) as server:
+            found = soak(server, 60 * minutes, seed=seed)
+            log = [line for line in server.log if "Traceback" in line and "app.runners" not in line]
     tally, mib = found.tally, 1 << 20
     told = ", ".join(f"{name} {count}" for name, count in sorted(tally.outcomes.items()))
-    ledger = found.status["Ledger"]
-    return "\n".join(
-        [
-            f"{CLIENTS} clients for {minutes:g} minutes: {told}",
-            f"not asked for: {len(tally.wrong)}; errors in the log: {len(log)}",
-            *sorted(set(tally.wrong))[:10],
-            *log[:10],
-            f"kv and prefix at most {tally.ledger / mib:.1f} MiB of "
-            f"{(ledger['budget'] - ledger['weights'] - ledger['working']) / mib:.1f}; resident "
-            f"{found.resident_before / mib:.0f} MiB before, {tally.resident / mib:.0f} at most, "
-            f"{found.allowed / mib:.0f} allowed",
-            f"evictions {found.status['Evictions']}, preemptions {found.status['Preemptions']}, "
-            f"failures {found.status['Failures']}, still running {found.status['Running']}",
-            f"answers that changed: {len(found.changed)}",
-        ]
-    )
+    complaints = [*found.complaints, *(f"a traceback: {line}" for line in log)]
+    lines = [
+        f"{CLIENTS} clients for {minutes:g} minutes: {told}",
+        f"kills {tally.kills}, restarts {found.status['Models'][0]['Restarts']}, "
+        f"preemptions {found.status['Preemptions']}, evictions {found.status['Evictions']}",
+        f"front end: {found.before / mib:.0f} MiB before, {found.peak / mib:.0f} at most, "
+        f"{found.after / mib:.0f} after {IDLE:.0f} s of idleness",
+        f"slowest /v1/models {tally.worst:.3f} s",
+        *(f"WRONG: {complaint}" for complaint in complaints[:20]),
+        f"{len(complaints)} complaints",
+    ]
+    return "\n".join(lines), not complaints
 
 
-async def _soak(server: Served, model: str, seconds: float, seed: int, tally: Tally) -> None:
-    deadline = time.monotonic() + seconds
-    watching = asyncio.create_task(_watch(server, tally))
-    await asyncio.gather(
-        *(
-            _client(server.port, model, deadline, random.Random(f"{seed}/{number}"), tally)
-            for number in range(CLIENTS)
-        )
+def soak(server: Served, seconds: float, *, seed: int = 0, idle: float = IDLE) -> Soaked:
+    """Raises nothing for what the server does wrong; it is all in the result."""
+    chance = random.Random(seed)
+    questions = [_question(chance, long=number < 5) for number in range(30)]
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        expected = {question: _alone(http, question) for question in questions}
+        # what is made once, and kept, is there before memory is looked at
+        _alone(http, questions[-1])
+        before = client.resident(server.process.pid)
+        tally, peaks = Tally(), [before]
+        asyncio.run(_soak(server, seconds, seed, expected, tally, peaks))
+        status = _idle(server)
+        for question, answer in expected.items():
+            if _alone(http, question) != answer:
+                tally.wrong.append(f"another answer afterwards: {question.body[:200]}")
+    time.sleep(idle)
+    after = client.resident(server.process.pid)
+    return Soaked(tally=tally, status=status, before=before, peak=max(peaks), after=after)
+
+
+def _question(chance: random.Random, *, long: bool) -> Question:
+    text = "".join(chance.choices("abcdefgh ijklmnop", k=chance.choice((10, 40, 200, 2000))))
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": chance.randint(4000, 7000) if long else chance.choice((1, 8, 32, 64)),
+        "ignore_eos": True,
+    }
+    drawn = {"temperature": 1, "seed": chance.randrange(1000)}
+    body |= {"temperature": 0} if chance.random() < 0.5 else drawn
+    if not long and chance.random() < 0.3:
+        del body["ignore_eos"]
+        body |= {"guided_regex": chance.choice(("[a-f]{4,40}", "(yes|no|perhaps)+"))}
+    if chance.random() < 0.5:
+        messages = [{"role": "user", "content": text}]
+        return Question("/v1/chat/completions", json.dumps({**body, "messages": messages}))
+    return Question("/v1/completions", json.dumps({**body, "prompt": text}))
+
+
+def _alone(http: httpx.Client, question: Question) -> str:
+    headers = {"content-type": "application/json"}
+    while True:
+        reply = http.post(question.path, content=question.body, headers=headers)
+        if reply.status_code == 200:
+            return _text(reply.json())
+        assert reply.status_code in (LOST, OVERLOADED), reply.text  # loaded again just now
+        time.sleep(1)
+
+
+def _text(body: dict[str, Any]) -> str:
+    choice = body["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+async def _soak(
+    server: Served,
+    seconds: float,
+    seed: int,
+    expected: Mapping[Question, str],
+    tally: Tally,
+    peaks: list[int],
+) -> None:
+    until = time.monotonic() + seconds
+    background = [
+        asyncio.create_task(_kill(server, random.Random(f"{seed}/kills"), tally)),
+        asyncio.create_task(_watch(server, tally, peaks)),
+    ]
+    clients = (
+        _client(server.port, until, expected, random.Random(f"{seed}/{number}"), tally)
+        for number in range(CLIENTS)
     )
-    watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
+    await asyncio.gather(*clients)
+    for task in background:
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
 
 
 async def _client(
-    port: int, model: str, deadline: float, chance: random.Random, tally: Tally
+    port: int,
+    until: float,
+    expected: Mapping[Question, str],
+    chance: random.Random,
+    tally: Tally,
 ) -> None:
-    while time.monotonic() < deadline:
-        path, body, expected = _request(model, chance)
-        behave = chance.choice(
-            (_stay, _stay, _stay, _stay, _leave_amid_request, _leave_amid_answer)
-        )
+    asked = list(expected)
+    kinds = (_ask, _leave_amid_request, _leave_amid_answer, _large, _schema, _mistake)
+    while time.monotonic() < until:
+        [kind] = chance.choices(kinds, weights=(12, 2, 4, 1, 2, 2))
         try:
             async with asyncio.timeout(PATIENCE):
-                outcome = await behave(port, post(path, body), expected, chance)
-        except (OSError, TimeoutError) as error:
-            outcome = f"not asked for: {type(error).__name__} {error}"
-        if outcome.startswith("not asked for"):
-            tally.wrong.append(f"{outcome} for {json.dumps(body)[:300]}")
+                outcome = await kind(port, chance.choice(asked), expected, chance)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            outcome = f"wrong: {kind.__name__} {type(error).__name__} {error}"
+        if outcome.startswith("wrong"):
+            tally.wrong.append(outcome)
         tally.outcomes[outcome[:60]] += 1
-        if outcome == "429":
+        if outcome[:3].isdigit():
             await asyncio.sleep(chance.uniform(0, 2))
 
 
-def _request(model: str, chance: random.Random) -> tuple[str, Body, int]:
-    """Path, body and status: of everything that a client may say, some of it wrong."""
-    body: dict[str, Any] = {
-        "model": model,
-        "max_tokens": chance.choice((1, 2, 8, 8, 32, 64)),
-        "temperature": chance.choice((0, 0.7, 1.5)),
-        "stream": chance.random() < 0.6,
-    }
-    for name, value in (
-        ("seed", chance.randrange(1000)),
-        ("top_p", 0.9),
-        ("top_k", 20),
-        ("min_p", 0.05),
-        ("repetition_penalty", 1.2),
-        ("presence_penalty", 0.5),
-        ("stop", ["the", "\n\n"]),
-        ("logit_bias", {"5": -100, "7": 3}),
-    ):
-        if chance.random() < 0.2:
-            body[name] = value
-    # few beginnings, so that many prompts share one
-    beginning = ALPHABET[chance.randrange(4) :]
-    text = beginning + "".join(chance.choices(ALPHABET, k=chance.choice((1, 10, 40, 200))))
-    chat = chance.random() < 0.5
-    said = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    path = "/v1/chat/completions" if chat else "/v1/completions"
-    body |= said
-    match chance.randrange(20):
-        case 0:
-            return path, {**body, "temperature": "warm"}, 400
-        case 1:
-            return path, {**body, "no_such_field": 1}, 400
-        case 2:
-            return path, {**body, "model": "another"}, 404
-        case 3:
-            return path, {**body, "max_tokens": 0}, 400
-        case _:
-            return path, body, 200
+Expected = Mapping[Question, str]
 
 
-async def _stay(port: int, request: bytes, expected: int, chance: random.Random) -> str:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def _ask(port: int, question: Question, expected: Expected, chance: random.Random) -> str:
+    """And compare the answer with that to the same request alone."""
+    body = {**json.loads(question.body), "stream": chance.random() < 0.5}
+    answer = await _whole(port, post(question.path, body))
+    status = int(answer[9:12])
+    if status != 200:
+        return _refused(status, answer)
+    _, _, content = answer.partition(b"\r\n\r\n")
+    if not body["stream"]:
+        right = _text(json.loads(content)) == expected[question]
+        return "answered" if right else f"wrong: {question.body[:200]} got {content[:300]!r}"
+    return _streamed(content, question, expected[question])
+
+
+def _streamed(content: bytes, question: Question, expected: str) -> str:
+    text, finished = "", False
+    for line in content.decode().replace("\r\n", "\n").split("\n"):
+        if not line.startswith("data: {"):
+            finished = finished or line == "data: [DONE]"
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        if "error" in chunk:
+            return _error(LOST, chunk["error"])
+        for choice in chunk["choices"]:
+            delta = choice.get("delta")
+            text += choice["text"] if delta is None else delta.get("content") or ""
+    if not finished:
+        return f"wrong: a stream without an end: {content[-200:]!r}"
+    return "answered" if text == expected else f"wrong: {question.body[:200]} streamed {text[:200]}"
+
+
+def _refused(status: int, answer: bytes) -> str:
+    if b"\r\nretry-after:" not in answer.lower() and status in (BUSY, OVERLOADED):
+        return f"wrong: {status} without Retry-After"
+    content = answer.partition(b"\r\n\r\n")[2]
     try:
-        writer.write(request)
-        answer = await reader.read()
-    finally:
-        writer.close()
-    status = answer[9:12].decode()
-    if status == "429":
-        return "429" if b"etry-after:" in answer.lower() else "not asked for: 429 without a time"
-    if status != str(expected):
-        return f"not asked for: {answer[:20]!r} ... {answer[-300:]!r}"
-    if b'"error"' in answer and expected == 200:
-        return f"not asked for: {answer[-300:]!r}"
-    if b"text/event-stream" in answer and b"data: [DONE]" not in answer:
-        return f"not asked for: a stream that ends with {answer[-100:]!r}"
-    return status
+        return _error(status, json.loads(content)["error"])
+    except (ValueError, KeyError):
+        return f"wrong: {answer[:300]!r}"
+
+
+def _error(status: int, error: Mapping[str, Any]) -> str:
+    causes = {BUSY: "busy", LOST: "killed by SIGKILL", OVERLOADED: ""}
+    if status in causes and causes[status] in error["message"]:
+        return f"{status} {error['code']}"
+    return f"wrong: {status} {error['message']}"
 
 
 async def _leave_amid_request(
-    port: int, request: bytes, expected: int, chance: random.Random
+    port: int, question: Question, expected: Expected, chance: random.Random
 ) -> str:
     """In the header or in the body."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
+    request = post(question.path, json.loads(question.body))
     writer.write(request[: chance.randrange(len(request))])
     await writer.drain()
     await asyncio.sleep(chance.uniform(0, 0.05))
-    return await _leave(writer, chance, "its request")
+    return await _leave(writer, chance, "a request")
 
 
 async def _leave_amid_answer(
-    port: int, request: bytes, expected: int, chance: random.Random
+    port: int, question: Question, expected: Expected, chance: random.Random
 ) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
+    writer.write(post(question.path, {**json.loads(question.body), "stream": True}))
     with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(chance.uniform(0, 2)):
             await reader.readexactly(chance.choice((1, 100, 400, 2000)))
-    return await _leave(writer, chance, "the answer")
+    return await _leave(writer, chance, "an answer")
+
+
+async def _large(port: int, question: Question, expected: Expected, chance: random.Random) -> str:
+    """A body of ten megabytes, of values or of text."""
+    item = chance.choice(("[]", "{}", '{"role":"user","content":"x"}', "1"))
+    filling = ",".join([item] * (9_000_000 // (len(item) + 1)))
+    body = chance.choice((f'{{"messages": [{filling}]}}', f'{{"prompt": {json.dumps(filling)}}}'))
+    content = body.encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    )
+    answer = await _whole(port, head.encode() + content)
+    status = int(answer[9:12])
+    return "large body: 400" if status == 400 else _refused(status, answer)
+
+
+async def _schema(port: int, question: Question, expected: Expected, chance: random.Random) -> str:
+    """One that takes seconds to compile, whose client leaves."""
+    number = chance.randrange(1000)
+    many = {f"p{number}_{n}": {"type": "string", "maxLength": 20} for n in range(3000)}
+    schema = {"type": "object", "properties": many, "additionalProperties": False}
+    body = {"model": MODEL, "prompt": "x", "guided_json": schema, "max_tokens": 8}
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post("/v1/completions", body))
+    await writer.drain()
+    await asyncio.sleep(chance.uniform(0, 0.5))
+    return await _leave(writer, chance, "a schema")
+
+
+async def _mistake(port: int, question: Question, expected: Expected, chance: random.Random) -> str:
+    wrong: Mapping[str, Any]
+    wrong, status = chance.choice(
+        (
+            ({"temperature": "warm"}, 400),
+            ({"no_such_field": 1}, 400),
+            ({"model": "another"}, 404),
+            ({"max_tokens": -1}, 400),
+            ({"guided_json": {"not": {}}}, 400),
+        )
+    )
+    answer = await _whole(port, post(question.path, {**json.loads(question.body), **wrong}))
+    got = int(answer[9:12])
+    if got == status:
+        return f"mistake: {status}"
+    return _refused(got, answer)
 
 
 async def _leave(writer: asyncio.StreamWriter, chance: random.Random, what: str) -> str:
@@ -223,39 +348,43 @@ async def _leave(writer: asyncio.StreamWriter, chance: random.Random, what: str)
     return f"left amid {what}"
 
 
-async def _watch(server: Served, tally: Tally) -> None:
+async def _whole(port: int, request: bytes) -> bytes:
+    """What is answered until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def _kill(server: Served, chance: random.Random, tally: Tally) -> None:
+    while True:
+        await asyncio.sleep(chance.uniform(*KILLS))
+        for pid in machine.runners(server.process.pid)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                tally.kills += 1
+
+
+async def _watch(server: Served, tally: Tally, peaks: list[int]) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:
         while True:
-            ledger = (await http.get("/v1/status")).json()["Ledger"]
-            if min(ledger.values()) < 0:
-                tally.wrong.append(f"not asked for: a ledger of {ledger}")
-            tally.ledger = max(tally.ledger, ledger["kv"] + ledger["prefix"])
-            tally.resident = max(tally.resident, client.resident(server.process.pid))
-            await asyncio.sleep(WATCH_SECONDS)
-
-
-def _answers(server: Served, model: str) -> dict[str, str]:
-    """Greedy and seeded ones."""
-    found: dict[str, str] = {}
-    for number in range(6):
-        prompt = client.text(40, seed=5000 + number)
-        drawn = {"temperature": 0} if number % 2 else {"temperature": 0.8, "seed": number}
-        body = {"model": model, "prompt": prompt, "max_tokens": 24, **drawn}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
-        reply.raise_for_status()
-        found[prompt] = reply.json()["choices"][0]["text"]
-    return found
+            began = time.monotonic()
+            status = (await http.get("/v1/status")).json()
+            await http.get("/v1/models")
+            tally.worst = max(tally.worst, time.monotonic() - began)
+            if min(status["Ledger"].values()) < 0:
+                tally.wrong.append(f"wrong: a ledger of {status['Ledger']}")
+            peaks.append(client.resident(server.process.pid))
+            await asyncio.sleep(0.25)
 
 
 def _idle(server: Served) -> dict[str, Any]:
     """/v1/status once nothing runs or waits."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        status = _status(server)
+        status: dict[str, Any] = dict(server.status())
         if status["Running"] == status["Waiting"] == 0 or time.monotonic() > deadline:
             return status
         time.sleep(0.05)
-
-
-def _status(server: Served) -> dict[str, Any]:
-    return dict(server.status())

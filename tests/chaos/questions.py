@@ -16,6 +16,7 @@ from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.engine.describe import complete
 from app.generation import Generation
+from app.runners.admission import Admission
 from app.runners.local import LocalRunner
 from tests import tiny
 
@@ -81,7 +82,8 @@ async def _answers(root: Path, asked: Sequence[Question]) -> Answers:
         runner = LocalRunner(settings)
         await runner.start(files)
         try:
-            generation = Generation(files, runner, settings)
+            engine = Admission(runner, settings.max_queue)
+            generation = Generation(files, engine, settings)
             for question in asked:
                 if question.model == name:
                     found[question] = await _answer(generation, question)

@@ -68,6 +68,18 @@ def test_each_kind_allows_what_it_says_and_nothing_else(
         assert not follows(grammar, text), text
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("time", "", "Z"), ("time", "", ".25+01:00"), ("date-time", "2026-11-22T", "Z")],
+)
+def test_no_time_has_a_leap_second(name: str, before: str, after: str) -> None:
+    """Most are invalid by RFC 3339: the seconds of a minute are 60 except where one was added."""
+    schema = JsonSchema(text=json.dumps({"type": "string", "format": name}))
+    for seconds in ("00", "59"):
+        assert follows(schema, f'"{before}07:30:{seconds}{after}"')
+    assert not follows(schema, f'"{before}07:30:60{after}"')
+
+
 def test_random_weights_follow_each_kind() -> None:
     kinds: dict[str, Grammar] = {
         "regex": Regex(pattern="[a-f]{3,9}-[0-9]{2}"),
@@ -93,6 +105,53 @@ def test_random_weights_follow_each_kind() -> None:
         assert follows(one.grammar, bytes(outcomes[one.id].ids).decode())
     for seed in range(4):
         assert b"=" in bytes(outcomes[f"free, then bound {seed}"].ids)[:10]
+
+
+CITY = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "more": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["city", "more"],
+    }
+)
+ON_ONE_LINE = [
+    '{"city": "Rome", "more": [1, 2]}',
+    '{"city":"Rome","more":[1,2]}',
+    '{"city": "Rome","more": []}',
+]
+OVER_LINES = [
+    '{\n  "city": "Rome",\n  "more": [1,\n2]\n}',
+    '{ "city": "Rome", "more": []}',
+    '{"city" : "Rome", "more": []}',
+    '{"city": "Rome" , "more": []}',
+    '{"city": "Rome", "more": [ ]}',
+]
+LONG = ['{"city":  "Rome", "more": []}', '{"city": "Rome", "more": []} ']
+COMPOSED = Lark(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonSchema(text=CITY),))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "before", "lines"),
+    [
+        (JsonSchema(text=CITY), "", False),
+        (COMPOSED, "<", False),
+        (Lark(text=f"start: %json {CITY}"), "", True),
+        (Lark(text='start: "<" @inner', inner=Lark(text=f"start: %json {CITY}")), "<", True),
+    ],
+    ids=["schema", "schema in a composed grammar", "client's grammar", "client's, composed"],
+)
+def test_json_is_on_one_line_except_in_a_grammar_that_a_client_wrote(
+    grammar: Grammar, before: str, lines: bool
+) -> None:
+    for text in ON_ONE_LINE:
+        assert follows(grammar, before + text), text
+    for text in OVER_LINES:
+        assert follows(grammar, before + text) is lines, text
+    for text in LONG:
+        assert not follows(grammar, before + text), text
 
 
 def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:

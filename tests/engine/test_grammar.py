@@ -3,6 +3,7 @@
 The tiny vocabulary is bytes, so what is sampled can be read off the ids.
 """
 
+import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from app.core.errors import AppError, Kind
 from app.core.requests import Choice, Grammar, JsonSchema
+from app.core.workers import Cancelled, CancelToken
 from app.engine import compiling
 from app.engine.grammar import GrammarError, Grammars, Matcher
 from app.engine.memory import measured
@@ -217,7 +219,8 @@ def test_a_matcher_that_breaks_ends_only_its_own_request(model: Model, ties: lis
     tokenizer = LLTokenizer(tiny.tokenizer().to_str(), n_vocab=tiny.VOCAB, eos_token=[tiny.END])
     limits = LLParserLimits(max_lexer_states=50, verbose_errors=False)
     text = LLMatcher.grammar_from_json_schema(SCHEMA.text, overrides={"whitespace_flexible": False})
-    fragile = Matcher(LLMatcher(tokenizer, text, log_level=0, limits=limits), hidden=NONE)
+    inner = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    fragile = Matcher(inner, stop_ids=ENDS, known_ends=ENDS)
     beside = [constrained("good"), job("plain", PROMPT, max_tokens=40, stop_ids=NONE)]
     loop = make_loop(model, running=3, policy="radix")
     outcomes = play(loop, [*(Visit(job=one) for one in beside), Visit(job=bad, matcher=fragile)])
@@ -268,9 +271,11 @@ def test_ends_are_allowed_where_the_answer_may_end_and_nowhere_else() -> None:
 def test_white_space_is_bounded() -> None:
     """A model that has lost its way writes it for ever otherwise."""
     matcher = grammars().compile(ANYTHING, ENDS)
-    for token in b"{\n\n" + b" " * 20:
-        matcher.accept(token)
+    matcher.accept(ord("{"))
     assert ids_of(matcher) == {*b'"}'}
+    for token in b'"a": ':
+        matcher.accept(token)
+    assert ids_of(matcher) == {*b'"[{-0123456789tfn'}
 
 
 def test_ids_that_only_the_model_has_are_never_allowed(tmp_path: Path) -> None:
@@ -304,8 +309,8 @@ def test_what_was_compiled_serves_others_again(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         with pytest.raises(AppError, match="not is not supported"):
             fresh.compile(JsonSchema(text='{"not": {}}'), ENDS)
-    fresh.compile(SCHEMA, NONE)
-    assert len(compiled) == 3
+    assert ids_of(fresh.compile(SCHEMA, NONE)) == {ord("{")}, "whatever ends the answer"
+    assert len(compiled) == 2
 
 
 def test_who_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +343,10 @@ def test_a_compilation_that_never_ends_holds_up_nobody_else(
     """Not those whose grammars are known; others are told to come again."""
     held, ending = [Choice(options=(name,), at="guided_choice") for name in "ab"], Event()
 
-    def endless(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    def endless(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
         if grammar in held:
             assert ending.wait(30)
-        return real(grammar, tokenizer)
+        return real(grammar, tokenizer, token)
 
     real = compiling.compiled
     monkeypatch.setattr("app.engine.grammar.compiled", endless)
@@ -360,6 +365,125 @@ def test_a_compilation_that_never_ends_holds_up_nobody_else(
     monkeypatch.setattr("app.engine.grammar._PATIENCE", 10.0)
     for grammar in (*held, ANYTHING):
         fresh.compile(grammar, ENDS)
+
+
+class Slow:
+    """Compiles grammars when it is told to, and notes which it began with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began: list[Grammar] = []
+        self.given_up: list[Grammar] = []
+        self.gate = Event()
+        self._real = compiling.compiled
+        monkeypatch.setattr("app.engine.grammar.compiled", self._compiled)
+
+    def _compiled(self, grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
+        self.began.append(grammar)
+        try:
+            while not self.gate.wait(0.002):
+                token.check()
+            return self._real(grammar, tokenizer, token)
+        except Cancelled:
+            self.given_up.append(grammar)
+            raise
+
+
+def choice(name: str) -> Choice:
+    return Choice(options=(name,))
+
+
+async def begun(slow: Slow, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(slow.began) < count:  # noqa: ASYNC110  # another thread's doing
+            await asyncio.sleep(0.002)
+
+
+def test_a_known_grammar_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind twenty schemas of clients that had left, `yes|no` waited 27 s."""
+
+    async def run() -> None:
+        fresh = new_grammars()
+        await fresh.matcher(SCHEMA, ENDS)
+        slow = Slow(monkeypatch)
+        others = [asyncio.create_task(fresh.matcher(choice(f"{n}"), ENDS)) for n in range(20)]
+        await begun(slow, 2)
+        async with asyncio.timeout(1):
+            assert ids_of(await fresh.matcher(SCHEMA, ENDS)) == {ord("{")}
+        slow.gate.set()
+        await asyncio.gather(*others)
+
+    asyncio.run(run())
+
+
+def test_compilations_are_given_up_when_no_request_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        fresh, slow = new_grammars(), Slow(monkeypatch)
+        tasks = [asyncio.create_task(fresh.matcher(choice(f"{n}"), ENDS)) for n in range(20)]
+        await begun(slow, 2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        late = asyncio.create_task(fresh.matcher(choice("late"), ENDS))
+        await begun(slow, 3)
+        slow.gate.set()
+        assert ids_of(await late) == {ord("l")}
+        assert slow.began == [choice("0"), choice("1"), choice("late")]
+        assert sorted(one.options for one in slow.given_up if isinstance(one, Choice)) == [
+            ("0",),
+            ("1",),
+        ]
+
+    asyncio.run(run())
+
+
+def test_a_compilation_goes_on_while_one_request_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        fresh, slow = new_grammars(), Slow(monkeypatch)
+        first, second = (asyncio.create_task(fresh.matcher(SCHEMA, ENDS)) for _ in range(2))
+        await begun(slow, 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        slow.gate.set()
+        assert ids_of(await second) == {ord("{")}
+        assert slow.began == [SCHEMA]
+
+    asyncio.run(run())
+
+
+def test_callers_take_turns_in_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        fresh, slow = new_grammars(), Slow(monkeypatch)
+        tasks = [
+            asyncio.create_task(fresh.matcher(choice(f"anna {n}"), ENDS, "anna")) for n in range(9)
+        ]
+        await begun(slow, 2)
+        tasks.append(asyncio.create_task(fresh.matcher(choice("ben"), ENDS, "ben")))
+        await asyncio.sleep(0)
+        slow.gate.set()
+        await asyncio.gather(*tasks)
+        assert slow.began[2] == choice("ben")
+
+    asyncio.run(run())
+
+
+def test_ends_that_the_tokenizer_does_not_know_are_allowed_where_the_answer_may_end() -> None:
+    """One reading of the tokenizer serves all jobs, whatever ends theirs."""
+    known = Grammars(grammars().tokenizer, vocab=tiny.VOCAB, ends=[tiny.END])
+    number = JsonSchema(text='{"type": "integer"}')
+    for stop_ids in (NONE, ENDS, frozenset({tiny.BOS}), frozenset({tiny.BOS, tiny.END})):
+        matcher = known.compile(number, stop_ids)
+        digits = {*b"0123456789"}
+        matcher.accept(ord("7"))
+        assert ids_of(matcher) == digits | stop_ids
+        for end in stop_ids:
+            ended = known.compile(number, stop_ids)
+            ended.accept(ord("7"))
+            ended.accept(end)
+            assert ended.done
 
 
 def test_a_tokenizer_of_no_use_is_the_model_files_fault(tmp_path: Path) -> None:
@@ -384,12 +508,12 @@ def new_grammars() -> Grammars:
     return Grammars(grammars().tokenizer, vocab=tiny.VOCAB)
 
 
-def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer], LLMatcher]:
+def noting(compiled: list[Grammar]) -> Callable[[Grammar, LLTokenizer, CancelToken], LLMatcher]:
     """What compiles, and notes what."""
 
-    def note(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    def note(grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken) -> LLMatcher:
         compiled.append(grammar)
-        return real(grammar, tokenizer)
+        return real(grammar, tokenizer, token)
 
     real = compiling.compiled
     return note

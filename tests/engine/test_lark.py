@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from app.engine.lark import MOST_TEXT, followable
 from app.engine.schema import Refused
 
-BOUNDED = r" |\n{1,2}[ \t]{0,20}"
+OVER_LINES = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+COMPACT = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
 
 
 def schemas_in(text: str) -> list[dict[str, object]]:
@@ -21,17 +22,21 @@ def schemas_in(text: str) -> list[dict[str, object]]:
     return found
 
 
-def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself() -> None:
+@pytest.mark.parametrize(("compact", "space"), [(False, OVER_LINES), (True, COMPACT)])
+def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
+    compact: bool, space: dict[str, object]
+) -> None:
     text = followable(
         'start: a "x" b\n'
         'a: %json {"type": "object", "x-guidance": {"lenient": true}}\n'
         'b: "y" %json{"const": "%json {}"} "z"\n'
-        "c: %json true\n"
+        "c: %json true\n",
+        compact=compact,
     )
     found = schemas_in(text.replace('"%json {}"', '"other"').replace("%json{", "%json {"))
     assert len(found) == 3
     for schema in found:
-        assert schema["x-guidance"] == {"whitespace_pattern": BOUNDED, "lenient": False}
+        assert schema["x-guidance"] == {**space, "lenient": False}
 
 
 @pytest.mark.parametrize(

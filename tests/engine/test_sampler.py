@@ -166,6 +166,18 @@ def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], c
     )
 
 
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+def test_logprobs_of_large_logits_are_as_exact_as_those_of_small_ones(offset: float) -> None:
+    """The logits are exact in float32, so only our own arithmetic can lose digits."""
+    logits = [offset + value for value in LOGITS]
+    got = once(logits, row(temperature=0.0), top_logprobs=VOCAB)
+    assert got.logprobs is not None
+    assert got.top_logprobs is not None
+    wanted = np.log(P)
+    assert got.logprobs[0].item() == pytest.approx(wanted[0], abs=1e-6)
+    np.testing.assert_allclose(got.top_logprobs[0].tolist(), wanted, atol=1e-6)
+
+
 def test_half_precision_logits_are_scored_in_float32() -> None:
     rows = Rows([row()])
     got = rows.sample(mx.array([LOGITS]).astype(mx.bfloat16), top_logprobs=1)

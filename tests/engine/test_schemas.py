@@ -5,8 +5,10 @@ The model has random weights, so it writes whatever it is allowed to.
 """
 
 import json
+import math
 import random
 import sys
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -28,8 +30,9 @@ DRAWN = 500
 TOGETHER = 50
 MOST_TOKENS = 80
 
-# what brings an answer to its end, the shortest way first; what only some patterns want comes early
-_CLOSING = tuple(f'"{wanted}}}]0123456789eE.-+:,[{{tfn'.encode() for wanted in "b@:")
+# What brings an answer to its end, the shortest way first; what some patterns want comes early.
+# The comma comes before the digits, because a number has no other end where a property must follow.
+_CLOSING = tuple(f'"{wanted}}}],0123456789eE.-+:[{{tfn'.encode() for wanted in "b@:")
 # no schema needs more
 _MOST_CLOSING = 300
 
@@ -70,8 +73,15 @@ def assert_keeps(outcome: Outcome, schema: Schema) -> None:
 
 
 def _finite(number: str) -> float:
-    """A number of JSON's may have more digits than a float has room for."""
-    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+    """A number of JSON's may have more digits than a float has room for. Where rounding would bring
+    it onto a bound that it only comes close to, the next float on its own side is taken."""
+    rounded = max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+    if rounded == 0 or abs(rounded) == sys.float_info.max:
+        return rounded
+    exact, shortest = Decimal(number), Decimal(repr(rounded))
+    if exact == shortest:
+        return rounded
+    return math.nextafter(rounded, math.inf if exact > shortest else -math.inf)
 
 
 def completed(schema: Schema, ids: list[int]) -> bytes:

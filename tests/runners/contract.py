@@ -283,7 +283,7 @@ def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
     async def run() -> None:
         running = runner()
         await running.start(store.resolve(str(long_model)))
-        waiting = asyncio.create_task(running.over())
+        waiting = asyncio.create_task(running.lost())
         async with asyncio.timeout(PATIENCE), running.submit(endless("a")) as submission:
             await asyncio.gather(running.stop(), running.stop())
             updates = [update async for update in submission]

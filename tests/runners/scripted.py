@@ -13,7 +13,7 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Update
-from app.core.ports import RunnerState, RunnerStatus
+from app.core.ports import RunnerLoss, RunnerState, RunnerStatus
 from app.core.requests import Sampling
 from app.core.residents import Need, Served
 from app.core.settings import ModelSettings, Settings
@@ -21,6 +21,11 @@ from app.runners.pool import Pool
 from app.runners.restarts import Patience
 
 PATIENCE = 5.0
+
+# Jobs that a runner runs at once.
+PLACES = 2
+
+CRASHED = "the engine stopped: it crashed"
 
 # so short that a test need not wait, so long that a busy machine does not pass them unseen
 QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)
@@ -88,7 +93,8 @@ class Scripted:
         self.most_at_once = self.at_once = 0
         self.stopped = False
         self.slow_stop: asyncio.Event | None = None
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.places = asyncio.Semaphore(PLACES)
+        self._lost: asyncio.Future[RunnerLoss] = asyncio.get_running_loop().create_future()
 
     async def start(self, files: ModelFiles) -> None:
         self.name = files.name
@@ -105,9 +111,11 @@ class Scripted:
         self.jobs.append(job)
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
+        going = Going(self, job)
         try:
-            yield Going(self, job)
+            yield going
         finally:
+            going.leave()
             self.at_once -= 1
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
@@ -124,52 +132,75 @@ class Scripted:
             progress=40 if self.state == "loading" else 100,
             stats=self.stats,
             error="the engine was stopped" if self.state == "failed" else None,
-            capacity=Capacity(parallel=2, context=64, kv_budget=1, kv_bytes=1),
+            capacity=Capacity(parallel=PLACES, context=64, kv_budget=1, kv_bytes=1),
             pid=7,
         )
 
-    async def over(self) -> str:
-        return await asyncio.shield(self._over)
+    async def lost(self) -> RunnerLoss:
+        return await asyncio.shield(self._lost)
 
     async def stop(self) -> None:
         self.state = "failed"
-        if not self._over.done():
-            self._over.cancel()
+        if not self._lost.done():
+            self._lost.cancel()
         if self.slow_stop is not None:
             await self.slow_stop.wait()
         self.stopped = True
 
-    def die(self, why: str = "it was killed") -> None:
+    def die(self, why: str = "it crashed", *, fault: bool = True) -> None:
         self.state = "failed"
-        self._over.set_result(why)
+        self._lost.set_result(RunnerLoss(message=why, fault=fault))
 
     @property
-    def dead(self) -> asyncio.Future[str]:
-        return self._over
+    def dead(self) -> asyncio.Future[RunnerLoss]:
+        return self._lost
 
 
 class Going:
-    """Started, and ended when the house lets jobs end, or when the runner dies."""
+    """Implements `Submission`: a job that starts when a place is free, and ends when the house lets
+    jobs end, or when the runner dies."""
 
     def __init__(self, runner: Scripted, job: Job) -> None:
         self._runner = runner
         self._job = job
+        self.started: int | None = None
+        self.ended: int | None = None
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._running = asyncio.create_task(self._run())
 
     def keep(self, tokens: int) -> None:
         pass
 
+    def leave(self) -> None:
+        self._running.cancel()
+
     async def __aiter__(self) -> AsyncIterator[Update]:
-        at = time.monotonic_ns()
-        yield Started(job=self._job.id, cached=0, at=at)
-        held = asyncio.ensure_future(self._runner.house.hold.wait())
+        while True:
+            update = await self._updates.get()
+            yield update
+            if isinstance(update, Ended):
+                return
+
+    async def _run(self) -> None:
+        playing = asyncio.create_task(self._play())
         try:
-            await asyncio.wait({held, self._runner.dead}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({playing, self._runner.dead}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            held.cancel()
-        if self._runner.dead.done():
-            yield Ended(job=self._job.id, reason="error", at=at, error="the engine stopped")
+            playing.cancel()
+        self.ended = at = time.monotonic_ns()
+        if self._runner.dead.done() and not self._runner.dead.cancelled():
+            self._put(Ended(job=self._job.id, reason="error", at=at, error=CRASHED, lost=True))
         else:
-            yield Ended(job=self._job.id, reason="stop", at=at)
+            self._put(Ended(job=self._job.id, reason="stop", at=at))
+
+    async def _play(self) -> None:
+        async with self._runner.places:
+            self.started = time.monotonic_ns()
+            self._put(Started(job=self._job.id, cached=0, at=self.started))
+            await self._runner.house.hold.wait()
+
+    def _put(self, update: Update) -> None:
+        self._updates.put_nowait(update)
 
 
 def files(name: str) -> ModelFiles:

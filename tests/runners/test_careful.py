@@ -13,7 +13,7 @@ from app.core.jobs import Ended, EngineStats, Job, Update
 from app.runners import alone
 from app.runners.pool import Pool
 from app.runners.resident import Resident
-from tests.runners.scripted import House, job, need, pooled, served, settled, until
+from tests.runners.scripted import PLACES, House, job, need, pooled, served, settled, until
 
 MODEL = served("a")
 
@@ -41,17 +41,17 @@ async def end(handle: Resident, asked: Job) -> str:
     return last.reason
 
 
-async def death(house: House, handle: Resident, *jobs: Job) -> Sequence[str]:
-    """All of them run when the runner dies; how they ended. Returns when there is a new one."""
+async def death(house: House, handle: Resident, *jobs: Job, fault: bool = True) -> Sequence[str]:
+    """All of them are at the runner when it is lost. Returns how they ended."""
     house.hold.clear()
     runner = house.of("a")
     before = len(runner.jobs)
     running = [asyncio.create_task(end(handle, one)) for one in jobs]
     await until(lambda: len(runner.jobs) == before + len(jobs))
     await settled()
-    runner.die()
-    ends = await asyncio.gather(*running)
+    runner.die(fault=fault)
     house.hold.set()
+    ends = await asyncio.gather(*running)
     await until(lambda: handle.phase == "ready" and handle.status().state == "ready")
     return ends
 
@@ -87,7 +87,7 @@ def test_one_that_waited_for_a_place_is_innocent():
         house = House()
         async with loaded(house) as (_, handle):
             jobs = [job(name, ord(name)) for name in "xyz"]
-            await death(house, handle, *jobs)
+            assert await death(house, handle, *jobs) == ["error", "error", "stop"]
             house.hold.clear()
             tasks = [asyncio.create_task(end(handle, one)) for one in jobs]
             runner = house.of("a")
@@ -96,6 +96,89 @@ def test_one_that_waited_for_a_place_is_innocent():
             assert {one.id for one in runner.jobs} == {"x", "z"}, "y waits for its turn"
             house.hold.set()
             assert await asyncio.gather(*tasks) == ["stop"] * 3
+
+    run(body())
+
+
+def test_requests_that_had_not_started_are_run_by_the_next_runner():
+    """A crash ended all 28 of 28 requests, though 20 of them only waited."""
+
+    async def body() -> None:
+        house = House()
+        async with loaded(house) as (_, handle):
+            jobs = [job(f"job {number}", number) for number in range(28)]
+            ends = await death(house, handle, *jobs)
+            assert ends == ["error"] * PLACES + ["stop"] * (28 - PLACES)
+            assert [one.id for one in house.of("a").jobs] == [one.id for one in jobs[PLACES:]]
+
+    run(body())
+
+
+def test_one_that_waits_through_several_deaths_is_run_in_the_end():
+    async def body() -> None:
+        house = House()
+        async with loaded(house) as (_, handle):
+            house.hold.clear()
+            jobs = [job(f"job {number}", number) for number in range(1 + 2 * PLACES)]
+            tasks = [asyncio.create_task(end(handle, one)) for one in jobs]
+            for number in range(2):
+                left = len(jobs) - number * PLACES
+                await until(lambda left=left: len(house.of("a").jobs) == left)
+                await settled()
+                house.of("a").die()
+                await until(lambda number=number: len(house.loads) == 2 + number)
+            await until(lambda: len(house.of("a").jobs) == 1)
+            house.hold.set()
+            assert await asyncio.gather(*tasks) == ["error"] * 2 * PLACES + ["stop"]
+
+    run(body())
+
+
+def test_a_request_that_leaves_while_it_waits_for_the_next_runner_is_not_run():
+    async def body() -> None:
+        house = House()
+        async with loaded(house) as (_, handle):
+            house.hold.clear()
+            jobs = [job(f"job {number}", number) for number in range(2 + PLACES)]
+            tasks = [asyncio.create_task(end(handle, one)) for one in jobs]
+            await until(lambda: len(house.of("a").jobs) == len(jobs))
+            await settled()
+            house.gates["a"] = asyncio.Event()
+            house.of("a").die()
+            await asyncio.gather(*tasks[:PLACES])
+            tasks[-1].cancel()
+            await asyncio.gather(tasks[-1], return_exceptions=True)
+            house.gates["a"].set()
+            house.hold.set()
+            assert await tasks[PLACES] == "stop"
+            assert [one.id for one in house.of("a").jobs] == [jobs[PLACES].id]
+
+    run(body())
+
+
+def test_two_signals_from_outside_do_not_refuse_a_prompt():
+    async def body() -> None:
+        house, innocent = House(), job("x", 1)
+        async with loaded(house) as (_, handle):
+            for _ in range(5):
+                assert await death(house, handle, innocent, fault=False) == ["error"]
+            assert await end(handle, innocent) == "stop"
+            assert await death(house, handle, innocent, fault=False) == ["error"]
+            assert await end(handle, innocent) == "stop", "a good end clears it"
+
+    run(body())
+
+
+def test_a_prompt_that_is_killed_again_and_again_is_refused_in_the_end():
+    """As by a system that runs out of memory over it."""
+
+    async def body() -> None:
+        house, killer = House(), job("x", 1)
+        async with loaded(house) as (_, handle):
+            for _ in range(6):
+                await death(house, handle, killer, fault=False)
+            with pytest.raises(AppError, match="broke 6 times"):
+                await updates(handle, killer)
 
     run(body())
 
@@ -134,9 +217,7 @@ def test_an_innocent_that_stood_beside_a_killer_is_not_refused():
             await settled()
             runner.die()
             house.hold.set()
-            [first, second] = await asyncio.gather(*tasks, return_exceptions=True)
-            assert first == "error"
-            assert isinstance(second, AppError), "there is no runner just now"
+            assert await asyncio.gather(*tasks) == ["error", "stop"]
             await until(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await updates(handle, killer)

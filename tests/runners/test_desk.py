@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.core.embeddings import Embedded, EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Step, Token
 from app.core.messages import Failed, Loading, Ready
-from app.runners.desk import Desk, Pace
+from app.core.ports import RunnerLoss
+from app.runners.desk import Desk
 from tests.engine.driving import job
 
 READY = Ready(
@@ -40,7 +39,7 @@ class Noted:
 
 def at_desk(body: Callable[[Desk, Noted], Awaitable[None]]) -> None:
     async def run() -> None:
-        desk, engine = Desk(max_queue=2), Noted()
+        desk, engine = Desk(), Noted()
         desk.engine = engine
         async with asyncio.timeout(PATIENCE):
             await body(desk, engine)
@@ -62,17 +61,17 @@ def test_all_who_wait_hear_of_the_end_at_once():
         await desk.ready()
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
         waiting = asyncio.gather(
-            over(desk, "a"), over(desk, "b"), desk.over(), desk.over(), desk.embed(vectors),
+            over(desk, "a"), over(desk, "b"), desk.lost(), desk.lost(), desk.embed(vectors),
             return_exceptions=True,
         )  # fmt: skip
         await asyncio.sleep(0)
         desk.receive(BROKEN)
         *jobs, said, also, embedding = await waiting
         assert set(jobs) == {"the engine stopped: AssertionError: planted"}
-        assert said == also == "AssertionError: planted"
+        assert said == also == RunnerLoss(message="AssertionError: planted")
         assert isinstance(embedding, AppError)
         assert embedding.message == "the engine stopped: AssertionError: planted"
-        assert await desk.over() == said, "those who come later hear it too"
+        assert await desk.lost() == said, "those who come later hear it too"
         assert engine.asked == ["submit a", "submit b", "embed v"], "nobody is there to cancel"
 
     at_desk(body)
@@ -99,7 +98,7 @@ def test_a_fault_of_ours_while_loading_is_told_of_the_model():
         with pytest.raises(AppError, match="the model could not be loaded: Assert") as caught:
             await desk.ready()
         assert caught.value.kind is Kind.MODEL_FILES
-        waiting = asyncio.create_task(desk.over())
+        waiting = asyncio.create_task(desk.lost())
         await asyncio.sleep(0)
         assert not waiting.done(), "it never was ready"
         waiting.cancel()
@@ -157,29 +156,3 @@ def test_nobody_is_asked_to_cancel_what_is_over_already():
         assert engine.asked == ["embed v"]
 
     at_desk(body)
-
-
-def test_the_wait_follows_how_long_jobs_take_and_how_many_stand_before() -> None:
-    pace = Pace()
-    assert pace.wait(waiting=64, parallel=1) == 1, "nothing is known yet"
-    pace.note(3.0)
-    assert pace.wait(waiting=1, parallel=1) == 3
-    assert pace.wait(waiting=8, parallel=4) == 6
-    assert pace.wait(waiting=1, parallel=8) == 1
-    assert pace.wait(waiting=64, parallel=1) == 60
-    pace.note(11.0)
-    assert pace.wait(waiting=1, parallel=1) == 4
-
-
-@given(
-    seconds=st.lists(st.floats(0, 1e6), max_size=20),
-    waiting=st.integers(1, 10_000),
-    parallel=st.integers(1, 64),
-)
-def test_the_wait_is_never_nothing_and_never_more_than_a_minute(
-    seconds: list[float], waiting: int, parallel: int
-) -> None:
-    pace = Pace()
-    for one in seconds:
-        pace.note(one)
-    assert 1 <= pace.wait(waiting=waiting, parallel=parallel) <= 60

@@ -3,15 +3,14 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Started, Token
+from app.core.jobs import Ended, Token
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
@@ -75,72 +74,6 @@ def test_status_tells_what_the_engine_can_do(tiny_model: Path) -> None:
             assert (capacity.parallel, capacity.context) == (3, 512)
             await answer(running, "a", b"hello")
             assert running.status().capacity == capacity, "a step does not forget it"
-
-    asyncio.run(run())
-
-
-async def refused(running: LocalRunner) -> AppError:
-    with pytest.raises(AppError) as caught:
-        async with running.submit(endless("one too many")):
-            pass
-    return caught.value
-
-
-def test_one_more_than_may_run_and_wait_is_refused(long_model: Path) -> None:
-    async def run() -> None:
-        async with started(long_model, Settings(parallel=2, max_queue=3)) as running:
-            async with AsyncExitStack() as crowd:
-                for n in range(5):
-                    await crowd.enter_async_context(running.submit(endless(f"job {n}")))
-                for count in (1, 2):
-                    error = await refused(running)
-                    assert error.kind is Kind.BUSY
-                    assert error.retry_after is not None
-                    assert "5 requests are here" in error.message
-                    assert "may run (2) and wait (3)" in error.message
-                    assert running.status().rejected == count
-            assert await answer(running, "afterwards", b"hello")
-            assert running.status().rejected == 2
-
-    asyncio.run(run())
-
-
-def test_without_a_queue_only_places_count(long_model: Path) -> None:
-    async def run() -> None:
-        async with started(long_model, Settings(parallel=1, max_queue=0)) as running:
-            async with running.submit(endless("a")):
-                assert (await refused(running)).kind is Kind.BUSY
-            assert await answer(running, "b", b"hello")
-
-    asyncio.run(run())
-
-
-def test_an_answer_that_is_still_being_read_takes_no_place(tiny_model: Path) -> None:
-    """The engine is done with it; a slow client is nobody's neighbour."""
-
-    async def run() -> None:
-        async with (
-            started(tiny_model, Settings(parallel=1, max_queue=0)) as running,
-            running.submit(job("a", b"hello")) as slow,
-        ):
-            async for update in slow:
-                if isinstance(update, Ended):
-                    break
-            assert await answer(running, "b", b"hello")
-
-    asyncio.run(run())
-
-
-def test_those_who_wait_run_when_a_place_is_free(tiny_model: Path) -> None:
-    async def run() -> None:
-        async with started(tiny_model, Settings(parallel=1, max_queue=8)) as running:
-            all_of_them = await asyncio.gather(
-                *(answer(running, f"job {n}", b"hello") for n in range(9))
-            )
-            for updates in all_of_them:
-                assert isinstance(updates[0], Started)
-                assert isinstance(updates[-1], Ended)
-            assert running.status().rejected == 0
 
     asyncio.run(run())
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.core.errors import AppError, Kind
 from app.core.events import Loading
-from app.core.jobs import EngineStats
+from app.core.jobs import Ended, EngineStats, Started
 from app.core.residents import Served
 from app.runners import lease as lease_module
 from app.runners import pool as pool_module
@@ -800,19 +800,31 @@ def test_counters_go_on_where_a_runner_is_started_again():
     run(body())
 
 
-def test_a_runner_that_died_between_is_an_error_that_says_so():
+def test_a_job_that_comes_when_a_runner_was_lost_waits_for_the_next_one():
     async def body() -> None:
         house = small()
-        async with pooled(house) as pool:
-            await use(pool, A)
-            handle = pool.resident(A)
-            house.of("a").die("killed by SIGKILL")
-            await until(lambda: pool.state(A).phase == "unloaded")
-            with pytest.raises(AppError, match="killed by SIGKILL") as raised:
-                async with handle.submit(job("x")):
-                    raise AssertionError("nobody runs it")
-            assert raised.value.kind is Kind.ENGINE
-            assert handle.status().state == "failed"
+        async with pooled(house) as pool, pool.lease(A, None) as lease:
+            await lease.wait()
+            handle, lost = pool.resident(A), house.of("a")
+            lost.die("killed by SIGKILL")
+            async with handle.submit(job("x")) as submission:
+                assert [type(update) async for update in submission] == [Started, Ended]
+            assert lost.jobs == []
+            assert [one.id for one in house.of("a").jobs] == ["x"]
+
+    run(body())
+
+
+def test_a_job_that_waits_for_a_runner_is_told_why_there_will_be_none():
+    async def body() -> None:
+        house = small()
+        async with pooled(house) as pool, pool.lease(A, None) as lease:
+            await lease.wait()
+            house.unreadable["a"] = AppError(Kind.MODEL_FILES, "its files are gone")
+            house.of("a").die()
+            with pytest.raises(AppError, match="its files are gone"):
+                async with pool.resident(A).submit(job("x")):
+                    raise AssertionError("there is none")
 
     run(body())
 

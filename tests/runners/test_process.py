@@ -129,7 +129,7 @@ def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
             await answer(running, "a", b"hello")
             if kill:
                 os.kill(pid(running), signal.SIGKILL)
-                await running.over()
+                await running.lost()
 
     async def run() -> None:
         await once(kill=False)

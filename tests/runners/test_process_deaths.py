@@ -16,6 +16,8 @@ import pytest
 from httpcore2._backends.anyio import AnyIOStream
 
 from app.core.errors import AppError, Kind
+from app.core.ports import RunnerLoss
+from app.runners.line import Line
 from tests.engine.driving import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -41,7 +43,7 @@ def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Sign
         async with started(long_model) as running:
             process = pid(running)
             waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
-            watching = asyncio.gather(*(running.over() for _ in range(3)))
+            watching = asyncio.gather(*(running.lost() for _ in range(3)))
             while running.status().stats.running < 3:  # noqa: ASYNC110  # the engine says so
                 await asyncio.sleep(0.01)
             os.kill(process, how)
@@ -49,12 +51,14 @@ def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Sign
                 assert ended.reason == "error"
                 assert ended.error is not None
                 assert ended.error.startswith("the engine stopped: its process was killed by SIG")
-            for said in await watching:
-                assert said.startswith(f"the process of tiny was killed by {how.name}")
-            assert ("memory" in said) == (how is signal.SIGKILL)
-            assert ("Segmentation" in said) == (how is signal.SIGSEGV)
+            [loss, *others] = await watching
+            assert others == [loss, loss]
+            assert loss.message.startswith(f"the process of tiny was killed by {how.name}")
+            assert ("memory" in loss.message) == (how is signal.SIGKILL)
+            assert ("Segmentation" in loss.message) == (how is signal.SIGSEGV)
+            assert loss.fault == (how is signal.SIGSEGV), "what computes sends itself no SIGKILL"
             status = running.status()
-            assert (status.state, status.error, status.pid) == ("failed", said, None)
+            assert (status.state, status.error, status.pid) == ("failed", loss.message, None)
             with pytest.raises(AppError, match="the engine is not running") as caught:
                 await answer(running, "b", b"x")
             assert caught.value.kind is Kind.ENGINE
@@ -71,7 +75,7 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -
             while not running.status().stats.running:  # noqa: ASYNC110  # the engine says so
                 await asyncio.sleep(0.01)
             os.kill(process, signal.SIGSTOP)
-            said = await running.over()
+            said = (await running.lost()).message
             assert said.startswith("the engine's process has said nothing for ")
             assert (await waiting).error == f"the engine stopped: {said}"
             await running.stop()
@@ -94,7 +98,8 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
     async def run() -> None:
         async with started(long_model) as running:
             process = pid(running)
-            assert await running.over() == "the process of tiny hung up and did not end"
+            loss = await running.lost()
+            assert loss == RunnerLoss(message="the process of tiny hung up and did not end")
             await running.stop()
             assert not lives(process)
 
@@ -123,7 +128,7 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
             with pytest.raises(AppError) as caught:
                 await end(running, "a")
             assert caught.value.message == "the engine stopped: its process hung up"
-            said = await running.over()
+            said = (await running.lost()).message
             assert said.startswith("the process of tiny hung up and did not end: ")
             assert "RuntimeError: planted" in said
             await running.stop()
@@ -158,7 +163,7 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
                 await end(running, "a")
             ended = "the engine stopped: its process ended with exit status 1"
             assert caught.value.message == ended
-            assert "MemoryError" in await running.over()
+            assert "MemoryError" in (await running.lost()).message
 
     asyncio.run(run())
 
@@ -183,7 +188,7 @@ def test_a_process_that_dies_leaves_no_connection_open(
             address = ("127.0.0.1", port(running))
             assert address in _peers()
             os.kill(pid(running), signal.SIGKILL)
-            await running.over()
+            await running.lost()
         assert address not in _peers()
 
     asyncio.run(run())
@@ -217,13 +222,79 @@ def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str],
     async def run() -> None:
         async with started(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
-            ended, said = await asyncio.gather(end(running, "a"), running.over())
+            ended, loss = await asyncio.gather(end(running, "a"), running.lost())
+            said = loss.message
+            assert loss.fault
             assert said.startswith("the engine has not moved for ")
             assert said.endswith("(decode of 8 sequences)")
             assert ended.error == f"the engine stopped: {said}"
             assert running.status().state in ("stalled", "failed")
             await running.stop()
             assert not lives(process)
+
+    asyncio.run(run())
+
+
+DEAF = """
+import asyncio
+from app.runners.service import Service
+
+async def deaf(self, request):
+    await asyncio.Event().wait()
+
+Service._submit = Service._probe = deaf
+"""
+
+
+def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
+    tiny_model: Path, plant: Callable[[str], None]
+) -> None:
+    """Its heartbeats went on, `/health` said ok, and no request was answered."""
+    plant(DEAF)
+
+    async def run() -> None:
+        async with started(tiny_model, watchdog=1.0) as running:
+            process = pid(running)
+            waiting = asyncio.create_task(end(running, "a"))
+            loss = await running.lost()
+            assert loss.message == "the process of tiny has taken no request for 2 s"
+            with pytest.raises(AppError, match="the engine stopped: the process of tiny has taken"):
+                await waiting
+            await running.stop()
+            assert not lives(process)
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of descriptors on this side, say: it is not replaced, and goes on when they are
+    back."""
+    monkeypatch.setattr("app.runners.process._PROBE", 0.01)
+    monkeypatch.setattr("app.runners.process._PROBE_AGAIN", 0.01)
+    broken = True
+    real = Line.probe
+
+    async def probe(line: Line) -> None:
+        if broken:
+            raise ConnectionError("Too many open files")
+        await real(line)
+
+    monkeypatch.setattr(Line, "probe", probe)
+
+    async def run() -> None:
+        nonlocal broken
+        async with started(tiny_model) as running:
+            while running.status().state == "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            status = running.status()
+            assert status.state == "stalled"
+            assert status.error == "the process of tiny cannot be reached: Too many open files"
+            broken = False
+            while running.status().state != "ready":  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            assert await answer(running, "a", b"x", max_tokens=2)
 
     asyncio.run(run())
 
@@ -240,9 +311,9 @@ def test_an_engine_that_breaks_tells_why_before_it_ends(
     async def run() -> None:
         async with started(long_model) as running:
             process = pid(running)
-            ended, said = await asyncio.gather(end(running, "a"), running.over())
-            assert said == "AssertionError: planted"
-            assert ended.error == f"the engine stopped: {said}"
+            ended, loss = await asyncio.gather(end(running, "a"), running.lost())
+            assert loss == RunnerLoss(message="AssertionError: planted")
+            assert ended.error == f"the engine stopped: {loss.message}"
             await running.stop()
             assert not lives(process)
 
@@ -275,7 +346,7 @@ def test_a_process_that_runs_out_of_memory_harms_only_itself(
             for ended in await asyncio.gather(*(end(running, f"job {i}") for i in range(4))):
                 assert ended.error is not None
                 assert ended.error.startswith("the engine stopped")
-            assert "emory" in await running.over()
+            assert "emory" in (await running.lost()).message
 
     asyncio.run(run())
 

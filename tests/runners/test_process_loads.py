@@ -117,7 +117,8 @@ def test_a_process_that_cannot_be_understood_is_ended(
 
     async def run() -> None:
         async with started(tiny_model) as running:
-            assert await running.over() == "the process of tiny cannot be understood"
+            loss = await running.lost()
+            assert loss.message == "the process of tiny cannot be understood"
 
     asyncio.run(run())
     assert logged in caplog.text

@@ -26,6 +26,7 @@ from app.engine.describe import complete
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.generation import Generation
+from app.runners.admission import Admission
 from app.runners.local import LocalRunner
 from tests import tiny
 from tests.store.shards import told, write, write_tensors
@@ -51,7 +52,7 @@ def nothing_is_left() -> Iterator[None]:
 
 def opened(folder: Path) -> Loop:
     files = complete(store.resolve(str(folder)))
-    Generation(files, LocalRunner(SETTINGS), SETTINGS)
+    Generation(files, Admission(LocalRunner(SETTINGS), SETTINGS.max_queue), SETTINGS)
     return load(files, SETTINGS, lambda percent, memory: None)
 
 

@@ -8,8 +8,9 @@ from tokenizers import processors
 
 from app.core.errors import AppError, Kind
 from app.core.requests import CalledTool, Message
-from app.text.chat import ChatTemplate
+from app.text.chat import ChatTemplate, tokenizer_info
 from app.text.tokenizer import Tokenizer
+from tests import tiny
 
 HELLO = (Message(role="user", content="Hello"),)
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -204,3 +205,36 @@ class TestBeginningOfText:
         assert self.ids(model, said)[1][:2] == [1, 1], "both are there, as both were written"
         plain = files(made["sentence_piece"], tokenizer_config=config)
         assert self.ids(plain, said)[1].count(1) == 1
+
+
+def test_a_tokenizer_is_described_by_its_special_tokens_and_its_template(files):
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "add_bos_token": True,
+        "name_or_path": "author/models",
+    }
+    made = files(tiny.tokenizer(), tokenizer_config=config, template="{{ messages }}")
+    assert tokenizer_info(made, Tokenizer.load(made), context=64) == {
+        "tokenizer_class": "LlamaTokenizer",
+        "model_max_length": 64,
+        "add_bos_token": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": None,
+        "pad_token": None,
+        "chat_template": "{{ messages }}",
+    }
+
+
+def test_special_tokens_that_only_config_json_names_are_there_too(files):
+    config = {"eos_token_id": tiny.END, "bos_token_id": tiny.BOS}
+    made = files(tiny.tokenizer(), config=config)
+    info = tokenizer_info(made, Tokenizer.load(made), context=64)
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+    assert info["chat_template"] is None
+    bare = files(tiny.tokenizer())
+    info = tokenizer_info(bare, Tokenizer.load(bare), context=64)
+    assert (info["bos_token"], info["eos_token"]) == (None, None)

@@ -5,27 +5,22 @@ vectors are made, or what the model's vocabulary and context are (that is checke
 known). Wire format: OpenAI's API reference, "Create embeddings".
 """
 
-import asyncio
 import base64
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from app.api.body import Body, RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive, read_model
+from app.api.dialects.other_servers import check_other_fields
 from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
-from app.api.wire import (
-    JsonObject,
-    caller_of,
-    model_named_in,
-    read_json,
-    send_json,
-    while_connected,
-)
+from app.api.wire import JsonObject, caller_of, model_named_in, send_json, while_connected
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, Pooling
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -44,30 +39,35 @@ class Wish:
     encoding: Encoding
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
-    return [Route("/v1/embeddings", EmbedEndpoint(generate, settings), methods=["POST"])]
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
+    return [Route("/v1/embeddings", EmbedEndpoint(generate, bodies), methods=["POST"])]
 
 
 class EmbedEndpoint:
     """An ASGI application. A client that hangs up cancels what it asked for."""
 
-    def __init__(self, generate: Generate, settings: Settings) -> None:
+    def __init__(self, generate: Generate, bodies: RequestBodies) -> None:
         self._generate = generate
-        self._max_body = settings.max_body
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        content = await read_json(scope, receive, self._max_body)
+        async with self._bodies.receive_json(scope, receive) as body:
+
+            async def exchange(send: Send) -> None:
+                wish = await self._understand(body)
+                request = replace(wish.request, caller=caller_of(scope))
+                found = await self._generate.embed(request)
+                size = sum(map(len, found.vectors))
+                reply = await self._bodies.workers.run(partial(written, wish, found), size=size)
+                await send_json(reply, scope, send)
+
+            await while_connected(receive, send, exchange)
+
+    async def _understand(self, body: Body) -> Wish:
+        content = await body.json()
         await self._generate.look_for(model_named_in(content))
         served = {card.id for card in self._generate.models()}
-        wish = await asyncio.to_thread(parse, content, served)  # there may be millions of ids
-
-        async def exchange(send: Send) -> None:
-            request = replace(wish.request, caller=caller_of(scope))
-            found = await self._generate.embed(request)
-            body = await asyncio.to_thread(written, wish, found)
-            await send_json(body, scope, send)
-
-        await while_connected(receive, send, exchange)
+        return await body.run(partial(parse, content, served))
 
 
 def parse(body: object, models: Collection[str]) -> Wish:
@@ -86,6 +86,7 @@ def parse(body: object, models: Collection[str]) -> Wish:
         encoding=_encoding(fields),
     )
     fields.string("user")  # accepted, as documented: there is nobody here to tell about it
+    check_other_fields(fields, "embeddings")
     fields.close()
     return wish
 

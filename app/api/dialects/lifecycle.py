@@ -8,24 +8,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive
 from app.api.fields import Fields
-from app.api.wire import JsonObject, json_reply, read_json
+from app.api.wire import JsonObject, json_reply
 from app.core.ports import Generate
 from app.core.residents import ModelState
 from app.core.settings import Settings
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     async def load(request: Request) -> Response:
-        fields = Fields.of(await read_json(request.scope, request.receive, settings.max_body))
+        fields = Fields.of(await bodies.read_json(request.scope, request.receive))
         model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
         fields.close()
         await generate.look_for(model)
         return json_reply(told(await generate.load(model, keep_alive)))
 
     async def unload(request: Request) -> Response:
-        fields = Fields.of(await read_json(request.scope, request.receive, settings.max_body))
+        fields = Fields.of(await bodies.read_json(request.scope, request.receive))
         model = fields.required_string("model")
         fields.close()
         return json_reply(told(await generate.unload(model)))

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
 from app.api.dialects.lifecycle import told
 from app.api.dialects.openai_caller import unknown_model
 from app.api.dialects.openai_chat import ChatChunks, collect_chat
@@ -24,7 +25,7 @@ from app.core.residents import ModelState
 from app.core.settings import Settings
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     def served() -> dict[str, ModelCard]:
         return {card.id: card for card in generate.models()}
 
@@ -65,12 +66,12 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     return [
         Route(
             "/v1/chat/completions",
-            GenerateEndpoint(ask_chat, generate, settings),
+            GenerateEndpoint(ask_chat, generate, settings, bodies),
             methods=["POST"],
         ),
         Route(
             "/v1/completions",
-            GenerateEndpoint(ask_completion, generate, settings),
+            GenerateEndpoint(ask_completion, generate, settings, bodies),
             methods=["POST"],
         ),
         Route("/v1/models", list_models, methods=["GET"]),
@@ -90,9 +91,10 @@ def _head(prefix: str, wish: Wish, card: ModelCard) -> Head:
         n=wish.n,
         made=request.n,
         logprobs=wish.logprobs,
-        ids=request.return_ids,
+        ids=wish.ids,
         echo=request.echo,
         include_usage=wish.include_usage,
+        running_usage=wish.running_usage,
         tier=wish.tier,
     )
 

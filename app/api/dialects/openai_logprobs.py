@@ -7,7 +7,7 @@ Must not know: how tokens come to be text.
 import codecs
 from collections.abc import Iterable
 
-from app.api.wire import JsonObject
+from app.api.wire import JsonObject, long_array
 from app.core.events import TokenLogprob, TopLogprob
 
 # What OpenAI writes for "next to impossible"; JSON has no infinities.
@@ -15,11 +15,14 @@ LEAST_LOGPROB = -9999.0
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> JsonObject:
-    """One entry per token, its rivals within."""
-    content = [
+    return {"content": long_array(entries(tokens)), "refusal": None}
+
+
+def entries(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
+    """One per token, its rivals within."""
+    return [
         _entry(token) | {"top_logprobs": [_entry(rival) for rival in token.top]} for token in tokens
     ]
-    return {"content": content, "refusal": None}
 
 
 class Columns:
@@ -43,10 +46,10 @@ class Columns:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(token.raw))
         return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": rivals,
-            "text_offset": offsets,
+            "tokens": long_array(names),
+            "token_logprobs": long_array(logprobs),
+            "top_logprobs": long_array(rivals),
+            "text_offset": long_array(offsets),
         }
 
 

@@ -1,8 +1,11 @@
 """OpenAI's messages: from JSON to a conversation.
 
-Knows every field of every documented role. What a text model cannot take (images, audio, files) is
-refused by its place in the request. Must not know: chat templates.
+Knows every field of every documented role, and in which order calls and their results come. What a
+text model cannot take (images, audio, files) is refused by its place in the request. Must not know:
+chat templates.
 """
+
+from collections.abc import Collection, Sequence
 
 from app.api.dialects.openai_arguments import sent_arguments
 from app.api.fields import Fields, as_array, invalid, shown
@@ -16,11 +19,49 @@ def read_conversation(fields: Fields) -> Conversation:
     messages = fields.array("messages")
     if not messages:
         raise invalid("messages", "messages must hold at least one message")
-    return Conversation(
-        messages=tuple(
-            _message(Fields.of(message, f"messages.{n}")) for n, message in enumerate(messages)
-        )
+    read = tuple(
+        _message(Fields.of(message, f"messages.{n}")) for n, message in enumerate(messages)
     )
+    _check_results(read)
+    return Conversation(messages=read)
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """OpenAI's rule, in its words: behind a message with calls come their results, all of them and
+    nothing else. Raises AppError(INVALID)."""
+    called_at, called, waiting = 0, frozenset[str](), set[str]()
+    for n, message in enumerate(messages):
+        id_ = message.tool_call_id
+        if id_ is None:
+            _check_answered(called_at, waiting)
+            called_at, called = n, frozenset(call.id for call in message.tool_calls)
+            waiting = set(called)
+        elif not called:
+            raise invalid(
+                f"messages.{n}.role",
+                f"messages.{n}: messages with role 'tool' must be a response to a preceding "
+                "message with 'tool_calls'",
+            )
+        elif id_ not in called:
+            path = f"messages.{n}.tool_call_id"
+            raise invalid(
+                path,
+                f"{path} of {shown(id_)} not found in 'tool_calls' of previous message, which is "
+                f"messages.{called_at}",
+            )
+        else:
+            waiting.discard(id_)
+    _check_answered(called_at, waiting)
+
+
+def _check_answered(at: int, waiting: Collection[str]) -> None:
+    if waiting:
+        raise invalid(
+            f"messages.{at}.tool_calls",
+            f"messages.{at}: an assistant message with 'tool_calls' must be followed by tool "
+            "messages responding to each 'tool_call_id'. The following tool_call_ids did not have "
+            f"response messages: {', '.join(sorted(waiting))[:400]}",
+        )
 
 
 def _message(fields: Fields) -> Message:

@@ -6,6 +6,7 @@ its answer has to repeat.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,8 @@ class Head:
     """What an answer repeats of its request and of the server. created: Unix time. prompts: how
     many. n: choices of each that are told, made: that are generated. logprobs, ids: whether they
     were asked for. echo: whether answers begin with their prompts. include_usage: whether a stream
-    ends with token counts. tier: the service tier, where one was named."""
+    ends with token counts. running_usage: whether each chunk has the counts of its choice so far.
+    tier: the service tier, where one was named."""
 
     id: str
     created: int
@@ -44,6 +46,7 @@ class Head:
     ids: bool = False
     echo: bool = False
     include_usage: bool = False
+    running_usage: bool = False
     tier: str | None = None
 
 
@@ -59,6 +62,7 @@ class Chunks:
         self.prompts: dict[int, Sequence[int]] = {}  # the ids of each
         self._kind = kind
         self._tally = Tally()
+        self._sampled: Counter[int] = Counter()  # tokens of each choice so far
 
     def speak(self, event: TextDelta | ReasoningDelta | CallDelta) -> list[JsonObject]:
         """What a choice is given, chunk by chunk."""
@@ -79,9 +83,12 @@ class Chunks:
                 return b""
             case Finish():
                 self._tally.add(event)
+                self._sampled[event.choice] = event.usage.completion_tokens
                 counters = self._tally.counters() if self._all_finished else {}
                 return self._frame([self.close(event)], counters)
             case _:
+                if isinstance(event, TextDelta):
+                    self._sampled[event.choice] += len(event.ids)
                 return b"".join(self._frame([choice], {}) for choice in self.speak(event))
 
     def end(self) -> bytes:
@@ -99,9 +106,20 @@ class Chunks:
 
     def _frame(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
         chunk = {**heading(self.head, self._kind), **self.more(), "choices": choices}
-        if self.head.include_usage:
+        if self.head.running_usage and choices:
+            chunk["usage"] = self._usage_so_far(choices[0]["index"])
+        elif self.head.include_usage:
             chunk["usage"] = None
         return event_frame(chunk | extra)
+
+    def _usage_so_far(self, choice: int) -> JsonObject:
+        """As vLLM counts: of this choice and its prompt alone."""
+        prompt, sampled = len(self.prompts[choice // self.head.made]), self._sampled[choice]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ where they are known).
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from app.api.dialects.openai_caller import (
     check_caller,
@@ -22,6 +23,7 @@ from app.api.dialects.openai_prompt import prompts_of, read_count, read_prompt, 
 from app.api.dialects.openai_sampling import read_ending, read_sampling
 from app.api.dialects.openai_thinking import read_template_options, read_thinking
 from app.api.dialects.openai_tools import read_toolbox
+from app.api.dialects.other_servers import check_other_fields
 from app.api.fields import Fields, invalid
 from app.core.requests import GenerateRequest
 
@@ -33,13 +35,16 @@ MOST_LOGPROBS = 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
     """A valid request. prompts: how many. n: answers to each that are told; request.n is how many
-    are made, of which these are the likeliest. logprobs: tell them. include_usage: end the stream
-    with a chunk of token counts. tier: the service tier to name, if one is to be named."""
+    are made, of which these are the likeliest. logprobs, ids: tell them. include_usage: end the
+    stream with a chunk of token counts. running_usage: every chunk with a choice has its counts so
+    far. tier: the service tier to name, if one is to be named."""
 
     request: GenerateRequest
     stream: bool
     include_usage: bool
+    running_usage: bool
     logprobs: bool
+    ids: bool
     prompts: int
     n: int
     tier: str | None = None
@@ -51,7 +56,8 @@ def parse_chat(body: object, models: Collection[str]) -> Wish:
     model = read_model(fields, models)
     conversation = read_conversation(fields)
     newer = fields.integer("max_completion_tokens", 1)
-    older = fields.integer("max_tokens", 1)
+    # -1 is how LM Studio's and llama.cpp's clients leave it out
+    older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
     toolbox = read_toolbox(fields)
     grammar = read_grammar(fields)
     thinking = read_thinking(fields)
@@ -76,8 +82,9 @@ def parse_chat(body: object, models: Collection[str]) -> Wish:
     wish = replace(wish, tier=read_tier(fields))
     check_metadata(fields)
     check_caller(fields)
-    fields.boolean("store")
+    _check_store(fields)
     _refuse_rest(fields)
+    check_other_fields(fields, "chat")
     fields.close()
     return wish
 
@@ -103,6 +110,7 @@ def parse_completion(body: object, models: Collection[str]) -> Wish:
     )
     wish = _best_of(fields, _wish(fields, request, constrained=grammar is not None))
     fields.string("user")
+    check_other_fields(fields, "completions")
     fields.close()
     return wish
 
@@ -110,6 +118,8 @@ def parse_completion(body: object, models: Collection[str]) -> Wish:
 def _wish(fields: Fields, request: GenerateRequest, *, constrained: bool) -> Wish:
     """What both endpoints share."""
     stream = fields.boolean("stream") or False
+    options = _stream_options(fields, stream)
+    ids = fields.boolean("return_token_ids") or False
     ending = read_ending(fields, max_tokens=request.max_tokens, constrained=constrained)
     request = replace(
         request,
@@ -118,14 +128,17 @@ def _wish(fields: Fields, request: GenerateRequest, *, constrained: bool) -> Wis
         ignore_eos=ending.ignore_eos,
         stop=ending.stop,
         reuse=fields.boolean("cache_prompt") is not False,
-        return_ids=fields.boolean("return_token_ids") or False,
+        # counts of tokens so far are counts of ids
+        return_ids=ids or options.running_usage,
         keep_alive=read_keep_alive(fields),
     )
     return Wish(
         request=request,
         stream=stream,
-        include_usage=_include_usage(fields, stream),
+        include_usage=options.include_usage,
+        running_usage=options.running_usage,
         logprobs=request.top_logprobs is not None,
+        ids=ids,
         prompts=prompts_of(request.prompt),
         n=request.n,
     )
@@ -147,16 +160,25 @@ def _best_of(fields: Fields, wish: Wish) -> Wish:
     return replace(wish, request=replace(request, n=best_of, top_logprobs=top))
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+class _StreamOptions(NamedTuple):
+    include_usage: bool = False
+    running_usage: bool = False
+
+
+def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
+    """OpenAI's, and vLLM's `continuous_usage_stats`, which SGLang has too."""
     options = fields.nested("stream_options")
     if options is None:
-        return False
+        return _StreamOptions()
     if not stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     options.refuse("include_obfuscation", False)
-    include_usage = options.boolean("include_usage") or False
+    read = _StreamOptions(
+        include_usage=options.boolean("include_usage") or False,
+        running_usage=options.boolean("continuous_usage_stats") or False,
+    )
     options.close()
-    return include_usage
+    return read
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
@@ -167,6 +189,15 @@ def _chat_logprobs(fields: Fields) -> int | None:
     if top is not None:
         raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
     return None
+
+
+def _check_store(fields: Fields) -> None:
+    if fields.boolean("store"):
+        raise invalid(
+            "store",
+            "store cannot be true here: chat completions are not kept. Leave it out, or use "
+            "POST /v1/responses, whose responses are kept and can be read again",
+        )
 
 
 def _refuse_rest(fields: Fields) -> None:

@@ -5,22 +5,25 @@ sent, so that whoever has read it may continue it. Requests are read in response
 are written in responses_reply. Must not know: anything of what stands between.
 """
 
-import asyncio
 import os
 import time
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
 from app.api.dialects.responses_listing import list_items
 from app.api.dialects.responses_reply import Answer, Head, Keep, ResponseFrames, collect
 from app.api.dialects.responses_request import Wish, parse
 from app.api.dialects.responses_store import Kept, ResponseStore, ids_of
 from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
 from app.api.fields import invalid, shown
-from app.api.wire import JsonObject, json_reply
+from app.api.wire import JsonObject, json_reply, model_named_in
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -28,7 +31,7 @@ from app.core.settings import Settings
 ONE = "/v1/responses/{response_id}"
 
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     store = ResponseStore()
 
     def ask(body: object) -> Ask:
@@ -59,7 +62,7 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
     async def input_items(request: Request) -> Response:
         kept = _kept(store, request)
         store.use(kept.id)
-        items = await asyncio.to_thread(kept.input_items)  # there may be thousands
+        items = await bodies.workers.run(kept.input_items, size=len(kept.input))
         return json_reply(list_items(items, request.query_params))
 
     async def cancel(request: Request) -> Response:
@@ -68,14 +71,43 @@ def routes(generate: Generate, settings: Settings) -> list[Route]:
             None, "only a response in the background is cancelled, and there are none here"
         )
 
-    create = GenerateEndpoint(ask, generate, settings)
+    async def input_tokens(request: Request) -> Response:
+        async with bodies.receive_json(request.scope, request.receive) as body:
+            content = await body.json()
+            await generate.look_for(model_named_in(content))
+            served = [card.id for card in generate.models()]
+            asked = _with_defaults(content, served)
+            shifts = settings.context_shift
+            wish = await body.run(partial(parse, asked, served, store, shifts=shifts))
+            ids = await generate.prompt_ids(wish.request)
+            return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+    async def compact(request: Request) -> Response:
+        raise AppError(
+            Kind.NOT_FOUND,
+            "responses are not compacted here: send fewer items, or start the server with "
+            "--context-shift",
+        )
+
+    create = GenerateEndpoint(ask, generate, settings, bodies)
     return [
         Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+        Route("/v1/responses/compact", compact, methods=["POST"]),
         Route(ONE, retrieve, methods=["GET"]),
         Route(ONE, delete, methods=["DELETE"]),
         Route(f"{ONE}/input_items", input_items, methods=["GET"]),
         Route(f"{ONE}/cancel", cancel, methods=["POST"]),
     ]
+
+
+def _with_defaults(body: object, served: Sequence[str]) -> object:
+    """A request that is only counted may leave out its model and its input."""
+    if not isinstance(body, dict):
+        return body
+    fields = cast(JsonObject, body)
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"input": [], **({"model": served[0]} if served else {}), **given}
 
 
 def _keeping(store: ResponseStore, wish: Wish) -> Keep:

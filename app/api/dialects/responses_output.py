@@ -7,7 +7,7 @@ know: which items an answer has, or what else stands in a response.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from app.api.dialects.openai_logprobs import chat_logprobs
+from app.api.dialects.openai_logprobs import entries
 from app.api.dialects.responses_items import new_id
 from app.api.wire import JsonObject
 from app.core.events import TokenLogprob
@@ -65,7 +65,7 @@ class TextItem:
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
         """Tokens of the text, also those whose text was not shown."""
-        scored: list[JsonObject] = chat_logprobs(logprobs)["content"]
+        scored: list[JsonObject] = entries(logprobs)
         self._logprobs += scored
         return scored
 

@@ -22,9 +22,10 @@ from app.api.dialects.openai_format import ANY_OBJECT, read_schema
 from app.api.dialects.openai_sampling import read_ending, read_sampling
 from app.api.dialects.openai_thinking import EFFORTS, read_budget, read_template_options
 from app.api.dialects.openai_tools import Toolbox, read_choice, read_function, read_tools
+from app.api.dialects.other_servers import check_other_fields
 from app.api.dialects.responses_items import read_input
 from app.api.dialects.responses_turns import messages_of, with_instructions
-from app.api.fields import Fields, as_mapping, invalid
+from app.api.fields import Fields, as_mapping, invalid, without_nulls
 from app.api.wire import JsonObject
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Thinking, Tool
 
@@ -99,6 +100,7 @@ def parse(body: object, models: Collection[str], history: History, *, shifts: bo
     )
     stream = _stream(fields)
     _check_rest(fields, shifts=shifts)
+    check_other_fields(fields, "responses")
     fields.close()
     return Wish(
         request=request,
@@ -220,7 +222,7 @@ def _echo(
 ) -> JsonObject:
     """As OpenAI repeats a request: with what was assumed where nothing was said. What the model
     itself recommends is not known here, and null stands for it."""
-    choice = fields.value("tool_choice")
+    choice = without_nulls(fields.value("tool_choice"))
     tools = [_shown(cast("JsonObject", tool)) for tool in fields.array("tools") or []]
     # as deep as they lie in the last event of a stream
     as_mapping({"response": {"tools": tools}}, "tools")
@@ -229,7 +231,7 @@ def _echo(
         "instructions": fields.value("instructions"),
         "max_output_tokens": request.max_tokens,
         "max_tool_calls": fields.value("max_tool_calls"),
-        "metadata": fields.value("metadata") or {},
+        "metadata": without_nulls(fields.value("metadata")) or {},
         "model": request.model,
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": fields.value("previous_response_id"),

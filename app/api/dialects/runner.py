@@ -1,61 +1,57 @@
 """The runner's own dialect: what the Go client of Ollama's MLX runner speaks.
 
-POST /completion answers in JSON lines; /v1/tokenize and /v1/detokenize turn text into ids and
-back. Knows that client's habits: it writes zero for "not set", keeps all defaults to itself (so
-the model's own must not show through here) and prints the body of every reply that is not 200.
-Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768).
+POST /completion answers in JSON lines; what it calls to tokenize is in tokenization.py. Knows that
+client's habits: it writes zero for "not set", keeps all defaults to itself (so the model's own must
+not show through here) and prints the body of every reply that is not 200.
+Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8),
+which sends the options of api/types.go, whatever they are, and may ask for a format and for
+log-probabilities.
 """
 
-import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from starlette.requests import Request
-from starlette.responses import Response
+import orjson
 from starlette.routing import Route
 
+from app.api.body import RequestBodies
+from app.api.dialects.openai_format import ANY_OBJECT
+from app.api.dialects.openai_logprobs import entries
 from app.api.exchange import Ask, GenerateEndpoint, JsonLines
-from app.api.fields import INT32_MAX, INT64, Fields, as_array, as_ids, invalid
-from app.api.wire import MANNERS, JsonObject, json_reply, line_frame, read_body, read_json
+from app.api.fields import INT32_MAX, INT64, Fields, invalid, shown
+from app.api.wire import MANNERS, JsonObject, line_frame
 from app.core.errors import AppError, Kind
-from app.core.events import Finish, Spoken, TextDelta
+from app.core.events import Finish, Spoken, TextDelta, TokenLogprob
 from app.core.ports import Generate
-from app.core.requests import GenerateRequest, SamplingValue
+from app.core.requests import GenerateRequest, JsonSchema, SamplingValue
 from app.core.settings import Settings
+
+MOST_LOGPROBS = 20
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
+# Options that the client sends with every request and that its own runner does not look at either:
+# how a model is loaded, and one filter.
+IGNORED_INTEGERS = (
+    "num_ctx",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "draft_num_predict",
+)
 
-def routes(generate: Generate, settings: Settings) -> list[Route]:
+
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     def ask(body: object) -> Ask:
         cards = generate.models()
         if not cards:
             raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")
-        return Ask(request=parse(body, cards[0].id), reply=JsonLines(Lines()))
-
-    async def which(request: Request) -> str | None:
-        model = request.query_params.get("model")
-        if model is not None:
-            await generate.look_for(model)
-        return model
-
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, settings.max_body)
-        try:
-            text = body.decode()
-        except UnicodeDecodeError as error:
-            raise invalid(None, f"the body is not valid UTF-8: {error}") from None
-        return json_reply(list(await generate.tokenize(text, await which(request))))
-
-    async def detokenize(request: Request) -> Response:
-        body = await read_json(request.scope, request.receive, settings.max_body)
-        ids = await asyncio.to_thread(parse_ids, body)  # there may be millions
-        return json_reply({"content": await generate.detokenize(ids, await which(request))})
+        request = parse(body, cards[0].id)
+        return Ask(request=request, reply=JsonLines(Lines(request.top_logprobs is not None)))
 
     return [
-        Route("/completion", GenerateEndpoint(ask, generate, settings), methods=["POST"]),
-        Route("/v1/tokenize", tokenize, methods=["POST"]),
-        Route("/v1/detokenize", detokenize, methods=["POST"]),
+        Route("/completion", GenerateEndpoint(ask, generate, settings, bodies), methods=["POST"]),
     ]
 
 
@@ -64,6 +60,9 @@ def parse(body: object, model: str) -> GenerateRequest:
     # Go's decoder ignores case, and later versions of the client send capitals.
     fields = Fields.of(body).any_case()
     prompt = fields.required_string("prompt")
+    if not prompt:
+        raise invalid("prompt", "prompt must not be empty: there is nothing to continue")
+    fields.refuse("media", [])  # models here read text
     options = (fields.nested("options") or Fields({}, "options")).any_case()
     request = GenerateRequest(
         model=model,
@@ -73,23 +72,13 @@ def parse(body: object, model: str) -> GenerateRequest:
         stop=options.strings("stop", 16),
         reuse=fields.boolean("cache_prompt") is not False,
         keep=_keep(options),
+        grammar=_format(fields),
+        top_logprobs=_top_logprobs(fields),
     )
+    _check_ignored(options)
     options.close()
     fields.close()
     return request
-
-
-def parse_ids(body: object) -> tuple[int, ...]:
-    """The body of POST /v1/detokenize: an object, or the bare array that /v1/tokenize answers
-    with. Raises AppError(INVALID)."""
-    bare = as_array(body)
-    if bare is not None:
-        return as_ids(bare, "tokens")
-    fields = Fields.of(body)
-    fields.required("tokens")
-    tokens = fields.array("tokens") or []
-    fields.close()
-    return as_ids(tokens, "tokens")
 
 
 def _sampling(options: Fields) -> dict[str, SamplingValue]:
@@ -128,28 +117,61 @@ def _keep(options: Fields) -> int:
     return num_keep or n_keep or 0
 
 
-class Lines:
-    """Frames of an answer: one line per piece of text, then one with the counters."""
+def _format(fields: Fields) -> JsonSchema | None:
+    """Ollama's `format`: "json", or a JSON schema."""
+    value = fields.value("format")
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return JsonSchema(text=ANY_OBJECT, at="format")
+    if isinstance(value, str):
+        raise invalid("format", f"format must be 'json' or a JSON schema, not {shown(value)}")
+    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), at="format")
 
-    def __init__(self) -> None:
+
+def _top_logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("toplogprobs", 0, MOST_LOGPROBS) or 0
+    return top if wanted else None
+
+
+def _check_ignored(options: Fields) -> None:
+    for name in IGNORED_INTEGERS:
+        options.integer(name, *INT64)
+    options.boolean("use_mmap")
+    options.number("typical_p", 0, 1)
+
+
+class Lines:
+    """Frames of an answer: one line per piece of text, then one with the counters. logprobs: each
+    line has those of the tokens since the line before."""
+
+    def __init__(self, logprobs: bool = False) -> None:
         self._finished = False
+        self._logprobs = logprobs
+        self._scored: list[TokenLogprob] = []
 
     def feed(self, event: Spoken) -> bytes:
         if isinstance(event, TextDelta):
-            return line_frame(_line(Content=event.text)) if event.text else b""
+            self._scored += event.logprobs
+            return self._line(Content=event.text) if event.text else b""
         # a plain prompt is answered by nothing but text
         assert isinstance(event, Finish)
         self._finished = True
-        return line_frame(
-            _line(
-                Done=True,
-                DoneReason=DONE_REASONS[event.reason],
-                PromptEvalCount=event.usage.prompt_tokens,
-                PromptEvalDuration=event.timings.prompt_ns,
-                EvalCount=event.usage.completion_tokens,
-                EvalDuration=event.timings.eval_ns,
-            )
+        return self._line(
+            Done=True,
+            DoneReason=DONE_REASONS[event.reason],
+            PromptEvalCount=event.usage.prompt_tokens,
+            PromptEvalDuration=event.timings.prompt_ns,
+            EvalCount=event.usage.completion_tokens,
+            EvalDuration=event.timings.eval_ns,
         )
+
+    def _line(self, **said: object) -> bytes:
+        if not self._logprobs:
+            return line_frame(_line(**said))
+        scored, self._scored = self._scored, []
+        return line_frame(_line(**said, Logprobs=entries(scored) if scored else None))
 
     def end(self) -> bytes:
         assert self._finished, "an answer ended without Finish"

@@ -40,8 +40,18 @@ GAUGES: Sequence[Row] = (
     ("vllm:num_requests_running", "Requests in the engine", lambda s: s.stats.running),
     (
         "vllm:num_requests_waiting",
-        "Requests that wait for a place in the engine",
-        lambda s: s.stats.waiting,
+        "Requests that wait for a place in the engine, or are prepared for it",
+        lambda s: s.stats.waiting + s.preparing + s.compiling,
+    ),
+    (
+        "mlxrunner_num_requests_preparing",
+        "Of these, requests whose prompt is rendered and tokenized",
+        lambda s: s.preparing,
+    ),
+    (
+        "mlxrunner_num_requests_compiling",
+        "Of these, requests whose grammar is compiled",
+        lambda s: s.compiling,
     ),
     (
         "vllm:kv_cache_usage_perc",

@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.front_end import FrontEnd
 from app.api.metrics.engines import EngineFigures
+from app.api.metrics.front_end import FrontEndFigures
 from app.api.metrics.requests import RequestFigures
 from app.api.metrics.traffic import TrafficFigures
 from app.core.embeddings import EmbedRequest
@@ -27,13 +29,14 @@ from app.core.watched import Watch
 class Metrics:
     """Figures of one server, in a registry of its own."""
 
-    def __init__(self, generate: Generate, traffic: Traffic) -> None:
+    def __init__(self, generate: Generate, traffic: Traffic, front_end: FrontEnd) -> None:
         self._registry = CollectorRegistry()
         self._generate = generate
         self._engines = EngineFigures()
         self._registry.register(self._engines)
         self._requests = RequestFigures(self._registry, self._served)
         self._registry.register(TrafficFigures(traffic))
+        self._registry.register(FrontEndFigures(front_end))
         # of the front door alone: runners are processes of their own. Linux only.
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "What this is", registry=self._registry).info(

@@ -107,7 +107,8 @@ class _Follower:
         self._ranks = ranks
         self._files = files
         self._settings = settings
-        self._grammars = Grammars(files.tokenizer, vocab=files.tokens or files.vocab_size)
+        self._grammars = Grammars.of(files)
+        self._grammars.start()
         self._gave_up = False  # written by the engine's thread
         self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
         self._engine = threading.Thread(target=self._run, name="mlx-engine", daemon=True)

@@ -1,0 +1,276 @@
+"""Request bodies: how large they may be, how much memory all of them may take, and how JSON is
+parsed without keeping the event loop from other clients.
+
+Knows: ASGI messages, JSON's syntax, orjson, the workers. Must not know: dialects, what is asked.
+
+The parser builds an object for each JSON value, which takes many times the bytes of `[]`, and holds
+the interpreter while it does. So values are counted while the body arrives, before any is built,
+and large bodies are parsed on a thread, one at a time, callers taking turns.
+"""
+
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from app.api.wire import ClientLeft, caller_of
+from app.core.errors import AppError, Kind
+from app.core.settings import MEBIBYTE, Settings
+from app.core.workers import Workers, WorkQueue
+
+Result = TypeVar("Result")
+
+# JSON values of one body, keys included. Ten times the largest request recorded of a coding agent
+# has 12,000; 2,048 embedding inputs of 100 token ids each have 207,000. Building so many takes
+# 30 ms. A prompt of ids may have more, where a model has a longer context.
+MOST_VALUES = 262_144
+
+# Values that a request may have besides such a prompt.
+_BESIDE_PROMPT = 16_384
+
+# Bytes that all bodies in flight may take together, beyond _UNCOUNTED of each, or so many of the
+# largest ones if that is more. One caller with a key gets at most half of it.
+_BUDGET, _LARGEST = 128 * MEBIBYTE, 8
+
+# Bytes of each body that do not count against the budget: small requests are served though large
+# ones have used it up. --max-connections bounds them.
+_UNCOUNTED = 64 * 1024
+
+# What a parsed JSON value takes on average, in bytes, and what it weighs when its work is compared
+# with that of reading bytes.
+_VALUE_BYTES, _VALUE_WEIGHT = 64, 16
+
+# A body of more bytes or more values is parsed on a thread; others take less than 3 ms.
+_LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
+
+_NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
+_STRING = re.compile(rb'"[^"]*"')
+
+
+class ValueCounter:
+    """Counts the values of a JSON text, keys included, as it arrives: every value but the first
+    follows a comma, a colon or an opening bracket outside of strings. Never less than the parser
+    would build; empty containers count twice."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._in_string = False
+        self._escapes = False  # the last byte is a backslash that escapes the next one
+
+    def feed(self, data: bytes) -> None:
+        if self._escapes:
+            data = b"\\" + data
+        backslashes = len(data) - len(data.rstrip(b"\\"))
+        self._escapes = backslashes % 2 == 1
+        if self._escapes:
+            data = data[:-1]
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
+        if self._in_string:
+            _, quote, data = data.partition(b'"')
+            self._in_string = not quote
+        data, quote, _ = _STRING.sub(b"", data).partition(b'"')
+        self._in_string = self._in_string or bool(quote)
+        self.count += len(data)
+
+
+class BodyBudget:
+    """Memory of the bodies in flight. total: bytes."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._used: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        return self._used.total()
+
+    def take(self, caller: str, count: int) -> None:
+        """Raises AppError(OVERLOADED) if so many bytes are not left."""
+        share = self._total // 2 if caller else self._total
+        if self.used + count > self._total or self._used[caller] + count > share:
+            raise AppError(
+                Kind.OVERLOADED,
+                "the request bodies in flight take all of the memory that there is for them "
+                f"({self._total // MEBIBYTE} MiB): try again in a moment",
+                code="too_many_bodies",
+                retry_after=1,
+            )
+        self._used[caller] += count
+
+    def give_back(self, caller: str, count: int) -> None:
+        self._used[caller] -= count
+        if not self._used[caller]:
+            del self._used[caller]
+
+
+class Body:
+    """One request's body, complete. data: its bytes, none any more once it was parsed."""
+
+    def __init__(self, bodies: "RequestBodies", caller: str) -> None:
+        self._bodies = bodies
+        self.caller = caller
+        self.data = bytearray()
+        self.size = 0
+        self.values = ValueCounter()
+        self.charged = 0
+
+    async def json(self) -> object:
+        """Raises AppError(INVALID) for what is no JSON, AppError(OVERLOADED)."""
+        return await self._bodies.parse(self)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The result of work that grows with the body, done on a thread."""
+        size = self.size + _VALUE_WEIGHT * self.values.count
+        return await self._bodies.workers.run(work, size=size, key=self.caller)
+
+
+class RequestBodies:
+    """All bodies of one server. longest_prompt: tokens that a prompt may have, asked when a body
+    has more values than any other body needs."""
+
+    def __init__(
+        self, settings: Settings, workers: Workers, longest_prompt: Callable[[], int]
+    ) -> None:
+        self.workers = workers
+        self._limit = settings.max_body
+        self._longest_prompt = longest_prompt
+        self._budget = BodyBudget(max(_BUDGET, _LARGEST * settings.max_body))
+        # one thread: the parser holds the interpreter
+        self._parser = WorkQueue(1, "parse")
+        self.in_flight = 0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that count against the budget."""
+        return self._budget.used
+
+    @property
+    def parsing(self) -> int:
+        """Large bodies that are parsed, or wait for it."""
+        return self._parser.running + self._parser.queued
+
+    @asynccontextmanager
+    async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
+        """The whole body, which counts as in flight until this is left.
+
+        Raises AppError(TOO_LARGE) as soon as the limit is known to be passed, AppError(MEDIA_TYPE)
+        for a compressed one, which may be a thousand times as long as what is sent,
+        AppError(OVERLOADED) when bodies in flight take too much memory. What is left of the body is
+        the server's to discard, and how long it may take too (app/door/connections.py). ClientLeft
+        if the client disconnects before its body is complete."""
+        async with self._receiving(scope, receive, lambda body, data: None) as body:
+            yield body
+
+    @asynccontextmanager
+    async def receive_json(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
+        """As `receive`; AppError(MEDIA_TYPE) also for what is not sent as JSON, AppError(INVALID)
+        for more values than a request can need."""
+        check_json(scope)
+        async with self._receiving(scope, receive, self._count) as body:
+            yield body
+
+    async def read_json(self, scope: Scope, receive: Receive) -> object:
+        """The parsed body of a request that needs no more of it. Raises as `receive_json` and
+        `Body.json` do."""
+        async with self.receive_json(scope, receive) as body:
+            return await body.json()
+
+    async def parse(self, body: Body) -> object:
+        """See `Body.json`."""
+        data, body.data = body.data, bytearray()
+        large = body.size > _LARGE_BYTES or body.values.count > _LARGE_VALUES
+        if not large:
+            return _parse(data)
+        self._charge(body, _VALUE_BYTES * body.values.count)
+        return await self._parser.run(partial(_parse, data), key=body.caller)
+
+    @asynccontextmanager
+    async def _receiving(
+        self, scope: Scope, receive: Receive, check: Callable[[Body, bytes], None]
+    ) -> AsyncGenerator[Body]:
+        _check_length(scope, self._limit)
+        body = Body(self, caller_of(scope))
+        self.in_flight += 1
+        try:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                data, more = message.get("body", b""), message.get("more_body", False)
+                body.size += len(data)
+                if body.size > self._limit:
+                    raise _too_large(self._limit)
+                self._charge(body, min(len(data), max(0, body.size - _UNCOUNTED)))
+                check(body, data)
+                body.data += data
+            yield body
+        finally:
+            self.in_flight -= 1
+            self._budget.give_back(body.caller, body.charged)
+
+    def _charge(self, body: Body, count: int) -> None:
+        if count:
+            self._budget.take(body.caller, count)
+            body.charged += count
+
+    def _count(self, body: Body, data: bytes) -> None:
+        body.values.feed(data)
+        if body.values.count > MOST_VALUES:
+            most = max(MOST_VALUES, self._longest_prompt() + _BESIDE_PROMPT)
+            if body.values.count > most:
+                message = f"the body holds more than {most:,} JSON values: send fewer at a time"
+                raise AppError(Kind.INVALID, message, code="too_many_values")
+
+
+def is_json(scope: Scope) -> bool:
+    """Whether the request says that its body is JSON."""
+    given = Headers(scope=scope).get("content-type", "")
+    return given.partition(";")[0].strip().lower() == "application/json"
+
+
+def check_json(scope: Scope) -> None:
+    """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
+
+    Insisting on it also keeps pages of other origins out: a browser sends this type across origins
+    only after a preflight, which CORS refuses them.
+    """
+    if not is_json(scope):
+        given = Headers(scope=scope).get("content-type", "")
+        raise AppError(
+            Kind.MEDIA_TYPE,
+            f"the body must be sent as application/json, not as {given[:200] or 'nothing named'}; "
+            "with curl, add: -H 'Content-Type: application/json'",
+        )
+
+
+def _check_length(scope: Scope, limit: int) -> None:
+    headers = Headers(scope=scope)
+    coding = headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise AppError(
+            Kind.MEDIA_TYPE,
+            f"the body must be sent as it is, not with Content-Encoding: {coding[:200]}",
+            code="unsupported_content_encoding",
+        )
+    length = headers.get("content-length", "")
+    if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> AppError:
+    return AppError(Kind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
+
+
+def _parse(data: bytearray) -> object:
+    try:
+        # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise AppError(Kind.INVALID, f"the body is not valid JSON: {error}") from None

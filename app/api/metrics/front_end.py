@@ -1,0 +1,56 @@
+"""Bodies, work on threads and the event loop's lag, as Prometheus reads them.
+
+Knows: prometheus_client. Must not know: how anything is counted.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.api.front_end import FrontEnd
+from app.core.loop_lag import BOUNDS
+
+
+class FrontEndFigures(Collector):
+    """Those of one server."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """On any thread, beside the event loop, which writes."""
+        bodies, workers = self._front_end.bodies, self._front_end.workers
+        for name, text, value in (
+            ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),
+            (
+                "mlxrunner_http_body_bytes",
+                "Memory of the request bodies in flight that counts against their budget",
+                bodies.memory,
+            ),
+            (
+                "mlxrunner_http_bodies_parsing",
+                "Large request bodies that are parsed or wait for it",
+                bodies.parsing,
+            ),
+            ("mlxrunner_work_running", "Threads that prepare prompts and replies", workers.running),
+            ("mlxrunner_work_queued", "Work that waits for such a thread", workers.queued),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        yield self._lag()
+
+    def _lag(self) -> Metric:
+        lag = self._front_end.lag
+        bounds = [*map(str, BOUNDS), "+Inf"]
+        counts = accumulate(list(lag.counts))
+        return HistogramMetricFamily(
+            "mlxrunner_event_loop_lag_seconds",
+            "How late the event loop ran a task that was due, measured 20 times a second",
+            buckets=list(zip(bounds, counts, strict=True)),
+            sum_value=lag.total,
+        )

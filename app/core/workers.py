@@ -1,0 +1,181 @@
+"""Threads for work that must not run on the event loop: parsing, templates, tokenizing, replies.
+
+Knows: asyncio, threads, whose work it is and how large. Must not know: what the work does.
+
+Small work and large work run on different threads, so that a short request never waits for a long
+one. Each queue is fair: keys take turns, and one key never has more than half of the threads.
+"""
+
+import asyncio
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+# Threads for small work. Most of it holds the interpreter, so more of them would only make the
+# event loop wait longer for its turn.
+_SMALL_THREADS = 4
+
+# Threads for large work, at most. Tokenizing releases the interpreter.
+_MOST_LARGE_THREADS = 8
+
+# Bytes or characters from which work is large. Tokenizing that many takes about 20 ms.
+_LARGE = 64 * 1024
+
+
+class Cancelled(Exception):
+    """The work was given up: its result is not needed any more."""
+
+
+class CancelToken:
+    """Lets running work notice that its result is not needed any more. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def check(self) -> None:
+        """Raises Cancelled."""
+        if self._cancelled:
+            raise Cancelled
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """Work in a queue. done: settled on the event loop."""
+
+    key: str
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class WorkQueue:
+    """Runs work on threads, in turns by key. Everything but the work runs on one event loop.
+
+    The threads are daemons: a process that ends does not wait for them."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._name = name
+        self._threads = threads
+        self._started = 0
+        self._per_key = max(1, threads // 2)
+        self._queues: dict[str, deque[_Item]] = {}
+        self._running: Counter[str] = Counter()
+        self._inbox: SimpleQueue[_Item] = SimpleQueue()
+
+    @property
+    def running(self) -> int:
+        """Threads that are busy."""
+        return self._running.total()
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    async def run(self, work: Callable[[], Result], *, key: str) -> Result:
+        """The result of `work`, called on a thread with a copy of this task's context. Raises what
+        it raises. Cancelling drops work that has not started; a started one runs to its end."""
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        context = copy_context()
+        item = _Item(key, lambda: context.run(work), done)
+        self._queues.setdefault(key, deque()).append(item)
+        self._dispatch()
+        try:
+            return await done
+        finally:
+            self._drop(item)
+
+    def _drop(self, item: _Item) -> None:
+        queue = self._queues.get(item.key)
+        if queue is not None and item in queue:
+            queue.remove(item)
+            if not queue:
+                del self._queues[item.key]
+
+    def _dispatch(self) -> None:
+        while self.running < self._threads and (item := self._next()) is not None:
+            self._running[item.key] += 1
+            if self.running > self._started:
+                self._started += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._inbox.put(item)
+
+    def _next(self) -> _Item | None:
+        """From the key whose turn it is: keys stand in the order of their last turn."""
+        for key, queue in self._queues.items():
+            if self._running[key] < self._per_key:
+                item = queue.popleft()
+                del self._queues[key]
+                if queue:
+                    self._queues[key] = queue
+                return item
+        return None
+
+    def _work(self) -> None:
+        while True:
+            item = self._inbox.get()
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = item.work()
+            except BaseException as raised:  # the awaiting task raises it, whatever it is
+                error = raised
+            # the loop may be closed: a server that stops does not wait for work
+            with suppress(RuntimeError):
+                item.done.get_loop().call_soon_threadsafe(self._finish, item, result, error)
+            # or this thread would keep them in memory until its next work
+            del item, result, error
+
+    def _finish(self, item: _Item, result: Any, error: BaseException | None) -> None:
+        self._running[item.key] -= 1
+        if not self._running[item.key]:
+            del self._running[item.key]
+        if not item.done.done():
+            if error is None:
+                item.done.set_result(result)
+            else:
+                item.done.set_exception(error)
+        self._dispatch()
+
+
+class Workers:
+    """The threads of one server."""
+
+    def __init__(self) -> None:
+        large = min(_MOST_LARGE_THREADS, max(2, os.cpu_count() or 2))
+        self.small = WorkQueue(_SMALL_THREADS, "work")
+        self.large = WorkQueue(large, "large-work")
+
+    @property
+    def running(self) -> int:
+        return self.small.running + self.large.running
+
+    @property
+    def queued(self) -> int:
+        return self.small.queued + self.large.queued
+
+    async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
+        """As `WorkQueue.run`. size: bytes or characters that the work goes through. key: whose work
+        it is; keys take turns."""
+        queue = self.large if size >= _LARGE else self.small
+        return await queue.run(work, key=key)
+
+    async def run_cancellable(
+        self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str = ""
+    ) -> Result:
+        """As `run`, with a token that is cancelled when this is: work that checks it ends early."""
+        token = CancelToken()
+        try:
+            return await self.run(lambda: work(token), size=size, key=key)
+        except asyncio.CancelledError:
+            token.cancel()
+            raise

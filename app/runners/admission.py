@@ -1,0 +1,155 @@
+"""How many requests one model takes on, and when it refuses one more.
+
+Knows: submissions, capacity, how long jobs took lately. Must not know: runners, what jobs compute.
+Everything here runs on the event loop.
+
+A request is admitted before any work is done for it. So preparing its prompt, compiling its grammar
+and waiting in the engine's queue all count against one bound, and none of them has a queue of its
+own that could fill unseen. The engine's queue has no bound.
+"""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, Kind
+from app.core.jobs import Job
+from app.core.ports import RunnerStatus, Submission
+
+# Seconds that a refused client is asked to wait, at most: SDKs ignore what is far above.
+_LONGEST_WAIT = 60
+
+
+class Jobs(Protocol):
+    """What runs admitted jobs: a runner, or the handle of one that comes and goes."""
+
+    def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]: ...
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]: ...
+
+    def status(self) -> RunnerStatus: ...
+
+
+class LatencyAverage:
+    """How long a job holds its place in the engine: an exponential mean, in which a job counts for
+    an eighth of what all before it count (TCP's smoothed round-trip time, RFC 6298, does the same).
+    """
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+
+    def note(self, seconds: float) -> None:
+        self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
+
+    def wait(self, *, waiting: int, parallel: int) -> int:
+        """Whole seconds, 1 to 60, until those who wait now will have been taken: `parallel` of
+        them in the time that one job takes."""
+        seconds = (self._mean or 0.0) * waiting / parallel
+        return max(1, min(math.ceil(seconds), _LONGEST_WAIT))
+
+
+class Admission:
+    """Implements `Engine` for one model. max_queue: requests that may wait for one of the engine's
+    places."""
+
+    def __init__(self, jobs: Jobs, max_queue: int) -> None:
+        self._jobs = jobs
+        self._max_queue = max_queue
+        self._places: set[_Place] = set()
+        self._latency = LatencyAverage()
+        self.rejected = 0
+
+    @property
+    def preparing(self) -> int:
+        """Jobs that have a place and were not submitted yet."""
+        return sum(not place.taken for place in self._places)
+
+    def status(self) -> RunnerStatus:
+        status = self._jobs.status()
+        return replace(status, preparing=self.preparing, rejected=status.rejected + self.rejected)
+
+    @contextmanager
+    def reserve(self, count: int = 1) -> "Generator[Reservation]":
+        """`Engine.reserve`."""
+        self._admit(count)
+        places = [_Place() for _ in range(count)]
+        self._places.update(places)
+        try:
+            yield Reservation(self._jobs, places, self._latency)
+        finally:
+            self._places.difference_update(places)
+
+    def _admit(self, count: int) -> None:
+        """Raises AppError(BUSY) when so many more jobs may not wait."""
+        capacity = self._jobs.status().capacity
+        # a model that is being loaded again runs at least one
+        parallel = 1 if capacity is None else capacity.parallel
+        # what was admitted, not what the engine last counted: that is a step old
+        here = sum(not place.ended for place in self._places)
+        if here + count <= parallel + self._max_queue:
+            return
+        self.rejected += 1
+        seconds = self._latency.wait(waiting=max(1, here - parallel), parallel=parallel)
+        raise AppError(
+            Kind.BUSY,
+            f"the server is busy: {here} requests are here, as many as may run ({parallel}) "
+            f"and wait ({self._max_queue}); try again in about {seconds} s",
+            retry_after=seconds,
+        )
+
+
+class Reservation:
+    """Implements `Places`: the places of one request."""
+
+    def __init__(self, jobs: Jobs, places: Sequence["_Place"], latency: LatencyAverage) -> None:
+        self._jobs = jobs
+        self._places = places
+        self._latency = latency
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncGenerator[Submission]:
+        place = self._take()
+        try:
+            async with self._jobs.submit(job) as submission:
+                place.submission = submission
+                yield submission
+        finally:
+            place.left = True
+            if (seconds := place.seconds_in_engine()) is not None:
+                self._latency.note(seconds)
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        place = self._take()
+        try:
+            return await self._jobs.embed(job)
+        finally:
+            place.left = True
+
+    def _take(self) -> "_Place":
+        place = next(place for place in self._places if not place.taken)
+        place.taken = True
+        return place
+
+
+class _Place:
+    """One job's. taken: the job was submitted, or is being. left: its client has left it."""
+
+    def __init__(self) -> None:
+        self.taken = self.left = False
+        self.submission: Submission | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Also of a job that is over, though its client still reads what it said."""
+        return self.left or (self.submission is not None and self.submission.ended is not None)
+
+    def seconds_in_engine(self) -> float | None:
+        submission = self.submission
+        if submission is None or submission.started is None:
+            return None
+        ended = submission.ended or time.monotonic_ns()
+        return (ended - submission.started) / 1e9

@@ -1,0 +1,187 @@
+"""Texts to ids and back, as three kinds of clients ask for it."""
+
+from typing import Any
+
+import pytest
+
+from app.core.errors import AppError, Kind
+from app.core.requests import Message, Thinking
+from tests.fakes import CARD, FakeGenerate
+
+TOKENIZE = ("/v1/tokenize", "/tokenize")
+DETOKENIZE = ("/v1/detokenize", "/detokenize")
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("path", TOKENIZE)
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "text/json", ""])
+def test_a_text_as_it_is_becomes_a_bare_array(call: Any, path: str, kind: str):
+    """What Ollama's client for its runner sends and reads."""
+    said = 'hé {"prompt": "x"}'
+    reply = call("POST", path, said.encode(), {"content-type": kind})
+    assert reply.json == list(said.encode())
+
+
+@pytest.mark.parametrize("path", TOKENIZE)
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+@pytest.mark.parametrize("name", ["prompt", "content", "text"])
+def test_a_text_in_json_becomes_what_vllm_and_llama_cpp_answer(
+    call: Any, path: str, kind: str, name: str
+):
+    reply = call("POST", path, {name: "hé"}, {"content-type": kind})
+    assert reply.json == {
+        "count": 3,
+        "max_model_len": CARD.context_length,
+        "tokens": [*"hé".encode()],
+        "token_strs": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "special"),
+    [
+        ({"prompt": "x"}, True),
+        ({"text": "x"}, True),
+        ({"content": "x"}, False),
+        ({"prompt": "x", "add_special_tokens": False}, False),
+        ({"content": "x", "add_special": True}, True),
+        ({"prompt": "x", "add_special": False, "add_special_tokens": False}, False),
+        ({"content": "x", "parse_special": True}, False),
+    ],
+)
+def test_special_tokens_are_added_as_each_server_does_it(
+    call: Any, generate: FakeGenerate, body: Any, special: bool
+):
+    assert call("POST", "/tokenize", body).status == 200
+    assert generate.tokenized == [("x", None, special)]
+
+
+def test_the_model_is_named_in_the_body_or_in_the_query(call: Any, generate: FakeGenerate):
+    assert call("POST", "/tokenize", {"prompt": "x", "model": CARD.id}).status == 200
+    assert generate.tokenized == [("x", CARD.id, True)]
+    assert generate.looked == [CARD.id]
+    missing = call("POST", "/tokenize", {"prompt": "x", "model": "none"})
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+def test_the_texts_of_tokens_are_there_when_asked(call: Any):
+    body = {"prompt": "hé", "return_token_strs": True}
+    assert call("POST", "/tokenize", body).json["token_strs"] == ["h", "\ufffd", "\ufffd"]
+    pieces = call("POST", "/tokenize", {"content": "hé", "with_pieces": True}).json
+    assert pieces["tokens"] == [
+        {"id": 104, "piece": "h"},
+        {"id": 195, "piece": [195]},
+        {"id": 169, "piece": [169]},
+    ]
+    assert pieces["count"] == 3
+
+
+def test_a_conversation_is_counted_as_the_model_gets_it(call: Any, generate: FakeGenerate):
+    body = {
+        "model": CARD.id,
+        "messages": HI,
+        "add_special_tokens": False,
+        "add_generation_prompt": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    assert call("POST", "/tokenize", body).json["tokens"] == [*b"hi"]
+    (counted,) = generate.counted
+    assert counted.model == CARD.id
+    assert counted.prompt.messages == (Message(role="user", content="hi"),)  # pyright: ignore
+    assert counted.thinking == Thinking(effort="low")
+    assert [tool.name for tool in counted.tools] == ["f"]
+    assert counted.template_options == {"enable_thinking": False}
+
+
+def test_the_beginning_of_an_answer_may_be_left_out(call: Any, generate: FakeGenerate):
+    body = {"messages": HI, "add_generation_prompt": False}
+    assert call("POST", "/v1/tokenize", body).status == 200
+    assert generate.counted[0].template_options == {"add_generation_prompt": False}
+    assert generate.counted[0].model == CARD.id
+
+
+def test_a_conversation_that_the_template_refuses_is_a_400(call: Any, generate: FakeGenerate):
+    generate.refusal = AppError(Kind.INVALID, "the template refuses it", param="messages")
+    reply = call("POST", "/tokenize", {"messages": HI})
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"content": 5}, "content"),
+        ({"prompt": "a", "content": "a"}, "content"),
+        ({"prompt": "a", "messages": HI}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": HI, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": HI, "chat_template": "x"}, "chat_template"),
+        ({"messages": HI, "add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"prompt": "a", "add_special": True, "add_special_tokens": False}, "add_special"),
+        ({"prompt": "a", "parse_special": False}, "parse_special"),
+        ({"prompt": "a", "with_pieces": 1}, "with_pieces"),
+        ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt": "a", "model": 5}, "model"),
+        ({"prompt": "a", "x": 1}, "x"),
+        ("a", None),
+        (b"{", None),
+        (b"", None),
+    ],
+)
+def test_what_is_wrong_is_named(call: Any, body: Any, param: str | None):
+    reply = call("POST", "/tokenize", body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_without_a_model_there_are_no_tokens(call: Any, generate: FakeGenerate):
+    generate.cards = ()
+    assert call("POST", "/tokenize", {"prompt": "a"}).status == 503
+
+
+@pytest.mark.parametrize("path", DETOKENIZE)
+def test_ids_become_text_under_the_names_of_both_servers(call: Any, path: str):
+    ids = [*"hé {}".encode()]
+    for body in (ids, {"tokens": ids}, {"tokens": ids, "model": CARD.id}):
+        assert call("POST", path, body).json == {"content": "hé {}", "prompt": "hé {}"}
+
+
+def test_nothing_becomes_an_empty_array_and_back(call: Any):
+    assert call("POST", "/v1/tokenize", b"", {"content-type": "text/plain"}).body == b"[]"
+    assert call("POST", "/tokenize", {"prompt": ""}).json["tokens"] == []
+    assert call("POST", "/v1/detokenize", []).json == {"content": "", "prompt": ""}
+
+
+def test_bytes_that_are_no_text_have_no_ids(call: Any):
+    for kind in ("text/plain", "application/json"):
+        assert call("POST", "/v1/tokenize", b"\xff", {"content-type": kind}).status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "tokens"),
+        ({"tokens": None}, "tokens"),
+        ({"tokens": "a"}, "tokens"),
+        ({"tokens": ["a"]}, "tokens.0"),
+        ({"tokens": [1, True]}, "tokens.1"),
+        ({"tokens": [-1]}, "tokens.0"),
+        ({"tokens": [256]}, "tokens"),
+        ({"tokens": [1], "x": 1}, "x"),
+        ([1, 2.5], "tokens.1"),
+        ("a", None),
+    ],
+)
+def test_what_is_no_id_is_named(call: Any, body: Any, param: str | None):
+    reply = call("POST", "/v1/detokenize", body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_the_tokenizer_is_described(call: Any):
+    assert call("GET", "/tokenizer_info").json["eos_token"] is None

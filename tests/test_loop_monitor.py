@@ -1,0 +1,83 @@
+"""The event loop's watchdog: lag is measured, and a loop that is blocked does not go unnoticed."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from app.core.loop_lag import BOUNDS, LoopLag
+from app.loop_monitor import LoopMonitor
+
+PATIENCE = 10.0
+
+
+def block(until: threading.Event) -> None:
+    assert until.wait(PATIENCE)
+
+
+def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+):
+    lag, reported = LoopLag(), threading.Event()
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            reported.set()
+
+    async def run() -> None:
+        async with LoopMonitor(lag, watchdog=60).watching():
+            await asyncio.sleep(0.2)
+            block(reported)  # until the log says so: this is what blocks
+            await asyncio.sleep(0.5)
+
+    noting = Noting()
+    logging.getLogger("app.loop_monitor").addHandler(noting)
+    try:
+        asyncio.run(run())
+    finally:
+        logging.getLogger("app.loop_monitor").removeHandler(noting)
+    assert lag.worst >= 0.9
+    assert lag.last < 0.9
+    assert sum(lag.counts[BOUNDS.index(0.5) + 1 :]) == 1
+    assert "the event loop has been blocked for" in caplog.text
+    assert "in block" in caplog.text
+    assert "the event loop runs again after" in caplog.text
+
+
+def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.loop_monitor._LEAST", 0.0)
+    hung = threading.Event()
+
+    async def run() -> None:
+        async with LoopMonitor(LoopLag(), watchdog=0.5, hung=hung.set).watching():
+            await asyncio.sleep(0.1)
+            block(hung)
+
+    asyncio.run(run())
+    assert hung.is_set()
+
+
+def test_an_idle_loop_is_not_hung(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.loop_monitor._LEAST", 0.0)
+    hung: list[float] = []
+
+    async def run() -> None:
+        monitor = LoopMonitor(LoopLag(), watchdog=0.75, hung=lambda: hung.append(time.time()))
+        async with monitor.watching():
+            await asyncio.sleep(2)
+
+    asyncio.run(run())
+    assert hung == []
+
+
+def test_the_worst_lag_is_that_of_the_last_minute():
+    lag = LoopLag()
+    lag.note(3.0)
+    assert (lag.last, lag.worst) == (3.0, 3.0)
+    for _ in range(1200):
+        lag.note(0.002)
+    assert (lag.last, lag.worst) == (0.002, 0.002)
+    assert sum(lag.counts) == 1201
+    assert lag.total == pytest.approx(3.0 + 1200 * 0.002)
