@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.core.defaults import defaults
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.files import ModelFiles
 from app.core.jobs import Job
 from app.core.requests import (
@@ -264,9 +264,10 @@ class Preparation:
         """A tokenizer may have been given tokens that this model has nothing for."""
         token = max(ids, default=0)
         if token >= self._files.vocab_size:
+            text = quote_client(repr(self.tokenizer.token_text(token)))
             raise AppError(
                 Kind.INVALID,
-                f"the prompt holds {self.tokenizer.token_text(token)!r}, a token that this "
+                f"the prompt holds {text}, a token that this "
                 "model's tokenizer knows and the model does not: write it otherwise",
                 param=param,
             )

@@ -20,7 +20,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.files import ModelFiles
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.core.workers import CancelToken
@@ -199,7 +199,7 @@ class Grammars:
             ends = frozenset(self._made.eos_tokens)
             return Matcher(inner, stop_ids=stop_ids, known_ends=ends)
         except GrammarError as error:
-            message = f"this {name} cannot be followed: {error}"
+            message = f"this {name} cannot be followed: {quote_client(str(error))}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
 
     def _give_up(self, compilation: _Compilation) -> None:
@@ -291,7 +291,8 @@ async def _settled(result: Future[Any], seconds: float) -> None:
 def _invalid(refused: Refusal) -> AppError:
     name, start = _NAMES[type(refused.grammar)], refused.grammar.at
     at = f" at {'.'.join(refused.path)}" if refused.path else ""
-    message = f"this {name} cannot be followed{at}: {refused.reason}"
+    # keywords and names of properties too are the client's
+    message = f"this {name} cannot be followed{quote_client(f'{at}: {refused.reason}')}"
     param = ".".join((start, *refused.path) if start else refused.path)
     return AppError(Kind.INVALID, message, param=param or None)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.files import ModelFiles
 from app.text.spelling import Spelling
 
@@ -97,7 +97,8 @@ class Tokenizer:
             )
             raise AppError(Kind.INVALID, message) from error
         except Exception as error:  # the library raises nothing narrower
-            message = f"this model's tokenizer has no tokens for the text: {error}"
+            reason = quote_client(str(error))
+            message = f"this model's tokenizer has no tokens for the text: {reason}"
             raise AppError(Kind.INVALID, message) from error
         if not add_special or tuple(ids[: len(self._prefix)]) == self._prefix:
             return ids
