@@ -8,7 +8,8 @@
 # stamp stale; a stale .serve rebuilds .venv from nothing, so that it never holds more than the
 # locks say. CUDA=1 takes another lock, and so another stamp. The clients that the server is tried
 # with have places of their own: .venv-clients, and examples/node/node_modules for those of Node,
-# which is the one that the type checker brings.
+# which is the one that the type checker brings. VENV= names another folder, so that a second Python
+# has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
 .PHONY: help venv serve test clients check fix bench bench-cpu parity builtin transcripts wheel lock size clean
@@ -19,18 +20,19 @@ HOST =
 PORT =
 ARGS =
 PYTHON =
+VENV = .venv
 t =
 
-BIN     := .venv/bin
+BIN     := $(VENV)/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 HASHED  := --require-hashes --only-binary=:all:
 FLAVOUR := $(if $(filter 1,$(CUDA)),cuda,serve)
-SERVE   := .venv/.$(FLAVOUR)
-DEV     := .venv/.dev
+SERVE   := $(VENV)/.$(FLAVOUR)
+DEV     := $(VENV)/.dev
 # What is installed with a compiler and what is without are two states: a compiler that comes later
 # makes the first of them stale. (CXX is make's own variable, from the environment where it is there.)
 COMPILER := $(if $(filter 0,$(MLXRUNNER_BUILD_KERNELS)),,$(shell command -v $(CXX) c++ g++ clang++))
-SELF    := .venv/.self$(if $(COMPILER),,-uncompiled)
+SELF    := $(VENV)/.self$(if $(COMPILER),,-uncompiled)
 KERNELS := models/kernels/CMakeLists.txt $(wildcard models/kernels/src/*)
 CLIENTS := .venv-clients/.installed examples/node/node_modules/.installed
 
@@ -106,13 +108,13 @@ size:  ## lines of each file, longest last
 	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | sort -n
 
 clean:  ## remove what the other targets made
-	rm -rf .venv .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \
+	rm -rf .venv .venv-3.* .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \
 	    .pytest_cache .ruff_cache .hypothesis
 	rm -f models/kernels/*.so models/kernels/not_built.txt
 	find app models tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVE): requirements/$(FLAVOUR).txt
-	$(call new_venv,.venv)
+	$(call new_venv,$(VENV))
 	$(BIN)/python $(INSTALL) $(HASHED) -r $<
 	@touch $@
 
@@ -124,7 +126,7 @@ $(DEV): requirements/dev.txt $(SERVE) | $(SELF)
 # the sources. build/kernels keeps what was compiled, so that a changed source is all that is compiled
 # again.
 $(SELF): pyproject.toml $(KERNELS) $(SERVE)
-	@rm -f .venv/.self*
+	@rm -f $(VENV)/.self*
 	$(BIN)/python $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 

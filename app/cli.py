@@ -16,11 +16,13 @@ from app.configuration.precedence import Configuration, decide
 from app.core.errors import AppError
 from app.core.settings import Settings
 
+COMMANDS = ("serve", "pull", "list", "show", "doctor", "config", "key")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 with one line on stderr. A line that cannot be read exits at once,
-    with 2."""
-    arguments = flags.parsed(_parser(), argv)
+    """The exit status: 0, or 1 with one line on stderr. A command line that cannot be read exits at
+    once, with 2 and one line."""
+    arguments = flags.parsed(_parser(), argv, COMMANDS)
     try:
         status = _run(arguments)
         print(end="", flush=True)
@@ -35,10 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_no_more()
         print(f"mlxrunner: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the server has its own way to end, once it listens
-        loads = arguments.command in ("pull", "serve")
-        more = "; a download goes on where it stopped" if loads else ""
-        print(f"mlxrunner: interrupted{more}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # the server has its own way to end, once it listens
+        # the interrupted part may have added how to continue
+        print("; ".join(["mlxrunner: interrupted", *interrupt.args]), file=sys.stderr)
         return 130
 
 
@@ -93,12 +94,12 @@ def _serve(settings: Settings) -> int:
         flush()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> flags.Parser:
+    parser = flags.Parser(
         prog="mlxrunner", description="Serve language models from your own machine on Apple's MLX."
     )
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, words: str) -> argparse.ArgumentParser:
         # a flag that is cut short could mean another one in the next version

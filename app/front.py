@@ -141,7 +141,11 @@ class Front:
     def status(self) -> RunnerStatus:
         states = self.states()
         kept = [state for state in states if state.name in self._preload]
-        phases = {state.phase for state in kept}
+        phases: set[ModelPhase] = {
+            # with an error it broke, and its phase says so only when its runner has stopped
+            "failed" if state.phase == "unloading" and state.error is not None else state.phase
+            for state in kept
+        }
         bad: list[RunnerState] = [state for state, meant in _WORST if phases & meant]
         loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
         errors = [

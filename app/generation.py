@@ -193,9 +193,11 @@ class Generation:
                         self._note_start(job, update)
                         clock.started = update.at
                         clock.cached = update.cached
-                        yield Progress(done=update.cached, total=len(job.ids))
+                        yield Progress(
+                            prompt=prepared.prompt, done=update.cached, total=len(job.ids)
+                        )
                     case Prefilled():
-                        yield Progress(done=update.done, total=len(job.ids))
+                        yield Progress(prompt=prepared.prompt, done=update.done, total=len(job.ids))
                     case PromptScores():
                         async for delta in self._echoed(prepared, update):
                             yield delta

@@ -29,7 +29,7 @@ class Queued(QueueHandler):
         self._lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
         super().__init__(self._lines)
         self._lost = 0
-        self._listener = QueueListener(self._lines, _Descriptor(descriptor))
+        self._listener = _Writer(self._lines, descriptor)
         self._listener.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -72,20 +72,20 @@ class _Mark(logging.LogRecord):
         self.reached = threading.Event()
 
 
-class _Descriptor(logging.Handler):
-    """Past sys.stderr, whose lock the thread would hold while nobody reads; when the process ends,
-    Python waits for that lock, and aborts."""
+class _Writer(QueueListener):
+    """Writes records to a file descriptor, on the listener's own thread.
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
+    It takes the place of the listener's handlers: `logging` locks every handler while it emits, and
+    waits for all these locks when the process ends, which a thread that is blocked on a full pipe
+    would never release. For the same reason it does not write to sys.stderr: Python waits for that
+    object's lock when the process ends, and aborts.
+    """
+
+    def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
+        super().__init__(queue)
         self._descriptor = descriptor
 
-    def createLock(self) -> None:
-        """None, for the same reason: only one thread writes, and logging waits for all locks when
-        the process ends."""
-        self.lock = None
-
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> None:
         if isinstance(record, _Mark):
             record.reached.set()
             return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.core.defaults import defaults
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.files import ModelFiles
 from app.core.jobs import Job
 from app.core.requests import (
@@ -224,7 +224,7 @@ class Preparation:
             read = self._enough_of(text, room)
             ids = self.tokenizer.encode(read, add_special=add_special)
         except AppError as error:
-            raise AppError(error.kind, str(error), param=param) from error
+            raise AppError(error.kind, error.marked, param=param) from error
         self._check_rows(ids, param)
         return self._fitting(ids, param, room, more=len(read) < len(text))
 
@@ -264,9 +264,10 @@ class Preparation:
         """A tokenizer may have been given tokens that this model has nothing for."""
         token = max(ids, default=0)
         if token >= self._files.vocab_size:
+            text = quote_client(repr(self.tokenizer.token_text(token)))
             raise AppError(
                 Kind.INVALID,
-                f"the prompt holds {self.tokenizer.token_text(token)!r}, a token that this "
+                f"the prompt holds {text}, a token that this "
                 "model's tokenizer knows and the model does not: write it otherwise",
                 param=param,
             )

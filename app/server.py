@@ -28,10 +28,9 @@ from app.core.traffic import Traffic
 from app.core.watched import Watched
 from app.core.workers import Workers
 from app.door.address import check_address
-from app.door.certificates import check_certificate
 from app.door.draining import Server
 from app.door.entrance import protocol
-from app.door.exposure import check_exposure
+from app.door.exposure import check_door
 from app.door.hall import Hall
 from app.door.keyring import Keyring
 from app.door.notices import Notices
@@ -72,8 +71,8 @@ def serve(settings: Settings) -> int:
         settings = together(settings)
         if launch.rank > 0:
             return _follow(launch, settings)
-    keyring = Keyring.of(settings, os.environ)
-    for warning in _warnings(settings, keyring):
+    keyring, warnings = check_door(settings, os.environ)
+    for warning in warnings:
         log.warning("%s", warning)
     check_address(settings.host, settings.port)
     entries = [_entry(model, settings) for model in settings.models or (None,)]
@@ -190,14 +189,6 @@ class _Serving:
 
     def _leave(self) -> None:
         self._server.should_exit = True
-
-
-def _warnings(settings: Settings, keyring: Keyring) -> list[str]:
-    """What should be known of what was asked for. Raises AppError for what must not be."""
-    warnings = list(check_exposure(settings, has_keys=keyring.in_force))
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        warnings += check_certificate(settings.tls_cert, settings.tls_key)
-    return warnings
 
 
 def _entry(model: ModelSettings | None, settings: Settings) -> Entry:

@@ -3,6 +3,7 @@
 Knows: that traces need packages which not everybody has installed. Must not know: what a trace is.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from app.core.embeddings import EmbedRequest
@@ -27,6 +28,16 @@ class Tracing(Protocol):
 def tracing_of(settings: Settings) -> Tracing | None:
     """None where nobody asked for traces: then nothing of them is even imported. Raises
     AppError(INVALID) where somebody did, and they cannot be had."""
+    make = _maker(settings)
+    return None if make is None else make(settings)
+
+
+def check_tracing(settings: Settings) -> None:
+    """Raises AppError(INVALID) where traces are configured and their packages are not installed."""
+    _maker(settings)
+
+
+def _maker(settings: Settings) -> Callable[[Settings], Tracing] | None:
     if settings.otlp is None:
         return None
     try:
@@ -38,4 +49,4 @@ def tracing_of(settings: Settings) -> Tracing | None:
             "opentelemetry-exporter-otlp-proto-http",
             param="otlp",
         ) from None
-    return Spans(settings)
+    return Spans

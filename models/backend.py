@@ -38,8 +38,9 @@ _PREFIX = "scipy_"
 _PATIENCE = "18"
 
 
-# `Backend.why` where a machine lacks what it could have
+# `Backend.why` where a machine lacks what it could have; of the second, only how it begins
 NOT_FOUND = "no OpenBLAS or MKL was found"
+NOT_BUILT = "OpenBLAS is installed, and the library that MLX calls it through was not built"
 CUDA = "MLX computes with CUDA"
 
 
@@ -92,7 +93,21 @@ def prepared(environ: MutableMapping[str, str], *, shim: Path = _SHIM) -> Backen
     if asked:
         reason = "; ".join(dict.fromkeys(refusals)) or "it is not installed"
         raise BackendError(f"{VARIABLE}: {asked} cannot be used: {reason}")
+    if _packaged() and not shim.is_file():
+        return Backend(threads=threads, why=f"{NOT_BUILT}: {why_not_built(shim.parent)}")
     return Backend(threads=threads, why=NOT_FOUND)
+
+
+def why_not_built(folder: Path) -> str:
+    """Why nothing was compiled into models/kernels, and what to do, as the install wrote it down
+    (kernels/CMakeLists.txt)."""
+    try:
+        line = (folder / "not_built.txt").read_text("utf-8").strip()
+    except OSError:
+        return "install a C++20 compiler (g++), and then mlxrunner again (with make or pip)"
+    reason, _, rest = line.removeprefix("mlxrunner: ").partition(": models run on a CPU")
+    _, semicolon, advice = rest.partition("; ")
+    return f"{reason}{semicolon}{advice}"
 
 
 def products(shim: Path = _SHIM) -> int | None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests import tiny
+from tests.throttle import Throttle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -110,3 +112,27 @@ def pytest_terminal_summary(
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer Llama and a byte tokenizer."""
     return tiny.write(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a context that is never full: for a test that needs a request which still runs
+    when it does something, however fast the machine is (`tiny.UNENDING`)."""
+    folder = tmp_path_factory.mktemp("long") / "tiny"
+    return tiny.write(folder, max_position_embeddings=tiny.LONG)
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that plants code into every process that is started: it runs before all else."""
+
+    def planted(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return planted
+
+
+@pytest.fixture
+def throttle(tmp_path: Path) -> Throttle:
+    return Throttle(tmp_path / "throttle")

@@ -82,7 +82,8 @@ class Pause:
 
 FOREVER = Pause(1e6)
 
-Script = Sequence[Event | Pause | Exception]
+Script = Sequence[Event | Pause | asyncio.Event | Exception]
+"""Of an asyncio.Event, the test says when the script goes on."""
 
 
 def text(text: str, *logprobs: TokenLogprob) -> TextDelta:
@@ -245,6 +246,8 @@ async def _play(script: Script) -> AsyncGenerator[Event]:
     for step in script:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
+        elif isinstance(step, asyncio.Event):
+            await step.wait()
         elif isinstance(step, Exception):
             raise step
         else:

@@ -191,10 +191,11 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
     (entry,) = (
         catalogue := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
     ).entries()
-    let, begun = threading.Event(), list[str | None]()
+    let, reading, begun = threading.Event(), threading.Event(), list[str | None]()
 
     def slow(source: str | None) -> ModelFiles:
         begun.append(source)
+        reading.set()
         let.wait(10)
         if len(begun) == 1:
             raise AppError(Kind.MODEL_FILES, "a digest is wrong")
@@ -205,7 +206,7 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
     async def run() -> None:
         for _ in range(5):
             asking = asyncio.create_task(catalogue.files(entry.served))
-            await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(reading.wait, 10)
             asking.cancel()
         assert len(begun) == 1
         waiting = [asyncio.create_task(catalogue.files(entry.served)) for _ in range(2)]

@@ -154,8 +154,40 @@ def test_a_bad_line_is_refused(
     with pytest.raises(SystemExit) as caught:
         cli.main(line.split())
     assert caught.value.code == 2
-    assert "usage: mlxrunner" in capsys.readouterr().err
+    [message] = capsys.readouterr().err.splitlines()
+    assert message.startswith("mlxrunner: ")
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "srve",
+            "unknown command 'srve': the commands are serve, pull, list, show, doctor, config, key"
+            "; did you mean serve?",
+        ),
+        ("", "no command: the commands are serve, pull, list, show, doctor, config, key"),
+        ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_known_ones(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"mlxrunner: {message}\n"
+
+
+def test_every_listed_command_exists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, "--help"])
+        assert caught.value.code == 0
+    assert "usage: mlxrunner key" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_there_is_one_line_and_status_1(
@@ -202,7 +234,7 @@ def test_environment_and_file_count_for_serve_too(
 
 def test_settings_are_known_before_anything_heavy_is_imported() -> None:
     """`mlxrunner config` may be asked at any start; so may a wrong option."""
-    heavy = {"mlx", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface_hub", "asyncio"}
+    heavy = {"mlx", "starlette", "uvicorn", "tokenizers", "jinja2", "huggingface_hub"}
     program = (
         "import sys; from app.cli import main; main(['config']); "
         f"print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)"
@@ -216,15 +248,19 @@ def test_show_describes_the_built_in_model(capsys: pytest.CaptureFixture[str]) -
     assert "with 2 sequences of 64 tokens" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["serve", "pull org/tiny"])
+def test_a_command_interrupted_before_a_download_does_not_mention_one(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_: Settings) -> int:
+    """Ctrl-C during the start of a server did."""
+
+    def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server, "serve", interrupted)
-    assert cli.main(["serve"]) == 130
-    assert capsys.readouterr().err.startswith("mlxrunner: interrupted; a download goes on")
+    monkeypatch.setattr("app.commands.pull.look", interrupted)
+    assert cli.main(command.split()) == 130
+    assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 
 
 def test_an_interrupted_command_that_downloads_nothing_speaks_of_no_download(

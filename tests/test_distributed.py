@@ -26,6 +26,7 @@ import pytest
 
 import models
 from tests import tiny
+from tests.throttle import Throttle
 
 Found = TypeVar("Found")
 
@@ -38,8 +39,8 @@ NEAR = 1e-4
 
 PROMPTS = ("hello", "The quick brown fox jumps over the lazy dog. " * 8, "x", "to be or not to be")
 
-# as long as the context allows
-LONG: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True}
+# an answer that never ends by itself on `long_model`
+LONG: dict[str, Any] = {"max_tokens": tiny.LONG // 2, "ignore_eos": True}
 
 
 class Launched:
@@ -163,8 +164,8 @@ def launched(*arguments: str) -> Iterator[Launched]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_model: Path) -> Iterator[Launched]:
-    with launched(str(tiny_model)) as running:
+def ranks(long_model: Path) -> Iterator[Launched]:
+    with launched(str(long_model)) as running:
         yield running
 
 
@@ -243,22 +244,26 @@ def test_ranks_with_nothing_to_do_take_no_time(ranks: Launched) -> None:
     assert used() - before < 0.2
 
 
-def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(ranks: Launched) -> None:
-    """The last test of these ranks."""
-    with ranks.streaming(**LONG) as events:
-        next(events)
-        os.kill(ranks.pids[1], signal.SIGKILL)
-        *_, last = events
-    assert re.search(r"rank 1 \(.*\) is gone", last["error"]["message"])
-    ranks.end()
-    # by itself, or told to by the launcher, whichever comes first
-    assert ranks.status(0) in (1, -signal.SIGTERM)
+def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(long_model: Path) -> None:
+    with launched(str(long_model)) as ranks:
+        with ranks.streaming(**LONG) as events:
+            next(events)
+            os.kill(ranks.pids[1], signal.SIGKILL)
+            *_, last = events
+        assert re.search(r"rank 1 \(.*\) is gone", last["error"]["message"])
+        ranks.end()
+        # by itself, or told to by the launcher, whichever comes first
+        assert ranks.status(0) in (1, -signal.SIGTERM)
 
 
-def test_told_to_stop_they_finish_their_answers_and_leave_nobody(tiny_model: Path) -> None:
+def test_told_to_stop_they_finish_their_answers_and_leave_nobody(
+    tiny_model: Path, throttle: Throttle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A service manager tells the launcher, which dies of it, and all ranks at once."""
+    for name, value in throttle.on().variables.items():
+        monkeypatch.setenv(name, value)
     with launched(str(tiny_model)) as ranks:
-        with ranks.streaming(max_tokens=24, ignore_eos=True) as events:
+        with ranks.streaming(max_tokens=50, ignore_eos=True) as events:
             next(events)
             os.killpg(ranks.process.pid, signal.SIGTERM)
             said = list(events)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from app.core.errors import AppError, Kind
 from app.core.events import Event, Finish, Loading, Prompt, TextDelta
 from app.core.files import ModelFiles
 from app.core.jobs import EngineStats, Ledger
-from app.core.requests import Conversation, GenerateRequest, Message
+from app.core.ports import Runner
+from app.core.requests import Conversation, GenerateRequest, Message, Regex
 from app.core.residents import Need
 from app.core.settings import ModelSettings, Settings
 from app.core.workers import Workers
 from app.engine.describe import complete
+from app.engine.grammar import Grammars
+from app.engine.loop import Loop
 from app.front import Front, summed
 from app.runners.local import LocalRunner
 from app.runners.pool import Pool
@@ -46,6 +50,7 @@ def with_front(
     *,
     preload: str = "a",
     too_big: str = "",
+    runner: Callable[[Settings], Runner] = LocalRunner,
     **settings: Any,
 ) -> Any:
     """Room for two of the three, of those that are not too big."""
@@ -61,7 +66,7 @@ def with_front(
     async def run() -> Any:
         catalogue = Catalogue(entries, chosen)
         pool = Pool(
-            lambda own: LocalRunner(replace(own, models=own.models[:1])),
+            lambda own: runner(replace(own, models=own.models[:1])),
             catalogue.files,
             need,
             total=100 * MEBIBYTE,
@@ -369,6 +374,108 @@ def test_a_preloaded_model_that_cannot_be_loaded_is_told(folder: Path, tmp_path:
         assert (await front.load("a")).phase == "ready"
 
     with_front(tmp_path, use)
+
+
+def test_a_server_whose_model_failed_to_load_is_not_ready_while_its_runner_stops(
+    folder: Path,
+) -> None:
+    """`/health` answered 200 for as long as the runner of the failed load took to stop."""
+    stopping = asyncio.Event()
+
+    class Broken(LocalRunner):
+        async def start(self, files: ModelFiles) -> None:
+            if broken:
+                raise AppError(Kind.MODEL_FILES, "planted")
+            await super().start(files)
+
+        async def stop(self) -> None:
+            if broken:
+                await stopping.wait()
+            await super().stop()
+
+    async def use(front: Front) -> None:
+        nonlocal broken
+        await front.unload("a")
+        assert front.status().state == "ready"
+        broken = True
+        with pytest.raises(AppError, match="planted"):
+            await front.load("a")
+        phase, status = front.states()[0].phase, front.status()
+        stopping.set()
+        assert phase == "unloading"
+        assert (status.state, status.error) == ("failed", "planted")
+
+    broken = False
+    with_front(folder, use, runner=Broken)
+
+
+async def failures(front: Front, name: str, **changes: Any) -> list[str]:
+    """All that a client gets to know of a request for this model that fails: of an answer, of
+    vectors, of a load, and of the model's state."""
+    found: list[str] = []
+    inputs = (EmbedInput(content="x", at="input"),)
+    for call in (
+        lambda: events(front, wish(name, **changes)),
+        lambda: front.embed(EmbedRequest(model=name, inputs=inputs)),
+        lambda: front.load(name),
+    ):
+        try:
+            await call()
+        except AppError as error:
+            found.append(error.message)
+        states = [state.error for state in front.states()]
+        found += [error for error in (*states, front.status().error) if error is not None]
+    return found
+
+
+@pytest.mark.parametrize("broken", ["tokenizer", "weights", "template", "gone", "engine"])
+def test_no_failure_of_a_model_reveals_a_path(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure names the file, and the log has its path."""
+    for name in "abc":
+        tiny.write(tmp_path / name)
+
+    def die(_: Loop) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", "/opt/secret/libx.so")
+
+    monkeypatch.setattr(Grammars, "start", lambda _: None)
+
+    async def use(front: Front) -> list[str]:
+        assert text(await events(front, wish("a")))
+        asked: dict[str, Any] = {}
+        match broken:
+            case "tokenizer":  # read by the first compilation, as where the warm-up is slow
+                (tmp_path / "a" / "tokenizer.json").write_text("{}")
+                asked["grammar"] = Regex(pattern="a+")
+            case "weights":
+                (tmp_path / "a" / "model.safetensors").write_bytes(b"garbage")
+                await front.unload("a")
+            case "template":
+                config = tmp_path / "a" / "tokenizer_config.json"
+                config.write_text('{"chat_template": [1]}')
+                await front.unload("a")
+            case "gone":
+                shutil.rmtree(tmp_path / "a")
+                await front.unload("a")
+            case _:
+                monkeypatch.setattr(Loop, "step", die)
+        return await failures(front, "a", **asked)
+
+    found = with_front(tmp_path, use)
+    assert found
+    for message in found:
+        assert str(tmp_path) not in message
+        assert "/opt" not in message
+        assert "secret" not in message
+    named = {
+        "tokenizer": "tokenizer.json",
+        "weights": "model.safetensors",
+        "template": "tokenizer_config.json",
+        "gone": "a",
+        "engine": "libx.so",
+    }
+    assert named[broken] in found[0]
 
 
 def test_figures_of_several_engines_add_up() -> None:

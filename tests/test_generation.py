@@ -43,6 +43,7 @@ from app.core.requests import (
     Message,
     Regex,
     Sampling,
+    Several,
 )
 from app.core.settings import Settings
 from app.engine import compiling
@@ -180,6 +181,13 @@ def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
     runner = FakeRunner("7")
     events(files, runner, grammar=grammar)
     assert runner.jobs[0].grammar == grammar
+
+
+def test_progress_says_of_which_prompt(files: ModelFiles) -> None:
+    said = events(files, FakeRunner("hi"), prompt=Several(prompts=("hello", "good day")), n=2)
+    totals = {(event.prompt, event.total) for event in said if isinstance(event, Progress)}
+    assert {prompt for prompt, _ in totals} == {0, 1}
+    assert len(totals) == 2
 
 
 def test_events_come_in_their_order(files: ModelFiles) -> None:

@@ -144,6 +144,27 @@ def test_a_file_that_does_not_want_to_wait_gets_all_the_same(pipe: Pipe):
     assert [len(line) for line in lines] == [MUCH, 3]
 
 
+def handle_as_python_3_13(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """`logging.Handler.handle` of 3.13 and newer, which enters the lock that 3.12 asks for."""
+    accepted = handler.filter(record)
+    if accepted:
+        assert handler.lock is not None
+        with handler.lock:
+            handler.emit(record)
+    return bool(accepted)
+
+
+def test_lines_are_written_where_logging_enters_the_lock_of_each_handler(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+):
+    """A handler whose lock was None raised in the thread that writes: on Python 3.13 the log was
+    empty from the first line on. Here every supported version handles records as 3.13 does."""
+    monkeypatch.setattr(logging.Handler, "handle", handle_as_python_3_13)
+    for n in range(10):
+        pipe.log.info("line %d", n)
+    assert pipe.read() == [f"line {n}" for n in range(10)]
+
+
 CRASHING = """
 import logging
 from app.core.settings import Settings

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runners.spawning import wait_until
 from tests.serving import PATIENCE, Served, serving
+from tests.throttle import Throttle
 
 
 def scrape(server: Served) -> dict[tuple[str, ...], float]:
@@ -41,12 +43,18 @@ async def crowd(server: Served, count: int, **body: Any) -> list[httpx.Response]
         return await asyncio.gather(*one)
 
 
-def test_a_crowd_is_served_refused_and_counted(tiny_model: Path) -> None:
-    with serving(str(tiny_model), "--parallel", "2", "--max-queue", "3") as server:
-        replies = asyncio.run(crowd(server, 20, max_tokens=100, logit_bias={"257": -100}))
+def test_a_crowd_is_served_refused_and_counted(tiny_model: Path, throttle: Throttle) -> None:
+    """Slow until all are here, so that places and queue are full when the others come."""
+    arguments = (str(tiny_model), "--parallel", "2", "--max-queue", "3")
+    with serving(*arguments, variables=throttle.on().variables) as server:
+        with ThreadPoolExecutor(1) as pool:
+            asked = {"max_tokens": 100, "logit_bias": {"257": -100}}
+            replying = pool.submit(lambda: asyncio.run(crowd(server, 20, **asked)))
+            wait_until(lambda: server.status()["Rejected"] == 15)
+            throttle.off()
+            replies = replying.result()
         statuses = Counter(reply.status_code for reply in replies)
-        assert set(statuses) == {200, 429}
-        assert statuses[200] >= 5
+        assert statuses == {200: 5, 429: 15}
         for reply in replies:
             if reply.status_code == 429:
                 assert 1 <= int(reply.headers["retry-after"]) <= 60

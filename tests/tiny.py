@@ -18,6 +18,13 @@ from models import llama
 BOS, END = 256, 257
 VOCAB = 258
 
+# Positions of a context that no engine fills while a test runs: reading the keys and values of that
+# many tokens, one token after the other, takes minutes at any memory bandwidth.
+LONG = 1 << 20
+
+# Fields of a completion that never ends by itself in a context of `LONG`.
+UNENDING: dict[str, Any] = {"max_tokens": LONG // 2, "logit_bias": {str(END): -100}}
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope
 
 from app.api.wire import ClientLeft, caller_of
 from app.core.allocator import release_free_memory
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.settings import MEBIBYTE, Settings
 from app.core.workers import Workers, WorkQueue
 
@@ -288,9 +288,10 @@ def check_json(scope: Scope) -> None:
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
+        named = quote_client(given[:200]) if given else "nothing named"
         raise AppError(
             Kind.MEDIA_TYPE,
-            f"the body must be sent as application/json, not as {given[:200] or 'nothing named'}; "
+            f"the body must be sent as application/json, not as {named}; "
             "with curl, add: -H 'Content-Type: application/json'",
         )
 
@@ -301,7 +302,8 @@ def _check_length(scope: Scope, limit: int) -> None:
     if coding.strip().lower() != "identity":
         raise AppError(
             Kind.MEDIA_TYPE,
-            f"the body must be sent as it is, not with Content-Encoding: {coding[:200]}",
+            f"the body must be sent as it is, not with Content-Encoding: "
+            f"{quote_client(coding[:200])}",
             code="unsupported_content_encoding",
         )
     length = headers.get("content-length", "")

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import orjson
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 
 INT32_MAX = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
@@ -25,14 +25,15 @@ def invalid(param: str | None, message: str) -> AppError:
 
 
 def shown(value: object) -> str:
-    """A value as a message may repeat it: short, and never walking into nested containers."""
+    """A value as a message may repeat it: short, and never walking into nested containers. Marked
+    as the client's, unless it is JSON's own word or a number."""
     match value:
         case None:
             return "null"
         case bool():
             return "true" if value else "false"
         case str():
-            return repr(value[:_ECHO]) + ("…" if len(value) > _ECHO else "")
+            return quote_client(repr(value[:_ECHO]) + ("…" if len(value) > _ECHO else ""))
         case list():
             return "an array" if value else "an empty array"
         case dict():

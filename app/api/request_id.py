@@ -39,7 +39,7 @@ _PASSING = frozenset({503, 504})
 # What nginx writes for a client that left before it was answered.
 _LEFT = 499
 
-_LONGEST_PATH, _LONGEST_METHOD = 200, 20
+_LONGEST_PATH, _LONGEST_METHOD, _LONGEST_REASON = 200, 20, 300
 
 
 def new_id() -> str:
@@ -119,7 +119,8 @@ def _shown(value: str | int) -> str:
 
 def _fields(scope: Scope, visit: Visit, status: int, seconds: float) -> Mapping[str, str | int]:
     """Without the query, which may hold anything, and without what there is nothing to say of.
-    The path is as the client wrote it, with its escapes."""
+    The path is as the client wrote it, with its escapes. error, reason: of a status of 400 or more;
+    the reason leaves out what the client sent."""
     client = scope.get("client")
     fields: dict[str, str | int] = {
         "method": scope["method"][:_LONGEST_METHOD],
@@ -138,5 +139,10 @@ def _fields(scope: Scope, visit: Visit, status: int, seconds: float) -> Mapping[
             "cached_tokens": visit.cached_tokens,
             "completion_tokens": visit.completion_tokens,
             "finish": visit.finish,
+        }
+    if visit.error is not None and status >= 400:
+        fields |= {
+            "error": visit.error.code or visit.error.kind.value,
+            "reason": visit.error.loggable()[:_LONGEST_REASON],
         }
     return fields

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from app.core.errors import AppError, Kind
+from app.core.visit import VISIT
 
 JsonObject = dict[str, Any]
 
@@ -117,7 +118,10 @@ def json_reply(
 def problem_reply(
     error: AppError, *, status: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The envelope with the status of its kind, or with another one."""
+    """The envelope with the status of its kind, or with another one. The request that is being
+    answered, if any, remembers the error for its access log line."""
+    if (visit := VISIT.get()) is not None:
+        visit.error = error
     wait = error.retry_after
     if wait is None and error.kind in PASSING:
         wait = 1  # what a client that polls us would wait anyway

@@ -5,6 +5,7 @@ the names are known here.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -13,12 +14,17 @@ from app.configuration.option import Option
 from app.configuration.options import OPTIONS
 from app.configuration.precedence import Configuration
 from app.core.settings import ModelSettings
+from app.door.exposure import check_door
+from app.tracing import check_tracing
 
 Row = tuple[str, str, str]
 
 
 def tell(configuration: Configuration, form: Literal["json", "toml"] | None) -> int:
-    """The exit status."""
+    """The exit status. Raises AppError(INVALID) for settings that `serve` would not start with."""
+    # a copy: check_door removes the keys from it
+    check_door(configuration.settings, dict(os.environ))
+    check_tracing(configuration.settings)
     match form:
         case "json":
             print(json.dumps(facts(configuration), indent=2))

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from app import store
+from app.configuration.options import BUILD_VARIABLE
 from app.core.amounts import in_memory
 from app.core.errors import AppError
 from app.engine.computing import gigaflops, in_use
@@ -102,15 +103,18 @@ def losses(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _slow_on_cpu(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
-    if found.blas_why == backend.NOT_FOUND:
+    why = found.blas_why or ""
+    if why == backend.NOT_FOUND or why.startswith(backend.NOT_BUILT):
         yield (
-            "MLX computes with the reference BLAS, many times slower than this machine is: install "
-            "the packages of the lock again with `make`, or OpenBLAS with the system's packages "
-            "(libopenblas0 on Debian and Ubuntu, openblas on Fedora)"
+            f"MLX computes with the reference BLAS, many times slower than this machine is: {why}. "
+            "OpenBLAS from the system's packages is enough (libopenblas0 on Debian and Ubuntu, "
+            "openblas on Fedora)"
         )
     if found.called is False:
         yield f"{found.blas} was opened, and MLX does not call it: is something preloaded?"
-    if found.kernels is None and environ.get("MLXRUNNER_KERNELS") != "off":
+    # what the install was asked to leave out is turned off too
+    off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
+    if found.kernels is None and not off:
         yield f"our own operations are not in use, and models decode slower: {found.kernels_why}"
 
 

@@ -45,7 +45,10 @@ def fetched(offer: Offer) -> ModelFiles:
         f"{left}",
         file=sys.stderr,
     )
-    fetch(offer)
+    try:
+        fetch(offer)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("a download goes on where it stopped") from None
     files = cached.find(name)
     assert files is not None, "it was downloaded just now"
     return files

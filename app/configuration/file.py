@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from app.configuration.forms import Misread
-from app.configuration.option import Option, nearest
+from app.configuration.forms import Misread, nearest
+from app.configuration.option import Option
 from app.configuration.options import MODEL_OPTIONS, OPTIONS
 from app.configuration.sources import Found, Given
 from app.core.errors import AppError, Kind

@@ -4,11 +4,12 @@ Knows: argparse. Must not know: commands, the other sources.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from app.configuration.forms import Misread
-from app.configuration.option import Option, nearest
+from app.configuration.forms import Misread, nearest
+from app.configuration.option import Option
 from app.configuration.options import GROUPS, OPTIONS
 from app.configuration.sources import Found, Given
 from app.core.settings import ModelSettings
@@ -47,16 +48,38 @@ def given(arguments: argparse.Namespace) -> Given:
     return found
 
 
-def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+class Parser(argparse.ArgumentParser):
+    """Exits with status 2 and one line for a bad command line; argparse would print all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
+
+
+def parsed(
+    parser: Parser, words: Sequence[str] | None, commands: Sequence[str] = ()
+) -> argparse.Namespace:
     """Models may stand between flags, which argparse does not allow for; a flag that there is not
-    is refused with the one that was perhaps meant. Exits with 2 for what cannot be read."""
+    is refused with the one that was perhaps meant, and so is a command. Exits with 2 for what
+    cannot be read. commands: the known ones; the first word must be one of them or a flag."""
+    words = sys.argv[1:] if words is None else words
+    first = next(iter(words), "")
+    if commands and not first.startswith("-") and first not in commands:
+        listed = f"the commands are {', '.join(commands)}{nearest(first, commands)}"
+        parser.error(f"unknown command {first!r}: {listed}" if first else f"no command: {listed}")
     arguments, rest = parser.parse_known_args(words)
     models: list[str] | None = getattr(arguments, "models", None)
     strange = [word for word in rest if word.startswith("-") or models is None]
     if strange:
-        [name, *_] = strange[0].split("=")
-        flags = (option.flag for option in OPTIONS) if models is not None else ()
-        parser.error(f"unrecognized arguments: {' '.join(strange)}{nearest(name, flags)}")
+        name = strange[0].partition("=")[0]
+        name = name if name.isprintable() else repr(name)
+        command = getattr(arguments, "command", None) or ""
+        help_ = " ".join(part for part in ("mlxrunner", command, "--help") if part)
+        if name.startswith("-"):
+            flags = (option.flag for option in OPTIONS) if models is not None else ()
+            why = f"unknown option {name}{nearest(name, flags)}"
+        else:
+            why = f"unexpected argument {name!r}"
+        parser.error(f"{why} (`{help_}` lists what is accepted)")
     if models is not None:
         models += rest
     return arguments

@@ -4,15 +4,16 @@ Knows: numbers, units, durations, addresses. Must not know: which setting is whi
 came from.
 """
 
+import difflib
 import math
 import os.path
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from app.core import durations
+from app.core.settings import is_host_name, is_origin
 
 # seconds, GiB, MiB: more than there is, and little enough to be counted in bytes and waited for
 MOST = 1_000_000_000
@@ -27,12 +28,6 @@ _SWITCH = {"true": True, "yes": True, "on": True, "1": True} | {
     "0": False,
 }
 
-# scheme://host or scheme://host:port: what browsers send as Origin, whose path is never there
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\]+", re.ASCII)
-
-# a name, or with a dot in front all names below it
-_HOST_NAME = re.compile(r"\.?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", re.ASCII)
-
 
 class Misread(Exception):
     """A value that is not written as it has to be: "must be …, not …"."""
@@ -44,7 +39,8 @@ class Form:
 
     what: what a value has to be, in words. metavar: what stands for it in help. parse: a word to a
     value; raises ValueError. types: of TOML, that may stand in a file. write: a value to what
-    stands in a file. unit: of the number that is written. private: a word is never told again, for
+    stands in a file. words: every word that is accepted, where they are a fixed list. unit: of the
+    number that is written. private: a word is never told again, for
     it may hold a password. many: a value is several of those, in a tuple: between commas in a word,
     in a list in a file."""
 
@@ -52,6 +48,7 @@ class Form:
     metavar: str
     parse: Callable[[str], Any]
     types: tuple[type, ...] = (str,)
+    words: tuple[str, ...] = ()
     write: Callable[[Any], Any] = lambda value: value
     unit: str = ""
     private: bool = False
@@ -85,10 +82,10 @@ class Form:
         try:
             return self.parse(word)
         except ValueError:
-            raise self._misread(_told(word)) from None
+            raise self._misread(_told(word), nearest(word, self.words)) from None
 
-    def _misread(self, told: str) -> Misread:
-        return Misread(f"must be {self.what}" + ("" if self.private else f", not {told}"))
+    def _misread(self, told: str, near: str = "") -> Misread:
+        return Misread(f"must be {self.what}" + ("" if self.private else f", not {told}{near}"))
 
 
 def whole(least: int, most: int | None = None, unit: str = "") -> Form:
@@ -173,7 +170,13 @@ def choice(*choices: str | int) -> Form:
         return by_word[word]
 
     kinds = tuple({type(choice) for choice in choices})
-    return Form(what=" or ".join(by_word), metavar="|".join(by_word), parse=parse, types=kinds)
+    return Form(
+        what=" or ".join(by_word),
+        metavar="|".join(by_word),
+        parse=parse,
+        types=kinds,
+        words=tuple(by_word),
+    )
 
 
 def text(what: str, metavar: str) -> Form:
@@ -200,17 +203,20 @@ def path() -> Form:
 
 def origins() -> Form:
     def parse(word: str) -> str:
-        if word != "*" and not _ORIGIN.fullmatch(word):
+        if word != "*" and not is_origin(word):
             raise ValueError
         return word
 
-    what = "an origin such as https://chat.example.org (no path, no slash at the end)"
+    what = (
+        "an origin as browsers write it, such as https://chat.example.org (small letters, no path, "
+        "no slash at the end, no port that goes without saying)"
+    )
     return Form(what=what, metavar="ORIGIN", parse=parse, many=True)
 
 
 def host_names() -> Form:
     def parse(word: str) -> str:
-        if not _HOST_NAME.fullmatch(word):
+        if not is_host_name(word):
             raise ValueError
         return word
 
@@ -233,6 +239,12 @@ def address() -> Form:
         parse=parse,
         private=True,
     )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean …?", or nothing where nothing known looks like `word`."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _plain(number: float) -> int | float:

@@ -5,8 +5,6 @@ there are, argparse, TOML.
 """
 
 import dataclasses
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +87,3 @@ def option(
         unset=unset,
         variable=variable or PREFIX + field.upper(),
     )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", or nothing where nothing known looks like `word`."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""

@@ -34,6 +34,9 @@ SECRET_VARIABLES = (f"{PREFIX}API_KEY", f"{PREFIX}API_KEYS")
 # models/kernels
 COMPUTING_VARIABLES = (f"{PREFIX}BLAS", f"{PREFIX}ISA", f"{PREFIX}KERNELS", f"{PREFIX}THREADS")
 
+# read by the install (models/kernels/CMakeLists.txt); a shell in which it is set may start a server
+BUILD_VARIABLE = f"{PREFIX}BUILD_KERNELS"
+
 MODELS_VARIABLE = f"{PREFIX}MODELS"
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.configuration.forms import Misread
-from app.configuration.option import PREFIX, nearest
+from app.configuration.forms import Misread, nearest
+from app.configuration.option import PREFIX
 from app.configuration.options import (
+    BUILD_VARIABLE,
     COMPUTING_VARIABLES,
     CONFIG_VARIABLE,
     MODELS_VARIABLE,
@@ -39,7 +40,13 @@ def from_environment(environment: Mapping[str, str]) -> Given:
     ours = {name: word for name, word in environment.items() if name.startswith(PREFIX) and word}
     _refuse_service_links(ours)
     known = {option.variable: option for option in OPTIONS}
-    others = (CONFIG_VARIABLE, MODELS_VARIABLE, *SECRET_VARIABLES, *COMPUTING_VARIABLES)
+    others = (
+        CONFIG_VARIABLE,
+        MODELS_VARIABLE,
+        BUILD_VARIABLE,
+        *SECRET_VARIABLES,
+        *COMPUTING_VARIABLES,
+    )
     for name in sorted(ours.keys() - known.keys() - set(others)):
         raise AppError(
             Kind.INVALID,

@@ -3,8 +3,15 @@
 Knows: what can go wrong, in words. Must not know: status codes or JSON; dialects map `Kind`.
 """
 
+import re
 from enum import StrEnum
 from types import TracebackType
+
+# Unicode noncharacters around a client's text within a message. `repr` escapes them, and JSON keeps
+# them, so that marks survive the way between processes.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
+_MARKED = re.compile(f"{_OPEN}[^{_CLOSE}]*{_CLOSE}?")
 
 
 class Kind(StrEnum):
@@ -29,10 +36,17 @@ class Kind(StrEnum):
     MODEL_FILES = "bad_model_files"
 
 
+def quote_client(text: str) -> str:
+    """Marks a part of an AppError's message that repeats what the client sent, or that another
+    program made of it: the client reads it, the log does not."""
+    return f"{_OPEN}{text.translate(_MARKS)}{_CLOSE}"
+
+
 class AppError(Exception):
     """A mistake to be told to whoever made it.
 
-    message: says what is wrong and what to do. param: the request field, dotted
+    message: says what is wrong and what to do. marked: the same with the marks of `quote_client`,
+    for code that builds another AppError of it. param: the request field, dotted
     (`messages.0.role`). code: a stable word for programs, where `kind` is not precise enough.
     retry_after: seconds after which trying again makes sense, where it does.
     """
@@ -46,12 +60,17 @@ class AppError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        self.marked = message
+        self.message = message.translate(_MARKS)
+        super().__init__(self.message)
         self.kind = kind
-        self.message = message
         self.param = param
         self.code = code
         self.retry_after = retry_after
+
+    def loggable(self) -> str:
+        """The message without what the client sent: that may be a prompt or a key."""
+        return _MARKED.sub("…", self.marked)
 
 
 class LibraryPanic(Exception):

@@ -35,8 +35,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Prompt tokens that are in the KV cache so far (cached ones included), of how many."""
+    """Prompt tokens that are in the KV cache so far (cached ones included), of how many. prompt:
+    which one of the request. The first of a choice comes when its job starts, and its `done` is
+    what the prefix cache had."""
 
+    prompt: int = 0
     done: int
     total: int
 

@@ -4,6 +4,7 @@ Knows: names, defaults, units. Frozen: nobody changes a setting while the server
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,6 +12,17 @@ from typing import Any, Literal
 from app.core.errors import AppError, Kind
 
 LOOPBACK_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+
+# of a page: lower case, without the default port · of a program with an embedded browser, such as
+# app://obsidian.md
+_ORIGIN = re.compile(
+    r"http://(?!.*:80$)[^\s/?#@\\,*A-Z]+|https://(?!.*:443$)[^\s/?#@\\,*A-Z]+"
+    r"|(?!https?:)[a-z][a-z0-9+.-]*://[^\s/?#@\\,*]*",
+    re.ASCII,
+)
+
+_HOST_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
+_LONGEST_NAME = 255
 
 MEBIBYTE = 1 << 20
 
@@ -22,6 +34,16 @@ LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 FOREVER = math.inf
+
+
+def is_origin(text: str) -> bool:
+    """Whether `text` is an origin as browsers serialise it (RFC 6454, 6.2); "*" is not."""
+    return _ORIGIN.fullmatch(text) is not None
+
+
+def is_host_name(text: str) -> bool:
+    """Whether `text` is a host name in any case, or, with a leading dot, a domain."""
+    return len(text) <= _LONGEST_NAME and _HOST_NAME.fullmatch(text.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

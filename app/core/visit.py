@@ -14,7 +14,7 @@ from typing import Any
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
-from app.core.events import Event, Finish
+from app.core.events import Event, Finish, Progress
 from app.core.requests import GenerateRequest
 
 
@@ -23,13 +23,15 @@ class Visit:
     """One request. id: its name, fit for a header. traceparent: what the client sent under that
     name (W3C Trace Context), unread. state: what others noted of the request as it went by.
     finish: finish reasons, an error's kind or "cancelled"; "" for one that generates nothing. The
-    counts are of all choices."""
+    counts are of all choices, those of prompts also of prompts that were not read to their end.
+    error: why the reply has a status of 400 or more, where this server says so."""
 
     id: str
     traceparent: str = ""
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model: str = ""
     finish: str = ""
+    error: AppError | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -49,19 +51,36 @@ class VisitWatch:
     def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
         self._visit = VISIT.get() or Visit(id="")
         self._visit.model = request.model
-        self._prompts: dict[int, tuple[int, int]] = {}
+        # of each prompt: its tokens, and those that were cached
+        self._begun: dict[int, tuple[int, int]] = {}
+        self._finished: dict[int, tuple[int, int]] = {}
         self._reasons: list[str] = []
         self._error: str | None = None
 
     def note(self, event: Event) -> None:
-        if not isinstance(event, Finish):
+        match event:
+            case Progress(prompt=prompt, done=done, total=total):
+                self._note_prompt(self._begun, prompt, total, done)
+            case Finish(prompt=prompt, usage=usage):
+                self._note_prompt(self._finished, prompt, usage.prompt_tokens, usage.cached_tokens)
+                self._finish(event)
+            case _:
+                pass
+
+    def _note_prompt(
+        self, seen: dict[int, tuple[int, int]], prompt: int, tokens: int, cached: int
+    ) -> None:
+        """A prompt counts once, however many answers it gets, as in the usage of the reply. Its
+        first Finish corrects what its first Progress said: a start may be repeated."""
+        if prompt in seen:
             return
-        usage = event.usage
-        # a prompt counts once, however many answers it gets, as in the usage that clients are told
-        self._prompts.setdefault(event.prompt, (usage.prompt_tokens, usage.cached_tokens))
-        self._visit.prompt_tokens = sum(length for length, _ in self._prompts.values())
-        self._visit.cached_tokens = sum(cached for _, cached in self._prompts.values())
-        self._visit.completion_tokens += usage.completion_tokens
+        seen[prompt] = (tokens, cached)
+        counts = (self._begun | self._finished).values()
+        self._visit.prompt_tokens = sum(tokens for tokens, _ in counts)
+        self._visit.cached_tokens = sum(cached for _, cached in counts)
+
+    def _finish(self, event: Finish) -> None:
+        self._visit.completion_tokens += event.usage.completion_tokens
         if event.reason not in self._reasons:
             self._reasons.append(event.reason)
 

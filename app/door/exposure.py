@@ -5,10 +5,26 @@ checked, who listens.
 """
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 from app.core.errors import AppError, Kind
 from app.core.settings import Settings
+from app.door.certificates import check_certificate
+from app.door.keyring import Keyring
+
+
+def check_door(
+    settings: Settings, environment: MutableMapping[str, str]
+) -> tuple[Keyring, Sequence[str]]:
+    """Checks keys, exposure and certificate, for `serve` before it listens and for `config`.
+    Origins and host names are checked where they are parsed (`app.configuration.forms`). Removes
+    the keys from `environment`. Returns the keys and warnings for the log. Raises AppError(INVALID)
+    for settings with which a server does not start."""
+    keyring = Keyring.of(settings, environment)
+    warnings = list(check_exposure(settings, has_keys=keyring.in_force))
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        warnings += check_certificate(settings.tls_cert, settings.tls_key)
+    return keyring, warnings
 
 
 def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:

@@ -18,15 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
-from app.core.settings import Settings
+from app.core.settings import Settings, is_host_name
 
 # uri-host [":" port]; an address of version 6 may name its zone (RFC 6874)
 _AUTHORITY = re.compile(
     r"(?:\[(?P<six>[0-9a-f:.]+)(?:%(?:25)?[\w.~-]+)?\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?",
     re.ASCII | re.IGNORECASE,
 )
-
-_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
 
 # this machine, as it calls itself, and as Docker's and Podman's containers call it
 _OURS = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
@@ -130,7 +128,7 @@ class HostCheck:
 def _checked(name: str) -> str:
     """A name of --allowed-host, in small letters."""
     lower = name.lower().removesuffix(".")
-    if _NAME.fullmatch(lower) is None or len(lower) > 255:
+    if not is_host_name(lower):
         raise AppError(
             Kind.INVALID,
             f"--allowed-host takes a name such as chat.example.org, or .example.org for all names "

@@ -17,15 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.wire import problem_reply
 from app.core.errors import AppError, Kind
-from app.core.settings import LOOPBACK_ORIGINS, Settings
-
-# of a page, in small letters and without the port that is understood by itself · of a program that
-# is a browser inside, such as app://obsidian.md
-_ORIGIN = re.compile(
-    r"http://(?!.*:80$)[^/\s,*A-Z]+|https://(?!.*:443$)[^/\s,*A-Z]+"
-    r"|(?!https?:)[a-z][a-z0-9+.-]*://[^/\s,*]*",
-    re.ASCII,
-)
+from app.core.settings import LOOPBACK_ORIGINS, Settings, is_origin
 
 _LOOPBACK = re.compile(LOOPBACK_ORIGINS, re.ASCII)
 
@@ -44,7 +36,7 @@ class AllowedOrigins:
     def of(cls, settings: Settings) -> Self:
         """Raises AppError(INVALID)."""
         for origin in settings.cors_origins:
-            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            if origin != "*" and not is_origin(origin):
                 raise AppError(
                     Kind.INVALID,
                     "--cors-origin takes an origin as browsers write it, such as "

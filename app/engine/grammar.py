@@ -23,7 +23,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard
+from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard, quote_client
 from app.core.files import ModelFiles
 from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
 from app.core.workers import CancelToken
@@ -248,7 +248,7 @@ class Grammars:
                 on_exhausted=partial(self._forget, compilation),
             )
         except GrammarError as error:
-            message = f"this {name} cannot be followed: {error}"
+            message = f"this {name} cannot be followed: {quote_client(str(error))}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
 
     def _forget(self, compilation: _Compilation) -> None:
@@ -355,7 +355,8 @@ async def _settled(result: Future[Any], seconds: float) -> None:
 def _invalid(refused: Refusal) -> AppError:
     name, start = _NAMES[type(refused.grammar)], refused.grammar.at
     at = f" at {'.'.join(refused.path)}" if refused.path else ""
-    message = f"this {name} cannot be followed{at}: {refused.reason}"
+    # keywords and names of properties too are the client's
+    message = f"this {name} cannot be followed{quote_client(f'{at}: {refused.reason}')}"
     param = ".".join((start, *refused.path) if start else refused.path)
     return AppError(Kind.INVALID, message, param=param or None)
 

@@ -16,7 +16,7 @@ _PATH = re.compile(r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\
 def discreet(error: AppError, folder: Path | None, name: str) -> AppError:
     """folder: where the model lies, which becomes its name; of other paths only the last part is
     left."""
-    message = error.message
+    message = error.marked
     if folder is not None:
         message = message.replace(str(folder), name)
     message = " ".join(_PATH.sub(r"\g<name>", message).split())

@@ -164,7 +164,7 @@ class Leases:
 def again(error: AppError, retry_after: int | None) -> AppError:
     """The same, to be raised by somebody else."""
     return AppError(
-        error.kind, error.message, param=error.param, code=error.code, retry_after=retry_after
+        error.kind, error.marked, param=error.param, code=error.code, retry_after=retry_after
     )
 
 

@@ -8,8 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -90,11 +90,15 @@ class Resident:
     def reserve(self, count: int = 1) -> AbstractContextManager[Places]:
         return self._admission.reserve(count)
 
-    def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        return self._careful.submit(job)
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncGenerator[Submission]:
+        with self._discreetly():
+            async with self._careful.submit(job) as submission:
+                yield submission
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        return await self._careful.embed(job)
+        with self._discreetly():
+            return await self._careful.embed(job)
 
     def status(self) -> RunnerStatus:
         if self._runner is None:
@@ -112,6 +116,7 @@ class Resident:
             stats=all_told(self._past, now.stats),
             rejected=self._rejected + self._admission.rejected,
             preparing=self._admission.preparing,
+            error=None if now.error is None else self._discreet_text(now.error),
         )
 
     async def serving(self, lost: Runner | None = None) -> Runner:
@@ -260,7 +265,7 @@ class Resident:
             loads=self._loads,
             evictions=self._evictions,
             restarts=self._restarts,
-            error=None if self.phase == "leaving" and not self._broke else status.error,
+            error=self._told_error(status),
             pid=status.pid,
             backend=None if capacity is None else capacity.backend,
         )
@@ -277,6 +282,12 @@ class Resident:
         if self.phase == "leaving" or (self.phase == "ready" and (self.closed or self.dismissed)):
             return "unloading"
         return "loading" if self.phase == "loading" else status.state
+
+    def _told_error(self, status: RunnerStatus) -> str | None:
+        if self.phase != "leaving":
+            return status.error
+        error = self.health.error
+        return error.message if self._broke and error is not None else None
 
     def _loading(self) -> Loading:
         if self.phase == "loading":
@@ -315,6 +326,23 @@ class Resident:
         source = self.served.source
         folder = Path(source).expanduser() if source else None
         return discreet(error, self.files.path if self.files else folder, self.served.name)
+
+    def _discreet_text(self, message: str) -> str:
+        return self._discreet(AppError(Kind.ENGINE, message)).message
+
+    @contextmanager
+    def _discreetly(self) -> Generator[None]:
+        """What the runner says goes to a client without paths; the log has them. What is wrong with
+        a request is the client's own words, some of which look like paths."""
+        try:
+            yield
+        except AppError as error:
+            if error.kind not in (Kind.ENGINE, Kind.MODEL_FILES):
+                raise
+            cleaned = self._discreet(error)
+            if cleaned.message != error.message:
+                log.error("%s: %s", self.served.name, error.message)
+            raise cleaned from error
 
     def _failed(self, error: Exception) -> None:
         """Whoever waits is told at once what is wrong with the model; a runner that crashed may

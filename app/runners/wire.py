@@ -86,7 +86,7 @@ PROBLEM = Codec[Problem](Problem)
 def problem(error: AppError) -> Problem:
     return Problem(
         kind=error.kind,
-        message=error.message,
+        message=error.marked,
         param=error.param,
         code=error.code,
         retry_after=error.retry_after,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.files import ModelFiles
 from app.core.requests import Conversation, GenerateRequest, Grammar, Message, NamedTool, Tool
 from app.core.workers import CancelToken
@@ -168,5 +168,5 @@ class Conversations:
 def _check_choice(request: GenerateRequest) -> None:
     choice = request.tool_choice
     if isinstance(choice, NamedTool) and all(t.name != choice.name for t in request.tools):
-        message = f"tool_choice names {choice.name!r}, which is none of the tools"
+        message = f"tool_choice names {quote_client(repr(choice.name))}, which is none of the tools"
         raise AppError(Kind.INVALID, message, param="tool_choice")

@@ -29,7 +29,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.workers import Cancelled, CancelToken
 from app.text import estimates
 from app.text.budget import Budget
@@ -93,13 +93,14 @@ class Template:
             compiled = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
             return compiled.render(given)
         except _Refusal as refusal:
-            raise AppError(Kind.INVALID, _clause(refusal), param="messages") from refusal
+            words = quote_client(_clause(refusal))
+            raise AppError(Kind.INVALID, words, param="messages") from refusal
         except Cancelled:
             raise
         except Exception as error:
             # A program that we did not write may fail in every way there is; mostly because the
             # conversation is not of the shape that it was written for.
-            reason = _clause(error)
+            reason = quote_client(_clause(error))
             message = f"the model's chat template cannot render this conversation: {reason}"
             raise AppError(Kind.INVALID, message, param="messages") from error
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from app.core.errors import AppError, Kind, PanicGuard
+from app.core.errors import AppError, Kind, PanicGuard, quote_client
 from app.core.files import Json, ModelFiles
 from app.text.growth import Growth
 from app.text.spelling import Spelling
@@ -158,7 +158,7 @@ class Tokenizer:
         try:
             return self._text(ids)
         except AppError as error:
-            raise AppError(Kind.INVALID, error.message) from error
+            raise AppError(Kind.INVALID, error.marked) from error
 
     def shows(self, id: int) -> bool:
         """Whether the id is part of what a reader should see."""
@@ -245,6 +245,8 @@ class _Reported:
             reason = " ".join(str(raised).split()) or type(raised).__name__
             if len(reason) > _SHOWN:
                 reason = f"{reason[:_SHOWN]} …"
+            if self._kind is Kind.INVALID:
+                reason = quote_client(reason)
             raise AppError(self._kind, f"{self._what}: {reason}") from error
 
 

@@ -12,6 +12,7 @@ time, nothing vectorised. Where `ops` is None they do all the work.
 import importlib.metadata
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -69,7 +70,7 @@ def _load() -> tuple[Any, bool, str | None]:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":
             raise
-        return None, False, "they were not built: that takes a C++20 compiler, and `make` again"
+        return None, False, backend.why_not_built(Path(__file__).parent)
     except ImportError as error:  # made for another Python, or another MLX
         return None, True, f"they cannot be loaded, build them again with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")

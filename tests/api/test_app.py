@@ -207,7 +207,7 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
     assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
     [line] = caplog.messages
     assert line.startswith(f"POST {CHAT} 500 ms=")
-    assert line.endswith(" finish=internal_error")
+    assert " finish=internal_error error=internal_error reason=" in line
 
 
 @pytest.mark.parametrize(

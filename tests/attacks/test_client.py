@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import ESCAPES, Victim
 from tests.door import lines
 from tests.door.lines import head
+from tests.serving import PATIENCE, serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -87,6 +90,37 @@ def test_a_path_of_the_api_leads_to_no_file(victim: Victim, path: str) -> None:
     reply = victim.client.get(raw(victim, f"/v1/models/{path}"))
     assert reply.status_code == 404
     assert "root:" not in reply.text
+
+
+def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
+    """Over HTTP, where each model has a process of its own."""
+    for name in ("tokenizer", "weights", "template", "gone"):
+        tiny.write(tmp_path / name)
+    models = [str(folder) for folder in sorted(tmp_path.iterdir())]
+    with serving(*models) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+        (tmp_path / "weights" / "model.safetensors").write_bytes(b"garbage")
+        (tmp_path / "template" / "tokenizer_config.json").write_text('{"chat_template": [1]}')
+        shutil.rmtree(tmp_path / "gone")
+        failed = 0
+        for name in ("tokenizer", "weights", "template", "gone"):
+            chat = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+            client.post("/v1/models/unload", json={"model": name})
+            for path, body in (
+                (COMPLETIONS, {"model": name, "prompt": "hi", "guided_regex": "a+"}),
+                (CHAT, chat),
+                (CHAT, {**chat, "stream": True}),
+                ("/v1/embeddings", {"model": name, "input": "hi"}),
+                ("/v1/models/load", {"model": name}),
+            ):
+                reply = client.post(path, json=body)
+                failed += '"error":{' in reply.text
+                for seen in (reply, *map(client.get, ("/v1/models", "/v1/status", "/health"))):
+                    assert str(tmp_path) not in seen.text, (name, path)
+                    assert "site-packages" not in seen.text, (name, path)
+        assert failed == 4 * 5
+        log = server.text()
+    assert str(tmp_path / "weights" / "model.safetensors") in log
 
 
 def test_names_that_are_paths_disturb_nobody(victim: Victim) -> None:

@@ -30,6 +30,7 @@ from tests.bench import (
     loading,
     random_model,
     replay,
+    rounding,
     runners,
     soak,
     switch,
@@ -51,7 +52,7 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "grammars": grammars.report,
     "runners": runners.report,
 }
-ALONE = ("builtin", "start", "traces", "hits", "kinds", "loading", "soak")
+ALONE = ("builtin", "start", "traces", "hits", "kinds", "rounding", "loading", "soak")
 CHOICES = [*MEASUREMENTS, *ON_FOLDER, *ALONE]
 
 
@@ -79,6 +80,8 @@ def main() -> None:
         print(hits.report(), flush=True)
     if "kinds" in wanted:
         print(kinds.report(), flush=True)
+    if "rounding" in wanted:
+        print(rounding.report(), flush=True)
     if "loading" in wanted:
         print(loading.report(), flush=True)
     if "soak" in wanted:

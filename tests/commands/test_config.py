@@ -25,8 +25,58 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "a.toml").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLXRUNNER_LOG_LEVEL", "error")
-    monkeypatch.setenv("MLXRUNNER_API_KEYS", "ada=mr-hunter2")
+    monkeypatch.setenv("MLXRUNNER_API_KEYS", "ada=mr-hunter2-of-24-letters")
     return ["config", "--config", "a.toml", "--port", "9"]
+
+
+SERVE_REFUSES = {
+    "an origin that browsers write otherwise": ["--cors-origin", "https://A.example.org"],
+    "an origin with the usual port": ["--cors-origin", "https://a.example.org:443"],
+    "a name with two dots": ["--allowed-host", "a..example.org"],
+    "a certificate without its key": ["--tls-cert", "cert.pem"],
+    "a certificate that is not there": ["--tls-cert", "cert.pem", "--tls-key", "key.pem"],
+    "a file of keys that is not there": ["--api-keys", "keys.toml"],
+    "a file of keys that is none": ["--api-keys", "broken.toml"],
+    "an address reachable from other machines": ["--host", "0.0.0.0"],
+    "all pages without keys": ["--cors-origin", "*"],
+}
+
+
+@pytest.mark.parametrize("words", SERVE_REFUSES.values(), ids=SERVE_REFUSES)
+def test_it_refuses_what_serve_refuses_in_the_same_words(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.toml").write_text("[[keys")
+    (tmp_path / "broken.toml").chmod(0o600)
+    said: list[tuple[object, str, list[str]]] = []
+    for command in (["config"], ["config", "--json"], ["serve", "--port", "0"]):
+        try:
+            status: object = cli.main([*command, *words])
+        except SystemExit as exit_:
+            status = exit_.code
+        output = capfd.readouterr()
+        said.append((status, output.out, output.err.splitlines()))
+    config, as_json, serve = said
+    assert config == as_json == serve
+    status, out, [line] = serve
+    assert status in (1, 2)
+    assert out == ""
+    assert line.startswith("mlxrunner: ")
+
+
+def test_a_key_of_the_environment_that_serve_refuses_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLXRUNNER_API_KEYS", "ada=short")
+    assert cli.main(["config"]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "MLXRUNNER_API_KEYS: entry 1" in output.err
+    assert "short" not in output.err.replace("shorter", "")
 
 
 def told(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -69,6 +69,10 @@ def test_a_gpu_has_neither_blas_nor_kernels_to_tell_of() -> None:
     ("found", "words"),
     [
         (replace(STOCK, blas_why=backend.NOT_FOUND), "reference BLAS"),
+        (
+            replace(STOCK, blas_why=f"{backend.NOT_BUILT}: no g++"),
+            "was not built: no g++. OpenBLAS",
+        ),
         (replace(WELL, called=False), "MLX does not call it"),
         (NO_KERNELS, "models decode slower: they were not built"),
         (replace(STOCK, blas_why=backend.CUDA), "finds no GPU"),
@@ -85,6 +89,11 @@ def test_each_loss_is_one_sentence(found: Findings, words: str) -> None:
 def test_what_somebody_has_turned_off_is_no_loss() -> None:
     assert list(losses(STOCK, {})) == []
     assert list(losses(NO_KERNELS, {"MLXRUNNER_KERNELS": "off"})) == []
+
+
+def test_what_the_install_was_asked_to_leave_out_is_no_loss() -> None:
+    why = "the CPU kernels are not built, as MLXRUNNER_BUILD_KERNELS=0 asks"
+    assert list(losses(replace(NO_KERNELS, kernels_why=why), {})) == []
 
 
 def test_the_status_tells_whether_something_is_lost(

@@ -1,6 +1,5 @@
 """Asking for settings as the command does, from sources that are the test's own."""
 
-import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def decided(tmp_path: Path) -> Decide:
     def ask(
         *words: str, environment: Mapping[str, str] | None = None, file: str | None = None
     ) -> Configuration:
-        parser = argparse.ArgumentParser()
+        parser = flags.Parser()
         flags.add_settings(parser)
         if file is not None:
             (tmp_path / "settings.toml").write_text(file, "utf-8")

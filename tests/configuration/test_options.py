@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from app.configuration.option import DEFAULT, PREFIX, nearest
+from app.configuration.forms import nearest
+from app.configuration.option import DEFAULT, PREFIX
 from app.configuration.options import (
     CONFIG_VARIABLE,
     MODEL_OPTIONS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.configuration.options import COMPUTING_VARIABLES, SECRET_VARIABLES
+from app.configuration.options import BUILD_VARIABLE, COMPUTING_VARIABLES, SECRET_VARIABLES
 from app.configuration.sources import Found, from_environment, secrets_in
 from app.core.errors import AppError, Kind
 from app.core.settings import ModelSettings
@@ -41,6 +41,11 @@ def test_variables_of_what_computes_are_known_and_set_nothing():
     """They are read before there are settings, also by processes that have none."""
     assert from_environment(dict.fromkeys(COMPUTING_VARIABLES, "2")) == {}
     assert refusal(MLXRUNNER_THREAD="2").endswith("did you mean MLXRUNNER_THREADS?")
+
+
+def test_the_variable_of_the_install_is_known_and_sets_nothing():
+    """`MLXRUNNER_BUILD_KERNELS=0 make serve` built, and then refused to start."""
+    assert from_environment({BUILD_VARIABLE: "0"}) == {}
 
 
 def test_an_unknown_variable_is_refused_with_the_one_that_was_meant():

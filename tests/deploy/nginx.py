@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,13 @@ def proxying(
 
 
 class Replicas:
-    """Servers of one model, started together."""
+    """Servers of one model, started together. variables: what their environment holds beside
+    ours."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, variables: Mapping[str, str]) -> None:
         named = ("--allowed-host", NAME, "--allow-anyone")
         self._arguments = [str(model), *named, "--parallel", "4"]
+        self._variables = variables
         self._servers: list[Served] = []
 
     def __enter__(self) -> "Replicas":
@@ -139,7 +141,7 @@ class Replicas:
     def alive(self, count: int) -> list[Served]:
         """So many that are ready, as few new ones as that takes."""
         there = [one for one in self._servers if one.process.poll() is None]
-        fresh = [Served(self._arguments) for _ in range(count - len(there))]
+        fresh = [Served(self._arguments, self._variables) for _ in range(count - len(there))]
         self._servers += fresh
         return [one.ready() for one in (*there, *fresh)][:count]
 

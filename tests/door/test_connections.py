@@ -159,11 +159,10 @@ def test_a_client_that_reads_no_more_is_cut_off(traffic: Traffic):
 
 def test_a_finished_answer_that_nobody_reads_is_cut_off_too():
     """uvicorn's keep-alive closes such a connection, and closing waits for what is unsent."""
-    generate = FakeGenerate([text("x" * 20_000_000), finish()])
-    with door(generate, body_timeout=0.3) as connect:
+    generate, traffic = FakeGenerate([text("x" * 20_000_000), finish()]), Traffic()
+    with door(generate, traffic, body_timeout=0.3) as connect:
         line = connect().say(post(ASK))
-        assert eventually(lambda: generate.left == 1)
-        time.sleep(1)
+        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
         assert len(line.until(lambda _: False)) < 20_000_000
 
 
@@ -393,8 +392,8 @@ def test_an_answer_never_gives_way():
 
 def test_a_body_that_does_not_come_gives_way_too():
     with door(max_connections=1) as connect:
-        slow = connect().say(head("POST", CHAT, Content_Length=100))
-        time.sleep(0.2)
+        slow = connect().say(head("POST", CHAT, Content_Length=100, Expect="100-continue"))
+        assert slow.interim() == 100  # its head was read
         assert connect().say(GET).reply().status == 200
         assert is_ours(slow.reply(), 503, "too_many_connections")
 

@@ -17,19 +17,24 @@ import pytest
 from tests import tiny
 from tests.door.lines import GET, calling, eventually, post
 from tests.serving import PATIENCE, Served, serving
+from tests.throttle import Throttle
 
 COMPLETIONS = "/v1/completions"
-ENDLESS = {"logit_bias": {str(tiny.END): -100}}
 
 
-def asking(tokens: int, *, stream: bool = True) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": "x", "max_tokens": tokens, "stream": stream, **ENDLESS}
+def asking(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
+    """An answer of exactly so many tokens, or one that never ends by itself."""
+    body = {"model": "tiny", "prompt": "x", **tiny.UNENDING, "stream": stream}
+    return body if tokens is None else {**body, "max_tokens": tokens}
 
 
 @contextmanager
-def started(model: Path, drain: float, *more: str) -> Iterator[Served]:
+def started(
+    model: Path, drain: float, *more: str, variables: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     arguments = ("--runner", "thread", "--drain", str(drain), *more)
-    with serving(str(model), *arguments, variables=os.environ) as server:
+    around = {**os.environ, **(variables or {})}
+    with serving(str(model), *arguments, variables=around) as server:
         yield server
 
 
@@ -76,12 +81,17 @@ def here(server: Served, count: int) -> bool:
     return eventually(lambda: counted() == count)
 
 
-def test_a_stream_that_fits_the_drain_time_is_not_lost(tiny_model: Path) -> None:
-    with started(tiny_model, 60, "--runner", "process") as server:
+def test_a_stream_that_fits_the_drain_time_is_not_lost(
+    tiny_model: Path, throttle: Throttle
+) -> None:
+    slow = throttle.on().variables
+    with started(tiny_model, 60, "--runner", "process", variables=slow) as server:
         streams = [Client(server, asking(900)).begun() for _ in range(4)]
         whole = Client(server, asking(900, stream=False))
         assert here(server, 5)
         server.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "stopping: 5 requests" in server.text())
+        throttle.off()
         for stream in streams:
             assert stream.over().lines[-1] == "data: [DONE]"
             last = json.loads(stream.lines[-2].removeprefix("data: "))
@@ -92,12 +102,14 @@ def test_a_stream_that_fits_the_drain_time_is_not_lost(tiny_model: Path) -> None
         assert "Traceback" not in server.text()
 
 
-def test_what_does_not_fit_ends_with_an_error_in_its_own_words(tiny_model: Path) -> None:
-    with started(tiny_model, 0.3) as server:
-        stream = Client(server, asking(4000)).begun()
-        lines = Client(server, {"prompt": "x", "options": {"num_predict": 4000}}, "/completion")
+def test_what_does_not_fit_ends_with_an_error_in_its_own_words(long_model: Path) -> None:
+    with started(long_model, 0.3) as server:
+        stream = Client(server, asking()).begun()
+        # this dialect has no way to forbid the end, to which the model never comes by itself
+        knobs = {"num_predict": tiny.LONG // 2, "temperature": 0}
+        lines = Client(server, {"prompt": "x", "options": knobs}, "/completion")
         lines.begun()
-        whole = Client(server, asking(4000, stream=False))
+        whole = Client(server, asking(stream=False))
         assert here(server, 3)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGINT)
@@ -109,16 +121,16 @@ def test_what_does_not_fit_ends_with_an_error_in_its_own_words(tiny_model: Path)
         assert whole.headers["retry-after"] == "1"
         assert json.loads(whole.lines[0])["error"]["code"] == "server_stopping"
         assert server.stop(0) == 0
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         assert "Traceback" not in server.text()
 
 
-def test_nobody_is_served_any_more_while_answers_end(tiny_model: Path) -> None:
-    with started(tiny_model, 60) as server, calling(server.port) as connect:
+def test_nobody_is_served_any_more_while_answers_end(long_model: Path) -> None:
+    with started(long_model, 60) as server, calling(server.port) as connect:
         idle, half = connect(), connect()
         assert idle.say(GET).reply().status == 200
         half.say(GET[:10])
-        stream = Client(server, asking(4000)).begun()
+        stream = Client(server, asking()).begun()
         server.process.send_signal(signal.SIGTERM)
         assert idle.closed()
         refused = half.reply()
@@ -131,21 +143,22 @@ def test_nobody_is_served_any_more_while_answers_end(tiny_model: Path) -> None:
         begun = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(PATIENCE) == -signal.SIGINT
-        assert time.monotonic() - begun < 2
+        # instead of after the 60 seconds that the answer has
+        assert time.monotonic() - begun < 30
         assert stream.over().error is not None
 
 
-def test_a_client_that_does_not_read_does_not_keep_the_server(tiny_model: Path) -> None:
-    with started(tiny_model, 0.1) as server, calling(server.port) as connect:
+def test_a_client_that_does_not_read_does_not_keep_the_server(long_model: Path) -> None:
+    with started(long_model, 0.1) as server, calling(server.port) as connect:
         line = connect()
         line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        told = {**asking(4000), "logprobs": 5}
+        told = {**asking(), "logprobs": 5}
         line.say(post(told, COMPLETIONS))
         trickle = connect().say(post(told, COMPLETIONS)[:-5])
         assert here(server, 1)
         begun = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         assert "Traceback" not in server.text()
         assert trickle.closed()
 
@@ -155,4 +168,4 @@ def test_a_server_without_clients_ends_at_once(tiny_model: Path) -> None:
         assert connect().say(GET).reply().status == 200
         begun = time.monotonic()
         assert server.stop() == -signal.SIGTERM
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30

@@ -65,7 +65,8 @@ def test_any_text_is_gone_through(text: str) -> None:
     [
         ("start: %json {", "not JSON"),
         ("start: %json [1]", "JSON object"),
-        ("start: %json " + '{"items":' * 5000, "nested too deep"),
+        # Python's parser gives up on it, or, from 3.13 on, the check of what it read
+        ("start: %json " + '{"items":' * 5000 + "{}" + "}" * 5000, "nested"),
         ('start: %json {"multipleOf": 1000003}', "table"),
         ("start: /(a{101}){100}/", "10000 times"),
         ('start: a\na[temperature=0.5]: "x"', "temperature of a rule"),

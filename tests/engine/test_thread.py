@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Step, Token
+from app.core.jobs import Ended, Job, Step, Token
 from app.core.messages import IDLE, Failed, Loading, Ready
 from app.engine.loop import Loop
 from app.engine.thread import EngineThread
+from tests import tiny
 from tests.engine.driving import job, make_loop, tiny_model
 
 PATIENCE = 20
@@ -79,11 +80,19 @@ def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
     assert updates[-1].reason in {"length", "stop"}
 
 
+def load_long(report: Callable[[int, int], None]) -> Loop:
+    return make_loop(tiny_model(), context=tiny.LONG)
+
+
+def endless(name: str) -> Job:
+    """One that never ends by itself in the loop of `load_long`."""
+    return job(name, b"hello", max_tokens=tiny.LONG // 2, stop_ids=frozenset[int]())
+
+
 def test_a_cancelled_job_ends_and_the_next_one_runs(started: Started) -> None:
-    thread, heard = started(load_tiny)
-    heard.next(Loading)
+    thread, heard = started(load_long)
     heard.next(Ready)
-    thread.submit(job("a", b"hello", max_tokens=3000, stop_ids=frozenset[int]()))
+    thread.submit(endless("a"))
     heard.next(Step)
     thread.cancel("a")
     assert heard.until_end_of("a")[-1].reason == "cancelled"
@@ -139,9 +148,8 @@ def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) 
 
 
 def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
-    thread, heard = started(load_tiny)
-    thread.submit(job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]()))
-    heard.next(Loading)
+    thread, heard = started(load_long)
+    thread.submit(endless("a"))
     heard.next(Ready)
     heard.next(Step)
     thread.stop()

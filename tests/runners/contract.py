@@ -11,12 +11,13 @@ import pytest
 from app import store
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, PromptScores, Started, Token, Update
+from app.core.jobs import Ended, Job, PromptScores, Started, Token, Update
 from app.core.ports import Runner
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
 from app.runners.local import LocalRunner
 from models.threads import thread_count
+from tests import tiny
 from tests.engine.driving import job
 
 PATIENCE = 20.0
@@ -36,6 +37,11 @@ def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitab
             await runner.stop()
 
     asyncio.run(run())
+
+
+def endless(name: str, prompt: bytes = b"hello") -> Job:
+    """One that never ends by itself on `long_model`."""
+    return job(name, prompt, max_tokens=tiny.LONG // 2, stop_ids=frozenset[int]())
 
 
 async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[Update]:
@@ -74,24 +80,23 @@ def test_concurrent_jobs_get_their_own_tokens(runner: MakeRunner, tiny_model: Pa
 
 
 def test_leaving_early_frees_the_engine_and_keeps_the_work(
-    runner: MakeRunner, tiny_model: Path
+    runner: MakeRunner, long_model: Path
 ) -> None:
     async def body(running: Runner) -> None:
-        endless = job("a", b"hello world", max_tokens=4000, stop_ids=frozenset[int]())
-        async with running.submit(endless) as submission:
+        async with running.submit(endless("a", b"hello world")) as submission:
             async for update in submission:
                 if isinstance(update, Token):
                     break
         assert cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
+        assert running.status().stats.running == 0
 
-    with_runner(runner, tiny_model, body)
+    with_runner(runner, long_model, body)
 
 
-def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, tiny_model: Path) -> None:
+def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, long_model: Path) -> None:
     async def body(running: Runner) -> None:
         sampled: list[int] = []
-        endless = job("a", b"hello world", max_tokens=4000, stop_ids=frozenset[int]())
-        async with running.submit(endless) as submission:
+        async with running.submit(endless("a", b"hello world")) as submission:
             async for update in submission:
                 if isinstance(update, Token):
                     sampled.append(update.id)
@@ -101,7 +106,7 @@ def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, tiny_mode
         prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
         assert cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
 
-    with_runner(runner, tiny_model, body)
+    with_runner(runner, long_model, body)
 
 
 def test_a_grammar_is_followed(runner: MakeRunner, tiny_model: Path) -> None:
@@ -234,9 +239,10 @@ def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> No
 
 
 def test_embedding_that_is_cancelled_leaves_the_engine_to_others(
-    runner: MakeRunner, tiny_model: Path
+    runner: MakeRunner, long_model: Path
 ) -> None:
-    many = tuple(tuple(range(200)) for _ in range(500))
+    # at eight tokens a step, so much that it cannot be over before it is cancelled
+    many = (tuple(range(200)) * 20,) * 500
 
     async def body(running: Runner) -> None:
         asking = asyncio.create_task(
@@ -249,7 +255,7 @@ def test_embedding_that_is_cancelled_leaves_the_engine_to_others(
         assert ids(await answer(running, "b", b"hello"))
         assert running.status().stats.embedding == 0
 
-    with_runner(runner, tiny_model, body)
+    with_runner(runner, long_model, body)
 
 
 def test_a_job_that_is_left_while_its_grammar_is_compiled_never_runs(
@@ -272,14 +278,13 @@ def test_a_job_that_is_left_while_its_grammar_is_compiled_never_runs(
 
 
 def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
-    runner: MakeRunner, tiny_model: Path
+    runner: MakeRunner, long_model: Path
 ) -> None:
     async def run() -> None:
         running = runner()
-        await running.start(store.resolve(str(tiny_model)))
+        await running.start(store.resolve(str(long_model)))
         waiting = asyncio.create_task(running.lost())
-        endless = job("a", b"hello", max_tokens=4000, stop_ids=frozenset[int]())
-        async with asyncio.timeout(PATIENCE), running.submit(endless) as submission:
+        async with asyncio.timeout(PATIENCE), running.submit(endless("a")) as submission:
             await asyncio.gather(running.stop(), running.stop())
             updates = [update async for update in submission]
         assert isinstance(updates[-1], Ended)

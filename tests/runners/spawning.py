@@ -13,11 +13,10 @@ import pytest
 
 from app import store
 from app.core.errors import AppError
-from app.core.jobs import Ended, Job, Update
+from app.core.jobs import Ended, Update
 from app.core.settings import Settings
 from app.runners.process import ProcessRunner
-from tests.engine.driving import job
-from tests.runners.contract import PATIENCE
+from tests.runners.contract import PATIENCE, endless
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 
@@ -31,10 +30,6 @@ async def started(folder: Path, **changes: object) -> AsyncIterator[ProcessRunne
             yield running
     finally:
         await running.stop()
-
-
-def endless(name: str) -> Job:
-    return job(name, b"hello", max_tokens=4000, stop_ids=frozenset[int]())
 
 
 def pid(running: ProcessRunner) -> int:
@@ -77,7 +72,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 async def end(running: ProcessRunner, name: str) -> Ended:
-    """How a job ends that would go on for long."""
+    """How a job ends that never would by itself, on `long_model`."""
     async with running.submit(endless(name)) as submission:
         last: Update | None = None
         async for update in submission:

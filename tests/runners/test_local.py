@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.jobs import Ended, Job, Token
+from app.core.jobs import Ended, Token
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
 from app.runners.local import LocalRunner
 from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
-from tests.runners.contract import PATIENCE, MakeRunner, answer
+from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
 
 
 @pytest.fixture
@@ -40,10 +40,6 @@ async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not true():  # noqa: ASYNC110  # it comes true on another thread
             await asyncio.sleep(0.005)
-
-
-def endless(name: str) -> Job:
-    return job(name, b"hello", max_tokens=4000, stop_ids=frozenset[int]())
 
 
 def test_when_the_engine_dies_its_jobs_end_with_an_error(
@@ -99,15 +95,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-WATCHED = Settings(parallel=1, watchdog=0.5)
+WATCHED = Settings(parallel=1, watchdog=2.0)
 
 
 def test_an_engine_that_hangs_is_reported_and_so_is_its_recovery(
-    tiny_model: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
+    long_model: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> tuple[RunnerStatus, RunnerStatus]:
         async with (
-            started(tiny_model, WATCHED) as running,
+            started(long_model, WATCHED) as running,
             running.submit(endless("a")) as submission,
         ):
             gate.clear()
@@ -140,17 +136,17 @@ def test_an_engine_with_nothing_to_do_does_not_hang(tiny_model: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_long_answer_is_no_hang(tiny_model: Path) -> None:
+def test_a_long_answer_is_no_hang(long_model: Path) -> None:
     """What counts is one stage of one step, not how long the engine has been busy."""
 
     async def run() -> None:
         async with (
-            started(tiny_model, Settings(watchdog=1.0)) as running,
+            started(long_model, Settings(watchdog=2.0)) as running,
             running.submit(endless("a")),
         ):
             states: set[str] = set()
             for _ in range(30):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
                 states.add(running.status().state)
             assert states == {"ready"}
 

@@ -33,11 +33,14 @@ from tests.runners.spawning import (
 )
 from tests.serving import ROOT
 
+# seconds: more than a process is silent that has to import MLX on a busy machine
+WATCHDOG = 5.0
+
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
-def test_everybody_who_waits_hears_of_a_death(tiny_model: Path, how: signal.Signals) -> None:
+def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Signals) -> None:
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             process = pid(running)
             waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
             watching = asyncio.gather(*(running.lost() for _ in range(3)))
@@ -64,9 +67,9 @@ def test_everybody_who_waits_hears_of_a_death(tiny_model: Path, how: signal.Sign
     asyncio.run(run())
 
 
-def test_a_process_that_says_nothing_any_more_is_replaceable(tiny_model: Path) -> None:
+def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -> None:
     async def run() -> None:
-        async with started(tiny_model, watchdog=0.5) as running:
+        async with started(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
             waiting = asyncio.create_task(end(running, "a"))
             while not running.status().stats.running:  # noqa: ASYNC110  # the engine says so
@@ -82,7 +85,7 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(tiny_model: Path) -
 
 
 def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
-    tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.runners.process._DYING", 0.3)
     plant(
@@ -93,7 +96,7 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
     )
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             process = pid(running)
             loss = await running.lost()
             assert loss == RunnerLoss(message="the process of tiny hung up and did not end")
@@ -104,7 +107,7 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
 
 
 def test_a_process_that_hangs_up_on_a_request_is_ended(
-    tiny_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heartbeats go on, but who asks it something would wait in vain, one after the other."""
     monkeypatch.setattr("app.runners.process._DYING", 0.3)
@@ -120,7 +123,7 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
     )
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             process = pid(running)
             with pytest.raises(AppError) as caught:
                 await end(running, "a")
@@ -143,7 +146,7 @@ WANTS = {
 
 @pytest.mark.parametrize("want", WANTS.values(), ids=WANTS)
 def test_a_process_without_memory_for_what_it_is_asked_ends(
-    tiny_model: Path, plant: Callable[[str], None], want: str
+    long_model: Path, plant: Callable[[str], None], want: str
 ) -> None:
     plant(
         "from app.runners import service as it\n"
@@ -155,7 +158,7 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
     )
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             with pytest.raises(AppError) as caught:
                 await end(running, "a")
             ended = "the engine stopped: its process ended with exit status 1"
@@ -166,7 +169,7 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
 
 
 def test_a_process_that_dies_leaves_no_connection_open(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those kept for the next requests: as many as there were requests at the same time. To close
     them takes turns of the event loop, which are long where it is busy."""
@@ -179,7 +182,7 @@ def test_a_process_that_dies_leaves_no_connection_open(
     monkeypatch.setattr(AnyIOStream, "aclose", closed_late)
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             jobs = (answer(running, f"job {i}", b"x", max_tokens=2) for i in range(12))
             await asyncio.gather(*jobs)
             address = ("127.0.0.1", port(running))
@@ -213,11 +216,11 @@ Loop.step = step
 """
 
 
-def test_an_engine_that_hangs_is_killed(tiny_model: Path, plant: Callable[[str], None]) -> None:
+def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str], None]) -> None:
     plant(HANG)
 
     async def run() -> None:
-        async with started(tiny_model, watchdog=0.5) as running:
+        async with started(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
             ended, loss = await asyncio.gather(end(running, "a"), running.lost())
             said = loss.message
@@ -291,13 +294,13 @@ def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
             broken = False
             while running.status().state != "ready":  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            assert await end(running, "a")
+            assert await answer(running, "a", b"x", max_tokens=2)
 
     asyncio.run(run())
 
 
 def test_an_engine_that_breaks_tells_why_before_it_ends(
-    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     plant(
         "from app.engine.loop import Loop\n"
@@ -306,7 +309,7 @@ def test_an_engine_that_breaks_tells_why_before_it_ends(
     )
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             process = pid(running)
             ended, loss = await asyncio.gather(end(running, "a"), running.lost())
             assert loss == RunnerLoss(message="AssertionError: planted")
@@ -332,12 +335,12 @@ Loop.step = step
 
 @linux
 def test_a_process_that_runs_out_of_memory_harms_only_itself(
-    tiny_model: Path, plant: Callable[[str], None]
+    long_model: Path, plant: Callable[[str], None]
 ) -> None:
     plant(HUNGRY)
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             limit = addressed(pid(running)) + (128 << 20)
             resource.prlimit(pid(running), resource.RLIMIT_AS, (limit, limit))
             for ended in await asyncio.gather(*(end(running, f"job {i}") for i in range(4))):
@@ -349,7 +352,7 @@ def test_a_process_that_runs_out_of_memory_harms_only_itself(
 
 
 def test_a_flood_of_words_without_an_end_blocks_nobody(
-    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     plant(
         "import sys\n"
@@ -364,7 +367,7 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
     caplog.set_level(logging.INFO)
 
     async def run() -> None:
-        async with started(tiny_model) as running:
+        async with started(long_model) as running:
             asked = job("a", b"hello", max_tokens=40, stop_ids=frozenset[int]())
             async with running.submit(asked) as submission:
                 updates = [update async for update in submission]
@@ -377,7 +380,7 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
 
 
 def test_what_no_logger_wrote_is_a_warning_at_least(
-    tiny_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    long_model: Path, plant: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or the last words of a process would go with `--log-level info` among other news, and with
     `--log-level warning` nowhere."""
@@ -394,7 +397,7 @@ def test_what_no_logger_wrote_is_a_warning_at_least(
 
     async def run() -> None:
         with pytest.raises(AppError):
-            async with started(tiny_model):
+            async with started(long_model):
                 pass
 
     asyncio.run(run())
@@ -413,7 +416,7 @@ from tests.engine.driving import job
 async def main():
     running = ProcessRunner(Settings())
     await running.start(store.resolve(sys.argv[1]))
-    async with running.submit(job("a", b"hello", max_tokens=4000, stop_ids=frozenset())):
+    async with running.submit(job("a", b"hello", max_tokens=1 << 19, stop_ids=frozenset())):
         print(running.status().pid, flush=True)
         await asyncio.sleep(3600)
 
@@ -424,12 +427,12 @@ asyncio.run(main())
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("helps", [False, pytest.param(True, marks=linux)])
 def test_nobody_is_left_behind_by_a_parent_that_was_killed(
-    tiny_model: Path, plant: Callable[[str], None], stopped: bool, helps: bool
+    long_model: Path, plant: Callable[[str], None], stopped: bool, helps: bool
 ) -> None:
     """helps: whether the kernel kills whose parent is gone. Not all of them do."""
     if not helps:
         plant("import app.runners.lifeline as it\nit.tie_to_parent = lambda: None")
-    command = [sys.executable, "-c", PARENT, str(tiny_model)]
+    command = [sys.executable, "-c", PARENT, str(long_model)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         process = int(parent.stdout.readline())

@@ -71,13 +71,14 @@ def test_progress_of_a_load_is_seen_and_buys_time(
         "def load(files, settings, report):\n"
         "    for percent in range(0, 100, 20):\n"
         "        report(percent, percent)\n"
-        "        time.sleep(0.8)\n"
+        "        time.sleep(3)\n"
         "    return real(files, settings, report)\n"
         "it.load = load\n"
     )
 
     async def run() -> set[int]:
-        running = ProcessRunner(Settings(load_timeout=3.0))
+        # less than the load takes, and more than a process takes to start on a busy machine
+        running = ProcessRunner(Settings(load_timeout=12.0))
         starting = asyncio.create_task(running.start(store.resolve(str(tiny_model))))
         seen: set[int] = set()
         while not starting.done():
@@ -133,7 +134,7 @@ def test_a_process_that_falls_silent_before_its_first_word_is_ended(
         "async def silence(self, request): await asyncio.sleep(3600)\n"
         "Service._tell_news = silence\n"
     )
-    error = asyncio.run(refusal(tiny_model, watchdog=0.5))
+    error = asyncio.run(refusal(tiny_model, watchdog=5.0))
     assert error.message.startswith("the engine's process has said nothing for ")
 
 

@@ -23,11 +23,10 @@ def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
         service = Service(opening)
         with service._socket:
             beating = asyncio.create_task(service._beat())
-            await asyncio.sleep(0.1)
-            assert service._news.qsize() == 1
-            await service._news.get()
-            await asyncio.sleep(0.05)
-            assert service._news.qsize() == 1, "and they go on when somebody does"
+            for _ in range(2):  # and they go on when one was heard
+                await service._news.get()
+                await asyncio.sleep(0.1)  # of which each takes a millisecond
+                assert service._news.qsize() <= 1
             beating.cancel()
 
     asyncio.run(run())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 from app.core.jobs import EngineStats, PromptScores, Started, Step, Token
 from app.core.settings import Settings
 from app.runners import wire
@@ -48,7 +48,11 @@ def test_a_step_without_scores_is_one_line():
 
 def test_an_error_crosses_with_all_that_it_says():
     error = AppError(
-        Kind.INVALID, "no such grammar", param="response_format", code="grammar", retry_after=3
+        Kind.INVALID,
+        f"no such {quote_client('grammar')}",
+        param="response_format",
+        code="grammar",
+        retry_after=3,
     )
     back = wire.app_error(wire.PROBLEM.decode(wire.PROBLEM.encode(wire.problem(error))))
     assert vars(back) == vars(error)

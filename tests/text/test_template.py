@@ -135,6 +135,16 @@ class TestBadTemplates:
             Template(source, place="a file")
         assert caught.value.kind is Kind.MODEL_FILES
 
+    def test_a_refusal_that_repeats_a_message_is_not_logged(self):
+        for source in (
+            "{{ raise_exception('not ' ~ said) }}",
+            "{{ {}[said].x }}",
+        ):
+            with pytest.raises(AppError) as caught:
+                render(source, said="a prompt")
+            assert "…" in caught.value.loggable()
+            assert "a prompt" not in caught.value.loggable()
+
     def test_speak_for_themselves(self):
         assert refusal("{{ raise_exception('no system role') }}") == "no system role"
 

@@ -7,6 +7,7 @@ Must not know: what is generated from.
 from dataclasses import dataclass
 
 from app.api.fields import INT32_MAX, INT64, Fields, as_number, invalid, shown
+from app.core.errors import quote_client
 from app.core.requests import SamplingValue
 
 MOST_STOPS = 16  # OpenAI allows four, which few local clients keep to
@@ -71,7 +72,8 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
         path = biases.path(key[:20])
         # One spelling per id: "7" and "07" would be two biases for one token.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
-            raise invalid(path, f"{path}: keys are token ids, such as '42', not {shown(key)}")
+            at = quote_client(path)
+            raise invalid(path, f"{at}: keys are token ids, such as '42', not {shown(key)}")
         bias = as_number(value)
         if bias is None or not -100 <= bias <= 100:
             raise invalid(path, f"{path} must be a number from -100 to 100, not {shown(value)}")

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from app.api.wire import JsonObject
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, Kind, quote_client
 
 MOST_RESPONSES = 4096
 MOST_BYTES = 64 << 20
@@ -176,9 +176,9 @@ class ResponseStore:
 
 
 def _not_found(asked: str, missing: str) -> AppError:
-    which = f"the response {asked[:200]!r}"
+    which = f"the response {quote_client(repr(asked[:200]))}"
     if missing != asked:
-        which += f" continues {missing[:200]!r}, which"
+        which += f" continues {quote_client(repr(missing[:200]))}, which"
     return AppError(
         Kind.INVALID,
         f"{which} is not kept here (any more): responses are kept in memory, the least recently "

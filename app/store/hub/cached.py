@@ -96,6 +96,8 @@ def _refs(folder: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _listed(folder: Path) -> list[Path]:
+    """Empty where there is no folder. Raises OSError for one that cannot be read, which `Path.glob`
+    takes for empty: without permission always, and from Python 3.13 on whatever the reason."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +117,8 @@ def _whole_commit(storage: Path, revision: str | None) -> str | None:
     """A commit may be given by its first digits, as `list` shows it."""
     if revision is None or not _COMMIT.fullmatch(revision):
         return revision
-    found = [path.name for path in (storage / "snapshots").glob(f"{revision}*")]
+    names = [path.name for path in _listed(storage / "snapshots")]
+    found = [name for name in names if name.startswith(revision)]
     return found[0] if len(found) == 1 else revision
 
 
@@ -124,13 +127,13 @@ def _was_begun(repo: str, revision: str | None) -> bool:
     begins it are halves of files, and revisions that nobody named."""
     storage = storage_folder(repo)
     if revision is None:
-        snapshots = (storage / "snapshots").glob("*")
+        snapshots = _listed(storage / "snapshots")
         return _halves(storage) or any(_missing(repo, folder) for folder in snapshots)
     return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
 
 
 def _halves(storage: Path) -> bool:
-    return any((storage / "blobs").glob("*.incomplete"))
+    return any(path.suffix == ".incomplete" for path in _listed(storage / "blobs"))
 
 
 def _missing(repo: str, folder: Path) -> list[str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from models import backend
+
 ROOT = Path(__file__).resolve().parents[3]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 LOST = "models run on a CPU with MLX's own operations, many times slower"
@@ -92,13 +94,23 @@ def test_without_a_compiler_an_install_goes_on_and_says_what_is_lost(project, tm
     )
     line = f"mlxrunner: no C++20 compiler was found, so the CPU kernels are not built: {LOST}; "
     told = (place / "models/kernels/not_built.txt").read_text("utf-8")
-    assert told == f"{line}install g++ and run this again\n"
+    assert told == f"{line}install g++, and then mlxrunner again (with make or pip)\n"
     assert told.strip() in said
     assert not list(place.rglob("*.so"))
     here = f"import sys; sys.path.insert(0, {str(place)!r}); "
     ask = "from models import kernels as k; print(k.__file__, k.describe().built, k.ops())"
     answer = run(sys.executable, "-c", here + ask, cwd=tmp_path)
     assert answer.split() == [str(place / "models/kernels/__init__.py"), "False", "None"]
+    ask = "from models import backend, kernels; print(kernels.describe().why, backend.IN_USE.why"
+    kernels_why, blas_why = run(
+        sys.executable, "-c", f"{here}{ask}, sep='\\n')", cwd=tmp_path
+    ).splitlines()
+    assert kernels_why == (
+        "no C++20 compiler was found, so the CPU kernels are not built; install g++, and then "
+        "mlxrunner again (with make or pip)"
+    )
+    # the second where the system has no OpenBLAS either
+    assert blas_why in ("None", f"{backend.NOT_BUILT}: {kernels_why}")
 
 
 @compiler
@@ -143,7 +155,7 @@ def test_without_mlx_beside_it_an_install_says_how_to_have_it(project, tmp_path)
     _, place = installed(project, python=bare)
     [told] = (place / "not_built.txt").read_text("utf-8").splitlines()
     assert LOST in told
-    assert told.endswith("install mlx[cpu] first, and then this with --no-build-isolation")
+    assert told.endswith("install mlx[cpu] first, and then mlxrunner with --no-build-isolation")
 
 
 def test_what_an_earlier_install_left_among_the_sources_goes(project):

@@ -1,0 +1,41 @@
+"""README.md and BENCHMARKS.md say how far apart logits are that should be the same: it holds."""
+
+from pathlib import Path
+from typing import cast
+
+import mlx.nn as nn
+import pytest
+
+from models.layout import suit_device
+from tests.bench.rounding import measured, models_of
+from tests.models.switched import BOTH, computing
+
+# by the names of `models_of`: the bound without our operations, and whether ours give equal bits
+BOUNDS = {
+    "built-in": (1e-4, True),
+    "tiny llama-plain": (1e-4, True),
+    "tiny glm4_moe_lite-plain": (1e-4, False),
+    # a delta rule: its keys are brought to a length of one, however short they are
+    "tiny qwen3_next-plain": (1e-3, False),
+    "tiny qwen3_5-seeing": (1e-3, False),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("by_kernels", BOTH)
+@pytest.mark.parametrize("name", BOUNDS)
+def test_cached_and_batched_logits_are_as_near_as_the_documents_say(
+    name: str, by_kernels: bool, tmp_path: Path
+) -> None:
+    [(opened, vocab)] = [found[1:] for found in models_of(tmp_path) if found[0] == name]
+    bound, equal = BOUNDS[name]
+    with computing(by_kernels=by_kernels):
+        model = opened()
+        suit_device(cast(nn.Module, model))
+        largest, cached, batched = measured(model, vocab, seed=0)
+    assert largest > 1
+    if by_kernels:
+        assert batched == 0
+    if by_kernels and equal:
+        assert cached == 0
+    assert max(cached, batched) < bound

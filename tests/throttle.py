@@ -1,0 +1,47 @@
+"""Engines that take their time, so that a test can act while they work on a known request.
+
+For answers that have to be running at some moment and have to end afterwards; one that may run for
+ever needs no throttle but `tiny.UNENDING`.
+"""
+
+import os
+from pathlib import Path
+
+from tests.serving import ROOT
+
+# Seconds for a step of a throttled engine: 900 tokens take longer than any test waits.
+STEP = 0.1
+
+_PLANTED = """
+import os, time
+from app.engine.loop import Loop
+
+step = Loop.step
+
+def throttled(loop):
+    if os.path.exists({file!r}):
+        time.sleep({seconds})
+    return step(loop)
+
+Loop.step = throttled
+"""
+
+
+class Throttle:
+    """Engines in processes that are started with `variables` are slow while this is on."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._file = folder / "on"
+        planted = _PLANTED.format(file=str(self._file), seconds=STEP)
+        (folder / "sitecustomize.py").write_text(planted)
+        # what is planted imports our package, which may be installed from other sources than these
+        self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+    def on(self) -> "Throttle":
+        self._file.touch()
+        return self
+
+    def off(self) -> "Throttle":
+        self._file.unlink(missing_ok=True)
+        return self
