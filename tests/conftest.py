@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import pytest
 from hypothesis import settings
 
 from tests import tiny
+from tests.machine import Machine, of_this_run
 from tests.throttle import Throttle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 TIES = pytest.StashKey[list[int]]()
+MACHINE = pytest.StashKey[Machine]()
 
 # the same examples on every run: a red build must be red again when somebody looks
 settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
@@ -40,6 +42,7 @@ def ties(request: pytest.FixtureRequest) -> list[int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIES] = []
+    config.stash[MACHINE] = of_this_run()
     if sys.dont_write_bytecode and config.pluginmanager.hasplugin("cacheprovider"):
         _write_bytecode(config.cache.mkdir("bytecode"))
 
@@ -67,6 +70,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     measuring: Any = session.config.pluginmanager.getplugin("_cov")
     if hasattr(session.config, "workerinput") and getattr(measuring, "cov_controller", None):
         measuring.cov_controller.cov.stop()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with item.config.stash[MACHINE].shared():
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)
@@ -120,6 +129,12 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     when it does something, however fast the machine is (`tiny.UNENDING`)."""
     folder = tmp_path_factory.mktemp("long") / "tiny"
     return tiny.write(folder, max_position_embeddings=tiny.LONG)
+
+
+@pytest.fixture(scope="session")
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """For tests that measure latencies."""
+    return request.config.stash[MACHINE]
 
 
 @pytest.fixture

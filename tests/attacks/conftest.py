@@ -2,7 +2,6 @@
 and one that was exposed, with keys and TLS. Attacks are made by several processes at once, while
 the latencies of another client are measured."""
 
-import fcntl
 import json
 import os
 import pickle
@@ -27,6 +26,7 @@ import trustme
 from app.door import keys
 from tests import tiny
 from tests.attacks.attacker import Attack
+from tests.machine import Machine
 from tests.serving import PATIENCE, ROOT, UNTRACED, Served, serving
 
 # What another client may notice of an attack: its median latency is at most twice the usual and
@@ -58,11 +58,13 @@ class Seen:
 
 class Undisturbed:
     """Another client, which is busy: it asks again as soon as it is answered. trust: who signed the
-    server's certificate. lock: a file that keeps measurements of several test processes apart."""
+    server's certificate. machine: which other tests must not use meanwhile."""
 
-    def __init__(self, server: Served, lock: Path, trust: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, server: Served, machine: Machine, trust: ssl.SSLContext | None = None
+    ) -> None:
         self._server = server
-        self._lock = lock
+        self._machine = machine
         self._trust = trust
 
     def __call__(
@@ -72,7 +74,7 @@ class Undisturbed:
         one does. body: what it asks; a few tokens of a completion unless told otherwise."""
         told: list[str] = []
         asked = ASK if body is None else body
-        with _exclusive(self._lock), self._client() as client:
+        with self._machine.exclusive(), self._client() as client:
             for _ in range(TRIES):
                 _ask(client, asked)
                 before = [_ask(client, asked) for _ in range(ASKED)]
@@ -174,13 +176,6 @@ def _repeating(attack: Callable[[], object]) -> Iterator[_Result]:
     assert times[0] > 0
 
 
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 ASK: dict[str, Any] = {
     "model": "tiny",
     "prompt": "as usual",
@@ -249,13 +244,7 @@ class Victim:
 
 
 @pytest.fixture(scope="session")
-def lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One file for all processes of a test run: xdist gives each a folder beside the others'."""
-    return tmp_path_factory.getbasetemp().parent / "attacks.lock"
-
-
-@pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory, lock: Path) -> Iterator[Victim]:
+def victim(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterator[Victim]:
     """Serves `tiny`, `long`, which has a long context, and `hostile`; a fourth model lies beside
     them."""
     disk = tmp_path_factory.mktemp("attacked")
@@ -267,7 +256,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory, lock: Path) -> Iterator[Vic
         serving(str(folders[0]), str(folders[1]), str(folders[3])) as server,
         httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
     ):
-        yield Victim(server, client, Undisturbed(server, lock), disk, marker)
+        yield Victim(server, client, Undisturbed(server, machine), disk, marker)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tests import tiny
 from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import Undisturbed, Victim
 from tests.door.lines import GET, Line, calling, head, post
+from tests.machine import Machine
 from tests.runners.spawning import wait_until
 from tests.serving import PATIENCE, serving
 
@@ -30,7 +31,7 @@ def connect(victim: Victim) -> Iterator[Callable[[], Line]]:
         yield opened
 
 
-def test_slow_loris_with_500_sockets(victim: Victim, lock: Path):
+def test_slow_loris_with_500_sockets(victim: Victim, machine: Machine):
     """Each says one more byte of a head that never ends. They are refused when their time is up,
     each in words that say so, and cost nobody else anything."""
     model = str(victim.disk / "tiny")
@@ -46,13 +47,13 @@ def test_slow_loris_with_500_sockets(victim: Victim, lock: Path):
                     line.say(b"y")
             time.sleep(0.1)  # it is slow, and works for that reason
 
-        Undisturbed(server, lock)(dribble)
+        Undisturbed(server, machine)(dribble)
         refused = slow[0].reply()
         assert (refused.status, refused.error["code"]) == (408, "request_timeout")
         assert slow[-1].reply().status == 408
 
 
-def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, lock: Path):
+def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machine: Machine):
     """asyncio waited a minute for each, and nobody counted them: they could take all open files."""
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
@@ -71,7 +72,7 @@ def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, lock: 
             with contextlib.suppress(OSError):
                 connect().say(GET[:1])
 
-        Undisturbed(server, lock, trust)(more)
+        Undisturbed(server, machine, trust)(more)
         # let go when their time is up, as those are that say something else
         assert silent[0].closed(within=10)
         assert silent[-1].closed(within=10)

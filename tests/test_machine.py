@@ -1,0 +1,75 @@
+"""A measurement has the machine to itself, whichever worker makes it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.machine import Machine
+from tests.serving import PATIENCE, ROOT
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from tests.machine import Machine
+machine, log = Machine(Path(sys.argv[1])), Path(sys.argv[2])
+def note(what):
+    with log.open("a") as file:
+        file.write(what + "\\n")
+times = 0
+while not Path(sys.argv[4]).exists() if sys.argv[3] == "endless" else times < 20:
+    times += 1
+    with machine.shared():
+        note("begin")
+        time.sleep(0.005)
+        note("end")
+        if sys.argv[3] == "measures":
+            with machine.exclusive():
+                note("measure")
+                time.sleep(0.005)
+                note("measured")
+"""
+
+
+def test_no_test_runs_beside_a_measurement_and_none_waits_for_ever(tmp_path: Path):
+    log = tmp_path / "log"
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, tmp_path / "locks", log, kind], cwd=ROOT)
+        for kind in ("measures", "measures", "tests", "tests")
+    ]
+    for worker in workers:
+        assert worker.wait(PATIENCE) == 0
+    running, measuring, measured = 0, False, 0
+    for what in log.read_text().split():
+        match what:
+            case "measure":
+                assert running == 0
+                assert not measuring
+                measuring = True
+            case "measured":
+                measuring, measured = False, measured + 1
+            case "begin" | "end":
+                assert not measuring
+                running += 1 if what == "begin" else -1
+            case _:
+                raise AssertionError(what)
+    assert measured == 40
+
+
+def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
+    log, locks, stop = tmp_path / "log", tmp_path / "locks", tmp_path / "stop"
+    busy = [
+        subprocess.Popen([sys.executable, "-c", WORKER, locks, log, "endless", stop], cwd=ROOT)
+        for _ in range(2)
+    ]
+    machine = Machine(locks)
+    with machine.shared():
+        while not log.exists():
+            time.sleep(0.005)
+        with machine.exclusive():
+            before = log.read_text()
+            time.sleep(0.05)
+            assert log.read_text() == before
+    stop.touch()
+    for worker in busy:
+        assert worker.wait(PATIENCE) == 0
