@@ -1,6 +1,7 @@
 """Fixtures that every room's tests may use, and what keeps the whole suite quick."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -129,6 +130,17 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     when it does something, however fast the machine is (`tiny.UNENDING`)."""
     folder = tmp_path_factory.mktemp("long") / "tiny"
     return tiny.write(folder, max_position_embeddings=tiny.LONG)
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """A command that runs in this process sets the levels of its log, and leaves them."""
+    loggers = [logging.getLogger(name) for name in (None, "app", "app.access", "httpx2")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

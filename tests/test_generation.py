@@ -292,7 +292,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
         runner = LocalRunner(PLAIN)
         await runner.start(files)
         try:
-            asked = request(grammar=many_states, max_tokens=200)
+            asked = request(grammar=many_states, max_tokens=200, sampling={"seed": 3})
             async with Generation(files, Admission(runner, 4), PLAIN).open(asked) as stream:
                 async for _ in stream:
                     pass

@@ -143,25 +143,19 @@ class WorkQueue:
                 item.done.get_loop().call_soon_threadsafe(self._finish, item, result, error)
             used = time.thread_time() - began
             # or this thread would keep them in memory until its next work
-            loop, key = item.done.get_loop(), item.key
             del item, result, error
             if self._rest:
                 time.sleep(min(_LONGEST_REST, self._rest * used))
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._free, key)
 
     def _finish(self, item: _Item, result: Any, error: BaseException | None) -> None:
-        if item.done.done():
-            return
-        if error is None:
-            item.done.set_result(result)
-        else:
-            item.done.set_exception(error)
-
-    def _free(self, key: str) -> None:
-        self._running[key] -= 1
-        if not self._running[key]:
-            del self._running[key]
+        self._running[item.key] -= 1
+        if not self._running[item.key]:
+            del self._running[item.key]
+        if not item.done.done():
+            if error is None:
+                item.done.set_result(result)
+            else:
+                item.done.set_exception(error)
         self._dispatch()
 
 
