@@ -30,7 +30,7 @@ class Machine:
         try:
             yield
         finally:
-            self._users.close()
+            _unlock(self._users)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -46,13 +46,22 @@ class Machine:
 
     @contextmanager
     def _locked(self, name: str, how: int) -> Iterator[None]:
-        with self._lock(name, how):
+        file = self._lock(name, how)
+        try:
             yield
+        finally:
+            _unlock(file)
 
     def _lock(self, name: str, how: int) -> IO[str]:
         file = (self._folder / name).open("w")
         fcntl.flock(file, how)
         return file
+
+
+def _unlock(file: IO[str]) -> None:
+    # closing is not enough: a child that was forked meanwhile has the same file open
+    fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def of_this_run() -> Machine:

@@ -1,5 +1,7 @@
 """A measurement has the machine to itself, whichever worker makes it."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -73,3 +75,19 @@ def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
     stop.touch()
     for worker in busy:
         assert worker.wait(PATIENCE) == 0
+
+
+def test_a_child_that_outlives_its_test_keeps_no_lock(tmp_path: Path):
+    """Locks belong to the open file, which a fork shares."""
+    machine = Machine(tmp_path / "locks")
+    with machine.shared():
+        child = os.fork()
+        if child == 0:
+            time.sleep(PATIENCE)
+            os._exit(0)
+    try:
+        with machine.shared(), machine.exclusive():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -79,14 +79,18 @@ class Engine(Protocol):
     def status(self) -> RunnerStatus: ...
 
 
+LossCause = Literal["fault", "unknown", "outside"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLoss:
     """Why a runner that was ready serves no more, though nothing stopped it. message: one sentence.
-    fault: whether what it computed may be the cause: an error, a hang, a fault signal. Otherwise
-    something outside ended it, such as a signal of the system's."""
+    cause: "fault" is what it computed: an error, a hang, a fault signal. "outside" is a signal that
+    a person or a program sent. "unknown" is one that the system may have sent because memory ran
+    out."""
 
     message: str
-    fault: bool = True
+    cause: LossCause = "fault"
 
 
 class Runner(Protocol):

@@ -13,10 +13,10 @@ from typing import Protocol
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Ended, EngineStats, Job, Update
-from app.core.ports import Runner, Submission
+from app.core.ports import LossCause, Runner, Submission
 from app.core.residents import Served
 from app.runners.alone import Alone, Apart
-from app.runners.suspects import FAULT, GUILTY, OUTSIDE, Suspect, Suspects
+from app.runners.suspects import GUILTY, WEIGHTS, Suspect, Suspects
 
 # Turns of an engine in which it has surely heard that a job was left: two (`Runner.submit`), and
 # those which it had made already when the news of them had not come yet.
@@ -67,18 +67,19 @@ class Careful:
         self._suspects.clear(job)
         return vectors
 
-    def accuse(self, parallel: int, stats: EngineStats, *, fault: bool) -> None:
+    def accuse(self, parallel: int, stats: EngineStats, *, cause: LossCause) -> None:
         """The runner was lost. parallel: jobs that ran at once. Those that had begun ran; so may
         have as many of the others as there were places left, in the order in which they came: of a
         prompt that kills at once, a runner dies before it has said that the job began. stats: the
-        last that it said. fault: see `RunnerLoss`."""
+        last that it said. cause: see `RunnerLoss`."""
         self._let_go(stats)
         jobs = [one for one in self._dispatched.values() if isinstance(one.job, Job)]
         began = [one for one in jobs if one.began]
         others = [one for one in jobs if not one.began]
         embedding = [one for one in self._dispatched.values() if isinstance(one.job, EmbedJob)]
         accused = [*began, *others[: max(0, parallel - len(began))], *embedding]
-        self._suspects.accuse((one.job for one in accused), weight=FAULT if fault else OUTSIDE)
+        if weight := WEIGHTS[cause]:
+            self._suspects.accuse((one.job for one in accused), weight=weight)
         for one in self._dispatched.values():
             one.judge(accused=one in accused)
 

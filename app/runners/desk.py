@@ -17,7 +17,7 @@ from app.core.embeddings import Embedded, EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Step, Update
 from app.core.messages import Failed, Loading, Message, Ready
-from app.core.ports import RunnerLoss, RunnerState, RunnerStatus
+from app.core.ports import LossCause, RunnerLoss, RunnerState, RunnerStatus
 
 # seconds in which it is found out why an engine cannot be reached
 _LAST_WORD = 5.0
@@ -192,15 +192,15 @@ class Desk:
         if over is not None and not over.done():
             over.set_result(embedded)
 
-    def lose(self, error: AppError, *, told: str | None = None, fault: bool = True) -> None:
+    def lose(self, error: AppError, *, told: str | None = None, cause: LossCause = "fault") -> None:
         """There is no engine any more, though nothing stopped it. told: the error of the jobs that
-        end, if not this one. fault: see `RunnerLoss`. Only the first reason is kept."""
+        end, if not this one. cause: see `RunnerLoss`. Only the first reason is kept."""
         if self._failure is not None:
             return
         was_ready = self._known.state == "ready"
         self._end(error, told=told or f"the engine stopped: {error.message}", lost=was_ready)
         if was_ready:
-            self._loss = RunnerLoss(message=error.message, fault=fault)
+            self._loss = RunnerLoss(message=error.message, cause=cause)
             self._lost.set()
 
     def close(self, error: AppError, *, told: str) -> None:

@@ -172,7 +172,7 @@ class ProcessRunner:
             return
         error = AppError(Kind.ENGINE, f"the process of {name} {how}{said}")
         told = f"the engine stopped: its process {how}"
-        self._desk.lose(error, told=told, fault=ending.fault)
+        self._desk.lose(error, told=told, cause=ending.cause)
 
     async def _talk(self, name: str, status: Ask, open_news: OpenNews, vigil: Vigil) -> None:
         """Returns when there is nothing more to be heard."""

@@ -320,7 +320,7 @@ class Resident:
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)
         parallel = self.capacity.parallel if self.capacity else 1
         stats = self._runner.status().stats if self._runner else self._past
-        self._careful.accuse(parallel, stats, fault=loss.fault)
+        self._careful.accuse(parallel, stats, cause=loss.cause)
 
     def _discreet(self, error: AppError) -> AppError:
         source = self.served.source

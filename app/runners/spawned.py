@@ -14,7 +14,9 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from app.core.ports import LossCause
 from app.runners.interpreter import command, environment
 from app.runners.output import Output, Quota, ended
 
@@ -28,7 +30,7 @@ _CHUNK = 1 << 16
 # seconds that a process gets to end in order, and that its last words may take
 _GRACE, _LAST_WORDS = 5.0, 1.0
 
-# Signals that come from outside: of an operator, or of a system that is out of memory.
+# Signals that come from outside: of an operator, or, SIGKILL, of a system that is out of memory.
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -36,12 +38,23 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """how: a clause. said: what it wrote that may say why; empty when it could not know. fault:
-    whether what the process did may be the cause; False for a signal that a process is sent."""
+    """how: a clause. said: what it wrote that may say why; empty when it could not know. cause: as
+    of `RunnerLoss`."""
 
     how: str
     said: str
-    fault: bool
+    cause: LossCause
+
+
+def out_of_memory_kills() -> int | None:
+    """How many processes this system has killed because memory ran out, in containers and out of
+    them; None where it does not say (Documentation/admin-guide/mm of Linux, /proc/vmstat)."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 class Spawned:
@@ -55,6 +68,7 @@ class Spawned:
         self._listener = listener
         self._output = Output()
         self._ending = False
+        self._kills_before = out_of_memory_kills()
         self._reading = asyncio.create_task(self._read())
         self._gone = asyncio.create_task(self._reap())
 
@@ -138,7 +152,15 @@ class Spawned:
             await self._process.stdin.wait_closed()
         self._listener.close()
         said = "" if status == -signal.SIGKILL else self._output.reason()
-        return Ending(how=ended(status), said=said, fault=-status not in _SENT)
+        return Ending(how=ended(status), said=said, cause=self._cause(status))
+
+    def _cause(self, status: int) -> LossCause:
+        if -status not in _SENT:
+            return "fault"
+        before, now = self._kills_before, out_of_memory_kills()
+        if status == -signal.SIGKILL and (before is None or before != now):
+            return "unknown"
+        return "outside"
 
     async def _read(self) -> None:
         """Always on: a full pipe would stop the process."""

@@ -10,22 +10,24 @@ is asked of whoever runs them (`app.runners.resident`) is that suspects run one 
 an innocent one comes to a good end, which clears it, and is not there when the killer kills again.
 Others may run beside a suspect; they would be suspects, for the first time, after it.
 
-A death that something outside may have caused, such as SIGKILL of an operator, weighs less: the
-kernel sends the same signal when memory runs out, so it is no proof of innocence either.
+A death by a signal of an operator weighs nothing. The kernel sends the same SIGKILL when memory
+runs out; where it does not say which of the two it was, a death weighs less than a fault.
 """
 
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Job
+from app.core.ports import LossCause
 
-# What a death weighs, and from which weight on a job is not run any more: two faults, or six
-# deaths from outside.
-FAULT, OUTSIDE, GUILTY = 3, 1, 6
+# What a death weighs by its cause, and from which weight on a job is not run any more: two faults,
+# or six deaths of which it is not known whether memory ran out.
+WEIGHTS: Mapping[LossCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
+GUILTY = 6
 
 _MOST, _FORGOTTEN_AFTER = 1000, 3600.0
 

@@ -13,7 +13,7 @@ from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.files import ModelFiles
 from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Update
-from app.core.ports import RunnerLoss, RunnerState, RunnerStatus
+from app.core.ports import LossCause, RunnerLoss, RunnerState, RunnerStatus
 from app.core.requests import Sampling
 from app.core.residents import Need, Served
 from app.core.settings import ModelSettings, Settings
@@ -147,9 +147,9 @@ class Scripted:
             await self.slow_stop.wait()
         self.stopped = True
 
-    def die(self, why: str = "it crashed", *, fault: bool = True) -> None:
+    def die(self, why: str = "it crashed", *, cause: LossCause = "fault") -> None:
         self.state = "failed"
-        self._lost.set_result(RunnerLoss(message=why, fault=fault))
+        self._lost.set_result(RunnerLoss(message=why, cause=cause))
 
     @property
     def dead(self) -> asyncio.Future[RunnerLoss]:

@@ -10,6 +10,7 @@ import pytest
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, Kind
 from app.core.jobs import Ended, EngineStats, Job, Update
+from app.core.ports import LossCause
 from app.runners import alone
 from app.runners.pool import Pool
 from app.runners.resident import Resident
@@ -41,7 +42,9 @@ async def end(handle: Resident, asked: Job) -> str:
     return last.reason
 
 
-async def death(house: House, handle: Resident, *jobs: Job, fault: bool = True) -> Sequence[str]:
+async def death(
+    house: House, handle: Resident, *jobs: Job, cause: LossCause = "fault"
+) -> Sequence[str]:
     """All of them are at the runner when it is lost. Returns how they ended."""
     house.hold.clear()
     runner = house.of("a")
@@ -49,7 +52,7 @@ async def death(house: House, handle: Resident, *jobs: Job, fault: bool = True) 
     running = [asyncio.create_task(end(handle, one)) for one in jobs]
     await until(lambda: len(runner.jobs) == before + len(jobs))
     await settled()
-    runner.die(fault=fault)
+    runner.die(cause=cause)
     house.hold.set()
     ends = await asyncio.gather(*running)
     await until(lambda: handle.phase == "ready" and handle.status().state == "ready")
@@ -156,14 +159,16 @@ def test_a_request_that_leaves_while_it_waits_for_the_next_runner_is_not_run():
     run(body())
 
 
-def test_two_signals_from_outside_do_not_refuse_a_prompt():
+def test_signals_from_outside_do_not_refuse_a_prompt():
     async def body() -> None:
         house, innocent = House(), job("x", 1)
         async with loaded(house) as (_, handle):
+            for _ in range(10):
+                assert await death(house, handle, innocent, cause="outside") == ["error"]
             for _ in range(5):
-                assert await death(house, handle, innocent, fault=False) == ["error"]
+                assert await death(house, handle, innocent, cause="unknown") == ["error"]
             assert await end(handle, innocent) == "stop"
-            assert await death(house, handle, innocent, fault=False) == ["error"]
+            assert await death(house, handle, innocent, cause="unknown") == ["error"]
             assert await end(handle, innocent) == "stop", "a good end clears it"
 
     run(body())
@@ -176,7 +181,7 @@ def test_a_prompt_that_is_killed_again_and_again_is_refused_in_the_end():
         house, killer = House(), job("x", 1)
         async with loaded(house) as (_, handle):
             for _ in range(6):
-                await death(house, handle, killer, fault=False)
+                await death(house, handle, killer, cause="unknown")
             with pytest.raises(AppError, match="broke 6 times"):
                 await updates(handle, killer)
 
