@@ -167,6 +167,6 @@ def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
         before = opened()
         for _ in range(2):
             await asyncio.gather(once(kill=False), once(kill=True), once(kill=False))
-        assert opened() == before
+        assert opened() <= before
 
     asyncio.run(run())
