@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from app.api.app import build_app
 from app.catalogue import Catalogue, Entry, named
 from app.commands.obtain import obtain
+from app.core.allocator import keep_heap_small
 from app.core.errors import AppError, Kind
 from app.core.loop_lag import LoopLag
 from app.core.ports import Runner
@@ -82,6 +83,8 @@ def serve(settings: Settings) -> int:
     else:
         entries = [_lasting(entry) for entry in entries]
         make, others = _assembled(launch, entries[0])
+    if launch is None and settings.runner != "thread":
+        keep_heap_small()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     return _Serving(settings, entries, keyring, make, others).run()
 

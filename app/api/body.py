@@ -147,6 +147,11 @@ class Body:
         self.values = ValueCounter(exact_from=most_values)
         self.charged = 0
 
+    def take(self) -> bytearray:
+        """All bytes, which this does not keep."""
+        data, self.data = self.data, bytearray()
+        return data
+
     async def json(self) -> object:
         """Raises AppError(INVALID) for what is no JSON, AppError(OVERLOADED)."""
         return await self._bodies.parse(self)
@@ -214,7 +219,7 @@ class RequestBodies:
 
     async def parse(self, body: Body) -> object:
         """See `Body.json`."""
-        data, body.data = body.data, bytearray()
+        data = body.take()
         large = body.size > _LARGE_BYTES or body.values.count > _LARGE_VALUES
         if not large:
             return _parse(data)

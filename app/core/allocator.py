@@ -7,6 +7,21 @@ import ctypes
 import sys
 from contextlib import suppress
 
+# mallopt(3): its numbers of these parameters, and values for them.
+_MMAP_THRESHOLD, _ARENA_MAX = (-3, 64 * 1024), (-8, 1)
+
+
+def keep_heap_small() -> None:
+    """For a process that handles large buffers now and then and is idle in between: each of them is
+    mapped on its own, and threads share one arena. By itself glibc stops mapping them after the
+    first one, keeps an arena for each thread, and returns little of either. Not for a process that
+    computes: mapping costs it more than what it maps for. Call it before there are threads."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            for parameter in (_MMAP_THRESHOLD, _ARENA_MAX):
+                libc.mallopt(*parameter)
+
 
 def release_free_memory() -> None:
     """Give free pages back to the system. glibc keeps most of what threads have freed; other

@@ -295,9 +295,9 @@ async def _leave_amid_answer(
 
 
 async def _large(port: int, question: Question, expected: Expected, chance: random.Random) -> str:
-    """A body of ten megabytes, of values or of text."""
+    """A body of seven to ten megabytes, of values or of text."""
     item = chance.choice(("[]", "{}", '{"role":"user","content":"x"}', "1"))
-    filling = ",".join([item] * (9_000_000 // (len(item) + 1)))
+    filling = ",".join([item] * (7_000_000 // (len(item) + 1)))
     body = chance.choice((f'{{"messages": [{filling}]}}', f'{{"prompt": {json.dumps(filling)}}}'))
     content = body.encode()
     head = (
@@ -329,7 +329,7 @@ async def _mistake(port: int, question: Question, expected: Expected, chance: ra
             ({"temperature": "warm"}, 400),
             ({"no_such_field": 1}, 400),
             ({"model": "another"}, 404),
-            ({"max_tokens": -1}, 400),
+            ({"max_tokens": -2}, 400),
             ({"guided_json": {"not": {}}}, 400),
         )
     )

@@ -73,7 +73,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             return await tokenize_json(request)
         async with bodies.receive(request.scope, request.receive) as body:
             try:
-                text = body.data.decode()
+                text = body.take().decode()
             except UnicodeDecodeError as error:
                 raise invalid(None, f"the body is not valid UTF-8: {error}") from None
             return json_reply(list(await generate.tokenize(text, await asked(request, None))))
