@@ -325,4 +325,6 @@ def _parse(data: bytearray) -> object:
         # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise AppError(Kind.INVALID, f"the body is not valid JSON: {error}") from None
+        reason = str(error)
+    # Outside of the handler: the parser's error, which holds the whole text, is not its context.
+    raise AppError(Kind.INVALID, f"the body is not valid JSON: {reason}")

@@ -140,9 +140,6 @@ def _fields(scope: Scope, visit: Visit, status: int, seconds: float) -> Mapping[
             "completion_tokens": visit.completion_tokens,
             "finish": visit.finish,
         }
-    if visit.error is not None and status >= 400:
-        fields |= {
-            "error": visit.error.code or visit.error.kind.value,
-            "reason": visit.error.loggable()[:_LONGEST_REASON],
-        }
+    if visit.error and status >= 400:
+        fields |= {"error": visit.error, "reason": visit.reason[:_LONGEST_REASON]}
     return fields

@@ -121,7 +121,7 @@ def problem_reply(
     """The envelope with the status of its kind, or with another one. The request that is being
     answered, if any, remembers the error for its access log line."""
     if (visit := VISIT.get()) is not None:
-        visit.error = error
+        visit.error, visit.reason = error.code or error.kind.value, error.loggable()
     wait = error.retry_after
     if wait is None and error.kind in PASSING:
         wait = 1  # what a client that polls us would wait anyway

@@ -24,14 +24,17 @@ class Visit:
     name (W3C Trace Context), unread. state: what others noted of the request as it went by.
     finish: finish reasons, an error's kind or "cancelled"; "" for one that generates nothing. The
     counts are of all choices, those of prompts also of prompts that were not read to their end.
-    error: why the reply has a status of 400 or more, where this server says so."""
+    error, reason: why the reply has a status of 400 or more, where this server says so; the reason
+    leaves out what the client sent. Not the exception, whose traceback would keep the body in
+    memory for as long as the connection's context."""
 
     id: str
     traceparent: str = ""
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model: str = ""
     finish: str = ""
-    error: AppError | None = None
+    error: str = ""
+    reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -101,6 +101,9 @@ class WorkQueue:
             return await done
         finally:
             self._drop(item)
+            # An error that is raised here holds this frame: if the frame held the error too, what
+            # the work held would stay in memory until the garbage collector finds both.
+            del done, item, work
 
     def _drop(self, item: _Item) -> None:
         queue = self._queues.get(item.key)

@@ -259,3 +259,19 @@ def test_a_client_that_disconnects_while_its_body_waits_is_not_answered():
 
     asyncio.run(run())
     assert len(generate.opened) == 7
+
+
+def test_the_error_of_a_body_that_is_no_json_does_not_hold_the_body():
+    """The parser's error holds the whole text: as its context, it stayed in memory for as long as
+    anything remembered the request."""
+
+    async def run() -> AppError:
+        incoming = Incoming()
+        incoming.send(b"x" * 100_000, more=False)
+        with pytest.raises(AppError) as caught:
+            await bodies_of().read_json(scope(), incoming.receive)
+        return caught.value
+
+    error = asyncio.run(run())
+    assert "not valid JSON" in str(error)
+    assert (error.__context__, error.__cause__) == (None, None)

@@ -1,9 +1,11 @@
 """Work beside the event loop: fair, bounded, and given up with its request."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
@@ -204,5 +206,31 @@ def test_threads_do_not_keep_what_they_worked_on():
         await queue.run(lambda text=text: text, key="")
         del text
         await until(lambda: gone() is None)
+
+    run(body)
+
+
+def test_an_error_takes_what_its_work_had_in_hand_with_it():
+    """It stayed in memory until the garbage collector found it, which may be minutes later."""
+
+    class Text(str):
+        __slots__ = ("__weakref__",)
+
+    async def body() -> None:
+        import weakref
+
+        def fail(text: Text) -> None:
+            raise ValueError(len(text))
+
+        queue, text = WorkQueue(1, "test"), Text("x" * 1000)
+        gone = weakref.ref(text)
+        gc.disable()
+        try:
+            with suppress(ValueError):
+                await queue.run(lambda text=text: fail(text), key="")
+            del text
+            await until(lambda: gone() is None)
+        finally:
+            gc.enable()
 
     run(body)
