@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -93,8 +94,7 @@ class WorkQueue:
         """The result of `work`, called on a thread with a copy of this task's context. Raises what
         it raises. Cancelling drops work that has not started; a started one runs to its end."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        context = copy_context()
-        item = _Item(key, lambda: context.run(work), done)
+        item = _Item(key, partial(copy_context().run, work), done)
         self._queues.setdefault(key, deque()).append(item)
         self._dispatch()
         try:
@@ -103,7 +103,7 @@ class WorkQueue:
             self._drop(item)
             # An error that is raised here holds this frame: if the frame held the error too, what
             # the work held would stay in memory until the garbage collector finds both.
-            del done, item, work
+            del done, item
 
     def _drop(self, item: _Item) -> None:
         queue = self._queues.get(item.key)
