@@ -7,8 +7,9 @@ import ctypes
 import sys
 from contextlib import suppress
 
-# mallopt(3): its numbers of these parameters, and values for them.
-_MMAP_THRESHOLD, _ARENA_MAX = (-3, 64 * 1024), (-8, 1)
+# mallopt(3): its numbers of these parameters, and values for them. asyncio reads into buffers of
+# 256 KiB: mapping each of those would slow every request down.
+_MMAP_THRESHOLD, _ARENA_MAX = (-3, 512 * 1024), (-8, 1)
 
 
 def keep_heap_small() -> None:
