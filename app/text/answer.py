@@ -210,6 +210,8 @@ class _Shown:
         return Found(text=self.flush().text + text)
 
     def feed(self, text: str, at: int) -> Found:
+        if self._finder.shown == self._fed:
+            self._places.clear()  # nothing before this piece is held back
         self._places.append((self._fed, at))
         self._fed += len(text)
         return self._found(self._finder.feed(text))
