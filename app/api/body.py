@@ -11,7 +11,7 @@ and large bodies are parsed on a thread, one at a time, callers taking turns.
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -20,7 +20,7 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from app.api.wire import ClientLeft, caller_of
+from app.api.wire import ClientLeft, caller_of, model_named_in
 from app.core.allocator import release_free_memory
 from app.core.errors import AppError, Kind, quote_client
 from app.core.settings import MEBIBYTE, Settings
@@ -147,6 +147,11 @@ class Body:
         self.values = ValueCounter(exact_from=most_values)
         self.charged = 0
 
+    @property
+    def large(self) -> bool:
+        """Whether it is parsed on a thread."""
+        return self.size > _LARGE_BYTES or self.values.count > _LARGE_VALUES
+
     def take(self) -> bytearray:
         """All bytes, which this does not keep."""
         data, self.data = self.data, bytearray()
@@ -155,6 +160,13 @@ class Body:
     async def json(self) -> object:
         """Raises AppError(INVALID) for what is no JSON, AppError(OVERLOADED)."""
         return await self._bodies.parse(self)
+
+    async def read(
+        self, find: Callable[[str], Awaitable[None]], read: Callable[[object], Result]
+    ) -> Result:
+        """What `read` makes of the parsed JSON, on a thread, after `find` has looked for the model
+        that it names. Raises as `json` does, and what the two raise."""
+        return await self._bodies.read(self, find, read)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of work that grows with the body, done on a thread."""
@@ -220,11 +232,28 @@ class RequestBodies:
     async def parse(self, body: Body) -> object:
         """See `Body.json`."""
         data = body.take()
-        large = body.size > _LARGE_BYTES or body.values.count > _LARGE_VALUES
-        if not large:
+        if not body.large:
             return _parse(data)
         self._charge(body, _VALUE_BYTES * body.values.count)
         return await self._parser.run(partial(_parse, data), key=body.caller)
+
+    async def read(
+        self,
+        body: Body,
+        find: Callable[[str], Awaitable[None]],
+        read: Callable[[object], Result],
+    ) -> Result:
+        """See `Body.read`. A large body is parsed twice: between finding the model and a thread's
+        turn, its values would stay in memory, of as many bodies as wait there."""
+        data = body.take()
+        if not body.large:
+            content = _parse(data)
+            await find(model_named_in(content))
+            return await body.run(partial(read, content))
+        self._charge(body, _VALUE_BYTES * body.values.count)
+        model = await self._parser.run(lambda: model_named_in(_parse(data)), key=body.caller)
+        await find(model)
+        return await self._parser.run(lambda: read(_parse(data)), key=body.caller)
 
     @asynccontextmanager
     async def _receiving(

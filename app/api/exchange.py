@@ -23,7 +23,6 @@ from app.api.wire import (
     caller_of,
     comment_frame,
     is_admin,
-    model_named_in,
     send_event_stream,
     send_json,
     send_lines,
@@ -130,9 +129,9 @@ class GenerateEndpoint:
 
     async def _understand(self, body: Body) -> Ask:
         """Nothing of the parsed body is left when this returns, but what the Ask holds."""
-        content = await body.json()
-        await self._generate.look_for(model_named_in(content))
-        return await body.run(partial(self._parse, content, body.caller))
+        return await body.read(
+            self._generate.look_for, lambda content: self._parse(content, body.caller)
+        )
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:
         reply = ask.reply

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -275,3 +276,39 @@ def test_the_error_of_a_body_that_is_no_json_does_not_hold_the_body():
     error = asyncio.run(run())
     assert "not valid JSON" in str(error)
     assert (error.__context__, error.__cause__) == (None, None)
+
+
+@pytest.mark.parametrize("values", [10, 100_000])
+def test_a_body_is_read_after_its_model_was_looked_for(values: int):
+    """The values of a large one are not in memory meanwhile: of clients that wait for a thread,
+    each would hold megabytes."""
+
+    async def run() -> None:
+        incoming, found, go_on = Incoming(), asyncio.Event(), asyncio.Event()
+        numbers = ", ".join(["[]"] * values)
+        incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
+
+        async def find(model: str) -> None:
+            assert model == "a"
+            found.set()
+            await go_on.wait()
+
+        def read(content: Any) -> int:
+            return len(content["prompt"])
+
+        async with bodies_of().receive_json(scope(), incoming.receive) as body:
+            before = sys.getallocatedblocks()
+            reading = asyncio.create_task(body.read(find, read))
+            await found.wait()
+            # the thread lets go of what it parsed a moment after it has said the name
+            while sys.getallocatedblocks() > before + 10_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            assert not reading.done()
+            go_on.set()
+            assert await reading == values
+
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await run()
+
+    asyncio.run(bounded())

@@ -24,7 +24,6 @@ from app.api.wire import (
     JsonObject,
     caller_of,
     is_admin,
-    model_named_in,
     send_json,
     while_connected,
 )
@@ -71,10 +70,10 @@ class EmbedEndpoint:
             await while_connected(receive, send, exchange)
 
     async def _understand(self, body: Body) -> Wish:
-        content = await body.json()
-        await self._generate.look_for(model_named_in(content))
-        served = {card.id for card in self._generate.models()}
-        return await body.run(partial(parse, content, served))
+        return await body.read(self._generate.look_for, self._parse)
+
+    def _parse(self, content: object) -> Wish:
+        return parse(content, {card.id for card in self._generate.models()})
 
 
 def parse(body: object, models: Collection[str]) -> Wish:
