@@ -245,9 +245,9 @@ def _streamed(content: bytes, question: Question, expected: str) -> str:
             continue
         chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
-            # whose status was sent before: what would have been 503 without it
-            late = chunk["error"]["code"] == "model_loading"
-            return _error(OVERLOADED if late else LOST, chunk["error"])
+            # its status was sent before: what would have been 503 or 429 without it
+            late = {"model_loading": OVERLOADED, "server_busy": BUSY}
+            return _error(late.get(chunk["error"]["code"], LOST), chunk["error"])
         for choice in chunk["choices"]:
             delta = choice.get("delta")
             text += choice["text"] if delta is None else delta.get("content") or ""
