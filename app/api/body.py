@@ -26,6 +26,7 @@ from app.core.errors import AppError, Kind, quote_client
 from app.core.settings import MEBIBYTE, Settings
 from app.core.workers import Workers, WorkQueue
 
+Found = TypeVar("Found")
 Result = TypeVar("Result")
 
 # JSON values of one body, keys included: 2,048 embedding inputs of 100 token ids each have 207,000.
@@ -152,6 +153,11 @@ class Body:
         """Whether it is parsed on a thread."""
         return self.size > _LARGE_BYTES or self.values.count > _LARGE_VALUES
 
+    @property
+    def weight(self) -> int:
+        """What reading it costs, in bytes that cost as much."""
+        return self.size + _VALUE_WEIGHT * self.values.count
+
     def take(self) -> bytearray:
         """All bytes, which this does not keep."""
         data, self.data = self.data, bytearray()
@@ -162,16 +168,14 @@ class Body:
         return await self._bodies.parse(self)
 
     async def read(
-        self, find: Callable[[str], Awaitable[None]], read: Callable[[object], Result]
+        self,
+        find: Callable[[str], Awaitable[Found]],
+        read: Callable[[object, Found], Result],
     ) -> Result:
-        """What `read` makes of the parsed JSON, on a thread, after `find` has looked for the model
-        that it names. Raises as `json` does, and what the two raise."""
+        """What `read` makes of the parsed JSON, on a thread. `find` comes first, on the event loop:
+        it looks for the model that the body names, and `read` gets what it found. Raises as `json`
+        does, and what the two raise."""
         return await self._bodies.read(self, find, read)
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of work that grows with the body, done on a thread."""
-        size = self.size + _VALUE_WEIGHT * self.values.count
-        return await self._bodies.workers.run(work, size=size, key=self.caller)
 
 
 class RequestBodies:
@@ -231,29 +235,40 @@ class RequestBodies:
 
     async def parse(self, body: Body) -> object:
         """See `Body.json`."""
-        data = body.take()
-        if not body.large:
-            return _parse(data)
-        self._charge(body, _VALUE_BYTES * body.values.count)
-        return await self._parser.run(partial(_parse, data), key=body.caller)
+        data = self._take(body)
+        return await self._parsed(body, data) if body.large else _parse(data)
 
     async def read(
         self,
         body: Body,
-        find: Callable[[str], Awaitable[None]],
-        read: Callable[[object], Result],
+        find: Callable[[str], Awaitable[Found]],
+        read: Callable[[object, Found], Result],
     ) -> Result:
-        """See `Body.read`. A large body is parsed twice: between finding the model and a thread's
-        turn, its values would stay in memory, of as many bodies as wait there."""
-        data = body.take()
+        """See `Body.read`. A large body is parsed twice: its values would otherwise stay in memory
+        until its model is found and a thread is free, those of all bodies that wait."""
+        data = self._take(body)
         if not body.large:
             content = _parse(data)
-            await find(model_named_in(content))
-            return await body.run(partial(read, content))
-        self._charge(body, _VALUE_BYTES * body.values.count)
-        model = await self._parser.run(lambda: model_named_in(_parse(data)), key=body.caller)
-        await find(model)
-        return await self._parser.run(lambda: read(_parse(data)), key=body.caller)
+            found = await find(model_named_in(content))
+            work = partial(read, content, found)
+            return await self.workers.run(work, size=body.weight, key=body.caller)
+        found = await find(await self._parsed(body, data, model_named_in))
+        return await self._parsed(body, data, lambda content: read(content, found))
+
+    def _take(self, body: Body) -> bytearray:
+        """All bytes, to be parsed."""
+        if body.large:
+            self._charge(body, _VALUE_BYTES * body.values.count)
+        return body.take()
+
+    async def _parsed(
+        self,
+        body: Body,
+        data: bytearray,
+        work: Callable[[object], Result] = lambda content: content,
+    ) -> Result:
+        """What `work` makes of the JSON of a large body, both on the parser's thread."""
+        return await self._parser.run(lambda: work(_parse(data)), key=body.caller)
 
     @asynccontextmanager
     async def _receiving(

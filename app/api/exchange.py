@@ -130,7 +130,7 @@ class GenerateEndpoint:
     async def _understand(self, body: Body) -> Ask:
         """Nothing of the parsed body is left when this returns, but what the Ask holds."""
         return await body.read(
-            self._generate.look_for, lambda content: self._parse(content, body.caller)
+            self._generate.look_for, lambda content, _: self._parse(content, body.caller)
         )
 
     async def _answer(self, ask: Ask, scope: Scope, send: Send) -> None:

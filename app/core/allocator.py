@@ -17,17 +17,18 @@ def keep_heap_small() -> None:
     mapped on its own, and threads share one arena. By itself glibc stops mapping them after the
     first one, keeps an arena for each thread, and returns little of either. Not for a process that
     computes: mapping costs it more than what it maps for. Call it before there are threads."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            for parameter in (_MMAP_THRESHOLD, _ARENA_MAX):
-                libc.mallopt(*parameter)
+    _call("mallopt", *_MMAP_THRESHOLD)
+    _call("mallopt", *_ARENA_MAX)
 
 
 def release_free_memory() -> None:
     """Give free pages back to the system. glibc keeps most of what threads have freed; other
     allocators return it by themselves. Takes some milliseconds, without the interpreter."""
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """A function of glibc, which other C libraries do not have."""
     if sys.platform == "linux":
-        # musl has no such function
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+            getattr(ctypes.CDLL(None), name)(*arguments)

@@ -288,15 +288,15 @@ def test_a_body_is_read_after_its_model_was_looked_for(values: int):
         numbers = ", ".join(["[]"] * values)
         incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
 
-        async def find(model: str) -> None:
-            assert model == "a"
+        async def find(model: str) -> str:
             found.set()
             await go_on.wait()
+            return f"found {model}"
 
-        def read(content: Any) -> int:
-            return len(content["prompt"])
+        def read(content: Any, found: str) -> tuple[int, str]:
+            return len(content["prompt"]), found
 
-        async with bodies_of().receive_json(scope(), incoming.receive) as body:
+        async with asyncio.timeout(10), bodies_of().receive_json(scope(), incoming.receive) as body:
             before = sys.getallocatedblocks()
             reading = asyncio.create_task(body.read(find, read))
             await found.wait()
@@ -305,10 +305,6 @@ def test_a_body_is_read_after_its_model_was_looked_for(values: int):
                 await asyncio.sleep(0.002)
             assert not reading.done()
             go_on.set()
-            assert await reading == values
+            assert await reading == (values, "found a")
 
-    async def bounded() -> None:
-        async with asyncio.timeout(10):
-            await run()
-
-    asyncio.run(bounded())
+    asyncio.run(run())

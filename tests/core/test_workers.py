@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -21,6 +22,12 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
             await body()
 
     asyncio.run(bounded())
+
+
+class Text(str):
+    """A str that shows when it is not in memory any more."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Held:
@@ -195,12 +202,7 @@ def test_small_work_does_not_wait_for_large_work(held: Held):
 def test_threads_do_not_keep_what_they_worked_on():
     """A request's text stayed in memory until the thread had other work."""
 
-    class Text(str):
-        __slots__ = ("__weakref__",)
-
     async def body() -> None:
-        import weakref
-
         queue, text = WorkQueue(1, "test"), Text("x" * 1000)
         gone = weakref.ref(text)
         await queue.run(lambda text=text: text, key="")
@@ -213,12 +215,7 @@ def test_threads_do_not_keep_what_they_worked_on():
 def test_an_error_takes_what_its_work_had_in_hand_with_it():
     """It stayed in memory until the garbage collector found it, which may be minutes later."""
 
-    class Text(str):
-        __slots__ = ("__weakref__",)
-
     async def body() -> None:
-        import weakref
-
         def fail(text: Text) -> None:
             raise ValueError(len(text))
 

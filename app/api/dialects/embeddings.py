@@ -70,10 +70,11 @@ class EmbedEndpoint:
             await while_connected(receive, send, exchange)
 
     async def _understand(self, body: Body) -> Wish:
-        return await body.read(self._generate.look_for, self._parse)
+        return await body.read(self._find, parse)
 
-    def _parse(self, content: object) -> Wish:
-        return parse(content, {card.id for card in self._generate.models()})
+    async def _find(self, model: str) -> Collection[str]:
+        await self._generate.look_for(model)
+        return {card.id for card in self._generate.models()}
 
 
 def parse(body: object, models: Collection[str]) -> Wish:

@@ -8,7 +8,6 @@ are written in responses_reply. Must not know: anything of what stands between.
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import cast
 
 import orjson
@@ -23,7 +22,7 @@ from app.api.dialects.responses_request import Wish, parse
 from app.api.dialects.responses_store import MOST_EACH, Kept, ResponseStore, ResponseStores, ids_of
 from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
 from app.api.fields import invalid, shown
-from app.api.wire import JsonObject, caller_of, json_reply, model_named_in
+from app.api.wire import JsonObject, caller_of, json_reply
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate
 from app.core.settings import Settings
@@ -78,12 +77,16 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
 
     async def input_tokens(request: Request) -> Response:
         async with bodies.receive_json(request.scope, request.receive, MOST_CHAT_VALUES) as body:
-            content = await body.json()
-            await generate.look_for(model_named_in(content))
-            served = [card.id for card in generate.models()]
-            asked = _with_defaults(content, served)
             store, shifts = stores.of(body.caller), settings.context_shift
-            wish = await body.run(partial(parse, asked, served, store, shifts=shifts))
+
+            async def find_model(named: str) -> list[str]:
+                await generate.look_for(named)
+                return [card.id for card in generate.models()]
+
+            def read(content: object, served: list[str]) -> Wish:
+                return parse(_with_defaults(content, served), served, store, shifts=shifts)
+
+            wish = await body.read(find_model, read)
             ids = await generate.prompt_ids(wish.request)
             return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
 

@@ -25,7 +25,7 @@ from app.api.dialects.openai_messages import read_conversation
 from app.api.dialects.openai_thinking import read_template_options, read_thinking
 from app.api.dialects.openai_tools import read_toolbox
 from app.api.fields import Fields, as_array, as_ids, invalid
-from app.api.wire import JsonObject, json_reply, long_array, model_named_in
+from app.api.wire import JsonObject, json_reply, long_array
 from app.core.errors import AppError, Kind
 from app.core.ports import Generate, ModelCard
 from app.core.requests import GenerateRequest
@@ -61,9 +61,9 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
             raise unknown_model(model)
         return cards[model]
 
-    async def asked(request: Request, body: object) -> str | None:
-        """The model that the body or the query names."""
-        model = model_named_in(body) or request.query_params.get("model")
+    async def asked(request: Request, named: str = "") -> str | None:
+        """The model that the body or the query names. named: by the body."""
+        model = named or request.query_params.get("model")
         if model is not None:
             await generate.look_for(model)
         return model
@@ -76,14 +76,22 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
                 text = body.take().decode()
             except UnicodeDecodeError as error:
                 raise invalid(None, f"the body is not valid UTF-8: {error}") from None
-            return json_reply(list(await generate.tokenize(text, await asked(request, None))))
+            return json_reply(list(await generate.tokenize(text, await asked(request))))
 
     async def tokenize_json(request: Request) -> Response:
+        async def find(named: str) -> tuple[str | None, ModelCard]:
+            model = await asked(request, named)
+            return model, card(model)
+
+        def read(
+            content: object, found: tuple[str | None, ModelCard]
+        ) -> tuple[TokenizeRequest, ModelCard]:
+            model, served = found
+            return parse(content, model, default=served.id), served
+
         async with bodies.receive_json(request.scope, request.receive) as body:
-            content = await body.json()
-            model = await asked(request, content)
-            served = card(model)
-            parsed = await body.run(partial(parse, content, model, default=served.id))
+            parsed, served = await body.read(find, read)
+            model = parsed.model
             if parsed.request is not None:
                 ids = await generate.prompt_ids(parsed.request)
             else:
@@ -94,15 +102,15 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
 
     async def detokenize(request: Request) -> Response:
         async with bodies.receive_json(request.scope, request.receive) as body:
-            content = await body.json()
-            model = await asked(request, content)
-            ids = await body.run(partial(parse_ids, content))
+            ids, model = await body.read(
+                partial(asked, request), lambda content, model: (parse_ids(content), model)
+            )
             text = await generate.detokenize(ids, model)
             # llama.cpp's name and Ollama's · vLLM's
             return json_reply({"content": text, "prompt": text})
 
     async def tokenizer_info(request: Request) -> Response:
-        return json_reply(await generate.tokenizer_info(await asked(request, None)))
+        return json_reply(await generate.tokenizer_info(await asked(request)))
 
     return [
         *(Route(path, tokenize, methods=["POST"]) for path in ("/v1/tokenize", "/tokenize")),
