@@ -76,7 +76,7 @@ class Catalogue:
             twice = sorted(e.served.name for e in entries if self._named[e.served.name] is not e)
             raise AppError(
                 Kind.INVALID,
-                f"two models would be called {twice[0]!r}: give one of them another alias",
+                f"two models are named {twice[0]!r}: give one of them another alias",
             )
 
     def entries(self) -> Iterator[Entry]:
@@ -123,7 +123,7 @@ class Catalogue:
             if error.kind is not Kind.MODEL_NOT_FOUND or served.name not in self._named:
                 raise
             # it is listed, and the client's request is right
-            message = f"the files of {served.name} are gone: {error.message}"
+            message = f"the files of {served.name} no longer exist: {error.message}"
             raise AppError(Kind.MODEL_FILES, message) from error
 
     async def _shared(
@@ -155,7 +155,7 @@ class Catalogue:
             return
         self._complaint = None
         if unfit and unfit != self._unfit:
-            log.info("%d of the installed cannot be served: `mlxrunner list` says why", len(unfit))
+            log.info("%d installed models cannot be served: `mlxrunner list` shows why", len(unfit))
         self._unfit = unfit
         self._installed = {
             name: self._kept(name, files) for name, files in found if name not in self._named
@@ -165,7 +165,7 @@ class Catalogue:
     def _complain(self, message: str) -> None:
         """Once, and not whenever a request names a model that is not here."""
         if message != self._complaint:
-            log.warning("what is installed cannot be looked at: %s", message)
+            log.warning("cannot scan the installed models: %s", message)
         self._complaint, self._looked = message, time.monotonic()
 
     def _kept(self, name: str, files: ModelFiles) -> Entry:
@@ -214,5 +214,5 @@ def _readable(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[
             unfit.append(entry.name)
             log.debug("%s is installed and cannot be served: %s", entry.name, error.message)
     for name in sorted({name for name, _ in found} - known):
-        log.debug("%s is installed and can be asked for", name)
+        log.debug("%s is installed and can be requested", name)
     return found, unfit

@@ -107,21 +107,27 @@ def _parser() -> flags.Parser:
 
     serve = add("serve", "serve models over HTTP")
     pull = add("pull", "download a model from the Hugging Face hub")
-    pull.add_argument("model", metavar="ORG/NAME", help="its name on the hub")
+    pull.add_argument("model", metavar="ORG/NAME", help="model name on the hub")
     pull.add_argument("--revision", help="a branch, tag or commit (default: the main branch)")
-    listed = add("list", "list the models that are here")
-    show = add("show", "describe a model, and say whether it fits")
-    doctor = add("doctor", "say what models are computed with here, and what is lost")
-    config = add("config", "tell the settings that would hold, and where each was said")
+    listed = add("list", "list the models on this machine")
+    show = add("show", "describe a model and whether it fits in memory")
+    doctor = add("doctor", "check the compute backend of this machine and show possible speedups")
+    config = add("config", "show the effective settings and where each one comes from")
     form = config.add_mutually_exclusive_group()
-    for name, use in (("json", "for programs"), ("toml", "as a file for --config")):
+    for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):
         form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=use)
-    key = add("key", "make an API key, and show it once")
-    key.add_argument("name", metavar="NAME", help="whose it is, as the log will say")
-    key.add_argument("--admin", action="store_true", help="it may load and unload models too")
-    key.add_argument("--file", type=Path, metavar="FILE", help="add its digest to this file")
+    key = add("key", "create an API key and print it once")
+    key.add_argument(
+        "name", metavar="NAME", help="name of the key's owner, as it appears in the log"
+    )
+    key.add_argument(
+        "--admin", action="store_true", help="allow the key to load and unload models, too"
+    )
+    key.add_argument(
+        "--file", type=Path, metavar="FILE", help="append the key's digest to this file"
+    )
     for command in (listed, show, doctor):
-        command.add_argument("--json", action="store_true", help="for programs")
+        command.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, show, config):
         flags.add_settings(command)
     return parser

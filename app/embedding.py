@@ -90,8 +90,8 @@ class Embedding:
         if self._recipe.problem is not None:
             raise AppError(
                 Kind.INVALID,
-                f"the vectors that this model was made for cannot be had here: "
-                f'{self._recipe.problem}; say "pooling": "mean" or "last" to get others',
+                f"the pooling of this model is not supported: "
+                f'{self._recipe.problem}; set "pooling" to "mean" or "last"',
                 param="pooling",
             )
         return self._recipe.pooling
@@ -109,8 +109,8 @@ class Embedding:
             if total > MOST_TOKENS:
                 raise AppError(
                     Kind.INVALID,
-                    f"the inputs up to {one.at} have {total} tokens, and those of one request can "
-                    f"have {MOST_TOKENS} together: send fewer at a time",
+                    f"the inputs up to {one.at} have {total} tokens, but one request can have at "
+                    f"most {MOST_TOKENS}: send fewer inputs per request",
                     param="input",
                 )
         return tuple(encoded)
@@ -127,22 +127,22 @@ class Embedding:
         if len(ids) > room.context:
             raise AppError(
                 Kind.CONTEXT_LENGTH,
-                f"{one.at} has {more}{len(ids)} tokens, and an input can have {room.context}: "
-                "shorten it, or send it in pieces",
+                f"{one.at} has {more}{len(ids)} tokens, but an input can have at most "
+                f"{room.context}: shorten it, or split it",
                 param=one.at,
             )
         return ids
 
     def _check_ids(self, ids: Sequence[int], at: str) -> None:
         if not ids:
-            raise AppError(Kind.INVALID, f"{at} has no tokens: there is nothing in it", param=at)
+            raise AppError(Kind.INVALID, f"{at} has no tokens", param=at)
         count = self._files.vocab_size
         for token in (min(ids), max(ids)):
             if not 0 <= token < count:
                 raise AppError(
                     Kind.INVALID,
                     f"{at}: {token} is not a token id of this model, whose ids are 0 to "
-                    f"{count - 1}; ids of another model's tokenizer mean something else here",
+                    f"{count - 1}; use the ids of this model's tokenizer",
                     param=at,
                 )
 
@@ -151,11 +151,13 @@ def recipe(files: ModelFiles) -> Recipe:
     """What sentence-transformers would do with the model's folder; the mean, where it is no model
     of theirs. Source: modules.json and 1_Pooling/config.json as that library saves them (5.1)."""
     if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
-        return Recipe(problem="its attention looks forward too, and here it looks backward only")
+        return Recipe(
+            problem="it needs bidirectional attention, and only causal attention is supported"
+        )
     for module in _objects(_read(files.path / _MODULES)):
         kind = str(module.get("type")).rpartition(".")[2]
         if kind not in _KNOWN_MODULES:
-            return Recipe(problem=f"modules.json asks for a {kind}")
+            return Recipe(problem=f"modules.json contains the unsupported module {kind}")
     for config in _objects([_read(files.path / _POOLING)]):
         return _pooled(config)
     return Recipe()
@@ -189,14 +191,14 @@ def _check_width(request: EmbedRequest, capacity: Capacity) -> None:
     if capacity.width is None:
         raise AppError(
             Kind.INVALID,
-            "this model runs through a class of mlx-lm, which gives scores of tokens and no hidden "
-            "states: there is nothing to make vectors of",
+            "this model runs through mlx-lm, which returns logits and no hidden states: it cannot "
+            "compute embeddings",
             param="model",
         )
     if request.dimensions is not None and request.dimensions > capacity.width:
         raise AppError(
             Kind.INVALID,
-            f"this model's vectors have {capacity.width} numbers: dimensions cannot be "
+            f"this model's embeddings have {capacity.width} dimensions: dimensions cannot be "
             f"{request.dimensions}",
             param="dimensions",
         )

@@ -185,7 +185,8 @@ class Front:
         if entry is None:
             raise AppError(
                 Kind.MODEL_NOT_FOUND,
-                f"the model {model[:200]!r} is not served here: GET /v1/models lists what is",
+                f"the model {model[:200]!r} does not exist: GET /v1/models lists the "
+                "available models",
                 param="model",
             )
         return entry

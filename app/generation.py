@@ -124,8 +124,8 @@ class Generation:
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
             return
         message = (
-            f"the request asks for {count} answers, and this server has places for {most}: ask for "
-            "fewer, or start it with a greater --max-queue"
+            f"the request asks for {count} choices, but the server can run and queue at most "
+            f"{most}: ask for fewer, or increase --max-queue"
         )
         raise AppError(Kind.INVALID, message, param=param)
 
@@ -141,8 +141,8 @@ class Generation:
         read = self._tokenizer.enough_of(text, self._files.context_length)
         if len(read) < len(text):
             message = (
-                f"the text has far more than {self._files.context_length} tokens, and no prompt to "
-                "this model can have more than that: send it in pieces"
+                f"the text has far more than {self._files.context_length} tokens, the context "
+                "length of this model: split it"
             )
             raise AppError(Kind.CONTEXT_LENGTH, message)
         return self._tokenizer.encode(text, add_special=add_special)
@@ -267,7 +267,7 @@ class Generation:
             log.debug("%s", served)
             return
         log.debug(
-            "%s (%s at %d): behind %r the prompt goes on %r, and what is cached %r",
+            "%s (%s at %d): after %r the prompt continues with %r, and the cached prefix with %r",
             served,
             miss.reason,
             miss.at,

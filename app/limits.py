@@ -117,14 +117,14 @@ class Limited:
         most, here = self._per_caller, self._making[caller]
         if most is not None and wanted > most:
             message = (
-                f"the request asks for {wanted} answers, and one caller may have {most} in the "
-                "making: ask for fewer, or start the server with a greater --max-per-key"
+                f"the request asks for {wanted} choices, but an API key can have at most {most} "
+                "at a time: ask for fewer, or increase --max-per-key"
             )
             raise AppError(Kind.INVALID, message, param=param)
         if most is not None and here + wanted > most:
             message = (
-                f"{here} answers to you are in the making, and one caller may have {most}: wait "
-                "for one of them"
+                f"{here} choices are in progress for this API key, and the limit is {most}: wait "
+                "for one of them to finish"
             )
             raise AppError(Kind.BUSY, message, code="too_many_requests", retry_after=1)
         self._making[caller] += wanted
@@ -167,6 +167,6 @@ class Limited:
     def _too_late(self) -> AppError:
         return AppError(
             Kind.DEADLINE,
-            f"the answer took longer than the {self._deadline:g} s that this server gives to one: "
-            "ask for a shorter one, or start the server with a greater --deadline",
+            f"the request exceeded the deadline of {self._deadline:g} s: "
+            "ask for a shorter answer, or increase --deadline",
         )

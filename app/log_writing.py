@@ -60,7 +60,7 @@ class Queued(QueueHandler):
 
 
 def _loss(count: int) -> logging.LogRecord:
-    message = "%d lines of the log were lost here: nobody had read those before them"
+    message = "%d log lines were dropped because the output of the log was not read in time"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None)
 
 

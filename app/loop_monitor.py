@@ -75,7 +75,7 @@ class LoopMonitor:
         while not self._ended.wait(_LOOK):
             if turns != self._turns:
                 if reported:
-                    log.warning("the event loop runs again after %.1f s", looks * _LOOK)
+                    log.warning("the event loop resumed after %.1f s", looks * _LOOK)
                 turns, looks, reported = self._turns, 0, False
                 continue
             looks += 1
@@ -85,7 +85,7 @@ class LoopMonitor:
                     "the event loop has been blocked for %.1f s, at:\n%s", looks * _LOOK, self._at()
                 )
             if looks * _LOOK >= self._limit:
-                log.critical("the event loop was blocked for %.0f s: ending", looks * _LOOK)
+                log.critical("the event loop was blocked for %.0f s: exiting", looks * _LOOK)
                 self._hung()
                 return
 

@@ -252,9 +252,7 @@ class Preparation:
     ) -> Sequence[int]:
         """more: the prompt goes on behind these ids."""
         if not ids:
-            raise AppError(
-                Kind.INVALID, "the prompt has no tokens: there is nothing to continue", param=param
-            )
+            raise AppError(Kind.INVALID, "the prompt has no tokens", param=param)
         if len(ids) >= room.context and not self._shifts:
             has = f"the {what} has {'more than ' if more else ''}{len(ids)} tokens"
             raise AppError(Kind.CONTEXT_LENGTH, f"{has}, {room.refusal(len(ids))}", param=param)
@@ -267,8 +265,8 @@ class Preparation:
             text = quote_client(repr(self.tokenizer.token_text(token)))
             raise AppError(
                 Kind.INVALID,
-                f"the prompt holds {text}, a token that this "
-                "model's tokenizer knows and the model does not: write it otherwise",
+                f"the prompt contains {text}, a token that the tokenizer has and the model "
+                "does not: remove or rephrase it",
                 param=param,
             )
 
@@ -305,7 +303,10 @@ def _grammar(request: GenerateRequest, written: Written | None) -> Grammar | Non
         return None
     for name, given in (("min_tokens", request.min_tokens), ("ignore_eos", request.ignore_eos)):
         if given:
-            message = f"{name} cannot be combined with what the answer must follow: leave out one"
+            message = (
+                f"{name} cannot be combined with structured output, a forced tool call or a "
+                "reasoning budget: leave out one"
+            )
             raise AppError(Kind.INVALID, message, param=name)
     return grammar
 

@@ -177,7 +177,7 @@ class _Serving:
             await self._front.start()
         except Exception as error:
             if not isinstance(error, AppError):
-                log.exception("a fault of ours while models were loaded")
+                log.exception("internal error while loading models")
                 error = AppError(Kind.ENGINE, f"models could not be loaded: {error}")
             if error.kind is Kind.STOPPING:
                 return
@@ -200,7 +200,7 @@ def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
     files = complete(obtain(own))
     if own.context is not None and own.context > files.context_length:
         log.warning(
-            "--context %d is more than %s was made for: it has %d",
+            "--context %d exceeds the context length of %s, which is %d",
             own.context,
             files.name,
             files.context_length,

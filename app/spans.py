@@ -233,7 +233,7 @@ def _endpoint(address: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise AppError(
             Kind.INVALID,
-            f"--otlp must be the address of a collector, such as http://127.0.0.1:4318, not "
+            f"--otlp must be the URL of a collector, such as http://127.0.0.1:4318, not "
             f"{address[:200]!r}",
             param="otlp",
         )

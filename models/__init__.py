@@ -95,7 +95,7 @@ def build(
     model.load_weights(list(weights.items()), strict=False)
     if bits is not None:
         if packed:
-            raise ModelError("its weights are quantised already: only plain ones can be quantised")
+            raise ModelError("the weights are already quantised; only unquantised weights can be")
         reduce(model, bits)
     model.eval()
     return model
@@ -110,7 +110,7 @@ def _made(architecture: Any, config: Mapping[str, Any]) -> Any:
     except ModelError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json describes no model that can be made: {error}") from error
+        raise ModelError(f"config.json does not describe a valid model: {error}") from error
 
 
 def _architecture(config: Mapping[str, Any]) -> Any:
@@ -153,9 +153,9 @@ def _check(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
     }
     complaints = [
         *_complaint("lacks", sorted(wanted.keys() - weights.keys())),
-        *_complaint("has unknown", extra),
-        *_complaint("has misshapen", misshapen.values()),
-        *_complaint("has mistyped", mistyped.values()),
+        *_complaint("has unexpected", extra),
+        *_complaint("has wrongly shaped", misshapen.values()),
+        *_complaint("has wrongly typed", mistyped.values()),
     ]
     if complaints:
         raise TensorError(

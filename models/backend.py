@@ -40,8 +40,8 @@ _PATIENCE = "18"
 
 # `Backend.why` where a machine lacks what it could have; of the second, only how it begins
 NOT_FOUND = "no OpenBLAS or MKL was found"
-NOT_BUILT = "OpenBLAS is installed, and the library that MLX calls it through was not built"
-CUDA = "MLX computes with CUDA"
+NOT_BUILT = "OpenBLAS is installed, but the BLAS shim that MLX calls it through was not built"
+CUDA = "MLX uses CUDA"
 
 
 class BackendError(OSError):
@@ -122,15 +122,15 @@ def products(shim: Path = _SHIM) -> int | None:
 def _why_not() -> str | None:
     """A sentence where MLX is not the one that lacks a BLAS."""
     if sys.platform != "linux":
-        return "only on Linux does MLX lack a good BLAS"
+        return "MLX needs no other BLAS on this platform"
     if platform.machine() not in ("x86_64", "aarch64"):
-        return f"nothing is known of MLX on {platform.machine()}"
+        return f"no BLAS is selected on {platform.machine()}"
     found = importlib.util.find_spec("mlx")
     places = [Path(place).parent for place in (found and found.submodule_search_locations) or ()]
     if any(list(place.glob("mlx_cuda*.dist-info")) for place in places):
         return CUDA
     if not any(list(place.glob("mlx_cpu-*.dist-info")) for place in places):
-        return "MLX is not that of its wheel for the CPU"
+        return "MLX was not installed from its CPU wheel (mlx-cpu)"
     return None
 
 
@@ -175,9 +175,9 @@ def _opened(candidate: _Candidate, shim: Path) -> str:
     path, prefix = candidate.path, candidate.prefix
     library = ctypes.CDLL(path)
     if not hasattr(library, f"{prefix}cblas_sgemm"):
-        raise OSError(f"{path} has no CBLAS that MLX could call")
+        raise OSError(f"{path} has no CBLAS functions")
     if "USE64BITINT" in _configuration(library, prefix):
-        raise OSError(f"{path} is made for integers of 64 bits, MLX for those of 32")
+        raise OSError(f"{path} uses 64-bit integers, MLX needs 32-bit integers")
     if shim.is_file():
         ours: Any = ctypes.CDLL(str(shim))
         why = ctypes.create_string_buffer(512)
@@ -187,7 +187,7 @@ def _opened(candidate: _Candidate, shim: Path) -> str:
             raise OSError(why.value.decode(errors="replace"))
         ctypes.CDLL(str(shim), mode=ctypes.RTLD_GLOBAL)
     elif prefix:
-        raise OSError(f"{path} can be called only through our extension, which was not built")
+        raise OSError(f"{path} needs the BLAS shim, which was not built")
     else:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     return _named(library, prefix, Path(path).name)

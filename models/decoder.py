@@ -75,7 +75,7 @@ class Config(base.Config):
         if self.layer_types is None:
             return self.usual_layer_type(layer)
         if len(self.layer_types) != self.num_hidden_layers:
-            raise base.ModelError("config.json's layer_types is not as long as there are layers")
+            raise base.ModelError("config.json's layer_types must have one entry per layer")
         return self.layer_types[layer]
 
     def usual_layer_type(self, layer: int) -> str:

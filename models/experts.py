@@ -154,7 +154,7 @@ class SparseMLP(nn.Module):
         the shared expert, None for no such expert."""
         super().__init__()
         if not 0 < chosen <= experts:
-            raise ModelError(f"a token cannot choose {chosen} of {experts} experts")
+            raise ModelError(f"num_experts_per_tok {chosen} must be between 1 and {experts}")
         self.chosen, self.normalised, self.shared = chosen, normalised, shared
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.switch_mlp = Experts(hidden, inner, experts)
@@ -218,7 +218,7 @@ def _stacked(target: str, experts: Mapping[int, mx.array]) -> mx.array:
     if missing:
         raise ModelError(f"the checkpoint lacks expert {min(missing)} of {target}")
     if len({array.shape for array in experts.values()}) > 1:
-        raise ModelError(f"the checkpoint has experts of several shapes in {target}")
+        raise ModelError(f"the checkpoint has experts of different shapes in {target}")
     return mx.stack([experts[number] for number in range(len(experts))])
 
 

@@ -48,11 +48,11 @@ def complaint(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str | None:
     """
     for key, value in given.items():
         if not fits(value, hints[key]):
-            return f"{key} is {_shown(value)}, and must be {_called(hints[key])}"
+            return f"{key} is {_shown(value)}, but must be {_called(hints[key])}"
         if isinstance(value, int | float) and not isinstance(value, bool):
             low, high = _bounds(key, value)
             if not low <= value <= high:
-                return f"{key} is {_shown(value)}, and must be from {low:.12g} to {high:.12g}"
+                return f"{key} is {_shown(value)}, but must be between {low:.12g} and {high:.12g}"
     return None
 
 
@@ -67,7 +67,7 @@ def disagreement(values: Mapping[str, Any]) -> str | None:
     hidden = values.get("hidden_size")
     if hidden is None or values.get("head_dim") or 0 < hidden // heads <= _WIDEST_HEAD:
         return None
-    return f"hidden_size is {hidden}, and cannot be divided among {heads} attention heads"
+    return f"hidden_size is {hidden}, which cannot be split into {heads} attention heads"
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -138,14 +138,14 @@ def _called(hint: Any) -> str:
     kind = origin or hint
     words: dict[Any, str] = {
         bool: "true or false",
-        int: "a whole number",
+        int: "an integer",
         float: "a number",
-        str: "a text",
+        str: "a string",
     }
     if kind in words:
         return words[kind]
     if isinstance(kind, type) and issubclass(kind, Sequence):
-        return f"a list, each of it {_called(inner[0])}" if inner else "a list"
+        return f"a list whose items are each {_called(inner[0])}" if inner else "a list"
     return "an object"
 
 

@@ -62,8 +62,8 @@ class Settings:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         return cls(
-            max_position_embeddings=_first(config, _LENGTHS, "positions the model was made for"),
-            vocab_size=_first(config, _VOCABULARIES, "ids it scores"),
+            max_position_embeddings=_first(config, _LENGTHS, "context length"),
+            vocab_size=_first(config, _VOCABULARIES, "vocabulary size"),
         )
 
 
@@ -92,9 +92,13 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     kind: str = config["model_type"]
     found = importlib.util.find_spec(_LIBRARY)
     if found is None:
-        raise ModelError(f"model_type {kind!r} is not supported, but mlx-lm may have it: {_HINT}")
+        raise ModelError(
+            f"model_type {kind!r} is not supported, but mlx-lm may support it: {_HINT}"
+        )
     if config.get("model_file") is not None:
-        raise ModelError("config.json's model_file asks to run code from the model's folder")
+        raise ModelError(
+            "config.json's model_file would run code from the model folder, which is not allowed"
+        )
     folders = found.submodule_search_locations or ()
     # a second of imports only for what is not there by its own name
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
@@ -120,10 +124,10 @@ def _made(classes: _Classes, config: Mapping[str, Any]) -> Model:
     ]
     if lacking:
         raise ModelError(f"config.json lacks {', '.join(lacking)}")
-    with _doubts(f"mlx-lm's {classes.kind} cannot be made of this config.json"):
+    with _doubts(f"mlx-lm cannot build its {classes.kind} from this config.json"):
         made: Any = _adapted(classes)(classes.arguments.from_dict(given))
     # refuses here rather than at the first request
-    with _doubts(f"mlx-lm's {classes.kind} makes no caches of this config.json"):
+    with _doubts(f"mlx-lm cannot make caches for its {classes.kind} from this config.json"):
         made.make_kv()
     return made
 
@@ -173,8 +177,9 @@ def _adapted(classes: _Classes) -> Any:
             for layer, given in zip(kv, lent, strict=True):
                 if not layer.take_back(given, tokens.shape[1]) or layer.offset != end:
                     raise ModelError(
-                        f"mlx-lm's {classes.kind} has a cache that it does not fill position by "
-                        "position: that is not supported"
+                        f"mlx-lm's {classes.kind} has a cache that does not advance by "
+                        "one entry per "
+                        "position, which is not supported"
                     )
             return logits
 
@@ -204,7 +209,7 @@ def _first(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
         value = config.get(name)
         if type(value) is int and 0 < value < _MOST:  # True is one, too
             return value
-    raise ModelError(f"config.json does not say how many {what}: add {names[0]}")
+    raise ModelError(f"config.json does not give the {what}: add {names[0]}")
 
 
 # the library
@@ -225,7 +230,7 @@ def _classes(config: Mapping[str, Any]) -> _Classes:
     whole = name.removesuffix("_text")
     if whole != name and (module := _module(whole)) is not None:
         return _Classes(kind=whole, model=module.Model, arguments=module.ModelArgs, wraps=True)
-    raise ModelError(f"model_type {kind!r} is not supported, nor does mlx-lm have it")
+    raise ModelError(f"model_type {kind!r} is not supported, and mlx-lm does not support it either")
 
 
 def _module(name: str) -> Any:

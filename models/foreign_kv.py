@@ -63,7 +63,7 @@ class WindowKV(_Lent, RotatingKVCache):
         """Raises ModelError for a window that is narrower than the cache: a single query would
         need a mask, and the buffer is not in order then."""
         if window_size is not None and window_size < self.window:
-            raise ModelError("a window that is narrower than its cache is not supported")
+            raise ModelError("a sliding window smaller than its cache is not supported")
         if return_array and length > 1:
             return _mask(min(self._length, self.window - 1), length, self.window)
         return self.mask(length)
@@ -193,7 +193,7 @@ def _part(theirs: Any, library: Any) -> LayerCache:
         return WindowKV(theirs.max_size)
     if kind is library.ArraysCache:
         return States(len(theirs.cache))
-    raise ModelError(f"layers that keep a {kind.__name__} of mlx-lm's are not supported")
+    raise ModelError(f"mlx-lm's {kind.__name__} is not supported as a layer's cache")
 
 
 def _lent(part: LayerCache, library: Any) -> Any:

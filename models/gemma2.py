@@ -59,7 +59,9 @@ class Config(decoder.Config):
         if self.hidden_activation != _ACTIVATION:
             raise base.ModelError(f"hidden_activation {self.hidden_activation!r} is not supported")
         if self.use_bidirectional_attention:
-            raise base.ModelError("a model that attends to what follows cannot generate")
+            raise base.ModelError(
+                "use_bidirectional_attention is not supported: such a model cannot generate"
+            )
 
 
 class Attention(nn.Module):

@@ -78,7 +78,7 @@ class Config(decoder.Config):
 
     def _told_sparse(self, types: Sequence[str], layer: int) -> bool:
         if len(types) != self.num_hidden_layers:
-            raise ModelError("config.json's mlp_layer_types is not as long as there are layers")
+            raise ModelError("config.json's mlp_layer_types must have one entry per layer")
         if types[layer] not in ("dense", "sparse"):
             raise ModelError(f"an MLP of type {types[layer]!r} is not supported")
         return types[layer] == "sparse"
@@ -187,11 +187,11 @@ class Router(nn.Module):
         self.groups, self.kept = config.n_group, config.topk_group
         if not 0 < self.kept <= self.groups or experts % self.groups:
             raise ModelError(
-                f"{experts} experts cannot form {self.groups} groups, {self.kept} kept"
+                f"n_group {self.groups} and topk_group {self.kept} do not fit {experts} experts"
             )
         allowed = experts // self.groups * self.kept
         if not 0 < self.chosen <= allowed:
-            raise ModelError(f"a token cannot choose {self.chosen} of {allowed} experts")
+            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {allowed}")
         self.weight = mx.zeros((experts, config.hidden_size))
         self.e_score_correction_bias = mx.zeros((experts,))
 

@@ -66,7 +66,7 @@ class MLP(nn.Module):
         hidden, experts = config.hidden_size, config.num_local_experts
         self.chosen = config.num_experts_per_tok
         if not 0 < self.chosen <= experts:
-            raise ModelError(f"a token cannot choose {self.chosen} of {experts} experts")
+            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {experts}")
         self.router = nn.Linear(hidden, experts, bias=True)
         self.experts = Experts(
             hidden, config.intermediate_size, experts, bias=True, gating=config.gating()

@@ -39,7 +39,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         experts, self.chosen = config.num_experts, config.num_experts_per_tok
         if not 0 < self.chosen <= experts:
-            raise ModelError(f"a token cannot choose {self.chosen} of {experts} experts")
+            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {experts}")
         self.normalised, self.factor = config.norm_topk_prob, config.routed_scaling_factor
         self.biased = config.use_expert_bias
         self.gate = nn.Linear(config.hidden_size, experts, bias=False)

@@ -32,7 +32,10 @@ class Config(mistral.Config):
         except KeyError as missing:
             raise ModelError(f"config.json's rope_parameters lacks {missing}") from None
         if not isinstance(beta, int | float) or not isinstance(length, int) or length < 1:
-            raise ModelError(f"queries cannot grow by {beta!r} every {length!r} positions")
+            raise ModelError(
+                f"llama_4_scaling_beta {beta!r} with original_max_position_embeddings "
+                f"{length!r} is invalid"
+            )
         return beta, length
 
 

@@ -55,8 +55,8 @@ def check_method(config: Mapping[str, Any]) -> None:
     if method is None or method in _LIKE_MLX:
         return
     raise ModelError(
-        f"weights quantised with {method!r} are not supported: take the model in MLX's format, or "
-        "convert the one that is not quantised with mlx_lm.convert"
+        f"weights quantised with {method!r} are not supported: use an MLX version of the model, or "
+        "convert the unquantised model with mlx_lm.convert"
     )
 
 
@@ -99,7 +99,7 @@ def packing_of(path: str, width: int, weights: Mapping[str, mx.array]) -> Packin
         mode = _MODES.get((int(bits), int(group))) if scales.dtype == mx.uint8 else None
     if mode is None or bits % 1 or group % 1:
         raise ModelError(
-            f"{path}.weight is packed in a way that MLX does not know: rows of {width} inputs in "
+            f"{path}.weight has a packing that MLX does not support: rows of {width} inputs in "
             f"{words} words with {groups} scales ({_name(scales.dtype)}) are {bits:g} bits in "
             f"groups of {group:g}"
         )
@@ -128,7 +128,7 @@ def reduce(model: nn.Module, bits: int) -> None:
     replace_leaves(model, packed)
     if not found:
         raise ModelError(
-            f"nothing in it can be quantised: no weight's width is a multiple of {GROUP}"
+            f"no layer can be quantised: no weight has an input width divisible by {GROUP}"
         )
 
 

@@ -95,7 +95,9 @@ def make_rope(
     """dims: how many of a head's are rotated. scaling: the object in config.json, or None. Raises
     ModelError for a kind that is not known here, or one that lacks what it needs."""
     if dims < 2 or dims % 2:
-        raise ModelError(f"{dims} dimensions of a head cannot be rotated: they go in pairs")
+        raise ModelError(
+            f"cannot rotate {dims} dimensions of a head: the number must be even and positive"
+        )
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -125,7 +127,7 @@ def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Sc
     if any(isinstance(own, Mapping) for own in parameters.values()):
         own = parameters.get(layer_type)
         if not isinstance(own, Mapping):
-            raise ModelError(f"rope_parameters lacks {layer_type or 'what holds for all layers'}")
+            raise ModelError(f"rope_parameters lacks {layer_type or 'a setting for all layers'}")
         parameters = cast(Scaling, own)
     scaling = config.rope_scaling or parameters
     theta = parameters.get("rope_theta", config.rope_theta)

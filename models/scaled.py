@@ -92,7 +92,7 @@ def with_global_scale(path: str, layer: nn.Module, mode: str) -> Any:
         case nn.Linear():
             return ScaledLinear.from_linear(layer, _GROUP, _BITS, _MODE)
         case _:
-            raise ModelError(f"a global scale is not supported where {path} has one")
+            raise ModelError(f"a global scale is not supported for {path}")
 
 
 def _wide(x: mx.array) -> mx.array:

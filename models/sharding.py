@@ -99,14 +99,12 @@ def divide(model: Model, share: Share, kind: str) -> None:
     """
     layers: Any = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, list):
-        raise ModelError(
-            f"a model of type {kind!r} cannot be divided among ranks: it is none of ours"
-        )
+        raise ModelError(f"model_type {kind!r} cannot be sharded: it runs through mlx-lm's class")
     try:
         for number, layer in enumerate(layers):
             _divide_parts(layer, share, f"layer {number}")
     except ModelError as error:
-        raise ModelError(f"a model of type {kind!r}: {error}") from None
+        raise ModelError(f"model_type {kind!r}: {error}") from None
 
 
 def _divide_parts(block: Any, share: Share, path: str) -> None:
@@ -115,7 +113,7 @@ def _divide_parts(block: Any, share: Share, path: str) -> None:
         if isinstance(part, _WHOLE):
             continue
         if getattr(part, "cut", None) is None:
-            raise ModelError(f"{path}.{name} cannot be divided among ranks")
+            raise ModelError(f"{path}.{name} cannot be sharded")
         block[name] = _divided(part, share, f"{path}.{name}")
 
 
@@ -156,8 +154,8 @@ def _cut_columns(layer: Any, share: Share, path: str) -> None:
     if groups is not None and groups.shape[-1] % share.size:
         width = groups.shape[-1] * layer.group_size
         raise ModelError(
-            f"{path} takes {width} inputs, quantised in groups of {layer.group_size}: these groups "
-            f"cannot be divided among {share.size} ranks"
+            f"{path} takes {width} inputs, quantised in groups of {layer.group_size}: the groups "
+            f"cannot be split over {share.size} ranks"
         )
     for name in _MATRICES:
         if name in layer:
@@ -193,5 +191,5 @@ def _counted(count: Any, share: Share, path: str, what: str) -> Any:
     if isinstance(count, list):
         return [_counted(each, share, path, what) for each in count]
     if count % share.size:
-        raise ModelError(f"{path}: {count} {what} cannot be divided among {share.size} ranks")
+        raise ModelError(f"{path}: {count} {what} cannot be split over {share.size} ranks")
     return count // share.size

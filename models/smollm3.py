@@ -26,7 +26,7 @@ class Config(llama.Config):
         if self.no_rope_layers is None:
             return (layer + 1) % self.no_rope_layer_interval != 0
         if len(self.no_rope_layers) != self.num_hidden_layers:
-            raise ModelError("config.json's no_rope_layers is not as long as there are layers")
+            raise ModelError("config.json's no_rope_layers must have one entry per layer")
         return bool(self.no_rope_layers[layer])
 
     def layer_rope(self, layer: int) -> Rope | NoRope:

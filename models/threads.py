@@ -40,7 +40,7 @@ def thread_count(
         if not (said.isascii() and said.isdecimal() and int(said) > 0):
             raise ThreadsError(f"{VARIABLE}: {said!r} is not a number of threads")
         if int(said) > MOST:
-            raise ThreadsError(f"{VARIABLE}: {said} threads are too many, the most are {MOST}")
+            raise ThreadsError(f"{VARIABLE}: {said} threads are too many, the maximum is {MOST}")
         return int(said)
     cpus = _allowed() if allowed is None else frozenset(allowed)
     limits = [_cores(cpus, topology), *_quotas(own, cgroups)]

@@ -30,7 +30,7 @@ settings.load_profile("reproducible")
 def shared() -> Path:
     """Real tokenizers, templates and small trained models. Not part of the repository."""
     if not SHARED.is_dir():
-        pytest.skip("needs ../shared/data (real tokenizers, templates, models), which is not here")
+        pytest.skip("needs ../shared/data (real tokenizers, templates, models), which is missing")
     return SHARED
 
 

@@ -230,7 +230,7 @@ def test_files_are_read_anew_for_each_load(tmp_path: Path):
         asyncio.run(catalogue.files(entry.served))
     assert caught.value.kind is Kind.MODEL_FILES
     shutil.rmtree(folder)
-    with pytest.raises(AppError, match="the files of model are gone") as caught:
+    with pytest.raises(AppError, match="the files of model no longer exist") as caught:
         asyncio.run(catalogue.files(entry.served))
     assert caught.value.kind is Kind.MODEL_FILES, "it is still served, and listed"
 
@@ -248,5 +248,5 @@ def test_that_installed_models_are_broken_is_told_once(
     catalogue = opened(Settings(installed=True))
     for _ in range(3):
         assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
-    told = "1 of the installed cannot be served: `mlxrunner list` says why"
+    told = "1 installed models cannot be served: `mlxrunner list` shows why"
     assert caplog.messages == [told]

@@ -40,26 +40,26 @@ WELL = Report(
 
 # what the judge must say of a report that is changed so
 WRONG = {
-    "a wrong answer": ({"asked": [replace(ANSWER, text="nonsense")]}, "was right"),
+    "a wrong answer": ({"asked": [replace(ANSWER, text="nonsense")]}, "expected 'from anna'"),
     "another model's answer": (
         {"asked": [replace(ANSWER, text="from bert")]},
         "got the answer of bert",
     ),
-    "half an answer": ({"asked": [replace(ANSWER, text="from a")]}, "was right"),
+    "half an answer": ({"asked": [replace(ANSWER, text="from a")]}, "expected 'from anna'"),
     "a stream that broke off": (
         {"asked": [ANSWER, replace(ANSWER, text=None, broken="silence")]},
         "ended in silence",
     ),
     "an error without a cause": (
         {"asked": [ANSWER, replace(ERROR, message="internal error")]},
-        "without a cause",
+        "with no cause",
     ),
     "an error of another kind": (
         {"asked": [ANSWER, replace(ERROR, code="internal_error")]},
-        "which nothing here brings about",
+        "which no fault explains",
     ),
-    "nobody answered": ({"asked": [ERROR]}, "nobody was answered"),
-    "no answer afterwards": ({"afterwards": [ERROR]}, "when all was quiet"),
+    "nobody answered": ({"asked": [ERROR]}, "no request was answered"),
+    "no answer afterwards": ({"afterwards": [ERROR]}, "after the faults had ended"),
     "an orphan": ({"orphans": [7]}, "outlived the server: [7]"),
     "a socket left": (
         {"after": replace(FRONT, descriptors=("pipe", "socket", "socket"))},

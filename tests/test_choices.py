@@ -220,7 +220,7 @@ class TestSeveralChoices:
         assert events(files, FakeRunner("x", capacity=room), settings, n=5)
         error = refusal(files, settings, room, n=6)
         assert (error.kind, error.param) == (Kind.INVALID, "n")
-        assert "places for 5" in error.message
+        assert "at most 5: ask for fewer" in error.message
         error = refusal(files, settings, room, prompt=Several(prompts=("a",) * 6))
         assert error.param == "prompt"
 

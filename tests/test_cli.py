@@ -103,10 +103,10 @@ def test_the_log_is_set_up_before_anything_is_served(
     [
         ("--context-shift", "--context-shift needs --cache slots"),
         ("--context-shift --cache radix", "--context-shift needs --cache slots"),
-        ("--context-shift --cache slots --exact", "--context-shift and --exact exclude each other"),
+        ("--context-shift --cache slots --exact", "--context-shift and --exact cannot be combined"),
         ("--multi-user", "--multi-user needs --cache slots"),
         ("--multi-user --cache single", "--multi-user needs --cache slots"),
-        ("--cache single --parallel 2", "--parallel asks for 2"),
+        ("--cache single --parallel 2", "but --parallel is 2"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused_by_name(
@@ -245,7 +245,7 @@ def test_settings_are_known_before_anything_heavy_is_imported() -> None:
 
 def test_show_describes_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", "--context", "64", "--parallel", "2", "--memory", "1"]) == 0
-    assert "with 2 sequences of 64 tokens" in capsys.readouterr().out
+    assert "for 2 sequences of 64 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["serve", "pull org/tiny"])

@@ -250,7 +250,7 @@ def test_the_loss_of_rank_1_is_told_by_name_and_ends_the_server(long_model: Path
             next(events)
             os.kill(ranks.pids[1], signal.SIGKILL)
             *_, last = events
-        assert re.search(r"rank 1 \(.*\) is gone", last["error"]["message"])
+        assert re.search(r"rank 1 \(.*\) disconnected", last["error"]["message"])
         ranks.end()
         # by itself, or told to by the launcher, whichever comes first
         assert ranks.status(0) in (1, -signal.SIGTERM)
@@ -276,4 +276,4 @@ def test_the_loss_of_rank_0_ends_rank_1(tiny_model: Path) -> None:
         os.kill(ranks.pids[0], signal.SIGKILL)
         ranks.end()
         assert ranks.status(1) == 1
-        assert "rank 0 is gone" in ranks.text
+        assert "rank 0 disconnected" in ranks.text

@@ -142,7 +142,7 @@ def test_an_input_may_be_as_long_as_the_context_and_no_longer(tiny_model: Path):
     assert embed(tiny_model, "a" * 300, settings=settings).tokens == 300
     error = refused(tiny_model, "fine", "a" * 301, settings=settings)
     assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "input.1")
-    assert "301 tokens, and an input can have 300" in error.message
+    assert "301 tokens, but an input can have at most 300" in error.message
     error = refused(tiny_model, (1,) * 301, settings=settings)
     assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "input.0")
 
@@ -169,7 +169,7 @@ def test_more_dimensions_than_there_are_are_refused(tiny_model: Path):
     assert len(numbers(embed(tiny_model, "a", dimensions=WIDTH).vectors[0])) == WIDTH
     error = refused(tiny_model, "a", dimensions=WIDTH + 1)
     assert (error.kind, error.param) == (Kind.INVALID, "dimensions")
-    assert f"{WIDTH} numbers" in error.message
+    assert f"{WIDTH} dimensions" in error.message
 
 
 def test_another_model_is_not_served(tiny_model: Path):
@@ -177,7 +177,7 @@ def test_another_model_is_not_served(tiny_model: Path):
         async with served(tiny_model) as (made, _):
             await made.embed(asked("a", name="other"))
 
-    with pytest.raises(AppError, match="not served here") as caught:
+    with pytest.raises(AppError, match="the model 'other' does not exist: ") as caught:
         asyncio.run(run())
     assert caught.value.kind == Kind.MODEL_NOT_FOUND
 
@@ -262,7 +262,7 @@ def test_modules_that_are_not_here_are_a_problem(tmp_path: Path):
 def test_a_model_that_looks_both_ways_is_a_problem(tiny_model: Path, said: dict[str, Any]):
     files = store.resolve(str(tiny_model))
     both = recipe(replace(files, config={**files.config, **said}))
-    assert "backward only" in (both.problem or "")
+    assert "only causal attention is supported" in (both.problem or "")
     assert recipe(files).problem is None
 
 

@@ -167,7 +167,9 @@ def test_what_can_be_refused_at_once_is_not_told_to_wait_first(folder: Path) -> 
 
     async def use(front: Front) -> None:
         async with front.open(wish("b")):
-            with pytest.raises(AppError, match="1 requests wait for b") as caught:
+            with pytest.raises(
+                AppError, match="1 requests are already waiting for b to load"
+            ) as caught:
                 async with front.open(wish("b")):
                     raise AssertionError("it has been opened")
             assert caught.value.kind is Kind.BUSY

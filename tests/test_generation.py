@@ -477,7 +477,7 @@ class TestIdsThatOnlyOneSideHas:
         events(small, FakeRunner("x"), prompt="hello<s>")
         error = refusal(small, prompt="hello</s>")
         assert (error.kind, error.param) == (Kind.INVALID, "prompt")
-        assert "the prompt holds '</s>', a token that this model's tokenizer knows" in error.message
+        assert "the prompt contains '</s>', a token that the tokenizer has" in error.message
         assert refusal(small, prompt=(tiny.END,)).kind is Kind.INVALID
 
     def test_an_end_that_is_no_token_is_left_out(self, files: ModelFiles) -> None:
@@ -571,9 +571,9 @@ def test_a_prompt_that_never_fits_memory_is_refused_with_both_numbers(files: Mod
     scarce = capacity(2048, limited_by_memory=True)
     error = refusal(files, capacity=scarce, prompt="x" * 3071)
     assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
-    assert "has 3071 tokens, but memory has room for 2048 tokens" in error.message
+    assert "has 3071 tokens, but only 2048 tokens fit in memory" in error.message
     assert "about 3.0 MiB" in error.message
-    assert "2.0 MiB are what a request can have" in error.message
+    assert "a request can have 2.0 MiB" in error.message
     assert "--memory" in error.message
 
 
@@ -655,7 +655,10 @@ def test_the_reason_of_a_miss_is_logged_for_whoever_debugs(
     caplog.set_level("DEBUG")
     events(files, FakeRunner("x", miss=DIVERGED), Settings(debug=True))
     assert "3 of 5 prompt tokens were cached (diverged at 3)" in caplog.text
-    assert "behind 'hel' the prompt goes on 'lo', and what is cached 'p!</s>'" in caplog.text
+    assert (
+        "after 'hel' the prompt continues with 'lo', and the cached prefix with 'p!</s>'"
+        in caplog.text
+    )
 
 
 def test_a_lookup_that_found_all_is_told_without_text(

@@ -24,7 +24,7 @@ from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, finish, text
 from tests.runners.spawning import wait_until
 from tests.serving import PATIENCE, serving
 
-STOPPING = AppError(Kind.STOPPING, "the server is stopping")
+STOPPING = AppError(Kind.STOPPING, "the server is shutting down")
 
 
 def asked(caller: str = "ann", **changes: Any) -> GenerateRequest:

@@ -282,7 +282,7 @@ def test_a_stream_that_broke_off_is_told_with_its_request(log: Any):
     written = log(log_format="json")
     ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), {**BODY, "stream": True})
     first, access = told(written)
-    assert first["message"] == "an answer broke off"
+    assert first["message"] == "a response stream failed"
     assert first["request_id"] == access["request_id"]
     assert "KeyError" in first["exception"]
 
@@ -325,7 +325,7 @@ SECRET = "what nobody may read"
         (CHAT, {**BODY, "messages": SECRET}, "invalid_request", "messages must be an array, not …"),
         (CHAT, {**BODY, "logit_bias": {SECRET: 1}}, "invalid_request", "…: keys are token ids"),
         (CHAT, {**BODY, "messages": [{"role": SECRET}]}, "invalid_request", "messages.0.role must"),
-        ("/v1/nowhere", BODY, "not_found", "POST …: there is no such path here"),
+        ("/v1/nowhere", BODY, "not_found", "no such endpoint: POST …; the API is under /v1"),
     ],
 )
 def test_the_line_of_an_error_has_its_code_and_reason_without_the_clients_text(
@@ -345,8 +345,8 @@ def test_an_unknown_model_is_named_in_the_line_of_its_error(log: Any):
     written = log()
     ask("/v1/models/none", body=None)
     assert written.getvalue().endswith(
-        " error=model_not_found reason=\"the model 'none' is not served here: "
-        'GET /v1/models lists what is"\n'
+        " error=model_not_found reason=\"the model 'none' does not exist: "
+        'GET /v1/models lists the available models"\n'
     )
 
 

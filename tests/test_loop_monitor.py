@@ -43,7 +43,7 @@ def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
     assert sum(lag.counts[BOUNDS.index(0.5) + 1 :]) == 1
     assert "the event loop has been blocked for" in caplog.text
     assert "in block" in caplog.text
-    assert "the event loop runs again after" in caplog.text
+    assert "the event loop resumed after" in caplog.text
 
 
 def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPatch):

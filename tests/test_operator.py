@@ -168,9 +168,10 @@ def test_debug_tells_where_a_prompt_left_the_cached_ones(tiny_model: Path) -> No
         for prompt in ("once upon a time", "once upon a hill"):
             httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
         # which is killed then, and may have answered before it wrote
-        wait_until(lambda: "what is cached 'time" in server.text())
+        wait_until(lambda: "the cached prefix with 'time" in server.text())
     assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.text()
-    assert "behind ' upon a ' the prompt goes on 'hill', and what is cached 'time" in server.text()
+    told = "after ' upon a ' the prompt continues with 'hill', and the cached prefix with 'time"
+    assert told in server.text()
     with serving(str(tiny_model)) as quiet:
         httpx.post(f"{quiet.url}/v1/completions", json={**body, "prompt": "once upon a time"})
     assert "upon" not in quiet.text()

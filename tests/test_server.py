@@ -406,7 +406,7 @@ def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -
     second = Served([str(tiny_model), "--port", str(server.port)])
     second.process.wait(PATIENCE)
     assert second.stop() == 1
-    told = f"mlxrunner: 127.0.0.1:{server.port} cannot be listened on: another program listens"
+    told = f"mlxrunner: cannot listen on 127.0.0.1:{server.port}: the port is in use"
     assert second.text().startswith(told), "one line, and nothing was begun"
     assert "Traceback" not in second.text()
 
@@ -441,7 +441,7 @@ def test_a_fault_of_ours_at_the_start_is_told_and_ends_a_server_that_would_serve
 def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:
     with serving(str(tiny_model), "--context", "9999") as running:
         assert running.ready().status()["ContextLength"] == 4096
-    assert "--context 9999 is more than tiny was made for: it has 4096" in running.text()
+    assert "--context 9999 exceeds the context length of tiny, which is 4096" in running.text()
 
 
 CHAT = b'{"model":"tiny","max_tokens":2,"messages":'
@@ -518,5 +518,5 @@ def test_a_broken_folder_gives_one_line_and_status_1(tmp_path: Path) -> None:
     running.process.wait(PATIENCE)
     assert running.stop() == 1
     assert running.log[-1].startswith("mlxrunner: ")
-    assert "is not a whole safetensors file" in running.log[-1]
+    assert "is not a valid safetensors file" in running.log[-1]
     assert "Traceback" not in running.text()

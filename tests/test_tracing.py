@@ -322,7 +322,7 @@ def test_a_collector_that_does_not_answer_costs_no_request_anything():
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:4318", "grpc://x:4317", "http://"])
 def test_an_address_that_is_none_is_refused(address: str):
-    with pytest.raises(AppError, match="--otlp must be the address of a collector") as refused:
+    with pytest.raises(AppError, match="--otlp must be the URL of a collector") as refused:
         tracing_of(Settings(otlp=address))
     assert refused.value.param == "otlp"
 

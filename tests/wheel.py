@@ -80,7 +80,7 @@ def built(folder: Path) -> Path:
         if "models/kernels/not_built.txt" in names:
             raise WheelError(opened.read("models/kernels/not_built.txt").decode())
     if not any(name.startswith("models/kernels/_kernels.") for name in names):
-        raise WheelError("it has no kernels: they are for Linux, with MLX for the CPU")
+        raise WheelError("the wheel has no kernels: they are built on Linux with mlx[cpu] only")
     return wheel
 
 
@@ -89,7 +89,7 @@ def platform() -> str:
     told = importlib.metadata.distribution("mlx-cpu").read_text("WHEEL") or ""
     tags = re.findall(r"^Tag: .*-(manylinux_\d+_\d+_\w+)$", told, re.MULTILINE)
     if not tags:
-        raise WheelError("MLX's wheel has no manylinux tag that ours could have")
+        raise WheelError("the mlx-cpu wheel has no manylinux tag")
     return tags[0]
 
 

@@ -149,14 +149,18 @@ async def _from_starlette(request: Request, error: Exception) -> Response:
     where = f"{request.method[:20]} {shown(request.url.path)}"
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-        told = AppError(Kind.METHOD, f"{where}: this path answers only to {allowed}")
+        told = AppError(
+            Kind.METHOD, f"method not allowed: {where}; this endpoint accepts {allowed}"
+        )
         return problem_reply(told, headers={"Allow": allowed})
     assert error.status_code == 404
-    return problem_reply(AppError(Kind.NOT_FOUND, f"{where}: there is no such path here"))
+    return problem_reply(
+        AppError(Kind.NOT_FOUND, f"no such endpoint: {where}; the API is under /v1")
+    )
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     """A fault of ours. Starlette raises it again for the server to log, so nothing is told here
     that could only be of use to someone who may read the log."""
-    told = "internal error: the server's log has details"
+    told = "internal error: see the server's log"
     return problem_reply(AppError(Kind.ENGINE, told, code="internal_error"))

@@ -123,7 +123,7 @@ class BodyBudget:
         if self.used + count > self._total or self._used[caller] + count > share:
             raise AppError(
                 Kind.OVERLOADED,
-                "the request bodies in flight take all of the memory that there is for them "
+                "the request bodies in flight use all of the memory reserved for them "
                 f"({self._total // MEBIBYTE} MiB): try again in a moment",
                 code="too_many_bodies",
                 retry_after=1,
@@ -319,7 +319,7 @@ class RequestBodies:
             if most == MOST_VALUES:
                 most = max(most, self._longest_prompt() + _BESIDE_PROMPT)
             if body.values.count > most:
-                message = f"the body holds more than {most:,} JSON values: send fewer at a time"
+                message = f"the body contains more than {most:,} JSON values: send fewer at a time"
                 raise AppError(Kind.INVALID, message, code="too_many_values")
 
 
@@ -337,10 +337,10 @@ def check_json(scope: Scope) -> None:
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
-        named = quote_client(given[:200]) if given else "nothing named"
+        named = quote_client(given[:200]) if given else "missing"
         raise AppError(
             Kind.MEDIA_TYPE,
-            f"the body must be sent as application/json, not as {named}; "
+            f"the Content-Type must be application/json, but is {named}; "
             "with curl, add: -H 'Content-Type: application/json'",
         )
 
@@ -351,7 +351,7 @@ def _check_length(scope: Scope, limit: int) -> None:
     if coding.strip().lower() != "identity":
         raise AppError(
             Kind.MEDIA_TYPE,
-            f"the body must be sent as it is, not with Content-Encoding: "
+            f"compressed bodies are not supported, but the Content-Encoding is "
             f"{quote_client(coding[:200])}",
             code="unsupported_content_encoding",
         )

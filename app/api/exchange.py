@@ -239,7 +239,7 @@ async def _said(events: AsyncIterator[Event], patience: float) -> AsyncGenerator
     async for event in events:
         if isinstance(event, Loading):
             if now() - began >= patience:
-                message = f"the model is still loading ({event.progress} %): try again, or stream"
+                message = f"the model is loading ({event.progress} %): retry, or use stream: true"
                 raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN)
         elif not isinstance(event, Progress):
             yield event
@@ -280,5 +280,5 @@ async def _to_the_end(
     except AppError as error:
         yield frames.fail(error)
     except Exception:
-        log.exception("an answer broke off")
-        yield frames.fail(AppError(Kind.ENGINE, "internal error: the server's log has details"))
+        log.exception("a response stream failed")
+        yield frames.fail(AppError(Kind.ENGINE, "internal error: see the server's log"))

@@ -81,7 +81,7 @@ class Fields:
         if not harmless:
             raise invalid(path, f"{path} is not supported: {instead}")
         only = " or ".join(orjson.dumps(allowed).decode() for allowed in harmless)
-        raise invalid(path, f"{path} cannot be {shown(value)} here: leave it out, or use {only}")
+        raise invalid(path, f"{path} does not support {shown(value)}: leave it out, or use {only}")
 
     def value(self, name: str) -> Any:
         self._known.add(name)
@@ -259,7 +259,7 @@ def as_ids(values: list[object], path: str) -> tuple[int, ...]:
 
 def _integers(low: int, high: int) -> str:
     if (low, high) == INT64:
-        return "an integer of 64 bits"
+        return "a 64-bit integer"
     if high == INT64[1]:
         return f"an integer of at least {low}"
     return f"an integer from {low} to {high}"

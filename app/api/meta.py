@@ -50,9 +50,7 @@ def routes(generate: Generate, settings: Settings, front_end: FrontEnd) -> list[
         if now.state == "ready":
             return json_reply({"status": "ok"})
         if now.state == "loading":
-            return problem_reply(
-                AppError(Kind.LOADING, f"the model is loading: {now.progress} % so far")
-            )
+            return problem_reply(AppError(Kind.LOADING, f"the model is loading ({now.progress} %)"))
         # 503 whatever the kind: to those who ask, a server without an engine is an absent one.
         return problem_reply(AppError(Kind.ENGINE, now.error or "the engine failed"), status=503)
 

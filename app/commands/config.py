@@ -74,7 +74,7 @@ def _rows(configuration: Configuration) -> Iterator[Row]:
     for option in OPTIONS:
         yield option.field, option.shown(getattr(settings, option.field)), places[option.field]
     for name in configuration.secrets:
-        yield "keys", "set, and not shown", name
+        yield "keys", "set (hidden)", name
 
 
 def _own(model: ModelSettings) -> Mapping[str, Any]:

@@ -62,7 +62,7 @@ def diagnose(*, as_json: bool) -> int:
         return 1 if lost else 0
     for label, value in lines(found):
         print(f"{label:<10} {value}")
-    for loss in lost or ["nothing is lost"]:
+    for loss in lost or ["no problems found"]:
         print(f"\n{loss}")
     return 1 if lost else 0
 
@@ -74,11 +74,11 @@ def lines(found: Findings) -> Iterator[tuple[str, str]]:
     yield "processor", f"{found.cpu}, {found.threads} threads"
     blas = found.blas or f"MLX's own: {found.blas_why}"
     if found.device == "cpu":
-        yield "BLAS", f"{blas}; products at {found.gigaflops:.3g} GFLOP/s"
+        yield "BLAS", f"{blas}; matmul at {found.gigaflops:.3g} GFLOP/s"
         yield "kernels", found.kernels or f"none: {found.kernels_why}"
     else:
-        yield "products", f"{found.gigaflops:.3g} GFLOP/s"
-    yield "memory", f"{in_memory(found.memory)} may be used"
+        yield "matmul", f"{found.gigaflops:.3g} GFLOP/s"
+    yield "memory", f"{in_memory(found.memory)} available"
     yield "scratch", found.scratch or "none"
     counts = (f"{count} {source}" for source, count in found.models.items())
     yield "models", found.stores or ", ".join(counts)
@@ -88,15 +88,15 @@ def losses(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     """What this machine could have and has not, each with what to do. What somebody has turned off
     is no loss."""
     if found.device == "cpu" and found.blas_why == backend.CUDA:
-        yield "MLX was installed for CUDA and finds no GPU: see whether nvidia-smi does"
+        yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
         yield from _slow_on_cpu(found, environ)
     if found.memory < _LITTLE:
-        yield f"{in_memory(found.memory)} are free: end what else is running, or raise the limit"
+        yield f"only {in_memory(found.memory)} are available: stop other programs or raise limits"
     if found.scratch is None:
         yield (
-            "there is no folder where only we may write and code may run: MLX fuses no operations; "
-            "set TMPDIR to such a one"
+            "no private folder allows executable files, so MLX cannot compile fused operations: "
+            "set TMPDIR to such a folder"
         )
     if found.stores:
         yield f"models could not be listed: {found.stores}"
@@ -106,16 +106,16 @@ def _slow_on_cpu(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     why = found.blas_why or ""
     if why == backend.NOT_FOUND or why.startswith(backend.NOT_BUILT):
         yield (
-            f"MLX computes with the reference BLAS, many times slower than this machine is: {why}. "
-            "OpenBLAS from the system's packages is enough (libopenblas0 on Debian and Ubuntu, "
+            f"MLX uses the reference BLAS, many times slower than an optimised one: {why}. "
+            "Install OpenBLAS from the system's packages (libopenblas0 on Debian and Ubuntu, "
             "openblas on Fedora)"
         )
     if found.called is False:
-        yield f"{found.blas} was opened, and MLX does not call it: is something preloaded?"
+        yield f"{found.blas} is loaded, but MLX does not call it: check LD_PRELOAD"
     # what the install was asked to leave out is turned off too
     off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
     if found.kernels is None and not off:
-        yield f"our own operations are not in use, and models decode slower: {found.kernels_why}"
+        yield f"the CPU kernels are not in use, so decoding is slower: {found.kernels_why}"
 
 
 def _examined() -> Findings:

@@ -21,14 +21,14 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
     then there is no key."""
     fresh = keys.fresh()
     key = keys.Key(name=keys.checked_name(name), digest=keys.digest(fresh), admin=admin)
-    table = keys.written(key, f"made {datetime.date.today().isoformat()}")
+    table = keys.written(key, f"created {datetime.date.today().isoformat()}")
     if file is None:
-        told = f"Keep it: it is not shown again. In the file of --api-keys, add:\n\n{table}"
+        told = f"Save the key: it is not shown again. Add this to the --api-keys file:\n\n{table}"
     else:
         before = append(file, table)
-        told = f"Keep it: it is not shown again. {file} holds its digest."
+        told = f"Save the key: it is not shown again. Its digest was added to {file}."
         if any(other.name == key.name for other in before):
-            told += f" {name} has another key there, which stays good until you take it out."
+            told += f" {name} has another key in it, which stays valid until you remove it."
     print(fresh, flush=True)
     print(told, file=sys.stderr)
     return 0
@@ -71,7 +71,7 @@ def _append(line: int, file: Path, table: str) -> tuple[keys.Key, ...]:
         raise AppError(Kind.INVALID, f"{file} is not valid UTF-8") from None
     try:
         if os.write(line, whole) != len(whole):
-            raise OSError("the disk took only a part of it")
+            raise OSError("only a part was written")
         os.fsync(line)
     except OSError:
         os.ftruncate(line, size)

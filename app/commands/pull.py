@@ -21,7 +21,7 @@ def pull(name: str, revision: str | None) -> int:
     AppError."""
     wanted = _wanted(name, revision)
     files = fetched(offered(wanted))
-    print(f"{wanted} is whole: {in_bytes(files.stored)} of weights in {files.path}")
+    print(f"{wanted} is complete: {in_bytes(files.stored)} of weights in {files.path}")
     return 0
 
 
@@ -39,7 +39,11 @@ def offered(name: HubName) -> Offer:
 def fetched(offer: Offer) -> ModelFiles:
     """Download it, telling what and how far. Raises AppError."""
     name = offer.name
-    left = f"{in_bytes(offer.missing)} to download" if offer.missing else "all here, to be checked"
+    left = (
+        f"{in_bytes(offer.missing)} to download"
+        if offer.missing
+        else "already downloaded, verifying"
+    )
     print(
         f"{name} at commit {offer.commit[:12]}: {len(offer.files)} files, {in_bytes(offer.size)}, "
         f"{left}",
@@ -48,7 +52,7 @@ def fetched(offer: Offer) -> ModelFiles:
     try:
         fetch(offer)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("a download goes on where it stopped") from None
+        raise KeyboardInterrupt("run the command again to resume the download") from None
     files = cached.find(name)
     assert files is not None, "it was downloaded just now"
     return files
@@ -59,13 +63,13 @@ def _wanted(text: str, revision: str | None) -> HubName:
     if name is None:
         raise AppError(
             Kind.MODEL_NOT_FOUND,
-            f"{text!r} is not the name of a model on the hub, which is spelled org/name or "
-            "org/name@revision; Ollama's models are fetched by `ollama pull`",
+            f"{text!r} is not a model name of the hub (org/name or org/name@revision); "
+            "use `ollama pull` for Ollama models",
         )
     if revision is None:
         return name
     if name.revision not in (None, revision):
-        raise AppError(Kind.INVALID, f"{text} and --revision {revision} name two revisions")
+        raise AppError(Kind.INVALID, f"{text} and --revision {revision} are different revisions")
     if not is_revision(revision):
         raise AppError(Kind.INVALID, f"{revision!r} is not the name of a branch, tag or commit")
     return HubName(repo=name.repo, revision=revision)

@@ -66,7 +66,7 @@ def _lines(files: ModelFiles, holds: Contents, fits: Fit) -> Iterator[tuple[str,
     yield "path", str(files.path)
     yield "architecture", architecture(files)
     yield "parameters", in_short(holds.parameters)
-    yield "weights", f"{in_bytes(holds.nbytes)}, {holds.bits:.3g} bits for each parameter"
+    yield "weights", f"{in_bytes(holds.nbytes)}, {holds.bits:.3g} bits per parameter"
     for kind, count in holds.kinds.items():
         if share := 100 * count / max(holds.parameters, 1):
             yield "", f"{share:.3g} % {kind}"
@@ -102,17 +102,17 @@ def _defaults(files: ModelFiles) -> Mapping[str, Any]:
 
 
 def _needs(fits: Fit) -> str:
-    many = "a sequence" if fits.sequences == 1 else f"{fits.sequences} sequences"
-    return f"{in_memory(fits.needed)} with {many} of {fits.context} tokens"
+    many = "one sequence" if fits.sequences == 1 else f"{fits.sequences} sequences"
+    return f"{in_memory(fits.needed)} for {many} of {fits.context} tokens"
 
 
 def _verdict(fits: Fit) -> str:
-    room = f"the {in_memory(fits.budget)} that may be used"
+    room = f"the {in_memory(fits.budget)} available"
     if fits.context_that_fits >= fits.context:
-        return f"fits into {room}"
+        return f"fits in {room}"
     if fits.context_that_fits:
-        return f"more than {room}: at most {fits.context_that_fits} tokens fit"
-    return f"does not fit into {room}, however short the context"
+        return f"does not fit in {room}: at most {fits.context_that_fits} tokens of context fit"
+    return f"does not fit in {room} at any context length"
 
 
 def _shortened(text: str) -> str:

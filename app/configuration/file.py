@@ -45,7 +45,7 @@ def from_file(path: str) -> Given:
     except OSError as error:
         raise _refused(_shown(path), error.strerror or str(error), path) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _refused(_shown(path), f"is not TOML: {error}", path) from None
+        raise _refused(_shown(path), f"is not valid TOML: {error}", path) from None
     return _Reader(path, written).read(document)
 
 
@@ -87,9 +87,9 @@ class _Reader:
             if key not in _OF_A_MODEL:
                 raise _refused(
                     place,
-                    f"{_path(index, key)}: there is no such key"
+                    f"{_path(index, key)}: unknown key"
                     + (
-                        "; it is one of the whole server, which belongs above the first [[models]]"
+                        "; it is a server setting: move it above the first [[models]]"
                         if key in _TOP
                         else nearest(key, _OF_A_MODEL)
                     ),
@@ -104,10 +104,12 @@ class _Reader:
         place = self._place((None, key))
         if isinstance(value, dict) and key not in _TOP:
             inside = [known for known in cast("Mapping[str, object]", value) if known in _TOP]
-            why = "; keys stand at the top, without sections" if inside else nearest(key, _TOP)
-            return _refused(place, f"[{key}]: there is no such section{why}", key)
+            why = (
+                "; settings are top-level keys, without sections" if inside else nearest(key, _TOP)
+            )
+            return _refused(place, f"[{key}]: unknown section{why}", key)
         near = nearest(key, [*_TOP, "models"])
-        return _refused(place, f"{key}: there is no such key{near}", key)
+        return _refused(place, f"{key}: unknown key{near}", key)
 
     def _place(self, *keys: Key) -> str:
         """The line of the first of `keys` that has one."""

@@ -21,14 +21,14 @@ def add_settings(command: argparse.ArgumentParser) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help="a folder, org/name on the Hugging Face hub, or a name of Ollama's; several may be "
-        "named (default: the built-in model)",
+        help="a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable "
+        "(default: the built-in model)",
     )
     command.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file with more settings; flags count before the environment, and that before "
-        "the file (default: MLXRUNNER_CONFIG, else none)",
+        help="TOML file with settings; flags override environment variables, which override the "
+        "file (default: MLXRUNNER_CONFIG, else none)",
     )
     for group in GROUPS:
         section = command.add_argument_group(group.title)

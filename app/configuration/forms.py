@@ -65,7 +65,7 @@ class Form:
         if not self.many:
             return self._taken(value)
         if type(value) is not list:
-            raise Misread(f"must be a list in brackets, not {_told(value)}")
+            raise Misread(f"must be a list, not {_told(value)}")
         return tuple(self._taken(item) for item in cast("list[object]", value))
 
     def give(self, value: Any) -> Any:
@@ -115,7 +115,7 @@ def size(unit: str, in_bytes: int) -> Form:
         return int(amount * in_bytes)
 
     return Form(
-        what=f"a number of {unit} above 0, and at most {MOST:,}",
+        what=f"a number of {unit} above 0 and at most {MOST:,}",
         metavar=unit.upper(),
         parse=parse,
         types=(int, float),
@@ -139,10 +139,10 @@ def time(*, zero: bool = False, forever: bool = False) -> Form:
             raise ValueError
         return length
 
-    least = "from 0 on" if zero else "above 0"
+    least = "of 0 or more" if zero else "above 0"
     words = '"forever", ' if forever else ""
     return Form(
-        what=f'{words}a number of seconds {least}, and at most {MOST:,}, or a text such as "5m"',
+        what=f'{words}a number of seconds {least} and at most {MOST:,}, or a duration such as "5m"',
         metavar="TIME",
         parse=parse,
         types=(int, float, str),
@@ -208,8 +208,8 @@ def origins() -> Form:
         return word
 
     what = (
-        "an origin as browsers write it, such as https://chat.example.org (small letters, no path, "
-        "no slash at the end, no port that goes without saying)"
+        "an origin as browsers send it, such as https://chat.example.org (lower case, no path, "
+        "no trailing slash, no default port)"
     )
     return Form(what=what, metavar="ORIGIN", parse=parse, many=True)
 
@@ -220,7 +220,7 @@ def host_names() -> Form:
             raise ValueError
         return word
 
-    what = "a host name such as llm.example.org, or .example.org for all below it (no port)"
+    what = "a host name such as llm.example.org, or .example.org for all its subdomains (no port)"
     return Form(what=what, metavar="NAME", parse=parse, many=True)
 
 
@@ -234,7 +234,7 @@ def address() -> Form:
         return word
 
     return Form(
-        what="an address such as http://localhost:4318, without a password in it",
+        what="a URL such as http://localhost:4318, without a password",
         metavar="URL",
         parse=parse,
         private=True,

@@ -47,137 +47,138 @@ GROUPS = (
             option(
                 "installed",
                 forms.switch(),
-                "serve every model that is on this machine, loaded when a request names it",
+                "serve every model installed on this machine; each is loaded on its first request",
             ),
-            option("pull", forms.switch(), "download a model that is not here without asking"),
+            option("pull", forms.switch(), "download missing models without asking"),
             option(
                 "runner",
                 forms.choice(*get_args(RunnerKind)),
-                "process: each model in a process of its own, which may die alone; thread: the "
-                "only model on a thread of the server",
+                "process: run each model in its own process, so that a crash affects only "
+                "that model; thread: run the only model on a thread of the server",
             ),
             option(
                 "keep_alive",
                 forms.time(zero=True, forever=True),
-                "how long a model stays loaded without requests: seconds, 5m, 1h30m, forever",
+                "how long an idle model stays loaded: seconds, 5m, 1h30m, forever",
                 unset="forever for models named at start, 5m for others",
             ),
             option(
-                "max_loaded", forms.whole(1), "models in memory at once", unset="as many as fit"
+                "max_loaded",
+                forms.whole(1),
+                "maximum number of models in memory",
+                unset="as many as fit",
             ),
-            option("load_timeout", forms.time(), "how long a load may take without getting on"),
+            option("load_timeout", forms.time(), "abort a load after this long without progress"),
             option(
                 "load_wait",
                 forms.time(zero=True),
-                "how long a request that is not streamed waits for its model",
+                "how long a non-streaming request waits for its model to load",
             ),
         ),
     ),
     Group(
-        title="where it listens",
+        title="network",
         options=(
             option(
                 "host",
                 forms.text("an address or a name to listen on", "HOST"),
                 "address to listen on",
             ),
-            option("port", forms.whole(0, 65535), "port; 0 is any that is free"),
-            option(
-                "tls_cert", forms.path(), "certificate and those above it, PEM; needs --tls-key"
-            ),
-            option("tls_key", forms.path(), "the certificate's private key, PEM"),
+            option("port", forms.whole(0, 65535), "port to listen on; 0 picks a free one"),
+            option("tls_cert", forms.path(), "TLS certificate chain, PEM; needs --tls-key"),
+            option("tls_key", forms.path(), "private key of the TLS certificate, PEM"),
         ),
     ),
     Group(
-        title="who may come in",
+        title="access control",
         options=(
             option(
                 "api_keys",
                 forms.path(),
-                "file of hashed keys, which `mlxrunner key` writes",
+                "file of hashed API keys, written by `mlxrunner key`",
                 # the rule's own name holds keys themselves
                 variable=f"{PREFIX}API_KEYS_FILE",
             ),
             option(
                 "allow_anyone",
                 forms.switch(),
-                "listen beyond this machine though there are no keys",
+                "allow listening beyond loopback without API keys",
             ),
             option(
                 "allowed_hosts",
                 forms.host_names(),
-                "further name under which the server may be addressed, such as llm.example.org or "
-                ".example.org; may be given again",
+                "additional host name to accept in requests, such as llm.example.org or "
+                ".example.org; repeatable",
             ),
             option(
                 "cors_origins",
                 forms.origins(),
-                "web page origin that may call the server, such as https://chat.example.org; may "
-                "be given again (pages on loopback always may)",
+                "allowed CORS origin, such as https://chat.example.org; repeatable (loopback "
+                "origins are always allowed)",
             ),
         ),
     ),
     Group(
-        title="how the engine uses the device",
+        title="engine",
         options=(
             option(
                 "quantize",
                 forms.choice(*get_args(Bits)),
-                "bring unquantised weights to 4 or 8 bits while they are loaded",
+                "quantise unquantised weights to 4 or 8 bits while loading",
                 unset="off",
             ),
             option(
                 "parallel",
                 forms.whole(1),
-                "requests that run at once",
-                unset="what suits memory and device",
+                "maximum number of sequences that run at the same time",
+                unset="chosen from memory and device",
             ),
             option(
                 "context",
                 forms.whole(2, unit="tokens"),
-                "longest prompt and answer together",
-                unset="what the model was made for",
+                "context length: prompt plus output",
+                unset="the model's own",
             ),
             option(
                 "context_shift",
                 forms.switch(),
-                "a full context goes on without its older half, and prompts that are too long lose "
-                "their middle; needs --cache slots",
+                "when the context is full, discard its older half and continue; truncate prompts "
+                "that are too long in the middle; needs --cache slots",
             ),
             option(
                 "memory",
                 forms.size("GiB", GIBIBYTE),
-                "weights, caches and working space of all models together, in GiB, such as 6 or "
-                "6.5",
-                unset="what suits the device",
+                "memory budget for the weights, KV caches and working space of all models, in GiB, "
+                "such as 6 or 6.5",
+                unset="chosen from the device",
             ),
             option(
                 "cache",
                 forms.choice(*get_args(CachePolicy)),
-                "prefix cache: the last conversation, one for each place, or a tree of all",
+                "prefix cache policy: the last sequence, one per slot, or a radix tree",
                 unset="single with --parallel 1, else radix",
             ),
             option(
                 "multi_user",
                 forms.switch(),
-                "slots serve prompts that share a beginning with a busy one; needs --cache slots",
+                "let prompts reuse a prefix of a busy slot; needs --cache slots",
             ),
             option(
                 "exact",
                 forms.switch(),
-                "cached answers equal uncached ones to the bit, at the price of re-reading answers",
+                "make cached output bit-identical to uncached output; recomputes earlier answers",
             ),
             option(
                 "prefill_chunk",
                 forms.whole(1, unit="tokens"),
-                "prompt tokens per step; a cancellation waits for one step at most",
+                "prompt tokens per engine step; a cancellation takes effect after one step at most",
                 unset="128 on a CPU, else 512",
             ),
             option(
                 "watchdog",
                 forms.time(),
-                "silence of a busy engine after which /health reports it, and its process is "
-                "replaced",
+                "how long a busy engine may make no progress before /health reports it and its "
+                "process is restarted",
             ),
         ),
     ),
@@ -187,64 +188,64 @@ GROUPS = (
             option(
                 "max_queue",
                 forms.whole(0),
-                "requests that may wait for a place; one more is refused with 429",
+                "maximum number of queued requests; further requests get 429",
             ),
             option(
                 "max_per_key",
                 forms.whole(1),
-                "answers that one key may have in the making at once",
+                "concurrent requests per key (each choice counts)",
                 unset="no limit",
             ),
             option(
                 "max_tokens",
                 forms.whole(1, unit="tokens"),
-                "tokens after which an answer is cut",
+                "maximum output tokens per choice",
                 unset="no limit but the context",
             ),
             option(
                 "max_time",
                 forms.time(),
-                "time of generation after which an answer is cut",
+                "maximum generation time per choice",
                 unset="no limit",
             ),
             option(
                 "deadline",
                 forms.time(),
-                "time from a request's arrival to the end of its answer; past it, an error",
+                "maximum time from a request's arrival to the end of its response; then it fails",
                 unset="no limit",
             ),
             option("max_body", forms.size("MiB", MEBIBYTE), "largest request body, in MiB"),
-            option("max_connections", forms.whole(1), "connections open at once"),
-            option("header_timeout", forms.time(), "time in which a request's head must be here"),
-            option("body_timeout", forms.time(), "time in which a request's body must be here"),
+            option("max_connections", forms.whole(1), "maximum number of open connections"),
+            option("header_timeout", forms.time(), "timeout for reading request headers"),
+            option("body_timeout", forms.time(), "timeout for reading request bodies"),
             option(
                 "drain",
                 forms.time(zero=True),
-                "time that running answers get to end when the server is told to stop",
+                "how long in-flight requests may run after a shutdown signal",
             ),
-            option("ping", forms.time(), "silence on a stream after which a comment is sent"),
+            option("ping", forms.time(), "send an SSE comment after this long without an event"),
         ),
     ),
     Group(
-        title="what is told",
+        title="logging and tracing",
         options=(
             option(
                 "log_format",
                 forms.choice(*get_args(LogFormat)),
-                "log lines for people or for programs",
+                "human: plain text; json: one JSON object per line",
             ),
-            option("log_level", forms.choice(*get_args(LogLevel)), "the least that is logged"),
+            option("log_level", forms.choice(*get_args(LogLevel)), "minimum log level"),
             option("access_log", forms.switch(), "log a line for each request"),
             option(
                 "otlp",
                 forms.address(),
-                "OpenTelemetry collector that gets traces, such as http://localhost:4318",
+                "OpenTelemetry collector to export traces to, such as http://localhost:4318",
                 unset="off",
             ),
             option(
                 "debug",
                 forms.switch(),
-                "log what helps to find a fault; the log then holds pieces of prompts",
+                "log debugging details; the log then contains parts of prompts",
             ),
         ),
     ),
@@ -264,13 +265,13 @@ MODEL_OPTIONS = (
     option(
         "name",
         forms.text("the name of a model", "MODEL"),
-        "a folder, org/name on the Hugging Face hub, or a name of Ollama's",
+        "a folder, org/name on the Hugging Face hub, or an Ollama model name",
         of=ModelSettings,
     ),
     option(
         "alias",
         forms.text("a name", "NAME"),
-        "what clients call it",
+        "model name that clients use",
         unset="its own name",
         of=ModelSettings,
     ),
@@ -278,7 +279,7 @@ MODEL_OPTIONS = (
     option(
         "pinned",
         forms.switch(),
-        "load it at start, and never make it leave for another one",
+        "load it at start and never evict it",
         of=ModelSettings,
     ),
     _of_one_model("keep_alive"),

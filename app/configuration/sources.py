@@ -50,7 +50,7 @@ def from_environment(environment: Mapping[str, str]) -> Given:
     for name in sorted(ours.keys() - known.keys() - set(others)):
         raise AppError(
             Kind.INVALID,
-            f"{name}: there is no such variable{nearest(name, [*known, *others])}",
+            f"{name}: unknown variable{nearest(name, [*known, *others])}",
             param=name,
         )
     given: dict[str, Found] = {}
@@ -81,7 +81,7 @@ def _refuse_service_links(ours: Mapping[str, str]) -> None:
         if name in ours and (name != f"{PREFIX}PORT" or "://" in ours[name]):
             raise AppError(
                 Kind.INVALID,
-                f"{name} was set by Kubernetes for a service called mlxrunner: say "
-                "enableServiceLinks: false in the pod, or give the service another name",
+                f"{name} was set by Kubernetes for a service called mlxrunner: set "
+                "enableServiceLinks: false in the pod, or rename the service",
                 param=name,
             )

@@ -64,7 +64,7 @@ def defaults(files: ModelFiles) -> Defaults:
 class _Unusable(ValueError):
     def __init__(self, key: str, value: Any, wanted: str) -> None:
         told = repr(value)
-        super().__init__(f"{key} is {told[:80]}, and must be {wanted}")
+        super().__init__(f"{key} is {told[:80]}, but must be {wanted}")
 
 
 def _sampling(config: Json) -> Mapping[str, SamplingValue]:
@@ -80,7 +80,7 @@ def _sampling(config: Json) -> Mapping[str, SamplingValue]:
         value = config.get(key)
         if value is not None:
             if not _is_whole(value) or not bounds[0] <= value <= bounds[1]:
-                raise _Unusable(key, value, f"a whole number, {bounds[0]} or more")
+                raise _Unusable(key, value, f"an integer of {bounds[0]} or more")
             found[key] = value
     if found.get("top_k") == -1:  # as vLLM's 0: off
         found["top_k"] = 0
@@ -99,7 +99,7 @@ def _max_tokens(config: Json) -> int | None:
     if value is None or value in (-1, -2):
         return None
     if not _is_whole(value) or value < 1:
-        raise _Unusable("max_new_tokens", value, "a whole number, 1 or more")
+        raise _Unusable("max_new_tokens", value, "an integer of 1 or more")
     return value
 
 
@@ -109,7 +109,7 @@ def _stops(config: Json) -> tuple[str, ...]:
         return ()
     texts = cast("list[Any]", value if isinstance(value, list) else [value])
     if not all(isinstance(text, str) and text for text in texts):
-        raise _Unusable("stop_strings", value, "a text, or a list of texts")
+        raise _Unusable("stop_strings", value, "a string or a list of strings")
     return tuple(dict.fromkeys(texts))
 
 

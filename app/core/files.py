@@ -48,7 +48,7 @@ class ModelFiles:
         if model.removesuffix(":latest") != self.name:
             raise AppError(
                 Kind.MODEL_NOT_FOUND,
-                f"the model {model[:200]!r} is not served here; this server has {self.name!r}",
+                f"the model {model[:200]!r} does not exist: this server serves {self.name!r}",
                 param="model",
             )
 
@@ -64,7 +64,7 @@ class ModelFiles:
             listed = cast("list[Any]", value if isinstance(value, list) else [value])
             ids = [id for id in listed if id is not None and id != -1]
             if any(not isinstance(id, int) or isinstance(id, bool) or id < 0 for id in ids):
-                message = f"{field} in {name} of {self.path} is {value!r}: it must be an id or ids"
+                message = f"{field} in {name} of {self.path} is {value!r}: expected token ids"
                 raise AppError(Kind.MODEL_FILES, message)
             if ids:
                 yield frozenset(ids)

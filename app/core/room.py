@@ -28,17 +28,17 @@ class Room:
         """Why a prompt of `length` tokens cannot be served, and what to do. Such a prompt will not
         fit later either: it is not others that stand in its way."""
         capacity = self.capacity
-        need = "of which at least one is needed for the answer"
+        need = "at least one of which is needed for the output"
         if capacity is not None and capacity.limited_by_memory:
             wanted = (length + 1) / capacity.context * capacity.kv_bytes / MEBIBYTE
             return (
-                f"but memory has room for {capacity.context} tokens, {need} (it would take about "
-                f"{wanted:.1f} MiB of layer caches, and {capacity.kv_bytes / MEBIBYTE:.1f} MiB are "
-                "what a request can have): shorten the prompt, or give the server more --memory"
+                f"but only {capacity.context} tokens fit in memory, {need} (it needs about "
+                f"{wanted:.1f} MiB of KV cache, and a request can have "
+                f"{capacity.kv_bytes / MEBIBYTE:.1f} MiB): shorten the prompt, or increase --memory"
             )
         if self.context < self.model:
             return (
                 f"but the server's context is {self.context} tokens, {need} (the model's own is "
-                f"{self.model}): shorten the prompt, or give the server a larger --context"
+                f"{self.model}): shorten the prompt, or increase --context"
             )
         return f"but the model's context is {self.context} tokens, {need}: shorten the prompt"

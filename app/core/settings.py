@@ -182,27 +182,27 @@ def _own(model: ModelSettings) -> dict[str, Any]:
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
     """A field, and why it cannot be obeyed beside the others."""
     if settings.context_shift and settings.cache != "slots":
-        why = "--context-shift needs --cache slots: only slots are cut in their middle"
+        why = "--context-shift needs --cache slots"
         yield "context_shift", why
     if settings.context_shift and settings.exact:
         yield (
             "context_shift",
-            "--context-shift and --exact exclude each other: what stays behind a cut was computed "
-            "with what is gone",
+            "--context-shift and --exact cannot be combined: the tokens that a shift keeps were "
+            "computed with the discarded ones",
         )
     if settings.multi_user and settings.cache != "slots":
-        yield "multi_user", "--multi-user needs --cache slots: it says how slots are chosen"
+        yield "multi_user", "--multi-user needs --cache slots"
     if settings.cache == "single" and settings.parallel not in (None, 1):
         yield (
             "cache",
-            f"--cache single is for one sequence, and --parallel asks for {settings.parallel}: "
+            f"--cache single supports one sequence, but --parallel is {settings.parallel}: "
             "use --cache slots or --cache radix",
         )
     if (settings.tls_cert is None) != (settings.tls_key is None):
         given = "tls_cert" if settings.tls_key is None else "tls_key"
-        yield given, "--tls-cert and --tls-key belong together: give both or neither"
+        yield given, "--tls-cert and --tls-key must be given together"
     if settings.runner == "thread" and (settings.installed or len(settings.models) > 1):
-        yield "runner", "--runner thread serves one model: several need --runner process"
+        yield "runner", "--runner thread supports one model: use --runner process for several"
 
 
 def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -210,11 +210,11 @@ def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
     for model in settings.models:
         name = model.alias or model.name
         if name in seen:
-            why = f"two models would be called {name!r}: give one of them another alias"
+            why = f"two models are named {name!r}: give one of them another alias"
             yield "models", why
         seen.add(name)
         if model.memory is not None and model.memory > (settings.memory or math.inf):
-            yield "models", f"{name}: its memory is more than --memory has for all models together"
+            yield "models", f"{name}: its memory exceeds --memory, the budget of all models"
         try:
             replace(settings, models=(), **_own(model))
         except AppError as error:
@@ -223,6 +223,6 @@ def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
     if settings.max_loaded is not None and always > settings.max_loaded:
         yield (
             "max_loaded",
-            f"{always} models are pinned or preloaded, and --max-loaded allows for "
+            f"{always} models are pinned or preloaded, but --max-loaded allows only "
             f"{settings.max_loaded} in memory",
         )

@@ -75,7 +75,7 @@ class Acceptor:
                 return
             except OSError as error:
                 if self._refused.due(time.monotonic()):
-                    log.warning("no connection can be accepted: %s", error)
+                    log.warning("cannot accept connections: %s", error)
                 self._pause(_REFUSED)
                 return
             accepted.setblocking(False)

@@ -107,15 +107,15 @@ def check(asked: Need, key: Key | None, *, shown_any: bool) -> None:
     if asked is not Need.NOTHING and key is None:
         raise AppError(
             Kind.UNAUTHORIZED,
-            "this API key is not known here"
+            "invalid API key"
             if shown_any
-            else "an API key is needed: send it as `Authorization: Bearer KEY`",
+            else "no API key was sent: send one as `Authorization: Bearer KEY`",
             code="invalid_api_key" if shown_any else "missing_api_key",
         )
     if asked is Need.ADMIN and key is not None and not key.admin:
         raise AppError(
             Kind.FORBIDDEN,
-            f"the key of {key.name} is not good for this: it needs one with admin = true "
+            f"the key {key.name!r} has no admin rights: this needs a key with admin = true "
             "(`mlxrunner key NAME --admin`)",
             code="insufficient_scope",
         )

@@ -13,10 +13,10 @@ from typing import Any
 from app.core.errors import AppError, Kind
 
 _WHY = {
-    errno.EADDRINUSE: "another program listens there: stop it, or choose another --port",
-    errno.EACCES: "it takes more rights than this user has: choose a --port above 1023, or put a "
-    "proxy before the server",
-    errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+    errno.EADDRINUSE: "the port is in use: stop the other program or choose another --port",
+    errno.EACCES: "permission denied: choose a --port above 1023, or run a reverse proxy in "
+    "front of the server",
+    errno.EADDRNOTAVAIL: "no interface of this machine has this address: choose another --host",
 }
 
 
@@ -29,7 +29,7 @@ def check_address(host: str, port: int) -> None:
         )
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        message = f"--host: {host!r} cannot be listened on: {why}"
+        message = f"--host: cannot listen on {host!r}: {why}"
         raise AppError(Kind.INVALID, message, param="host") from None
     for family, kind, protocol, _, address in found:
         _try(family, kind, protocol, address)
@@ -50,6 +50,6 @@ def _try(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> Non
         except OSError as error:
             where = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
             why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())
-            message = f"{where}:{address[1]} cannot be listened on: {why}"
+            message = f"cannot listen on {where}:{address[1]}: {why}"
             param = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
             raise AppError(Kind.INVALID, message, param=param) from None

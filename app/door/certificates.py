@@ -29,13 +29,13 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
     server = loaded(cert, key)
     told: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        told.append(f"--tls-key: {key} can be read by other users of this machine: chmod 600 {key}")
+        told.append(f"--tls-key: {key} is readable by other users: chmod 600 {key}")
     problem, ends = _tried(server, cert)
     if problem:
-        told.append(f"--tls-cert: clients that check it will refuse {cert}: {problem}")
+        told.append(f"--tls-cert: clients that verify certificates will reject {cert}: {problem}")
     elif ends - (time.time() if now is None else now) < _SOON * _DAY:
         day = time.strftime("%Y-%m-%d", time.gmtime(ends))
-        told.append(f"--tls-cert: {cert} ends on {day}: renew it, and start the server again")
+        told.append(f"--tls-cert: {cert} expires on {day}: renew it and restart the server")
     return told
 
 
@@ -51,7 +51,7 @@ def loaded(cert: str, key: str) -> ssl.SSLContext:
         if wanted not in content and b"CERTIFICATE-----" not in content:
             raise AppError(
                 Kind.INVALID,
-                f"{option}: {file} is no PEM file: it should hold a line -----BEGIN …"
+                f"{option}: {file} is not a PEM file: it must contain a line -----BEGIN …"
                 f"{wanted.decode()}",
             )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -61,7 +61,7 @@ def loaded(cert: str, key: str) -> ssl.SSLContext:
         raise
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"--tls-key: {key} is not the key of the certificate in {cert}"
+            why = f"--tls-key: {key} does not match the certificate in {cert}"
         else:
             why = f"--tls-cert, --tls-key: {cert} and {key} cannot be used: {error.reason or error}"
         raise AppError(Kind.INVALID, why) from None
@@ -72,8 +72,8 @@ def _no_passphrase() -> str:
     # OpenSSL would ask at the terminal, where nobody may be
     raise AppError(
         Kind.INVALID,
-        "--tls-key: the key has a passphrase, and there is nobody to ask: write it without one "
-        "(openssl pkey -in KEY -out NEW) and protect the file by its permissions",
+        "--tls-key: keys with a passphrase are not supported: remove the passphrase "
+        "(openssl pkey -in KEY -out NEW) and restrict the permissions of the file",
     )
 
 

@@ -43,7 +43,7 @@ _REST_SECONDS, _LEAVING_SECONDS = 5.0, 2.0
 
 # Seconds in which a request that was under way when the server began to stop is still answered.
 _LAST_LOOK = 0.05
-STOPPING = "the server is stopping: try again in a moment, by then another one may be here"
+STOPPING = "the server is shutting down: try again in a moment"
 _CLOSE = {"Connection": "close"}
 
 Waits = Literal["handshake", "head", "body", "rest", "leaving"]
@@ -260,7 +260,7 @@ class Connection(H11Protocol, Pieces):
             self._hall.turned_away(_TOO_LATE[waited])
         if waited in ("head", "body") and self._begun:
             seconds = self._hall.header_timeout if waited == "head" else self._hall.body_timeout
-            message = f"the request's {waited} took longer than {seconds:g} s to come"
+            message = f"timed out reading the request {waited} ({seconds:g} s)"
             self._refuse(problem_reply(AppError(Kind.TIMEOUT, message)))
         elif waited == "head":
             self._close()

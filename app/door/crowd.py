@@ -41,8 +41,8 @@ def allow_files(connections: int) -> int | None:
         return None
     fewer = max(1, allowed - min(_OTHER_FILES, allowed // 2))
     log.warning(
-        "%d connections take up to %d open files, and this process may have %d: it accepts %d at a "
-        "time; give it more files (ulimit -n) or the server a smaller --max-connections",
+        "%d connections need up to %d file descriptors, but the limit is %d: accepting at most %d "
+        "connections; raise the limit (ulimit -n) or lower --max-connections",
         connections,
         wanted,
         allowed,
@@ -121,7 +121,7 @@ class Crowd(Generic[Member]):
     def _complain(self) -> None:
         if self._full.due(time.monotonic()):
             log.warning(
-                "%d connections are open, as many as may be (--max-connections): for each new one, "
-                "one that is not being answered is closed, if there is any",
+                "connection limit reached (%d, --max-connections): each new connection closes one "
+                "that has no request in flight, if there is one",
                 len(self._here),
             )

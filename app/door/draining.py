@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         scheme = "http" if self._certificate is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
-        log.info("running on %s://%s:%d (Ctrl-C ends it)", scheme, host, port)
+        log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What uvicorn does with a second signal depends on which one it is, and waits for the
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
             listener.close()
         for handed_in in sockets or ():
             handed_in.close()
-        log.info("stopping: %d requests are answered first", len(self.server_state.tasks))
+        log.info("shutting down (%d requests in flight)", len(self.server_state.tasks))
         if not await self._over(self._drain):
             await self._end()
         await self.lifespan.shutdown()
@@ -121,16 +121,18 @@ class Server(uvicorn.Server):
     async def _end(self) -> None:
         """The patience with running answers has come to its end."""
         tasks, connections = self.server_state.tasks, self.server_state.connections
-        log.warning("%d answers are ended after %g s of waiting", len(tasks), self._drain)
+        log.warning(
+            "aborting %d requests: still running after %g s (--drain)", len(tasks), self._drain
+        )
         self._answers.end(AppError(Kind.STOPPING, STOPPING))
         if await self._over(_LAST_WORDS):
             return
-        log.warning("%d clients are cut off", len(connections))
+        log.warning("closing %d connections", len(connections))
         for connection in tuple(connections):
             cast(Connection, connection).transport.abort()
         if await self._over(_NOTICE):
             return
-        log.error("%d requests did not notice that they are over", len(tasks))
+        log.error("cancelling %d requests that did not stop", len(tasks))
         for task in tuple(tasks):
             task.cancel()
 

@@ -34,40 +34,41 @@ def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
         if is_loopback(settings.host) or settings.tls_cert is not None:
             return ()
         return (
-            f"listening on {settings.host} without TLS: keys and prompts can be read on the way "
-            "unless a proxy or a tunnel protects them",
+            f"listening on {settings.host} without TLS: keys and prompts are sent unencrypted "
+            "unless a proxy or a tunnel encrypts them",
         )
     if "*" in settings.cors_origins and not settings.allow_anyone:
         raise AppError(
             Kind.INVALID,
-            "--cors-origin '*' without keys lets every web page that is opened on this machine use "
-            "the server: make a key with `mlxrunner key NAME --file FILE` and give --api-keys "
-            "FILE, or say --allow-anyone",
+            "--cors-origin '*' without API keys lets any web page opened on this machine use the "
+            "server: create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, "
+            "or pass --allow-anyone",
             param="cors_origins",
         )
     named = [name for name in settings.allowed_hosts if not is_loopback(name)]
     if named and not settings.allow_anyone:
         raise AppError(
             Kind.INVALID,
-            f"--allowed-host {named[0]} would serve anyone who reaches this server by that name, "
-            "such as through a proxy, behind which everyone looks like a user of this machine: "
-            "make a key with `mlxrunner key NAME --file FILE` and give --api-keys FILE, or say "
+            f"--allowed-host {named[0]} without API keys lets anyone use the server who reaches "
+            "it by that name, for example through a proxy, whose requests come from this machine: "
+            "create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, or pass "
             "--allow-anyone",
             param="allowed_hosts",
         )
     if is_loopback(settings.host):
         return tuple(
-            f"answering to {name} without keys: anyone who can reach it can use it"
+            f"accepting requests for {name} without API keys: anyone who can reach it can use it"
             for name in named[:1]
         )
     if not settings.allow_anyone:
         raise AppError(
             Kind.INVALID,
-            f"listening on {settings.host} would serve anyone who can reach it: make a key with "
-            "`mlxrunner key NAME --file FILE` and give --api-keys FILE, or say --allow-anyone",
+            f"listening on {settings.host} without API keys lets anyone who can reach it use the "
+            "server: create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, "
+            "or pass --allow-anyone",
             param="host",
         )
-    return (f"listening on {settings.host} without keys: anyone who can reach it can use it",)
+    return (f"listening on {settings.host} without API keys: anyone who can reach it can use it",)
 
 
 def is_loopback(host: str) -> bool:

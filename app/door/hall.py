@@ -80,8 +80,8 @@ class Hall:
     def invalid(self, client: tuple[str, int] | None, why: str) -> None:
         """A request could not be read. client: address and port. why: may hold what it sent."""
         times = self._invalid.due(time.monotonic())
-        address = "somebody" if client is None else client[0]
+        address = "an unknown address" if client is None else client[0]
         if times == 1:
-            log.warning("a request from %s was refused: %s", address, why)
+            log.warning("rejected a request from %s: %s", address, why)
         elif times:
-            log.warning("%d requests were refused; the last, from %s: %s", times, address, why)
+            log.warning("rejected %d requests; the last one, from %s: %s", times, address, why)

@@ -94,17 +94,17 @@ def check_host(scope: Scope, allowed: AllowedHosts) -> None:
         # no browser speaks HTTP/1.0, and some health checks of load balancers speak nothing else
         if scope["http_version"] == "1.0":
             return
-        raise _refusal("a request must say in its Host header whom it is for")
+        raise _refusal("the request has no Host header")
     if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-        raise _refusal("a request must have one Host header")
+        raise _refusal("the request has more than one Host header")
     for authority in told:
         host = host_of(authority)
         if host is None:
-            raise _refusal(f"the Host header is no host: {authority[:200]!r}")
+            raise _refusal(f"the Host header is not a valid host: {authority[:200]!r}")
         if not allowed.allow(host):
             raise _refusal(
-                f"this server does not answer to the name {host!r}: if that is its name, start it "
-                f"with --allowed-host {host}; else address it by its IP address"
+                f"the host {host!r} is not allowed: start the server with --allowed-host {host}, "
+                "or use its IP address"
             )
 
 
@@ -132,7 +132,7 @@ def _checked(name: str) -> str:
         raise AppError(
             Kind.INVALID,
             f"--allowed-host takes a name such as chat.example.org, or .example.org for all names "
-            f"within, without scheme and port, and not {name!r} (addresses are always allowed)",
+            f"within, without scheme and port, not {name!r} (IP addresses are always allowed)",
             param="allowed_hosts",
         )
     return lower

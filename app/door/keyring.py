@@ -108,9 +108,9 @@ class Keyring:
                 problem = error.message
         self._note(reading)
         if problem:
-            log.error("--api-keys: %s; the keys that were in force stay so", problem)
+            log.error("--api-keys: %s; keeping the previous keys", problem)
         else:
-            log.info("--api-keys: %s was read again: %d keys", self._file, len(self._keys))
+            log.info("--api-keys: reloaded %s (%d keys)", self._file, len(self._keys))
 
     def _note(self, reading: Reading) -> None:
         self._seen = reading.seen
@@ -132,11 +132,9 @@ def read(file: Path) -> Reading:
         status = file.stat()
         # a pipe would wait for its writer
         if not stat.S_ISREG(status.st_mode):
-            raise AppError(Kind.INVALID, "is not a file")
+            raise AppError(Kind.INVALID, "is not a regular file")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _replaceable(file):
-            raise AppError(
-                Kind.INVALID, f"can be written by other users of this machine: chmod 600 {file}"
-            )
+            raise AppError(Kind.INVALID, f"is writable by other users: chmod 600 {file}")
         if status.st_size > _LARGEST:
             raise AppError(Kind.INVALID, f"is larger than {_LARGEST:,} bytes")
         keys = from_file(file.read_text("utf-8"))
@@ -148,7 +146,7 @@ def read(file: Path) -> Reading:
         why = (error.strerror or str(error)).lower()
         return Reading(seen=seen, keys=None, problem=f"{file} cannot be read: {why}")
     readable = status.st_mode & (stat.S_IRGRP | stat.S_IROTH)
-    warning = f"{file} can be read by other users of this machine: chmod 600 {file}"
+    warning = f"{file} is readable by other users: chmod 600 {file}"
     return Reading(seen=seen, keys=keys, warning=warning if readable else "")
 
 

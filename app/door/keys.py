@@ -74,8 +74,8 @@ def checked_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise AppError(
             Kind.INVALID,
-            f"{name[:100]!r} cannot be a key's name: it takes up to 64 letters, digits and ._@-, "
-            "and begins with a letter or a digit",
+            f"{name[:100]!r} is not a valid key name: use up to 64 letters, digits and ._@-, "
+            "beginning with a letter or a digit",
         )
     return name
 
@@ -104,9 +104,9 @@ def from_file(text: str) -> tuple[Key, ...]:
         raise AppError(Kind.INVALID, f"is not valid TOML: {error}") from None
     listed = content.pop("keys", None)
     if content:
-        raise AppError(Kind.INVALID, "holds something else than tables [[keys]]")
+        raise AppError(Kind.INVALID, "contains something other than [[keys]] tables")
     if not isinstance(listed, list) or not listed:
-        raise AppError(Kind.INVALID, "holds no key: `mlxrunner key NAME --file FILE` adds one")
+        raise AppError(Kind.INVALID, "contains no keys: `mlxrunner key NAME --file FILE` adds one")
     entries = cast("list[object]", listed)
     return distinct(_entry(value, place) for place, value in enumerate(entries, 1))
 
@@ -117,7 +117,7 @@ def distinct(keys: Iterable[Key]) -> tuple[Key, ...]:
     for key in keys:
         other = known.setdefault(key.digest, key)
         if other is not key:
-            raise AppError(Kind.INVALID, f"{other.name} and {key.name} have one and the same key")
+            raise AppError(Kind.INVALID, f"{other.name} and {key.name} have the same key")
     return tuple(known.values())
 
 
@@ -134,37 +134,39 @@ def _given(name: str, key: str, where: str, *, admin: bool) -> Key:
     if _NAME.fullmatch(name) is None:
         raise AppError(
             Kind.INVALID,
-            f"{where}: the name takes up to 64 letters, digits and ._@-, and begins with a letter "
+            f"{where}: the name must be up to 64 letters, digits and ._@-, beginning with a letter "
             "or a digit",
         )
     if len(key) < _SHORTEST or _TOKEN.fullmatch(key) is None:
         raise AppError(
             Kind.INVALID,
-            f"{where}: a key has {_SHORTEST} or more letters, digits and -._~+/ (= at its end); "
-            "`mlxrunner key NAME` makes one",
+            f"{where}: the key must be at least {_SHORTEST} letters, digits and -._~+/ (= at the "
+            "end); `mlxrunner key NAME` generates one",
         )
     return Key(name=name, digest=digest(key), admin=admin)
 
 
 def _entry(value: object, place: int) -> Key:
     if not isinstance(value, Mapping):
-        raise AppError(Kind.INVALID, f"key {place} is no table [[keys]]")
+        raise AppError(Kind.INVALID, f"key {place} is not a [[keys]] table")
     fields = cast("Mapping[str, Any]", value)
     if unknown := sorted(fields.keys() - _FIELDS):
         raise AppError(
             Kind.INVALID,
-            f"key {place}: {unknown[0][:50]!r} is no field of a key, which are "
+            f"key {place}: unknown field {unknown[0][:50]!r}; the fields of a key are "
             f"{', '.join(sorted(_FIELDS))}",
         )
     name, sha256, admin = fields.get("name"), fields.get("sha256"), fields.get("admin", False)
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise AppError(
-            Kind.INVALID, f"key {place}: name takes letters, digits and ._@-, at most 64 of them"
+            Kind.INVALID, f"key {place}: name must be at most 64 letters, digits and ._@-"
         )
     if not isinstance(sha256, str) or re.fullmatch("[0-9a-fA-F]{64}", sha256) is None:
         raise AppError(
             Kind.INVALID, f"key {place}: sha256 must be 64 hexadecimal digits, the key's SHA-256"
         )
     if not isinstance(admin, bool) or not isinstance(fields.get("comment", ""), str):
-        raise AppError(Kind.INVALID, f"key {place}: admin is true or false, and comment a string")
+        raise AppError(
+            Kind.INVALID, f"key {place}: admin must be true or false, and comment a string"
+        )
     return Key(name=name, digest=bytes.fromhex(sha256), admin=admin)

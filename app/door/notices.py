@@ -90,6 +90,6 @@ class Notices:
                 line.setblocking(False)
                 line.sendto(words.encode(), address)
         except OSError as error:
-            log.debug("the service manager cannot be told %r: %s", words, error)
+            log.debug("cannot send %r to the service manager: %s", words, error)
             return False
         return True

@@ -39,9 +39,9 @@ class AllowedOrigins:
             if origin != "*" and not is_origin(origin):
                 raise AppError(
                     Kind.INVALID,
-                    "--cors-origin takes an origin as browsers write it, such as "
-                    "https://chat.example.org (small letters, no path, no slash at the end, no "
-                    f"port that goes without saying), and not {origin!r}",
+                    "--cors-origin takes an origin as browsers send it, such as "
+                    "https://chat.example.org (lower case, no path, no trailing slash, no default "
+                    f"port), not {origin!r}",
                     param="cors_origins",
                 )
         return cls(listed=frozenset(settings.cors_origins))
@@ -74,8 +74,8 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
     where = origins[0][:200] if origins else site or ""
     raise AppError(
         Kind.FORBIDDEN,
-        f"a web page of another origin ({where!r}) may not do this: if it should, start the server "
-        "with --cors-origin and the page's origin",
+        f"cross-origin requests from {where!r} are not allowed: to allow them, start the server "
+        "with --cors-origin and the origin of the page",
         code="origin_not_allowed",
     )
 

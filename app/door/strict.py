@@ -61,7 +61,7 @@ class StrictConnection(h11.Connection):
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
             # h11 repeats what was sent, however long it is
-            why = f"the request is no valid HTTP: {str(error)[:_LONGEST]}"
+            why = f"invalid HTTP request: {str(error)[:_LONGEST]}"
             self.fault = Fault(AppError(Kind.INVALID, why, code=code), status)
             return h11.NEED_DATA
         return event
@@ -84,27 +84,27 @@ class StrictConnection(h11.Connection):
         size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
         if len(fields) > HEAD_FIELDS or size > HEAD_BYTES:
             raise h11.RemoteProtocolError(
-                f"its head has {len(fields)} header fields and {size} bytes, and the limits are "
+                f"{len(fields)} header fields and {size} bytes of headers; the limits are "
                 f"{HEAD_FIELDS} and {HEAD_BYTES}",
                 error_status_hint=431,
             )
 
         if not head.http_version.startswith(b"1."):
             raise h11.RemoteProtocolError(
-                f"HTTP/{head.http_version.decode()} is not spoken here: use HTTP/1.1",
+                f"HTTP/{head.http_version.decode()} is not supported: use HTTP/1.1",
                 error_status_hint=505,
             )
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
             # a proxy may have believed the other one (RFC 9112, 6.1)
-            raise h11.RemoteProtocolError("it has both Content-Length and Transfer-Encoding")
+            raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are present")
 
     def _check_chunk(self, piece: h11.Data) -> None:
         self._chunks += piece.chunk_start
         self._bytes += len(piece.data)
         if self._chunks > _CHUNKS and self._bytes < self._chunks * _CHUNK_BYTES:
             raise h11.RemoteProtocolError(
-                f"its body came in {self._chunks} chunks of less than {_CHUNK_BYTES} bytes on "
-                "average: send larger ones"
+                f"the body has {self._chunks} chunks of less than {_CHUNK_BYTES} bytes on average: "
+                "send larger chunks"
             )
 
 

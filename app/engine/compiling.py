@@ -48,14 +48,14 @@ _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 # where what follows is for whoever sees the grammar as llguidance does
 _DRAWING = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
 _WORDS = {
-    "NoExtensionBias": "no token of this model may come next",
-    "oneOf constraints": "its branches must exclude each other, so that only one can hold; say"
-    " which is meant by a required property with a const, or use anyOf",
-    "Too many items": "it allows too many continuations at one place: require more of its"
-    " properties, or make the grammar less ambiguous",
-    "too many states": "its patterns take too many states: simplify them",
+    "NoExtensionBias": "no token of this model is allowed next",
+    "oneOf constraints": "its branches must be mutually exclusive: give each a required"
+    " property with a different const, or use anyOf",
+    "Too many items": "it allows too many continuations at one point: make more properties"
+    " required, or make the grammar less ambiguous",
+    "too many states": "its patterns need too many states: simplify them",
     "panic": "it is too large",
-    "Unable to determine if regex": "its patterns are too complex together; leave one out",
+    "Unable to determine if regex": "its patterns are too complex in combination: remove one",
 }
 
 
@@ -86,7 +86,7 @@ def compiled(
     except Refusal:
         raise
     except UnicodeEncodeError:
-        raise Refusal(Refused("it holds half a surrogate pair"), grammar) from None
+        raise Refusal(Refused("it contains an unpaired surrogate"), grammar) from None
     except Refused as refused:
         raise Refusal(refused, grammar) from refused
 
@@ -98,7 +98,7 @@ def reason_of(error: str) -> str:
             return words
     unsupported = _UNSUPPORTED.search(error)
     if unsupported is not None:
-        return f"{unsupported[1]} is not supported; leave it out"
+        return f"{unsupported[1]} is not supported: remove it"
     clause = _DRAWING.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[0]
     # expressions are quoted in full
     return " ".join(_middle_cut(clause).split())
@@ -126,7 +126,7 @@ class _Compiler:
         if len(pattern) > lark.MOST_TEXT:
             raise Refused(f"it is longer than {lark.MOST_TEXT} characters")
         if repetitions(pattern) > MOST_REPETITIONS:
-            raise Refused(f"it repeats something more than {MOST_REPETITIONS} times")
+            raise Refused(f"it has more than {MOST_REPETITIONS} repetitions")
         return self._made(LLMatcher.grammar_from_regex(pattern))
 
     def choice(self, options: Sequence[str]) -> LLMatcher:

@@ -28,7 +28,9 @@ def complete(files: ModelFiles) -> ModelFiles:
     except ModelError as error:
         raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
     if is_multimodal(files.config):
-        log.info("%s: its text part is loaded; images and audio are not understood", files.name)
+        log.info(
+            "%s: loading the text model only; image and audio inputs are not supported", files.name
+        )
     config = {
         **text_config(files.config),
         "max_position_embeddings": facts.context_length,

@@ -39,8 +39,11 @@ MOST_ROWS = 16
 # next one is made
 _LAYERS_ALIVE = 2
 
-_FAILED = "the engine failed on this request"
-_UNSOUND = "the model's output was not a number: its weights or its format may be damaged"
+_FAILED = "the engine failed while processing this request"
+_UNSOUND = (
+    "the model produced NaN or infinite hidden states: its weights or its "
+    "quantization may be corrupt"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,7 @@ class Embedder:
             mx.eval(piece.state)
             self._note(piece)
         except Exception:
-            log.exception("inputs could not be embedded")
+            log.exception("embedding step failed")
             self._blame(piece.inputs)
         self._let_pass()
 
@@ -132,7 +135,7 @@ class Embedder:
         long = self._long
         if long is not None and self._lender.lent < long.lent:
             assert self._piece is None, "the device still writes into its layer caches"
-            log.info("out of memory: an input of %d tokens waits", len(long.ids))
+            log.info("restarting an embedding input of %d tokens: out of KV memory", len(long.ids))
             long.work.waiting.appendleft(long.number)
             self._long = None
 
@@ -192,7 +195,7 @@ class Embedder:
             mx.async_eval(piece.state)
             self._piece = piece
         except Exception:
-            log.exception("inputs could not be embedded")
+            log.exception("embedding step failed")
             self._blame(inputs)
             self._let_pass()
 

@@ -144,17 +144,17 @@ def refuse(found: Fit, files: ModelFiles) -> None:
         return
     many = "a sequence" if found.sequences == 1 else f"{found.sequences} sequences"
     needs = (
-        f"{files.path} does not fit: its weights take {in_memory(found.weights)}, a step "
-        f"{in_memory(found.working)} and {many} of {found.context} tokens "
+        f"{files.path} does not fit in memory: weights {in_memory(found.weights)}, activations "
+        f"{in_memory(found.working)}, KV cache for {many} of {found.context} tokens "
         f"{in_memory(found.sequences * found.kv_per_context)}, {in_memory(found.needed)} "
-        f"together, but the budget is {in_memory(found.budget)}"
+        f"in total, but the budget is {in_memory(found.budget)}"
     )
     if found.context_that_fits:
         advice = f"the largest --context that fits is {found.context_that_fits}"
         if found.sequences > 1:
-            advice += f", or ask for less --parallel than {found.sequences}"
+            advice += f", or set --parallel below {found.sequences}"
     else:
-        advice = "no context fits, however short: raise --memory, or serve a smaller model"
+        advice = "no context length fits: raise --memory, or serve a smaller model"
     raise AppError(Kind.MODEL_FILES, f"{needs}: {advice}")
 
 

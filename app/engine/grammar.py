@@ -229,10 +229,10 @@ class Grammars:
                 if compilation in self._queue:
                     if not compilation.waiting:
                         self._give_up(compilation)
-                    busy = "the server is busy with other grammars; try again in a moment"
+                    busy = "the server is busy compiling other grammars; retry later"
                     raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE))
                 # it goes on: whoever sends it again may find it compiled
-                slow = f"this {name} takes more than {_PATIENCE:g} s to compile; make it simpler"
+                slow = f"compiling this {name} took more than {_PATIENCE:g} s: simplify it"
                 raise AppError(Kind.INVALID, slow, param=grammar.at)
             try:
                 inner = compilation.result.result().deep_copy()
@@ -248,7 +248,7 @@ class Grammars:
                 on_exhausted=partial(self._forget, compilation),
             )
         except GrammarError as error:
-            message = f"this {name} cannot be followed: {quote_client(str(error))}"
+            message = f"invalid {name}: {quote_client(str(error))}"
             raise AppError(Kind.INVALID, message, param=grammar.at) from error
 
     def _forget(self, compilation: _Compilation) -> None:
@@ -322,7 +322,9 @@ class Grammars:
                     eos_token=self._ends or None,
                 )
         except (LibraryPanic, OSError, ValueError) as error:
-            message = f"{self.tokenizer} is not a tokenizer that grammars work with: {error}"
+            message = (
+                f"{self.tokenizer}: structured output does not support this tokenizer: {error}"
+            )
             raise AppError(Kind.MODEL_FILES, message) from error
 
 
@@ -356,7 +358,7 @@ def _invalid(refused: Refusal) -> AppError:
     name, start = _NAMES[type(refused.grammar)], refused.grammar.at
     at = f" at {'.'.join(refused.path)}" if refused.path else ""
     # keywords and names of properties too are the client's
-    message = f"this {name} cannot be followed{quote_client(f'{at}: {refused.reason}')}"
+    message = f"invalid {name}{quote_client(f'{at}: {refused.reason}')}"
     param = ".".join((start, *refused.path) if start else refused.path)
     return AppError(Kind.INVALID, message, param=param or None)
 

@@ -59,10 +59,10 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(_ESCAPED.sub(_unescaped, text))
     except RecursionError:
-        raise Refused("it is nested too deep") from None
+        raise Refused("it is nested too deeply") from None
     # the converter's own kind, and a bare Exception for what it cannot resolve
     except Exception as error:
-        raise Refused(f"it is not GBNF: {error}") from error
+        raise Refused(f"it is not valid GBNF: {error}") from error
 
 
 def _unescaped(escape: re.Match[str]) -> str:
@@ -72,7 +72,7 @@ def _unescaped(escape: re.Match[str]) -> str:
         return escape[0]
     code = int(digits, 16)
     if not code < 0x110000 or 0xD800 <= code < 0xE000:
-        raise Refused(f"{escape[0]} is no character")
+        raise Refused(f"{escape[0]} is not a character")
     # what has a meaning of its own in strings and classes is ASCII
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
@@ -83,7 +83,7 @@ def _with_schemas(text: str, *, compact: bool) -> str:
     while (part := _PARTS.search(text, end)) is not None:
         regex, schema, structure = part.group(1, 2, 3)
         if regex is not None and repetitions(regex) > MOST_REPETITIONS:
-            reason = f"a regular expression repeats something more than {MOST_REPETITIONS} times"
+            reason = f"a regular expression has more than {MOST_REPETITIONS} repetitions"
             raise Refused(reason)
         pieces.append(text[end : part.start()])
         plain.append(pieces[-1])
@@ -109,9 +109,9 @@ def _json(text: str, start: int) -> tuple[Any, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
-        raise Refused("a schema in it is nested too deep") from None
+        raise Refused("a schema in it is nested too deeply") from None
     except ValueError as error:
-        raise Refused(f"a schema in it is not JSON: {error}") from error
+        raise Refused(f"a schema in it is not valid JSON: {error}") from error
 
 
 def _check_options(plain: str) -> None:
@@ -119,4 +119,4 @@ def _check_options(plain: str) -> None:
     for options in _OPTIONS.finditer(plain):
         found = _UNSUPPORTED.search(options[1])
         if found is not None:
-            raise Refused(f"the option {found[1]} of a rule is not supported; leave it out")
+            raise Refused(f"the rule option {found[1]} is not supported: remove it")

@@ -101,7 +101,7 @@ def _tried(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> Mem
         )
     except (MemoryError, RuntimeError) as error:  # what the device cannot do, or has no room for
         raise AppError(
-            Kind.MODEL_FILES, f"{files.path}: the model could not be evaluated: {error}"
+            Kind.MODEL_FILES, f"{files.path}: a trial forward pass failed: {error}"
         ) from error
 
 

@@ -124,7 +124,7 @@ class Loop:
             self._read(reading)
             self._sample_scored()
         except Exception:
-            log.exception("a step failed; the sequences in it are lost")
+            log.exception("engine step failed: all running sequences are aborted")
             self._tally.faults += 1
             self._scored = []
             for sequence in list(self._roster.running):
@@ -150,9 +150,9 @@ class Loop:
 
     def _admit(self) -> None:
         while not self._embedder.starving and (sequence := self._roster.next()) is not None:
-            self.on_stage("looking up a prompt")
+            self.on_stage("prefix cache lookup")
             first, started = not sequence.started, True
-            with self._reports.at_the_cost_of(sequence, "a job could not be started"):
+            with self._reports.at_the_cost_of(sequence, "failed to start a job"):
                 started = self._roster.start(sequence)
             if not started:
                 return
@@ -167,8 +167,8 @@ class Loop:
         for sequence in chunks:
             if not sequence.running:
                 continue
-            self.on_stage("waiting for a prompt chunk")
-            with self._reports.at_the_cost_of(sequence, "a prompt could not be evaluated"):
+            self.on_stage("waiting for a prefill chunk")
+            with self._reports.at_the_cost_of(sequence, "prefill failed"):
                 if sequence.unread:
                     mx.eval(sequence.state())
                 sequence.lease.reached(sequence.ids[: sequence.evaluated])
@@ -191,11 +191,11 @@ class Loop:
         shares = prefill_shares([s.unread for s in prefilling], self._limits)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
-                with self._reports.at_the_cost_of(sequence, "a prompt could not be evaluated"):
+                with self._reports.at_the_cost_of(sequence, "prefill failed"):
                     self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        self.on_stage(f"prefill of {count} tokens behind {sequence.evaluated}")
+        self.on_stage(f"prefill of {count} tokens at position {sequence.evaluated}")
         scored = self._batch.prefill(sequence, count)
         self._tally.prefilled += count
         self._in_flight.append(sequence)
@@ -242,7 +242,7 @@ class Loop:
             else:
                 self._pending.append(self._batch.sample(scored))
         except Exception:
-            log.exception("a decode step of %d sequences failed", len(batch))
+            log.exception("decode step of %d sequences failed", len(batch))
             self._blame(batch)
             return
         if len(batch) == 1:
@@ -267,7 +267,9 @@ class Loop:
             try:
                 values = group.read()
             except Exception:
-                log.exception("tokens of %d sequences could not be read", len(group.sequences))
+                log.exception(
+                    "reading the sampled tokens of %d sequences failed", len(group.sequences)
+                )
                 self._blame([s for s in group.sequences if s.running])
                 continue
             for sequence, drawn in zip(group.sequences, values, strict=True):
@@ -282,5 +284,5 @@ class Loop:
                 if scored.sequences:
                     self._pending.append(self._batch.sample(scored))
             except Exception:
-                log.exception("%d sequences could not be sampled", len(scored.sequences))
+                log.exception("sampling %d sequences failed", len(scored.sequences))
                 self._blame(scored.sequences)

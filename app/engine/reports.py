@@ -23,9 +23,13 @@ log = logging.getLogger(__name__)
 # sampled tokens of a sequence between two looks of the prefix cache at it
 SHOW_EVERY = 64
 
-_FAILED = "the engine failed on this request"
-_UNSOUND = "the model's output was not a number: its weights or its format may be damaged"
-_RULED_OUT = "the model's output was not a number, or ruled out all that the grammar allows"
+_FAILED = "the engine failed while processing this request"
+_UNSOUND = (
+    "the model produced NaN or infinite logits: its weights or its quantization may be corrupt"
+)
+_RULED_OUT = (
+    "no token can be sampled: the logits are NaN, or -inf for every token that the grammar allows"
+)
 
 
 class Reports:
@@ -52,7 +56,7 @@ class Reports:
         self._tally.lookup(len(job.ids), lease.cached, lease.miss)
         self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
         left = len(job.ids) - lease.cached
-        log.debug("prompt of %d tokens: %d cached, %d left", len(job.ids), lease.cached, left)
+        log.debug("prompt of %d tokens: %d cached, %d to compute", len(job.ids), lease.cached, left)
 
     def advance(self, sequence: Sequence) -> None:
         """A chunk of its prompt has been evaluated, and it is not the last one."""
@@ -69,7 +73,7 @@ class Reports:
         try:
             sequence.add(drawn.token)
         except GrammarError as error:
-            message = f"the answer could not follow its grammar further: {error}"
+            message = f"generation cannot continue under its grammar: {error}"
             self.fail(sequence, message, invalid=isinstance(error, TooComplex))
             return
         if drawn.token in job.stop_ids:

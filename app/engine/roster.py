@@ -124,7 +124,7 @@ class Roster:
         the youngest wait. How many had to."""
         count = self._books.in_the_way(self._running)
         for sequence in self._running[len(self._running) - count :][::-1]:
-            log.info("out of memory: a sequence of %d tokens waits", len(sequence.ids))
+            log.info("preempting a sequence of %d tokens: out of KV memory", len(sequence.ids))
             sequence.commit(keep=len(sequence.ids))
             self.park(sequence)
         self._books.grow(self._running)

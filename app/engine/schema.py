@@ -71,7 +71,7 @@ def read(text: str) -> Schema:
     except RecursionError:
         raise Refused(_TOO_DEEP) from None
     except ValueError as error:
-        raise Refused(f"it is not JSON: {error}") from error
+        raise Refused(f"it is not valid JSON: {error}") from error
     return checked(value)
 
 
@@ -81,7 +81,7 @@ def checked(value: Any) -> Schema:
     if value is True:
         return {}
     if not isinstance(value, dict):
-        raise Refused("a schema is a JSON object")
+        raise Refused("a schema must be a JSON object")
     document = cast(Schema, value)
     _check_costs(document)
     return document
@@ -139,7 +139,7 @@ _TOO_DEEP = f"it is nested deeper than {MOST_LEVELS} levels"
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_levels(value: Any) -> None:
@@ -150,7 +150,7 @@ def _check_levels(value: Any) -> None:
         if level > MOST_LEVELS:
             raise Refused(_TOO_DEEP)
         if isinstance(each, float) and not math.isfinite(each):
-            raise Refused("it holds a number that is too large")
+            raise Refused("it contains a number that is too large")
         if isinstance(each, dict):
             todo += [(below, level + 1) for below in cast(Schema, each).values()]
         elif isinstance(each, list):
@@ -167,13 +167,17 @@ def _check_costs(document: Schema) -> None:
             raise Refused(f"it has more than {MOST_ENTRIES} properties, values and branches", path)
         if _optional(schema) > MOST_OPTIONAL:
             reason = (
-                f"more than {MOST_OPTIONAL} properties of one object may be left out: require some "
-                "of them, or put some into objects of their own"
+                f"one object has more than {MOST_OPTIONAL} optional properties: make some "
+                "required, "
+                "or move some to nested objects"
             )
             raise Refused(reason, (*path, "properties") if "properties" in schema else path)
         multiple = math.lcm(multiple, _numerator(schema.get("multipleOf")))
         if multiple > MOST_MULTIPLES:
-            reason = f"it takes a table of more than {MOST_MULTIPLES} rows; use fewer digits"
+            reason = (
+                f"its multipleOf values need a table of more than {MOST_MULTIPLES} "
+                "rows: use fewer digits"
+            )
             raise Refused(reason, (*path, "multipleOf"))
         _check_patterns(path, schema)
         _check_count(path, schema)
@@ -209,7 +213,7 @@ def _check_patterns(path: Path, schema: Schema) -> None:
         named += [(("patternProperties", name), name) for name in names]
     for below, pattern in named:
         if isinstance(pattern, str) and repetitions(pattern) > MOST_REPETITIONS:
-            reason = f"it repeats something more than {MOST_REPETITIONS} times"
+            reason = f"it has more than {MOST_REPETITIONS} repetitions"
             raise Refused(reason, (*path, *below))
 
 
@@ -221,5 +225,5 @@ def _check_count(path: Path, schema: Schema) -> None:
         return
     certain = len(set(map(str, cast(list[Any], required)))) if isinstance(required, list) else 0
     if least > certain + 1:
-        reason = f"only {certain} properties are required here, and at most one more can be counted"
+        reason = f"it can be at most one more than the number of required properties, {certain}"
         raise Refused(reason, (*path, "minProperties"))

@@ -153,7 +153,7 @@ class EngineThread:
         except AppError as error:
             self._post(Failed(kind=error.kind, message=error.message))
         except BaseException as error:  # a thread that ends without a word leaves all waiting
-            log.exception("the engine thread ended")
+            log.exception("the engine thread crashed")
             self._post(Failed(kind=Kind.ENGINE, message=error_text(error), ours=True))
         finally:
             give_back()
@@ -179,7 +179,7 @@ class EngineThread:
                 loop.check()
             self._begin(IDLE)
             command = self._inbox.get()
-            self._begin("what it was told")
+            self._begin("handling commands")
             self._carry_out(command, loop)
         while not self._inbox.empty():
             self._carry_out(self._inbox.get(), loop)

@@ -74,7 +74,7 @@ def read(model: Model, path: Path, report: Report) -> None:
         # a file that was cut off meanwhile, a disk that fails, a device that is full
         except (MemoryError, RuntimeError) as error:
             raise AppError(
-                Kind.MODEL_FILES, f"{path}: its weights could not be read: {error}"
+                Kind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
             ) from error
         done += array.nbytes
         if done - told >= _REPORT:
@@ -99,8 +99,9 @@ def _opened(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path
             if name in places:
                 raise AppError(
                     Kind.MODEL_FILES,
-                    f"{shard} holds the tensor {name}, and so does {places[name]}: only one of "
-                    "these files can belong to the model",
+                    f"the tensor {name} is in both {shard} and {places[name]}: remove the "
+                    "file that "
+                    "does not belong to the model",
                 )
             weights[name], places[name] = array, shard
     return weights, places
@@ -113,12 +114,13 @@ def _open(shard: Path) -> dict[str, mx.array]:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, LibraryPanic, OSError) as error:
         raise AppError(
-            Kind.MODEL_FILES, f"{shard} is not a whole safetensors file: {error}"
+            Kind.MODEL_FILES, f"{shard} is not a complete safetensors file: {error}"
         ) from error
     for name, dtype in types.items():
         if dtype not in _READABLE:
             raise AppError(
-                Kind.MODEL_FILES, f"{shard}: the tensor {name} is {dtype}, which MLX does not have"
+                Kind.MODEL_FILES,
+                f"{shard}: the tensor {name} is {dtype}, which MLX does not support",
             )
     # a blob's name does not say what it is
     arrays = mx.load(str(shard), format="safetensors")
@@ -136,8 +138,8 @@ def _allow_open_files(count: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise AppError(
             Kind.MODEL_FILES,
-            f"the model lies in {count} files, for which this process has to be able to open "
-            f"{needed}, and it may open {hard}: raise the limit (ulimit -Hn, LimitNOFILE)",
+            f"the model has {count} files, so this process needs {needed} open files, but its "
+            f"hard limit is {hard}: raise the limit (ulimit -Hn, LimitNOFILE)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -96,8 +96,8 @@ class Admission:
         seconds = self._latency.wait(waiting=max(1, here - parallel), parallel=parallel)
         raise AppError(
             Kind.BUSY,
-            f"the server is busy: {here} requests are here, as many as may run ({parallel}) "
-            f"and wait ({self._max_queue}); try again in about {seconds} s",
+            f"the server is busy: {here} requests are running or queued (at most {parallel} run "
+            f"and {self._max_queue} wait); try again in about {seconds} s",
             retry_after=seconds,
         )
 

@@ -35,8 +35,9 @@ class Alone:
         if self._waiting >= self._most:
             raise AppError(
                 Kind.BUSY,
-                "requests that a runner broke with are tried one at a time, and too many of them "
-                "wait already; try again later",
+                "prompts that were running when the model failed are retried one at a "
+                "time, and too "
+                "many are already waiting; try again later",
                 retry_after=round(self._longest),
             )
         self._waiting += 1

@@ -100,9 +100,10 @@ class Careful:
         if record.weight >= GUILTY:
             raise AppError(
                 Kind.INVALID,
-                f"this prompt is refused: {self._name} broke {record.deaths} times while it was "
-                "evaluated. Change the prompt, or what its answer must follow; an operator can "
-                "unload the model, which forgets this",
+                f"this prompt is refused: {self._name} failed {record.deaths} times while "
+                "evaluating "
+                "it. Change the prompt or its response format; an operator can clear this by "
+                "unloading the model",
                 code="prompt_refused",
             )
         return record.weight > 0

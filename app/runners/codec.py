@@ -80,7 +80,7 @@ class _Codecs:
             return _Coder(None, kind)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return self._dataclass(kind, tagged=False)
-        raise TypeError(f"{kind} does not cross")
+        raise TypeError(f"cannot encode {kind}")
 
     def _union(self, members: tuple[Any, ...]) -> _Coder:
         others = tuple(member for member in members if member is not type(None))
@@ -90,7 +90,7 @@ class _Codecs:
             return _maybe(self._tagged(others))
         coders = [self.of(other) for other in others]
         if any(coder.write or coder.read for coder in coders):
-            raise TypeError(f"nothing tells {others} apart")
+            raise TypeError(f"cannot encode the union of {others}: its members need a tag")
         return _Coder()
 
     def _tagged(self, classes: tuple[type, ...]) -> _Coder:

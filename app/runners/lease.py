@@ -134,7 +134,7 @@ class Leases:
         del self._all[lease]
         if lease.stands == "waits":
             # whoever still waits in another task would do so for ever
-            lease.refuse(AppError(Kind.LOADING, "the request is over"))
+            lease.refuse(AppError(Kind.LOADING, "the request has ended"))
 
     def grant(self, now: float) -> bool:
         """Whether anybody had waited."""
@@ -169,13 +169,13 @@ def again(error: AppError, retry_after: int | None) -> AppError:
 
 
 def stopping() -> AppError:
-    return AppError(Kind.STOPPING, "the server is being stopped", retry_after=_LATER)
+    return AppError(Kind.STOPPING, "the server is shutting down", retry_after=_LATER)
 
 
 def busy(name: str, waiting: int) -> AppError:
     return AppError(
         Kind.BUSY,
-        f"the server is busy: {waiting} requests wait for {name} to be loaded, and no more may; "
+        f"the server is busy: {waiting} requests are already waiting for {name} to load; "
         f"try again in about {_LATER} s",
         retry_after=_LATER,
     )

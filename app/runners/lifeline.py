@@ -53,7 +53,7 @@ def hold(parent: int) -> None:
     """From now on this process ends when `parent` does, whatever else it is doing."""
     if os.getppid() != parent:
         os._exit(_ORPHANED)
-    threading.Thread(target=_wait_for_the_end, name="lifeline", daemon=True).start()
+    threading.Thread(target=_wait_for_the_end, name="parent-watch", daemon=True).start()
 
 
 def _wait_for_the_end() -> None:

@@ -136,7 +136,7 @@ class Line:
         if asking.cancelled() or (error := asking.exception()) is None:
             return
         if not isinstance(error, AppError):
-            log.error("vectors that were asked for cannot be understood", exc_info=error)
+            log.error("cannot decode the response to an embedding job", exc_info=error)
         self._desk.hand_over(Embedded(job=job, error=str(error)))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
@@ -170,7 +170,7 @@ class Line:
                 partial.clear()
             partial += rest
             if len(partial) > _LONGEST_LINE:
-                raise ValueError("a line that does not end")
+                raise ValueError("an event is longer than the maximum line length")
             # what is here already must not keep the others waiting
             await asyncio.sleep(0)
 
@@ -182,8 +182,8 @@ class Line:
             reply = await _answered(lambda: http.post(path, content=body), _SCARCE)
         except OSError as error:
             message = (
-                "the server has no file descriptor left to run the request: try again in a moment, "
-                "or let the server open more files (ulimit -n)"
+                "the server is out of file descriptors and cannot run the request: try again in a "
+                "moment, or raise its limit of open files (ulimit -n)"
             )
             raise AppError(
                 Kind.OVERLOADED, message, code="out_of_resources", retry_after=1
@@ -197,7 +197,7 @@ class Line:
         if reply.status_code == 422:
             raise wire.app_error(wire.PROBLEM.decode(reply.content))
         if not reply.is_success:
-            raise AppError(Kind.ENGINE, f"the engine's process answered {reply.status_code}")
+            raise AppError(Kind.ENGINE, f"the engine's process returned HTTP {reply.status_code}")
         return reply
 
     async def _submitted(self, job: Job) -> None:

@@ -116,7 +116,7 @@ class LocalRunner:
         seconds = (time.monotonic_ns() - beat.at) / 1e9
         if beat.doing == IDLE or seconds < self._settings.watchdog:
             return None
-        return f"the engine has not moved for {seconds:.0f} s ({beat.doing})"
+        return f"the engine has made no progress for {seconds:.0f} s ({beat.doing})"
 
     async def _keep_watch(self) -> None:
         """Tell the log when the engine hangs, and when it goes on, also if nobody asks."""
@@ -127,9 +127,9 @@ class LocalRunner:
             if stall is not None and not hung:
                 log.error("%s", stall)
                 if self._crew is not None:
-                    self._crew.lose(f"{stall}: another rank may hang")
+                    self._crew.lose(f"{stall}: another rank may be hung")
             if stall is None and hung:
-                log.warning("the engine moves again")
+                log.warning("the engine is making progress again")
             hung = stall is not None
 
 

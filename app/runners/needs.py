@@ -58,7 +58,7 @@ async def need(files: ModelFiles, settings: Settings, held: int) -> Need:
         why = f"took longer than {settings.load_timeout:g} s"
         raise _failed(Kind.MODEL_FILES, files, why) from None
     except OSError as error:
-        raise _failed(Kind.ENGINE, files, f"no process can be started: {error}") from error
+        raise _failed(Kind.ENGINE, files, f"cannot start a process: {error}") from error
     if reply.status != 0 or not reply.answer:
         why = f"its process {ended(reply.status)}{reply.reason and f': {reply.reason}'}"
         raise _failed(Kind.MODEL_FILES, files, why)
@@ -69,6 +69,4 @@ async def need(files: ModelFiles, settings: Settings, held: int) -> Need:
 
 
 def _failed(kind: Kind, files: ModelFiles, why: str) -> AppError:
-    return AppError(
-        kind, f"{files.path}: finding out how much memory the model needs failed: {why}"
-    )
+    return AppError(kind, f"{files.path}: estimating the memory that the model needs failed: {why}")

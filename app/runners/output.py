@@ -104,7 +104,7 @@ class Quota:
 def ended(status: int) -> str:
     """How a process ended, as a clause. status: as `subprocess` has it, a signal being negative."""
     if status == -signal.SIGKILL:
-        return "was killed by SIGKILL, perhaps by the system for want of memory"
+        return "was killed by SIGKILL, possibly because the system ran out of memory"
     if status < 0:
         try:
             name = signal.Signals(-status).name

@@ -147,8 +147,7 @@ class Pool:
         if served.pinned:
             raise AppError(
                 Kind.INVALID,
-                f"{served.name} is pinned, so it stays in memory: serve it without `pinned` to be "
-                "able to unload it",
+                f"{served.name} is pinned and cannot be unloaded: serve it without `pinned` first",
                 param="model",
             )
         resident = self.resident(served)
@@ -194,7 +193,7 @@ class Pool:
             try:
                 wake = self._turn(self._clock())
             except Exception:
-                log.exception("it could not be decided who is in memory")
+                log.exception("planning which models to load failed")
                 wake = self._clock() + _AFTER_A_MISTAKE
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if wake is None else wake - self._clock()):
@@ -222,7 +221,7 @@ class Pool:
                     log.warning("%s", action.why)
                     resident.refuse(AppError(Kind.MODEL_FILES, action.why))
                 case Forgo():
-                    log.warning("%s is not loaded now: %s", action.name, action.why)
+                    log.warning("not preloading %s: %s", action.name, action.why)
                     resident.kept = False
         news = bool(decided.actions)
         for name in self._lives:
@@ -297,7 +296,7 @@ class Pool:
         """Unless it is on its way out already: whoever cleans up must not be interrupted."""
         resident = self._residents[name]
         if resident.phase != "leaving":
-            log.info("%s leaves memory", name)
+            log.info("unloading %s", name)
             resident.phase = "leaving"
             self._lives[name].cancel()
 

@@ -113,7 +113,7 @@ class ProcessRunner:
             await self._accompany(files.name, secret, self._spawned)
         except Exception as error:
             if not isinstance(error, OSError):  # which the machine has to answer for
-                log.exception("%s: its process was lost", files.name)
+                log.exception("%s: managing its process failed", files.name)
             message = f"the process of {files.name} could not be started: {error}"
             self._desk.lose(AppError(Kind.ENGINE, message))
             if self._spawned is not None:
@@ -187,8 +187,12 @@ class ProcessRunner:
         except ConnectionError as error:
             log.debug("%s: %s", name, error)
         except Exception:
-            log.exception("%s: its process cannot be understood", name)
-            self._give_up(AppError(Kind.ENGINE, f"the process of {name} cannot be understood"))
+            log.exception("%s: cannot decode a message from its process", name)
+            self._give_up(
+                AppError(
+                    Kind.ENGINE, f"the process of {name} sent a message that cannot be decoded"
+                )
+            )
 
     async def _loaded(self, name: str, status: Ask) -> Ready | None:
         """Looks until the model is there; None when the desk knows that it will not be. A process
@@ -217,7 +221,7 @@ class ProcessRunner:
         except TimeoutError:
             progress = self._desk.status().progress
             still = now() - moved
-            message = f"{name} could not be loaded: nothing moved for {still:.0f} s at {progress} %"
+            message = f"{name} could not be loaded: no progress for {still:.0f} s at {progress} %"
             self._give_up(AppError(Kind.MODEL_FILES, message))
             return None
 
@@ -265,13 +269,13 @@ class ProcessRunner:
                 await asyncio.sleep(_PROBE_AGAIN)
             except TimeoutError:
                 missed += 1
-        self._stall = f"the process of {name} has taken no request for {missed * limit:.0f} s"
+        self._stall = f"the process of {name} has accepted no requests for {missed * limit:.0f} s"
         self._give_up(AppError(Kind.ENGINE, self._stall))
 
     def _give_up_silent(self, name: str, said: str) -> None:
-        message = f"the process of {name} hung up and did not end"
+        message = f"the process of {name} closed its connection and did not exit"
         error = AppError(Kind.ENGINE, f"{message}: {said}" if said else message)
-        self._give_up(error, told="the engine stopped: its process hung up")
+        self._give_up(error, told="the engine stopped: its process closed its connection")
 
     def _give_up(self, error: AppError, *, told: str | None = None) -> None:
         """The process is there and good for nothing. told: as `Desk.lose` has it."""

@@ -86,7 +86,7 @@ def _admit(
     if missing.met:
         return _Step()
     if not applicant.evicts:
-        why = "it is not loaded before somebody asks for it: others would have to leave memory"
+        why = "other models would be evicted for it; its first request will load it"
         return _Step(actions=(Forgo(name=applicant.name, why=why),), last=False)
     candidates = [t for t in staying if t.phase == "ready" and not t.pinned]
     return _make_room(applicant, missing, candidates)
@@ -147,27 +147,30 @@ def _hopeless(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -
     pinned = [t for t in tenants if t.pinned]
     if limits.loaded is not None and len(pinned) >= limits.loaded:
         return (
-            f"{applicant.name} cannot be loaded: {len(pinned)} models are pinned, and no more than "
-            f"{limits.loaded} may be in memory: raise --max-loaded, or pin fewer"
+            f"{applicant.name} cannot be loaded: {len(pinned)} models are pinned, and at most "
+            f"{limits.loaded} can be loaded: raise --max-loaded or pin fewer models"
         )
     if applicant.need is None or limits.total is None:
         return None
     least = applicant.need.least
     needs = f"{applicant.name} needs {in_memory(least)} for weights, KV caches and working space"
-    lower = "ask for a shorter --context or less --parallel, or quantize it"
+    lower = "use a shorter --context, a lower --parallel or --quantize"
     if applicant.most is not None and least > applicant.most:
-        return f"{needs}, and may use {in_memory(applicant.most)}: raise its memory, or {lower}"
+        return (
+            f"{needs}, but may use only {in_memory(applicant.most)}: raise its memory, or {lower}"
+        )
     kept = sum(t.share for t in pinned)
     if least <= limits.total - kept:
         return None
     if kept and least <= limits.total:
         names = ", ".join(sorted(t.name for t in pinned))
         return (
-            f"{needs}, and {in_memory(limits.total - kept)} are left beside what is pinned "
-            f"({names}): pin less, give it less memory of its own, raise --memory, or {lower}"
+            f"{needs}, but the pinned models ({names}) leave only "
+            f"{in_memory(limits.total - kept)}: "
+            f"pin fewer models, lower their memory, raise --memory, or {lower}"
         )
     together = in_memory(limits.total)
-    return f"{needs}, and all models together may use {together}: raise --memory, or {lower}"
+    return f"{needs}, but all models together may use only {together}: raise --memory, or {lower}"
 
 
 def _share(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -> int | None:

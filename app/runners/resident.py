@@ -127,7 +127,7 @@ class Resident:
                     await self.leases.ready(self._clock())
                 return runner
         except TimeoutError:
-            message = f"{self.served.name} is still not in memory again, try again"
+            message = f"{self.served.name} is still being reloaded, try again"
             raise AppError(Kind.LOADING, message, retry_after=_LOADING_AGAIN) from None
 
     def _runner_in_service(self) -> Runner | None:
@@ -224,7 +224,7 @@ class Resident:
             try:
                 await runner.stop()
             except Exception:
-                log.exception("the runner of %s did not stop as it should", self.served.name)
+                log.exception("stopping the runner of %s failed", self.served.name)
 
     def gone(self) -> None:
         """To be said when `live` is over, also if it never began."""
@@ -314,7 +314,7 @@ class Resident:
 
     def _died(self, loss: RunnerLoss, lived: float) -> None:
         self._broke = True
-        error = AppError(Kind.ENGINE, f"{self.served.name} broke: {loss.message}")
+        error = AppError(Kind.ENGINE, f"{self.served.name} failed: {loss.message}")
         log.error("%s", error.message)
         error = self._discreet(error)
         self.health = after_death(self.health, self._clock(), lived, error, self._patience)

@@ -32,7 +32,9 @@ def private_scratch(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
             continue
         if _is_ours(folder) and _can_hold_code(folder):
             return {"TMPDIR": str(folder)}
-    log.warning("no folder of our own for compiled code: some operations will be slower")
+    log.warning(
+        "no private directory for compiled code: MLX compilation is off, some operations are slower"
+    )
     return {"MLX_DISABLE_COMPILE": "1"}
 
 

@@ -157,7 +157,7 @@ class Service:
 
     async def _tell_news(self, request: Request) -> Response:
         if self._heard:
-            raise AppError(Kind.INVALID, "somebody reads the updates already")
+            raise AppError(Kind.INVALID, "the updates already have a reader")
         self._heard = True
         return StreamingResponse(self._lines(), media_type="application/jsonl")
 
@@ -212,7 +212,7 @@ class Service:
             while len(self._cancelled) > _MOST_CANCELLED:
                 self._cancelled.popitem(last=False)
         self._thread.cancel(job, keep=None if keep is None else int(keep))
-        self._hand_over(Embedded(job=job, error="it was cancelled"))
+        self._hand_over(Embedded(job=job, error="the job was cancelled"))
         return Response(status_code=204)
 
     async def _probe(self, request: Request) -> Response:
@@ -283,7 +283,7 @@ class _Locked:
         if secrets.compare_digest(brought, self._expected):
             await self._app(scope, receive, send)
         else:
-            await PlainTextResponse("no", status_code=401)(scope, receive, send)
+            await PlainTextResponse("unauthorized", status_code=401)(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

@@ -136,7 +136,7 @@ class Spawned:
         try:
             await asyncio.wait_for(self.gone(), _GRACE)
         except TimeoutError:
-            log.warning("%s: the process did not end within %.0f s", self._name, _GRACE)
+            log.warning("%s: the process did not exit within %.0f s", self._name, _GRACE)
             self.kill()
             await self.gone()
 
@@ -186,6 +186,6 @@ class Spawned:
         shown = logging.DEBUG if self._ending else level
         if quota.admits(now):
             if held := quota.held():
-                log.warning("%s: %d more lines were not shown", self._name, held)
+                log.warning("%s: %d more lines were suppressed", self._name, held)
             log.log(shown, "%s: %s", self._name, line)
         return level

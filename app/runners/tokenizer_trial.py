@@ -113,15 +113,13 @@ class TokenizerTrials:
         except TimeoutError:
             why = f"takes longer than {limits.wall:g} s"
         except OSError as error:
-            message = (
-                f"{files.tokenizer}: no process can be started to try the tokenizer out: {error}"
-            )
+            message = f"{files.tokenizer}: cannot start a process to check the tokenizer: {error}"
             raise AppError(Kind.ENGINE, message) from error
         else:
             if reply.status == 0 and reply.answer:
                 return Codec[Answer](Answer).decode(reply.answer).refused
             why = _why(reply, memory, limits.cpu)
-        return f"{files.tokenizer} is not a tokenizer that can be used: trying it out {why}"
+        return f"{files.tokenizer} is not a usable tokenizer: checking it {why}"
 
 
 def _identity(files: ModelFiles) -> _Identity:
@@ -137,5 +135,5 @@ def _why(reply: Reply, memory: int, cpu: int) -> str:
     if reply.status == OUT_OF_MEMORY or any(sign in reply.reason for sign in _ALLOCATION):
         return f"needs more than {memory >> 20} MiB of memory"
     if reply.status == -signal.SIGXCPU:
-        return f"takes more than {cpu} s of processor time"
+        return f"takes more than {cpu} s of CPU time"
     return f"fails: its process {ended(reply.status)}{reply.reason and f': {reply.reason}'}"

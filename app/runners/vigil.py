@@ -35,10 +35,10 @@ class Vigil:
             return None
         self._silent += 1
         if self._silent > self._enough:
-            return f"the engine's process has said nothing for {self._seconds(self._silent)} s"
+            return f"the engine's process has sent nothing for {self._seconds(self._silent)} s"
         if self._same >= self._enough and self._stage is not None:
             seconds = self._seconds(self._same)
-            return f"the engine has not moved for {seconds} s ({self._stage.doing})"
+            return f"the engine has made no progress for {seconds} s ({self._stage.doing})"
         return None
 
     def _seconds(self, count: int) -> str:

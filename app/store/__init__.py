@@ -94,7 +94,7 @@ def _reader(name: _Name, find: Callable[[_Name], ModelFiles | None]) -> Callable
     def read() -> ModelFiles:
         found = find(name)
         if found is None:
-            raise NotHere(f"{name} was removed just now")
+            raise NotHere(f"{name} was removed while it was being read")
         return found
 
     return read
@@ -128,18 +128,20 @@ def _not_here(wanted: Name) -> NotHere:
     if wanted.hub is None and wanted.ollama is None:
         return NotHere(f"{wanted.text} is not a folder: check the path")
     is_folder = wanted.folder is not None and wanted.folder.is_dir()
-    looked = ["no model in the folder of that name" if is_folder else "no such folder"]
+    looked = ["the folder of that name holds no model" if is_folder else "no such folder"]
     if wanted.hub is not None:
         from app.store.hub import cached
 
-        looked.append(f"nothing in the Hugging Face cache ({cached.cache_folder()})")
+        looked.append(f"not in the Hugging Face cache ({cached.cache_folder()})")
     if wanted.ollama is not None:
-        looked.append(f"nothing in Ollama's store ({manifest.root()})")
-    said = f"{wanted.text} is not here: {', '.join(looked)}"
+        looked.append(f"not in Ollama's store ({manifest.root()})")
+    said = f"model {wanted.text} was not found: {', '.join(looked)}"
     if wanted.hub is None:
-        return NotHere(f"{said}; `mlxrunner list` shows what is, `ollama pull` may fetch it")
+        return NotHere(
+            f"{said}; run `mlxrunner list` to see local models, or download it with `ollama pull`"
+        )
     return NotHere(
-        f"{said}; type `mlxrunner pull {wanted.text}` to download it, or serve it with --pull",
+        f"{said}; run `mlxrunner pull {wanted.text}` to download it, or serve it with --pull",
         hub=wanted.hub,
     )
 

@@ -68,7 +68,7 @@ class Verified:
         if not fresh:
             return
         if (size := sum(marks[path][0] for path in fresh)) >= _WORTH_A_WORD:
-            log.info("checking the digests of %s, which is done once", in_bytes(size))
+            log.info("verifying the SHA-256 digests of %s (once per file)", in_bytes(size))
         found = _hashed(fresh)
         for path in fresh:
             if found[path] != files[path]:

@@ -28,12 +28,12 @@ def is_there(path: Path) -> bool:
         found = os.stat(path)
     except FileNotFoundError as error:
         if path.is_symlink():
-            raise unreadable(path, "it is a link to a file that is not there") from error
+            raise unreadable(path, "it is a link to a missing file") from error
         return False
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
         raise unreadable(path, _reason(error)) from error
     if not stat.S_ISREG(found.st_mode):
-        raise unreadable(path, "it is not a plain file")
+        raise unreadable(path, "it is not a regular file")
     return True
 
 
@@ -94,7 +94,7 @@ def _read(path: Path, *, most: int) -> bytes:
     except OSError as error:
         raise unreadable(path, _reason(error)) from error
     if len(content) > most:
-        raise unreadable(path, f"it has more than {most >> 20} MiB, which none of its kind has")
+        raise unreadable(path, f"it is larger than {most >> 20} MiB, the limit for such files")
     return content
 
 

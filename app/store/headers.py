@@ -106,11 +106,15 @@ def read(path: Path) -> Header:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_SIZE), "little")
             if size < _SIZE:
-                raise _broken(path, f"it has {size} bytes, and its first 8 tell how it goes on")
+                raise _broken(path, f"it has {size} bytes, fewer than the 8-byte header length")
             if length > _LONGEST:
-                raise _broken(path, f"its header claims {length} bytes, more than the format has")
+                raise _broken(
+                    path, f"its header length is {length} bytes, more than the format allows"
+                )
             if length > size - _SIZE:
-                raise _broken(path, f"its header claims {length} bytes, and {size - _SIZE} follow")
+                raise _broken(
+                    path, f"its header length is {length} bytes, but only {size - _SIZE} follow"
+                )
             text = file.read(length)
     except OSError as error:
         raise _broken(path, error.strerror or str(error)) from error
@@ -127,7 +131,7 @@ def _stat_of(path: Path) -> os.stat_result:
     """Opening a pipe would wait for somebody to write into it. Raises OSError."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise _broken(path, "it is not a plain file")
+        raise _broken(path, "it is not a regular file")
     return found
 
 
@@ -152,7 +156,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{_shown(name)} is there twice")
+        raise ValueError(f"{_shown(name)} appears twice")
     return made
 
 
@@ -163,28 +167,29 @@ def _metadata(path: Path, told: Any) -> dict[str, str]:
         raise _broken(path, "its __metadata__ is not an object")
     metadata = cast(dict[str, Any], told)
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its __metadata__ holds something other than text")
+        raise _broken(path, "its __metadata__ has a value that is not a string")
     return cast(dict[str, str], metadata)
 
 
 def _tensor(path: Path, name: str, told: Any) -> Tensor:
     if not name.isprintable():  # it would stand in messages and logs
-        raise _broken(path, f"the name {_shown(name)} holds characters that cannot be shown")
+        raise _broken(path, f"the tensor name {_shown(name)} contains unprintable characters")
     match told:
         case {"dtype": str(dtype), "shape": list(), "data_offsets": [int(start), int(end)]}:
             shape = cast("list[Any]", told["shape"])
         case _:
-            raise _broken(path, f"{_shown(name)} is not told by dtype, shape and data_offsets")
+            raise _broken(path, f"{_shown(name)} needs dtype, shape and data_offsets")
     if dtype not in BITS:
-        raise _broken(path, f"{_shown(name)} is of type {_shown(dtype)}, which does not exist")
+        raise _broken(path, f"{_shown(name)} has the unknown dtype {_shown(dtype)}")
     elements = _elements(shape)
     if elements is None:
-        raise _broken(path, f"the shape of {_shown(name)} is absurd")
+        raise _broken(path, f"the shape of {_shown(name)} is invalid")
     if isinstance(start, bool) or isinstance(end, bool) or not 0 <= start <= end <= _MOST_ELEMENTS:
-        raise _broken(path, f"the data_offsets of {_shown(name)} are absurd")
+        raise _broken(path, f"the data_offsets of {_shown(name)} are invalid")
     if elements * BITS[dtype] != (end - start) * 8:
         raise _broken(
-            path, f"{_shown(name)} has {end - start} bytes, but its type and shape ask for others"
+            path,
+            f"{_shown(name)} has {end - start} bytes, which does not match its dtype and shape",
         )
     return Tensor(dtype=dtype, shape=tuple(shape), start=start, end=end)
 
@@ -211,13 +216,15 @@ def _check_tiled(path: Path, tensors: Mapping[str, Tensor], *, data: int) -> Non
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != at:
-            kind = "overlaps" if tensor.start < at else "leaves a hole behind"
-            raise _broken(path, f"{_shown(name)} {kind} what comes before it")
+            kind = "overlaps" if tensor.start < at else "leaves a gap after"
+            raise _broken(path, f"{_shown(name)} {kind} the tensor before it")
         at = tensor.end
     if at > data:
-        raise _broken(path, f"it was cut off: its tensors have {at} bytes, and {data} are there")
+        raise _broken(
+            path, f"it is truncated: its tensors need {at} bytes, but the file has {data}"
+        )
     if at < data:
-        raise _broken(path, f"its tensors have {at} bytes, and {data} are there")
+        raise _broken(path, f"its tensors have {at} bytes, but the file has {data}")
 
 
 def _shown(name: str) -> str:
@@ -229,4 +236,4 @@ def _clause(error: Exception) -> str:
 
 
 def _broken(path: Path, why: str) -> AppError:
-    return AppError(Kind.MODEL_FILES, f"{path} is not a whole safetensors file: {why}")
+    return AppError(Kind.MODEL_FILES, f"{path} is not a valid safetensors file: {why}")

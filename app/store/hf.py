@@ -40,7 +40,7 @@ def read(folder: Path, *, name: str) -> ModelFiles:
     tokenizer = folder / "tokenizer.json"
     if not is_there(tokenizer):
         raise _bad(
-            f"{folder} has no tokenizer.json, the only kind of tokenizer that is read: save the "
+            f"{folder} has no tokenizer.json, the only supported tokenizer format: save the "
             "tokenizer with transformers' AutoTokenizer, which writes one"
         )
     if "auto_map" in config:
@@ -64,7 +64,9 @@ def read(folder: Path, *, name: str) -> ModelFiles:
 
 def _without_config(folder: Path) -> AppError:
     if any(folder.glob(_GGUF)):
-        return _bad(f"{folder} holds a GGUF file, which is not read here: take the model's {_OURS}")
+        return _bad(
+            f"{folder} contains a GGUF file, which is not supported: use the model's {_OURS}"
+        )
     return _bad(f"{folder} has no config.json: it is not a model folder")
 
 
@@ -92,12 +94,12 @@ def _loose_shards(folder: Path) -> Sequence[Path]:
     if every:
         return [path for path in every if path.name.startswith("model")] or every
     if any(folder.glob(_GGUF)):
-        why = "but a GGUF file, which is not read here"
+        why = "but a GGUF file, which is not supported"
     elif any(path for pattern in _PICKLES for path in folder.glob(pattern)):
-        why = "but a pickle, which is a program and never opened"
+        why = "but a pickle file, which can run code and is never opened"
     else:
         raise _bad(f"{folder} has no .safetensors file")
-    raise _bad(f"{folder} has no .safetensors file, {why}: take the model's {_OURS}")
+    raise _bad(f"{folder} has no .safetensors file, {why}: use the model's {_OURS}")
 
 
 def _weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
@@ -108,11 +110,13 @@ def _weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
     places = cast(dict[str, Any], found)
     for name in set(map(_text, places.values())):
         if name is None:
-            raise _bad(f"{path}: the values of weight_map must be names of files")
+            raise _bad(f"{path}: the values of weight_map must be file names")
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise _bad(f"{path} names {name[:200]!r}, which is not a safetensors file beside it")
+            raise _bad(
+                f"{path} lists {name[:200]!r}, which is not a safetensors file in the same folder"
+            )
         if not is_there(path.parent / name):
-            raise _bad(f"{path.parent} lacks {name}, which {_INDEX} names")
+            raise _bad(f"{path.parent} has no {name}, which {_INDEX} lists")
     return places
 
 
@@ -120,7 +124,7 @@ def _check_apart(shards: Iterable[Header]) -> None:
     seen: dict[str, Path] = {}
     for header in shards:
         for name in header.tensors.keys() & seen.keys():
-            raise _bad(f"{header.path} holds {name}, and so does {seen[name].name}")
+            raise _bad(f"tensor {name} is in both {header.path} and {seen[name].name}")
         seen.update(dict.fromkeys(header.tensors, header.path))
 
 
@@ -130,7 +134,7 @@ def _check_promises(path: Path, places: Mapping[str, str], shards: Iterable[Head
     if broken:
         told = ", ".join(f"{name} in {file}" for name, file in broken[:_NAMED])
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
-        raise _bad(f"{path} promises tensors that are not there: {told}{more}")
+        raise _bad(f"{path} lists tensors that are missing: {told}{more}")
 
 
 def _text(value: Any) -> str | None:

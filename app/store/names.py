@@ -73,7 +73,7 @@ def parse(text: str) -> Name:
     if "\0" in text or not text.strip():
         raise _refused(text, "is not the name of a model")
     if "://" in text:
-        raise _refused(text, "is an address: give the name alone, such as org/name")
+        raise _refused(text, "is a URL: give only the name, such as org/name")
     folder = Path(text)
     if text.startswith("~"):
         folder = _expanded(folder)
@@ -83,7 +83,7 @@ def parse(text: str) -> Name:
     if name.hub is None and name.ollama is None and not folder.is_dir():
         raise _refused(
             text,
-            "is not a folder, nor spelled as a name: org/name or org/name@revision on the hub, "
+            "is neither a folder nor a valid model name: org/name or org/name@revision on the hub, "
             "name:tag or namespace/name:tag in Ollama's store",
         )
     return name

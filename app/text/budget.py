@@ -41,12 +41,12 @@ class Budget:
         """Raises TimeoutError, Cancelled."""
         self._token.check()
         if time.monotonic() > self._end:
-            raise TimeoutError(f"it takes longer than {self._seconds:g} seconds")
+            raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
 
     def afford(self, count: int) -> None:
         """Raises MemoryError if `count` characters are more than is left."""
         if count > self._left:
-            raise MemoryError(f"it makes more than {self._characters} characters")
+            raise MemoryError(f"rendering produces more than {self._characters} characters")
 
     def spend(self, made: object) -> None:
         """Count what was made. Raises as `afford` does."""

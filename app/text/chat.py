@@ -139,8 +139,8 @@ def _sources(files: ModelFiles) -> dict[str, str]:
                 break
     if "default" not in sources:
         message = (
-            f"chat_template in tokenizer_config.json of {files.path} must be a template, or a list "
-            'of {"name": …, "template": …} with a "default" among them'
+            f"chat_template in tokenizer_config.json of {files.path} must be a template or a list "
+            'of {"name": …, "template": …} that includes a "default"'
         )
         raise AppError(Kind.MODEL_FILES, message)
     return sources
@@ -198,10 +198,10 @@ def arguments_of(call: CalledTool, field: str) -> dict[str, Any]:
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
     except (ValueError, RecursionError) as error:
-        message = f"{field} is not JSON ({error}): send the text of a JSON object"
+        message = f"{field} is not valid JSON ({error}): send a JSON object as a string"
         raise AppError(Kind.INVALID, message, param=field) from error
     if not isinstance(arguments, dict):
-        message = f"{field} is JSON but not an object: send arguments by name"
+        message = f"{field} must be a JSON object with the arguments by name"
         raise AppError(Kind.INVALID, message, param=field)
     return cast("dict[str, Any]", arguments)
 

@@ -242,7 +242,8 @@ class _Composer:
         if not is_token and budget is not None:
             raise AppError(
                 Kind.INVALID,
-                f"thinking_budget cannot be kept for this model: {tags.close} is no token of it",
+                "thinking_budget is not supported for this model: its tokenizer has no "
+                f"{tags.close} token",
                 param="thinking_budget",
             )
         if not is_token:

@@ -50,7 +50,7 @@ def percent(budget: Budget, form: Any, given: Any) -> int:
     total = len(form) + form.count("%") * budget.weigh(given)
     for width, precision in _CONVERSION.findall(form):
         if "*" in (width, precision):
-            raise ValueError("a * in a format is not supported: write the width")
+            raise ValueError("* as a width in a format is not supported: write a number")
         total += _number(width) + _number(precision)
     return total
 

@@ -65,8 +65,7 @@ def _checked(name: str, chain: Json, factors: _Factors, most: float) -> float:
     product = min(math.prod(_factor(part, factors) for part in _flat(chain)), 1e300)
     if product > most:
         raise ValueError(
-            f"its {name} can make a text {product:.3g} times as long, and {most} times is the most "
-            "that is accepted"
+            f"its {name} can make a text {product:.3g} times as long; the limit is {most} times"
         )
     return product
 

@@ -63,8 +63,8 @@ def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
         return [*begin, before, *head, between, *tail, middle]
     raise AppError(
         Kind.INVALID,
-        "this model was not trained to fill in: its tokenizer has no tokens that mark a prefix "
-        "and a suffix; leave suffix out",
+        "this model does not support fill-in-the-middle: its tokenizer has no tokens for a prefix "
+        "and a suffix; omit suffix",
         param="suffix",
     )
 

@@ -98,7 +98,7 @@ def _decode_all(tokenizer: Tokenizer) -> None:
         if spelled > _MOST_SPELLED:
             raise AppError(
                 Kind.MODEL_FILES,
-                f"its tokens spell more than {_MOST_SPELLED >> 20} MiB of text together",
+                f"its tokens decode to more than {_MOST_SPELLED >> 20} MiB of text",
             )
 
 

@@ -168,5 +168,5 @@ class Conversations:
 def _check_choice(request: GenerateRequest) -> None:
     choice = request.tool_choice
     if isinstance(choice, NamedTool) and all(t.name != choice.name for t in request.tools):
-        message = f"tool_choice names {quote_client(repr(choice.name))}, which is none of the tools"
+        message = f"tool_choice names {quote_client(repr(choice.name))}, which is not in tools"
         raise AppError(Kind.INVALID, message, param="tool_choice")

@@ -72,7 +72,7 @@ class Template:
             self.variables = frozenset(find_undeclared_variables(parsed))
         except Exception as error:  # Jinja's, or Python's about what Jinja made of it
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-            message = f"the chat template in {place} is broken{line}: {_clause(error)}"
+            message = f"the chat template in {place} is invalid{line}: {_clause(error)}"
             raise AppError(Kind.MODEL_FILES, message) from error
 
     def render(

@@ -49,10 +49,10 @@ def _effort(
     if effort in _OFF and not reasons:
         return {}
     if effort in _OFF:
-        message = "this model always reasons: use thinking_budget to limit it"
+        message = "this model always reasons: set thinking_budget to limit it"
         raise AppError(Kind.INVALID, message, param="reasoning_effort")
     if not reasons:
-        message = "this model does not reason before it answers: leave reasoning_effort out"
+        message = "this model does not support reasoning: omit reasoning_effort"
         raise AppError(Kind.INVALID, message, param="reasoning_effort")
     return {}
 
@@ -60,5 +60,5 @@ def _effort(
 def check_budget(thinking: Thinking, *, reasons: bool) -> None:
     """Raises AppError(INVALID) for a budget of something that does not happen."""
     if thinking.budget is not None and not reasons:
-        message = "this model does not reason before it answers: leave thinking_budget out"
+        message = "this model does not support reasoning: omit thinking_budget"
         raise AppError(Kind.INVALID, message, param="thinking_budget")

@@ -75,7 +75,7 @@ class Tokenizer:
         if not path.is_file():
             raise AppError(Kind.MODEL_FILES, f"{path} is missing: a model needs its tokenizer.json")
         add_bos = files.tokenizer_config.get("add_bos_token")
-        with _Reported(Kind.MODEL_FILES, f"{path} is not a tokenizer that can be used"):
+        with _Reported(Kind.MODEL_FILES, f"{path} is not a usable tokenizer"):
             inner = tokenizers.Tokenizer.from_file(str(path))
             return Tokenizer(
                 inner,
@@ -96,7 +96,7 @@ class Tokenizer:
         that itself. No EOS ever ends it: the text is there to be continued.
         Raises AppError(INVALID).
         """
-        with _Reported(Kind.INVALID, "this model's tokenizer has no tokens for the text"):
+        with _Reported(Kind.INVALID, "this model's tokenizer cannot encode the text"):
             self._check_growth(text)
             try:
                 # lets other threads run meanwhile; without offsets it is twice as fast
@@ -141,7 +141,7 @@ class Tokenizer:
                 raise _surrogate() from error
             written += len(piece.encode())
             if written * growth.pre_tokenizer > most:
-                message = "the text is too long: this model's tokenizer makes it many times longer"
+                message = "the text is too long after this model's tokenizer has normalized it"
                 raise AppError(Kind.INVALID, message)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -202,7 +202,7 @@ class Tokenizer:
     def _text(self, ids: Sequence[int]) -> str:
         """Raises AppError(MODEL_FILES): ids that the model samples are nobody's mistake."""
         if self.spelling is None:
-            with _Reported(Kind.MODEL_FILES, "this model's tokenizer has no text for tokens"):
+            with _Reported(Kind.MODEL_FILES, "this model's tokenizer cannot decode tokens"):
                 return self._inner.decode(ids, skip_special_tokens=False)
         raw = b"".join(map(self.token_bytes, ids))
         if self.spelling.strips_space:
@@ -257,8 +257,8 @@ _REPORTED_BROKEN = _Reported(Kind.MODEL_FILES, _BROKEN)
 
 def _surrogate() -> AppError:
     message = (
-        "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character: "
-        "send both halves or neither"
+        "the text contains an unpaired surrogate (\\ud800 to \\udfff), which is not a character: "
+        "send the whole pair or omit it"
     )
     return AppError(Kind.INVALID, message)
 

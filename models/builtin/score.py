@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=HELD_BACK.parent)
     parser.add_argument("--questions", type=Path, default=HELD_BACK)
-    parser.add_argument("--markdown", action="store_true", help="print the model card's table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the model card")
     arguments = parser.parse_args()
     # whoever only judges, such as the bench and the tests, needs no numpy
     from models.builtin.reference import answerer

@@ -84,8 +84,13 @@ class Batch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=Recipe().seed)
-    parser.add_argument("--part", type=float, default=1.0, help="of the work, to try it out")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write")
+    parser.add_argument(
+        "--part",
+        type=float,
+        default=1.0,
+        help="share of the conversations and steps, for a trial run",
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write the model to")
     options = parser.parse_args()
     out: Path = options.out
     recipe = Recipe(seed=options.seed)
@@ -105,7 +110,7 @@ def refuse_held_back(conversations: Iterable[Conversation]) -> None:
     held_back = {normalize(question.question) for question in questions(HELD_BACK)}
     for conversation in conversations:
         for ask, _ in conversation.turns:
-            assert normalize(ask) not in held_back, f"held back, yet in the corpus: {ask}"
+            assert normalize(ask) not in held_back, f"a held-out question is in the corpus: {ask}"
 
 
 def part_of(whole: Round, part: float) -> Round:

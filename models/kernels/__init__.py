@@ -72,10 +72,14 @@ def _load() -> tuple[Any, bool, str | None]:
             raise
         return None, False, backend.why_not_built(Path(__file__).parent)
     except ImportError as error:  # made for another Python, or another MLX
-        return None, True, f"they cannot be loaded, build them again with `make`: {error}"
+        return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
     if ours != theirs:
-        return None, True, f"they were built for MLX {ours}, and this is {theirs}: run `make` again"
+        return (
+            None,
+            True,
+            f"the kernels were built for MLX {ours}, but MLX {theirs} is installed; run `make`",
+        )
     try:
         found.isa()  # chosen now: the first work there is would be an odd place to be refused
     except RuntimeError as error:

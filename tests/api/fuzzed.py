@@ -29,25 +29,25 @@ CHECKS = (
 # the documents tell them in words. By what the refusal says.
 BETWEEN_FIELDS = (
     "exclude each other",
-    "are the same",
-    "is said twice",
+    "are aliases",
+    "duplicates the field",
     "is only allowed with tools",
     "must be the name of one of the tools",
     "two tools have the name",
     "cannot be combined with",
-    "are allowed",  # min_tokens beyond max_tokens
+    "but max_tokens is",  # min_tokens beyond max_tokens
     "must be at least n",
     "cannot be streamed",
-    "are made for one request",
-    "structured_outputs must hold one of",  # and not only nulls
-    "the body must hold exactly one of",
+    "choices; a request may have at most",
+    "structured_outputs must contain one of",  # and not only nulls
+    "the body must contain exactly one of",
     # calls and their results
     "must be a response to a preceding message",
     "not found in 'tool_calls' of previous message",
     "must be followed by tool messages",
     # of responses: what is kept here, and what a server with other settings would do
-    "is not kept here",
-    "must hold something to answer",
+    "was not found",
+    "must contain at least one item for the model",
     "truncation cannot be",
 )
 

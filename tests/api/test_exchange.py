@@ -301,7 +301,7 @@ def test_a_fault_of_ours_amid_a_stream_ends_it_without_details(
     assert reply.complete
     assert b"internal error" in reply.body
     assert b"secret" not in reply.body
-    assert "an answer broke off" in caplog.text
+    assert "a response stream failed" in caplog.text
     assert generate.left == 1
 
 

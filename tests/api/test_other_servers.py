@@ -122,7 +122,7 @@ def documented() -> list[tuple[str, str, str, str]]:
 
 
 def test_the_document_has_the_same_table():
-    kinds = {"number": "a number", "text": "a text", "texts": "a text, or a list of texts"}
+    kinds = {"number": "a number", "text": "a text", "texts": "a string or a list of strings"}
     assert documented() == [
         (
             row.name,

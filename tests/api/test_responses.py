@@ -196,7 +196,10 @@ def test_large_responses_of_one_key_do_not_cost_another_one_its_own():
     assert server("GET", f"{URL}/{made['id']}", key="light").json == made
     too_large = server.create(key="heavy", input="x" * (5 << 20))
     refused = server("GET", f"{URL}/{too_large['id']}", key="heavy")
-    assert (refused.status, "4 MiB are not kept" in refused.body.decode()) == (404, True)
+    assert (refused.status, "larger than 4 MiB are not stored" in refused.body.decode()) == (
+        404,
+        True,
+    )
 
 
 def test_what_is_kept_is_told_as_documented(server: Server):
@@ -211,7 +214,7 @@ def test_no_response_here_can_be_cancelled(server: Server):
     made = server.create()
     reply = server("POST", f"{URL}/{made['id']}/cancel")
     assert reply.status == 400
-    assert "in the background" in reply.error["message"]
+    assert "only background responses can be cancelled" in reply.error["message"]
     assert server("POST", f"{URL}/none/cancel").status == 404
 
 

@@ -157,7 +157,7 @@ def test_what_is_kept_can_be_listed_and_deleted(client: OpenAI):
 
 def test_nothing_can_be_cancelled(client: OpenAI):
     response = client.responses.create(model=MODEL, input="hi")
-    with pytest.raises(openai.BadRequestError, match="in the background"):
+    with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
         client.responses.cancel(response.id)
 
 

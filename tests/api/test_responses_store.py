@@ -47,7 +47,7 @@ def test_a_conversation_is_everything_that_was_said_in_order():
 
 
 def test_a_response_that_is_not_kept_has_the_code_that_clients_look_for():
-    with pytest.raises(AppError, match="'none' is not kept here") as raised:
+    with pytest.raises(AppError, match="'none' was not found") as raised:
         ResponseStores().of("").chain("none")
     assert raised.value.code == "previous_response_not_found"
     assert raised.value.param == "previous_response_id"
@@ -56,7 +56,7 @@ def test_a_response_that_is_not_kept_has_the_code_that_clients_look_for():
 def test_a_chain_with_a_gap_names_what_is_missing():
     store = holding(kept("a"), kept("b", "a"))
     store.forget("a")
-    with pytest.raises(AppError, match="'b' continues 'a', which is not kept"):
+    with pytest.raises(AppError, match="'b' continues 'a', which was not found"):
         store.chain("b")
 
 

@@ -120,7 +120,7 @@ def test_more_clients_than_there_are_files_for(victim: Victim):
         assert {reply.status_code for reply in refused} <= {429, 503}
         assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
         assert len(refused) < 330
-        assert "it accepts 160 at a time" in server.text()
+        assert "accepting at most 160 connections" in server.text()
         assert "Traceback" not in server.text()
         assert "Too many open files" not in server.text()
 

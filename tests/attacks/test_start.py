@@ -17,14 +17,14 @@ def ended(*arguments: str, **variables: str) -> str:
 
 def test_strangers_are_not_served_by_accident() -> None:
     [line] = ended("--host", "0.0.0.0").splitlines()
-    assert line.startswith("mlxrunner: listening on 0.0.0.0 would serve anyone")
+    assert line.startswith("mlxrunner: listening on 0.0.0.0 without API keys lets anyone")
     assert "--api-keys" in line
     assert "--allow-anyone" in line
 
 
 def test_strangers_behind_a_proxy_are_not_served_by_accident() -> None:
     [line] = ended("--allowed-host", "llm.example.org").splitlines()
-    assert line.startswith("mlxrunner: --allowed-host llm.example.org would serve anyone")
+    assert line.startswith("mlxrunner: --allowed-host llm.example.org without API keys lets anyone")
     assert "--api-keys" in line
     assert "--allow-anyone" in line
 

@@ -66,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.what:
         if name not in CHOICES:
-            parser.error(f"{name} is none of {', '.join(CHOICES)}")
+            parser.error(f"unknown measurement {name}; choose from {', '.join(CHOICES)}")
     wanted = arguments.what or CHOICES
     print(_machine(arguments.size), flush=True)
     if "start" in wanted:
@@ -112,7 +112,7 @@ def _machine(size: str) -> str:
 
 def _traces() -> str:
     if not SHARED.is_dir():
-        return "traces: not replayed (needs ../shared/data, which is not here)"
+        return "traces: not replayed (../shared/data is missing)"
     return replay.report(SHARED)
 
 

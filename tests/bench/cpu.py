@@ -128,8 +128,8 @@ def bare(plan: Plan, raw: Path | None = None) -> Iterator[str]:
 
 
 _SAID = (
-    "Tokens/s, ours / theirs = **ratio** (least to most of the rounds' ratios). Decode: greedy, of "
-    f"so many streams together, from {CACHED} positions on; prefill: {PROMPT} tokens at once."
+    "Tokens/s, ours / theirs = **ratio** (range of the rounds' ratios). Decode: greedy, with "
+    f"so many streams together, after {CACHED} cached positions; prefill: {PROMPT} tokens at once."
 )
 _SAID_OF_STOCK = (
     f"{_SAID} Stock MLX has one thread, and is measured beside ours on the fewest; [n, r] is where "
@@ -137,7 +137,7 @@ _SAID_OF_STOCK = (
 )
 _SAID_OF_LLAMA = (
     f"{_SAID} Threads are those that compute: with one, Python builds the graph of the next step "
-    "on another meanwhile, which llama.cpp has no need of."
+    "on another thread meanwhile, which llama.cpp does not need."
 )
 
 
@@ -217,12 +217,18 @@ def _arguments() -> argparse.Namespace:
             help=f"of {', '.join(map(str, choices or default))} (%(default)s)",
         )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=2.0, help="s a cell, arm and round")
-    parser.add_argument("--raw", type=Path, help="append each measurement, a line of JSON")
+    parser.add_argument(
+        "--budget", type=float, default=2.0, help="seconds per cell, backend and round"
+    )
+    parser.add_argument(
+        "--raw", type=Path, help="append each measurement to this file as a line of JSON"
+    )
     parser.add_argument("--plot", type=Path, help=f"of HTTP ({cpu_http.PLOT}, of a whole run)")
-    parser.add_argument("--size", choices=list(SHAPES), default="110M", help="of profile")
-    parser.add_argument("--format", choices=list(FORMATS), default="q4", help="of profile")
-    parser.add_argument("--streams", type=int, default=1, help="of profile; 0 is a prefill")
+    parser.add_argument("--size", choices=list(SHAPES), default="110M", help="for profile")
+    parser.add_argument("--format", choices=list(FORMATS), default="q4", help="for profile")
+    parser.add_argument(
+        "--streams", type=int, default=1, help="for profile: streams, or 0 for a prefill"
+    )
     return parser.parse_args()
 
 

@@ -87,7 +87,7 @@ def report(threads: int, rounds: int, llama: str | None, plot: Path | None) -> s
         plot.write_text(chart(found))
     told = (
         f"{SIZE}, {threads} threads; {PROMPT} prompt and {ANSWER} answer tokens a client. Median "
-        "(least to most). llama-cpp-python's server answers one request at a time."
+        "(range). llama-cpp-python's server handles one request at a time."
     )
     return "\n".join(["", "### Through HTTP", "", told, "", *table(found)])
 

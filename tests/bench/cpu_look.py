@@ -84,14 +84,15 @@ def look(folder: Path, streams: int) -> str:
     ledger = Ledger(_settle, _price())
     with _booked(model, ledger):
         for _ in range(TURNS):
-            ledger.booked("outside all modules", step)()
+            ledger.booked("outside modules", step)()
     lines = [
         cpu_mlx.runs_on(),
-        f"a step, ms: {1000 * piped:.3f} one ahead of the reader, as served",
+        f"a step, ms: {1000 * piped:.3f} pipelined by one step, as served",
         f"           {1000 * whole:.3f} built, then evaluated, then the next",
         f"           {1000 * build:.3f} of that is Python building the graph",
         "",
-        f"each evaluated by itself ({1e6 * ledger._price:.0f} µs a call taken off):",
+        f"each module evaluated separately ({1e6 * ledger._price:.0f} µs of overhead per "
+        "call subtracted):",
         "| kind | calls a step | ms a step | share |",
         "|---|---|---|---|",
     ]

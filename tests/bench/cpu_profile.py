@@ -39,7 +39,7 @@ def report(size: str, form: str, streams: int, threads: int) -> str:
 def _sampled(command: list[str], variables: dict[str, str], data: Path) -> list[str]:
     perf = shutil.which("perf")
     if perf is None:
-        return ["no samples: there is no perf here"]
+        return ["no samples: perf is not installed"]
     process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -56,7 +56,7 @@ def _sampled(command: list[str], variables: dict[str, str], data: Path) -> list[
         process.kill()
         process.wait()
     if not data.exists():
-        return ["no samples: perf may not look at processes here"]
+        return ["no samples: perf is not permitted to attach to processes"]
     lines: list[str] = []
     for title, keys in (("thread", "pid"), ("library", "dso"), ("function", "dso,sym")):
         told = [perf, "report", "-i", str(data), "--stdio", "-g", "none", "-s", keys]

@@ -53,9 +53,9 @@ def report(folder: Path) -> str:
         for grid in GRIDS:
             rates[grid].append(prefill_rate(model, grid, seed=turn))
     lines = [
-        f"prefill in chunks of the grid ({TOKENS} tokens), and prompt tokens that two "
-        "conversations evaluate:",
-        "| grid | tokens/s | of 512 | chat | agent |",
+        f"prefill in aligned chunks ({TOKENS} tokens), and prompt tokens that two "
+        "conversations compute:",
+        "| alignment | tokens/s | of 512 | chat | agent |",
         "|---|---|---|---|---|",
         f"| none | | | {evaluated(CHAT, None)} | {evaluated(AGENT, None)} |",
     ]

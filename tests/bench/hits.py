@@ -83,10 +83,10 @@ def conversation(model: Model, vocab: int, policy: str) -> list[Request]:
     third = second + question()
     ask("third turn", third)
     other = first + question()
-    ask("second turn in other words", other)
-    ask("its answer again", other)
+    ask("second turn, reworded", other)
+    ask("same prompt, new answer", other)
     ask("third turn again", third)
-    ask("parting within a turn", second[: len(first) + QUESTION // 2] + question())
+    ask("diverging within a turn", second[: len(first) + QUESTION // 2] + question())
     ask("another chat, same system prompt", system + question())
     raw = text(RAW)
     ask("a text without turns", raw)
@@ -110,7 +110,7 @@ def report() -> str:
         _line("policy", [one.title for one in head], "models"),
         _line("---", ["---"] * len(head), "---"),
         _line("prompt ids", [one.prompt for one in head], ""),
-        _line("most that could be served", [one.most for one in head], ""),
+        _line("most that could be cached", [one.most for one in head], ""),
     ]
     # the policies in our order, and of each what serves most first
     for policy, served in sorted(rows, key=lambda row: (POLICIES.index(row[0]), -sum(row[1]))):

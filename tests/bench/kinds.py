@@ -17,7 +17,7 @@ def report() -> str:
     """A table: for each kind how many cases there are, the largest difference of any logit among
     those within the tolerance, and what is beyond it."""
     lines = [
-        "| kind | cases within 1e-4 | largest difference among them | beyond |",
+        "| quantisation | cases within 1e-4 | largest difference among them | beyond |",
         "|---|---|---|---|",
     ]
     for kind in parity.KINDS:

@@ -110,7 +110,7 @@ def _check_alike(model: Model, pasts: Sequence[Past]) -> None:
         found.append(mx.concatenate([first, layout.step(model, mx.arange(ROWS))]))
         mx.eval(found)
     for hidden in found[1:]:
-        assert mx.allclose(hidden, found[0], rtol=1e-3, atol=1e-3).item(), "a layout is wrong"
+        assert mx.allclose(hidden, found[0], rtol=1e-3, atol=1e-3).item(), "the layouts disagree"
 
 
 def _past(folder: Path, length: int, seed: int) -> Past:

@@ -66,7 +66,7 @@ def theirs(folder: Path) -> Iterator[Server | None]:
 def _wait(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"the server of {os.environ[VARIABLE]} ended by itself"
+        assert process.poll() is None, f"the server of {os.environ[VARIABLE]} exited unexpectedly"
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(url).status_code == httpx.codes.OK:
                 return

@@ -106,18 +106,18 @@ CASES = (("k", False), ("kw", False), ("kw", True), ("kr", False), ("kr", True))
 def report(shared: Path) -> str:
     """shared: the folder of the recordings."""
     lines = [
-        "prompt ids that a policy skips, of those that a cache which forgets nothing would: with "
-        "room for everything, and with a quarter of what radix then holds",
+        "prompt ids that a policy serves from cache, of those that an unbounded cache would: with "
+        "unlimited memory, and with a quarter of what radix then holds",
         "| traffic | layers | ends of turns | policy | prompt ids | could skip | share | quarter |",
         "|---|---|---|---|---|---|---|---|",
     ]
     agents = traces.interleaved(traces.conversations(shared))
     for kinds, told in CASES:
         turns = agents if told else [replace(turn, marks=()) for turn in agents]
-        title = f"agents | {kinds} | {'told' if told else 'not told'}"
+        title = f"agents | {kinds} | {'known' if told else 'unknown'}"
         lines += _rows(title, kinds, turns, ("radix",) if told else tuple(POLICIES))
     for name in ("conversation", "synthetic"):
-        title = f"Mooncake, {name} | k | not told"
+        title = f"Mooncake, {name} | k | unknown"
         lines += _rows(title, "k", traces.mooncake(shared, name), tuple(POLICIES))
     return "\n".join(lines)
 

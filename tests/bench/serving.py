@@ -139,7 +139,7 @@ def hang_up(server: Served, folder: Path) -> str:
             _leave(server, folder.name, prompt + str(i), awaited)
             after.append(client.stream(server.url, folder.name, f"short again {i}", 1).first)
         lines.append(f"{kind}: alone {client.spread(alone)}, after {client.spread(after)}")
-    return "a short request after a hang-up, s: " + "; ".join(lines)
+    return "a short request after a disconnect, s: " + "; ".join(lines)
 
 
 def _leave(server: Served, model: str, prompt: str, awaited: bytes) -> None:

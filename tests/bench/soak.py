@@ -94,7 +94,7 @@ class Soaked:
         if self.after > (1 + GROWTH) * self.before:
             found.append(f"memory grew from {self.before >> 20} to {self.after >> 20} MiB")
         if self.status["Running"] or self.status["Waiting"]:
-            found.append("something still runs")
+            found.append("requests are still running")
         return found
 
 
@@ -113,10 +113,10 @@ def report(minutes: float, seed: int = 0) -> tuple[str, bool]:
         f"kills {tally.kills}, restarts {found.status['Models'][0]['Restarts']}, "
         f"preemptions {found.status['Preemptions']}, evictions {found.status['Evictions']}",
         f"front end: {found.before / mib:.0f} MiB before, {found.peak / mib:.0f} at most, "
-        f"{found.after / mib:.0f} after {IDLE:.0f} s of idleness",
+        f"{found.after / mib:.0f} after {IDLE:.0f} s idle",
         f"slowest /v1/models {tally.worst:.3f} s",
         *(f"WRONG: {complaint}" for complaint in complaints[:20]),
-        f"{len(complaints)} complaints",
+        f"{len(complaints)} violations",
     ]
     return "\n".join(lines), not complaints
 
@@ -345,9 +345,9 @@ async def _mistake(port: int, question: Question, expected: Expected, chance: ra
 async def _leave(writer: asyncio.StreamWriter, chance: random.Random, what: str) -> str:
     if chance.random() < 0.5:
         writer.transport.abort()
-        return f"reset amid {what}"
+        return f"reset during {what}"
     writer.close()
-    return f"left amid {what}"
+    return f"closed during {what}"
 
 
 async def _whole(port: int, request: bytes) -> bytes:

@@ -34,7 +34,7 @@ async def _measure(folder: Path) -> str:
     await runner.stop()
     lines = [
         "an event loop beside a decoding engine:",
-        "| switch interval, ms | tokens/s | a timer is late by, ms: median | p99 |",
+        "| switch interval, ms | tokens/s | timer delay, ms: median | p99 |",
         "|---|---|---|---|",
     ]
     for interval in INTERVALS:

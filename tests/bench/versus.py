@@ -148,8 +148,8 @@ def joining(length: int) -> Scenario:
             f"{title}: its first token beyond that alone, s": [newcomer.first - alone.first],
             f"{title}: the longest gap before, s": [grown],
             f"{title}: the longest gap beyond a step, s": [statistics.median(longest)],
-            f"{title}: all that the others wait, s": [statistics.median(join)],
-            f"{title}: all that they wait when it leaves, s": [statistics.median(leave)],
+            f"{title}: total delay of the others, s": [statistics.median(join)],
+            f"{title}: total delay of the others when it leaves, s": [statistics.median(leave)],
         }
 
     return measure
@@ -268,8 +268,8 @@ def _judged(mine: Measured) -> list[str]:
             "its first token beyond that alone",
             "the longest gap before",
             "the longest gap beyond a step",
-            "all that the others wait",
-            "all that they wait when it leaves",
+            "total delay of the others",
+            "total delay of the others when it leaves",
         ):
             lines.append(f"{title}: {part}, in steps: {median(f'{title}: {part}, s') / step:.2f}")
     return lines

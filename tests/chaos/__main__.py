@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--log", type=Path, help="where the server's log is kept")
+    parser.add_argument("--log", type=Path, help="write the server's log to this file")
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

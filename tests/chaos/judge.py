@@ -12,15 +12,15 @@ from tests.chaos.questions import Answers
 
 # errors that the faults may bring about, and what each must say for whoever reads it
 CAUSES = {
-    "engine_error": r"killed by|exit status|said nothing|has not moved|hung up|being unloaded|"
-    r"memory",
+    "engine_error": r"killed by|exit status|sent nothing|no progress|closed its connection|"
+    r"being unloaded|memory",
     # the last two: the system's words where it has no memory for a thread, or for a library
-    "bad_model_files": r"killed by|exit status|memory|nothing moved|temporarily unavailable|"
+    "bad_model_files": r"killed by|exit status|memory|no progress|temporarily unavailable|"
     r"failed to map",
     "runner_crashed": r"killed by|exit status|memory",
     "model_loading": r"load|memory",
     "server_busy": r"busy|too many",
-    "prompt_refused": r"broke \d+ times",
+    "prompt_refused": r"failed \d+ times",
 }
 
 # bytes that the front door may have grown by, whatever it went through
@@ -59,10 +59,12 @@ def complaints(report: Report, expected: Answers) -> list[str]:
     for one in report.afterwards:
         said = _wrong(one, expected)
         if said is None and one.text is None:
-            said = f"{_named(one)} got no answer when all was quiet: {one.code}, {one.message}"
+            said = (
+                f"{_named(one)} got no answer after the faults had ended: {one.code}, {one.message}"
+            )
         found += [said] if said else []
     if not any(outcome.text is not None for outcome in report.asked):
-        found.append("nobody was answered")
+        found.append("no request was answered")
     found += _leaks(report)
     if report.orphans:
         found.append(f"processes that outlived the server: {list(report.orphans)}")
@@ -84,9 +86,11 @@ def _wrong(outcome: Outcome, expected: Answers) -> str | None:
         return _wrong_text(outcome, expected)
     cause = CAUSES.get(outcome.code or "")
     if cause is None:
-        return f"{_named(outcome)} got {outcome.code}, which nothing here brings about"
+        return f"{_named(outcome)} got {outcome.code}, which no fault explains"
     if not re.search(cause, outcome.message or ""):
-        return f"{_named(outcome)} got {outcome.code} without a cause: {outcome.message}"
+        return (
+            f"{_named(outcome)} got {outcome.code} with no cause in the message: {outcome.message}"
+        )
     return None
 
 
@@ -97,7 +101,7 @@ def _wrong_text(outcome: Outcome, expected: Answers) -> str | None:
     for other, text in expected.items():
         if text == outcome.text and other.prompt == question.prompt:
             return f"{_named(outcome)} got the answer of {other.model} (seed {other.seed})"
-    return f"{_named(outcome)} got {outcome.text!r}, and {expected[question]!r} was right"
+    return f"{_named(outcome)} got {outcome.text!r}, expected {expected[question]!r}"
 
 
 def _leaks(report: Report) -> list[str]:
@@ -120,7 +124,7 @@ def _named(outcome: Outcome) -> str:
 
 def _kind(outcome: Outcome) -> str:
     if outcome.left:
-        return "hung up"
+        return "disconnected"
     if outcome.broken is not None:
         return "broken"
     return "answered" if outcome.text is not None else str(outcome.code)

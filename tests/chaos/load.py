@@ -74,7 +74,7 @@ async def ask(
     except TimeoutError:
         if patience is not None:
             return Outcome(question=question, streamed=streamed, left=True)
-        return _broken(question, streamed, f"no end after {ENDLESS:.0f} s")
+        return _broken(question, streamed, f"did not finish within {ENDLESS:.0f} s")
     except httpx.TransportError as error:
         return _broken(question, streamed, f"{type(error).__name__}: {error}")
 
@@ -107,7 +107,7 @@ async def _stream(http: httpx.AsyncClient, question: Question) -> Outcome:
             for choice in chunk["choices"]:
                 text += choice["text"]
                 reason = choice["finish_reason"] or reason
-    return _broken(question, True, "a stream that ended without a word")
+    return _broken(question, True, "a stream that ended without [DONE]")
 
 
 def _refused(question: Question, streamed: bool, reply: httpx.Response) -> Outcome:

@@ -102,8 +102,8 @@ def test_the_table_tells_each_setting_its_value_and_where_it_was_said(
         ("keep_alive", "forever", "a.toml:2"),
         ("host", "127.0.0.1", "default"),
         ("access_log", "on", "default"),
-        ("memory", "what suits the device", "default"),
-        ("keys", "set, and not shown", "MLXRUNNER_API_KEYS"),
+        ("memory", "chosen from the device", "default"),
+        ("keys", "set (hidden)", "MLXRUNNER_API_KEYS"),
     } <= set(cells)
     assert {option.field for option in OPTIONS} <= {cell[0] for cell in cells}
 

@@ -44,16 +44,16 @@ def test_a_machine_that_is_well_is_told_in_a_few_lines() -> None:
     told = dict(lines(WELL))
     assert told["MLX"] == "1.2.3, on the CPU"
     assert told["processor"] == "A CPU, 2 threads"
-    assert told["BLAS"] == "OpenBLAS 9.9 (Fake); products at 123 GFLOP/s"
+    assert told["BLAS"] == "OpenBLAS 9.9 (Fake); matmul at 123 GFLOP/s"
     assert told["kernels"] == "avx2"
-    assert told["memory"] == "6.00 GiB may be used"
+    assert told["memory"] == "6.00 GiB available"
     assert told["models"] == "1 built in, 2 hub, 0 ollama"
     assert list(losses(WELL, {})) == []
 
 
 def test_where_something_is_not_in_use_it_says_why() -> None:
     told = dict(lines(replace(STOCK, kernels=None, kernels_why="they were not built")))
-    assert told["BLAS"] == "MLX's own: MLXRUNNER_BLAS is stock; products at 123 GFLOP/s"
+    assert told["BLAS"] == "MLX's own: MLXRUNNER_BLAS is stock; matmul at 123 GFLOP/s"
     assert told["kernels"] == "none: they were not built"
 
 
@@ -71,12 +71,12 @@ def test_a_gpu_has_neither_blas_nor_kernels_to_tell_of() -> None:
         (replace(STOCK, blas_why=backend.NOT_FOUND), "reference BLAS"),
         (
             replace(STOCK, blas_why=f"{backend.NOT_BUILT}: no g++"),
-            "was not built: no g++. OpenBLAS",
+            "was not built: no g++. Install OpenBLAS",
         ),
         (replace(WELL, called=False), "MLX does not call it"),
-        (NO_KERNELS, "models decode slower: they were not built"),
-        (replace(STOCK, blas_why=backend.CUDA), "finds no GPU"),
-        (replace(WELL, memory=1 << 20), "1.00 MiB are free"),
+        (NO_KERNELS, "so decoding is slower: they were not built"),
+        (replace(STOCK, blas_why=backend.CUDA), "found no GPU"),
+        (replace(WELL, memory=1 << 20), "only 1.00 MiB are available"),
         (replace(WELL, scratch=None), "set TMPDIR"),
         (replace(WELL, models={}, stores="planted"), "could not be listed: planted"),
     ],
@@ -101,7 +101,7 @@ def test_the_status_tells_whether_something_is_lost(
 ) -> None:
     monkeypatch.setattr(doctor, "_examined", lambda: WELL)
     assert diagnose(as_json=False) == 0
-    assert capsys.readouterr().out.endswith("\n\nnothing is lost\n")
+    assert capsys.readouterr().out.endswith("\n\nno problems found\n")
     monkeypatch.setattr(doctor, "_examined", lambda: replace(WELL, scratch=None))
     assert diagnose(as_json=True) == 1
     [loss] = json.loads(capsys.readouterr().out)["lost"]

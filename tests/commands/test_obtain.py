@@ -37,7 +37,7 @@ def test_nothing_is_asked_where_nobody_sits(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(NotHere, match="type `mlxrunner pull org/tiny`"):
+    with pytest.raises(NotHere, match="run `mlxrunner pull org/tiny`"):
         obtain(Settings(models=(ModelSettings(name="org/tiny"),)))
     assert hub.asked == []
 

@@ -35,7 +35,7 @@ def test_pull_says_commit_and_size_and_where(
     assert err.startswith(
         f"org/tiny at commit {commit[:12]}: 4 files, 59.5 kB, 59.2 kB to download"
     )
-    assert out.startswith("org/tiny is whole: 51.8 kB of weights in ")
+    assert out.startswith("org/tiny is complete: 51.8 kB of weights in ")
     assert out.rstrip().endswith(commit)
 
 
@@ -45,7 +45,7 @@ def test_pull_again_checks_and_downloads_nothing(
     pull("org/tiny", None)
     capsys.readouterr()
     pull("org/tiny", None)
-    assert ", all here, to be checked" in capsys.readouterr().err
+    assert ", already downloaded, verifying" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["org/tiny@{}", "org/tiny"])
@@ -62,10 +62,10 @@ def test_a_revision_may_stand_in_the_name_or_beside_it(
 @pytest.mark.parametrize(
     ("name", "revision", "words"),
     [
-        ("tiny", None, "is not the name of a model on the hub"),
+        ("tiny", None, "is not a model name of the hub"),
         ("qwen3:4b", None, "`ollama pull`"),
-        ("../tiny", None, "is not the name of a model on the hub"),
-        ("org/tiny@a", "b", "name two revisions"),
+        ("../tiny", None, "is not a model name of the hub"),
+        ("org/tiny@a", "b", "are different revisions"),
         ("org/tiny", "../b", "is not the name of a branch"),
     ],
 )
@@ -140,8 +140,7 @@ def test_offline_is_one_line_and_status_1(
     found = run({**environment, "HF_HUB_OFFLINE": "1"}, "pull", "org/tiny")
     assert found.returncode == 1
     assert found.stderr.splitlines() == [
-        "mlxrunner: org/tiny would have to be downloaded, but HF_HUB_OFFLINE is set: unset it and "
-        "try again"
+        "mlxrunner: org/tiny needs a download, but HF_HUB_OFFLINE is set: unset it and try again"
     ]
     assert hub.asked == []
 
@@ -166,5 +165,8 @@ def test_ctrl_c_ends_a_download_and_keeps_what_came(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "mlxrunner: interrupted; a download goes on where it stopped"
+    assert (
+        err.splitlines()[-1]
+        == "mlxrunner: interrupted; run the command again to resume the download"
+    )
     assert run(environment, "pull", "org/tiny").returncode == 0

@@ -38,8 +38,8 @@ def test_the_words_stay_within_80_columns(
         "chat template tokenizer_config.json",
         "default       temperature 0.5",
         "default       context 512",
-        "with a sequence of 512 tokens",
-        "fits into the 1.00 GiB that may be used",
+        "for one sequence of 512 tokens",
+        "fits in the 1.00 GiB available",
     ):
         assert words in text
     assert all(len(line) <= 80 for line in lines if "path" not in line)
@@ -48,8 +48,8 @@ def test_the_words_stay_within_80_columns(
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (1 << 30, "fits into the 1.00 GiB"),
-        (1 << 10, "does not fit into the 1.00 KiB that may be used, however short the context"),
+        (1 << 30, "fits in the 1.00 GiB"),
+        (1 << 10, "does not fit in the 1.00 KiB available at any context length"),
     ],
 )
 def test_it_says_whether_it_fits(

@@ -178,23 +178,23 @@ def test_no_file_is_read_that_nobody_named(decided: Decide, tmp_path, monkeypatc
     ("file", "why"),
     [
         ("multi_user = true", r"--multi-user needs --cache slots.* \(multi_user: .*toml:1\)$"),
-        ("\ntls_cert = 'c'", r"belong together.* \(tls_cert: .*toml:2\)$"),
-        ("tls_key = 'k'", r"belong together.* \(tls_key: .*toml:1\)$"),
-        ("models = ['a', 'b']\nrunner = 'thread'", r"serves one model.* \(runner: .*toml:2\)$"),
-        ("models = ['a', 'a']", r"two models would be called 'a'.* \(models: .*toml:1\)$"),
-        ("models = [{name = 'a', alias = 'b'}, 'b']", "two models would be called 'b'"),
-        ("memory = 1\nmodels = [{name = 'a', memory = 2}]", "a: its memory is more than --memory"),
+        ("\ntls_cert = 'c'", r"must be given together.* \(tls_cert: .*toml:2\)$"),
+        ("tls_key = 'k'", r"must be given together.* \(tls_key: .*toml:1\)$"),
+        ("models = ['a', 'b']\nrunner = 'thread'", r"supports one model.* \(runner: .*toml:2\)$"),
+        ("models = ['a', 'a']", r"two models are named 'a'.* \(models: .*toml:1\)$"),
+        ("models = [{name = 'a', alias = 'b'}, 'b']", "two models are named 'b'"),
+        ("memory = 1\nmodels = [{name = 'a', memory = 2}]", "a: its memory exceeds --memory"),
         (
             "multi_user = true\ncache = 'slots'\nmodels = [{name = 'a', cache = 'radix'}]",
             "a: --multi-user needs --cache slots",
         ),
         (
             "parallel = 4\nmodels = [{name = 'a', cache = 'single'}]",
-            "a: --cache single is for one sequence",
+            "a: --cache single supports one sequence",
         ),
         (
             "max_loaded = 1\nmodels = [{name = 'a', pinned = true}, {name = 'b', preload = true}]",
-            "2 models are pinned or preloaded, and --max-loaded allows for 1",
+            "2 models are pinned or preloaded, but --max-loaded allows only 1",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_what_excludes_each_other_is_told_with_its_place(file: str, why: str, de
 def test_what_was_typed_just_now_needs_no_place(decided: Decide):
     with pytest.raises(AppError) as caught:
         decided("--multi-user")
-    assert caught.value.message.endswith("how slots are chosen")
+    assert caught.value.message.endswith("--multi-user needs --cache slots")
 
 
 def test_variables_with_keys_are_passed_on_by_name(decided: Decide):

@@ -50,7 +50,7 @@ def test_the_variable_of_the_install_is_known_and_sets_nothing():
 
 def test_an_unknown_variable_is_refused_with_the_one_that_was_meant():
     assert refusal(MLXRUNNER_MAX_QUEU="3") == (
-        "MLXRUNNER_MAX_QUEU: there is no such variable; did you mean MLXRUNNER_MAX_QUEUE?"
+        "MLXRUNNER_MAX_QUEU: unknown variable; did you mean MLXRUNNER_MAX_QUEUE?"
     )
     assert refusal(MLXRUNNER_MODEL="a").endswith("did you mean MLXRUNNER_MODELS?")
 

@@ -49,7 +49,7 @@ def test_a_loaded_engine_knows_best_and_before_that_the_settings(
         ),
         (
             Room(model=4096, asked=None, capacity=capacity(64, scarce=True)),
-            ("memory has room for 64", "about 5001.0 MiB", "64.0 MiB are", "--memory"),
+            ("only 64 tokens fit in memory", "about 5001.0 MiB", "can have 64.0 MiB", "--memory"),
         ),
     ],
 )

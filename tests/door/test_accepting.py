@@ -103,7 +103,7 @@ def test_where_the_system_refuses_it_is_tried_again_and_told_once(
 
     asyncio.run(run())
     told = [record.message for record in caplog.records]
-    assert told == ["no connection can be accepted: [Errno 24] Too many open files"]
+    assert told == ["cannot accept connections: [Errno 24] Too many open files"]
 
 
 class Guest:

@@ -578,7 +578,7 @@ def test_broken_requests_are_told_of_once_in_a_while(connect: Connect, caplog: A
             assert connect().say(b"GET /\x1b[2J HTTP/1.1\r\n\r\n").reply().status == 400
     told = [one for one in caplog.records if one.levelname == "WARNING"]
     assert len(told) == 1
-    assert "a request from 127.0.0.1 was refused: " in told[0].getMessage()
+    assert "rejected a request from 127.0.0.1: " in told[0].getMessage()
 
 
 def test_a_complaint_says_how_often_it_was_held_back():

@@ -90,7 +90,7 @@ def test_a_stream_that_fits_the_drain_time_is_not_lost(
         whole = Client(server, asking(900, stream=False))
         assert here(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: "stopping: 5 requests" in server.text())
+        assert eventually(lambda: "shutting down (5 requests" in server.text())
         throttle.off()
         for stream in streams:
             assert stream.over().lines[-1] == "data: [DONE]"
@@ -116,7 +116,7 @@ def test_what_does_not_fit_ends_with_an_error_in_its_own_words(long_model: Path)
         told = json.loads(stream.over().lines[-2].removeprefix("data: "))
         assert told["error"]["code"] == "server_stopping"
         assert stream.lines[-1] == "data: [DONE]"
-        assert "stopping" in lines.over().lines[-1]
+        assert "the server is shutting down" in lines.over().lines[-1]
         assert whole.over().status == 503
         assert whole.headers["retry-after"] == "1"
         assert json.loads(whole.lines[0])["error"]["code"] == "server_stopping"

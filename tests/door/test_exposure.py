@@ -49,13 +49,18 @@ def test_keys_that_travel_in_clear_are_told_of(settings: dict[str, Any], warned:
 def test_a_name_for_others_is_refused_without_keys(name: str):
     """A proxy in front made everybody a user of this machine, who may unload models too."""
     named: dict[str, Any] = {"allowed_hosts": ("localhost", name)}
-    with pytest.raises(AppError, match=f"--allowed-host {name} would serve anyone") as caught:
+    with pytest.raises(
+        AppError, match=f"--allowed-host {name} without API keys lets anyone"
+    ) as caught:
         check_exposure(Settings(**named), has_keys=False)
     assert caught.value.param == "allowed_hosts"
-    assert "--api-keys FILE, or say --allow-anyone" in caught.value.message
+    assert "--api-keys FILE, or pass --allow-anyone" in caught.value.message
     assert check_exposure(Settings(**named), has_keys=True) == ()
     [told] = check_exposure(Settings(**named, allow_anyone=True), has_keys=False)
-    assert told == f"answering to {name} without keys: anyone who can reach it can use it"
+    assert (
+        told
+        == f"accepting requests for {name} without API keys: anyone who can reach it can use it"
+    )
 
 
 def test_a_name_of_this_machine_is_for_nobody_else():
@@ -65,7 +70,7 @@ def test_a_name_of_this_machine_is_for_nobody_else():
 
 def test_all_pages_of_the_web_are_let_in_only_with_keys_or_in_so_many_words():
     pages: dict[str, Any] = {"cors_origins": ("*",)}
-    with pytest.raises(AppError, match="every web page"):
+    with pytest.raises(AppError, match="any web page"):
         check_exposure(Settings(**pages), has_keys=False)
     assert check_exposure(Settings(**pages), has_keys=True) == ()
     assert check_exposure(Settings(**pages, allow_anyone=True), has_keys=False) == ()

@@ -174,7 +174,7 @@ def test_the_refusal_says_how_to_allow_the_name():
     reply = ask(FakeGenerate(), "GET", "/v1/models", None, {"host": "mac.local:8080"})
     assert reply.status == 403
     assert reply.error["code"] == "host_not_allowed"
-    assert "--allowed-host mac.local;" in reply.error["message"]
+    assert "--allowed-host mac.local," in reply.error["message"]
     assert reply.headers["x-request-id"]
 
 

@@ -54,7 +54,7 @@ def test_keys_of_the_environment_and_of_the_file_count_together(file: Path):
 
 
 def test_a_key_of_both_is_an_error_at_the_start(file: Path):
-    with pytest.raises(AppError, match="owner and laptop have one and the same key"):
+    with pytest.raises(AppError, match="owner and laptop have the same key"):
         Keyring.of(Settings(api_keys=str(file)), {"MLXRUNNER_API_KEY": LAPTOP})
 
 
@@ -187,7 +187,7 @@ def test_a_file_that_breaks_changes_nothing_but_the_log(
     asyncio.run(run())
     [told] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert str(file) in told.getMessage()
-    assert "stay so" in told.getMessage()
+    assert "; keeping the previous keys" in told.getMessage()
     assert LAPTOP not in caplog.text
     assert PHONE not in caplog.text
 
@@ -206,7 +206,7 @@ def test_a_file_that_others_can_read_is_used_and_told_of(
 ):
     file.chmod(0o640)
     assert Keyring(file=file).in_force
-    assert "can be read by other users" in caplog.text
+    assert "is readable by other users" in caplog.text
     assert "chmod 600" in caplog.text
 
 

@@ -172,9 +172,9 @@ def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
         (Regex(pattern="\ud800", at="guided_regex"), "guided_regex", "surrogate"),
         (Choice(options=("\ud800",), at="guided_choice"), "guided_choice", "surrogate"),
         (Lark(text="start: nobody", at="guided_grammar"), "guided_grammar", "unknown name"),
-        (Lark(text="x ::= y", at="guided_grammar"), "guided_grammar", "not GBNF"),
+        (Lark(text="x ::= y", at="guided_grammar"), "guided_grammar", "not valid GBNF"),
         (Lark(text="start: <|nobody|>", at="guided_grammar"), "guided_grammar", "nobody"),
-        (JsonSchema(text="{", at="a.schema"), "a.schema", "not JSON"),
+        (JsonSchema(text="{", at="a.schema"), "a.schema", "not valid JSON"),
         (JsonSchema(text='{"not": {}}', at="a.schema"), "a.schema.not", "not is not supported"),
     ],
     ids=str,
@@ -245,7 +245,7 @@ def test_more_optional_properties_than_documented_are_refused_with_advice() -> N
     properties = {f"p{i}": {"type": "null"} for i in range(MOST_OPTIONAL + 1)}
     error = refused(JsonSchema(text=json.dumps({"properties": properties}), at="guided_json"))
     assert error.param == "guided_json.properties"
-    assert "require some" in error.message
+    assert "make some required" in error.message
 
 
 def test_a_schema_in_a_clients_grammar_is_followed_or_refused_with_advice() -> None:

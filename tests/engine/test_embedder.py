@@ -305,7 +305,10 @@ def test_who_fails_ends_alone() -> None:
         embed_job("long", texts(100, vocab=200)),
     ]
     got = play(loop, [Visit(job=one) for one in jobs])
-    assert (got["bad"].reason, got["bad"].error) == ("error", "the engine failed on this request")
+    assert (got["bad"].reason, got["bad"].error) == (
+        "error",
+        "the engine failed while processing this request",
+    )
     assert_vectors(inner, got["good"], jobs[0])
     assert_vectors(inner, got["long"], jobs[2])
     assert loop.stats().ledger.kv == 0
@@ -329,5 +332,5 @@ def test_what_is_not_a_number_is_an_error() -> None:
     loop = make_loop(model, chunk=64)
     good, bad = embed_job("good", [(1, 2, 3)]), embed_job("bad", [(1,), (5, 1)])
     got = play(loop, [Visit(job=good), Visit(job=bad)])
-    assert "not a number" in (got["bad"].error or "")
+    assert "NaN or infinite hidden states" in (got["bad"].error or "")
     assert_vectors(model, got["good"], good)

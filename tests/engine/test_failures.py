@@ -88,7 +88,7 @@ def test_a_row_that_is_no_number_ends_alone(ties: list[int]) -> None:
     ]
     outcomes = play(loop, [*(Visit(job=one) for one in others), Visit(job=poisoned("bad"), at=2)])
     assert outcomes["bad"].reason == "error"
-    assert "not a number" in (outcomes["bad"].error or "")
+    assert "NaN or infinite logits" in (outcomes["bad"].error or "")
     for one in others:
         ties.append(assert_same(outcomes[one.id], run_one(make_loop(model), one)))
 

@@ -135,7 +135,7 @@ def test_a_class_that_cannot_run_is_refused_with_the_folder(
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     more = [cache.KVCache() for _ in range(3)]
     monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: more, raising=False)
-    with pytest.raises(AppError, match="does not fill position by position") as caught:
+    with pytest.raises(AppError, match="does not advance by one entry per position") as caught:
         fit(files_of(tmp_path), Settings())
     assert str(tmp_path) in caught.value.message
 
@@ -177,12 +177,14 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: Mo
         refuse(found, files)
     message = caught.value.message
     assert caught.value.kind is Kind.MODEL_FILES
-    assert f"4 sequences of 1024 tokens {in_memory(4 * found.kv_per_context)}" in message
-    assert f"{in_memory(found.needed)} together" in message
+    assert (
+        f"KV cache for 4 sequences of 1024 tokens {in_memory(4 * found.kv_per_context)}" in message
+    )
+    assert f"{in_memory(found.needed)} in total" in message
     assert f"the budget is {in_memory(found.budget)}" in message
     assert f"the largest --context that fits is {found.context_that_fits}" in message
     assert found.needed > found.budget
-    assert "ask for less --parallel than 4" in message
+    assert "set --parallel below 4" in message
 
 
 def test_a_model_beside_which_nothing_fits_is_refused_whatever_was_asked(
@@ -190,7 +192,7 @@ def test_a_model_beside_which_nothing_fits_is_refused_whatever_was_asked(
 ) -> None:
     found = fit(files, Settings(memory=1000))
     assert (found.context_that_fits, found.fits) == (0, False)
-    with pytest.raises(AppError, match=r"no context fits, however short: raise --memory"):
+    with pytest.raises(AppError, match=r"no context length fits: raise --memory"):
         refuse(found, files)
 
 

@@ -242,7 +242,7 @@ def test_a_model_that_rules_out_all_that_is_allowed_ends_only_that_request(
     loop = make_loop(model, running=2, policy="radix")
     outcomes = run(loop, constrained("bad"), job("plain", PROMPT, stop_ids=NONE))
     assert (outcomes["bad"].reason, outcomes["bad"].ids) == ("error", [])
-    assert "all that the grammar allows" in (outcomes["bad"].error or "")
+    assert "every token that the grammar allows" in (outcomes["bad"].error or "")
     assert outcomes["plain"].reason == "length"
 
 
@@ -369,10 +369,10 @@ def test_a_compilation_that_never_ends_holds_up_nobody_else(
     fresh.compile(SCHEMA, ENDS)
     monkeypatch.setattr("app.engine.grammar._PATIENCE", 0.2)
     for grammar in (*held, held[0]):
-        with pytest.raises(AppError, match="make it simpler") as caught:
+        with pytest.raises(AppError, match="simplify it") as caught:
             fresh.compile(grammar, ENDS)
         assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_choice")
-    with pytest.raises(AppError, match="try again") as caught:
+    with pytest.raises(AppError, match="busy compiling other grammars; retry later") as caught:
         fresh.compile(ANYTHING, ENDS)
     assert caught.value.kind is Kind.BUSY
     assert ids_of(fresh.compile(SCHEMA, ENDS)) == {ord("{")}
@@ -550,11 +550,13 @@ def test_a_grammar_over_which_the_library_panics_is_refused(
         raise panic()
 
     monkeypatch.setattr("app.engine.compiling.LLMatcher", panics)
-    with pytest.raises(AppError, match="cannot be followed: it is too large") as caught:
+    with pytest.raises(AppError, match="invalid choice: it is too large") as caught:
         new_grammars().compile(Choice(options=("a",), at="guided_choice"), ENDS)
     assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_choice")
     monkeypatch.setattr("app.engine.grammar.LLTokenizer", panics)
-    with pytest.raises(AppError, match=r"is not a tokenizer that grammars work with") as caught:
+    with pytest.raises(
+        AppError, match=r"structured output does not support this tokenizer"
+    ) as caught:
         new_grammars().compile(ANYTHING, ENDS)
     assert caught.value.kind is Kind.MODEL_FILES
 

@@ -238,7 +238,10 @@ def test_a_failing_step_ends_its_job_and_the_engine_lives_on() -> None:
     good = job("good", PROMPT, max_tokens=3, logit_bias=((13, -100.0),))
     assert run_one(loop, good).reason == "length"
     failed = run_one(loop, job("bad", [*PROMPT, 13]))
-    assert (failed.reason, failed.error) == ("error", "the engine failed on this request")
+    assert (failed.reason, failed.error) == (
+        "error",
+        "the engine failed while processing this request",
+    )
     after = run_one(loop, good)
     assert after.reason == "length"
     assert after.cached == 0, "caches in doubt must serve nobody"

@@ -198,7 +198,7 @@ def test_scores_that_are_not_numbers_are_an_error() -> None:
     window: Any = Windowless(model)
     outcome = run_one(make_loop(window), job("a", [1, 5, *[2] * 20], prompt_logprobs=0))
     assert (outcome.reason, outcome.scores) == ("error", None)
-    assert "not a number" in (outcome.error or "")
+    assert "NaN or infinite logits" in (outcome.error or "")
 
 
 class Windowless:

@@ -66,7 +66,7 @@ def test_a_file_over_which_the_library_panics_is_refused(
 
     files = folder_of(tmp_path, tiny.weights())
     monkeypatch.setattr("app.engine.weights.safe_open", panics)
-    assert "model-0.safetensors is not a whole safetensors file: " in refusal(files)
+    assert "model-0.safetensors is not a complete safetensors file: " in refusal(files)
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_like_any_other(
     model = open_model(files, None)
     with files.shards[0].open("r+b") as file:
         file.truncate(files.shards[0].stat().st_size // 2)
-    with pytest.raises(AppError, match=r"model: its weights could not be read: .*read from file"):
+    with pytest.raises(AppError, match=r"model: reading the weights failed: .*read from file"):
         read(model, files.path, silent)
 
 
@@ -111,7 +111,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     mx.save_safetensors(str(other), {"model.norm.weight": mx.ones((16,))})
     message = refusal(replace(files, shards=(*files.shards, other)))
-    assert f"{other} holds the tensor model.norm.weight, and so does {files.shards[0]}" in message
+    assert f"the tensor model.norm.weight is in both {other} and {files.shards[0]}: " in message
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
@@ -127,7 +127,7 @@ def test_a_tensor_of_a_wrong_type_is_named_with_its_file(
     said = str(dtype).removeprefix("mlx.core.").rstrip("_")
     message = refusal(folder_of(tmp_path, one, other))
     assert f"model-{0 if wrong is one else 1}.safetensors: " in message
-    assert f"mistyped tensors: model.norm.weight ({said}, expected floating point)" in message
+    assert f"wrongly typed tensors: model.norm.weight ({said}, expected floating point)" in message
 
 
 def test_what_is_wrong_in_several_files_is_told_of_the_folder(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_type_that_mlx_does_not_have_is_named_with_its_tensor(tmp_path: Path, 
     header = json.dumps({"odd": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2 * size]}})
     shard = files.shards[0]
     shard.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * size))
-    assert refusal(files) == f"{shard}: the tensor odd is {dtype}, which MLX does not have"
+    assert refusal(files) == f"{shard}: the tensor odd is {dtype}, which MLX does not support"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -206,4 +206,4 @@ def test_as_many_files_are_opened_as_there_are(tmp_path: Path) -> None:
         for limit in (hard, 48)
     ]
     assert done[0].stdout == "80.0\n", done[0].stderr
-    assert "the model lies in 40 files, for which" in done[1].stderr
+    assert "the model has 40 files, so this process needs 72 open files, " in done[1].stderr

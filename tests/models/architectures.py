@@ -32,7 +32,7 @@ class Case:
 
     @property
     def vocab(self) -> int:
-        """How many ids it scores; of a multimodal one, its text part."""
+        """Its vocabulary size; of a multimodal one, its text part."""
         return self.config.get("text_config", self.config)["vocab_size"]
 
 

@@ -156,14 +156,14 @@ except backend.BackendError as error:
 def test_a_library_for_long_integers_is_refused(tmp_path: Path, shim: Path, ours: bool) -> None:
     library = fake(tmp_path, config="OpenBLAS 9.9 USE64BITINT")
     told = fresh(REFUSED, library, shim if ours else "/nowhere")
-    assert "is made for integers of 64 bits, MLX for those of 32" in told["error"]
+    assert "uses 64-bit integers, MLX needs 32-bit integers" in told["error"]
     assert not told["shown"], "MLX would call it all the same"
 
 
 @on_linux
 def test_other_names_are_of_no_use_without_ours(tmp_path: Path) -> None:
     told = fresh(REFUSED, fake(tmp_path, prefix="scipy_"))
-    assert "only through our extension, which was not built" in told["error"]
+    assert "needs the BLAS shim, which was not built" in told["error"]
     assert not told["shown"]
 
 
@@ -172,7 +172,7 @@ def test_other_names_are_of_no_use_without_ours(tmp_path: Path) -> None:
     ("asked", "words"),
     [
         ("/nowhere/libblas.so", "/nowhere/libblas.so cannot be used: /nowhere/libblas.so: cannot"),
-        ("libm.so.6", "libm.so.6 has no CBLAS that MLX could call"),
+        ("libm.so.6", "libm.so.6 has no CBLAS functions"),
     ],
 )
 def test_what_cannot_be_opened_is_told_with_the_variable(asked: str, words: str) -> None:
@@ -260,14 +260,14 @@ def test_an_mlx_that_was_built_here_is_left_as_it_is(
 ) -> None:
     wheels(monkeypatch, tmp_path, "mlx-1.0")
     found = backend.prepared({"MLXRUNNER_THREADS": "2"})
-    assert found.why == "MLX is not that of its wheel for the CPU"
+    assert found.why == "MLX was not installed from its CPU wheel (mlx-cpu)"
 
 
 @pytest.mark.parametrize(
     ("system", "machine", "why"),
     [
-        ("darwin", "arm64", "only on Linux does MLX lack a good BLAS"),
-        ("linux", "riscv64", "nothing is known of MLX on riscv64"),
+        ("darwin", "arm64", "MLX needs no other BLAS on this platform"),
+        ("linux", "riscv64", "no BLAS is selected on riscv64"),
     ],
 )
 def test_other_machines_are_left_alone(

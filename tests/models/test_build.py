@@ -181,7 +181,7 @@ def test_plain_weights_are_brought_to_few_bits(bits: int) -> None:
 
 def test_weights_that_are_quantised_are_not_quantised_again() -> None:
     config, weights = quantised({"group_size": GROUP, "bits": 8})
-    with pytest.raises(ModelError, match="quantised already: only plain ones can be"):
+    with pytest.raises(ModelError, match="already quantised; only unquantised weights can be"):
         models.build(config, weights, bits=4)
 
 
@@ -218,7 +218,7 @@ def test_missing_extra_and_misshapen_tensors_are_named_together() -> None:
         models.build(tiny.CONFIG, weights)
     message = str(caught.value)
     assert "lacks tensors: model.norm.weight" in message
-    assert "has unknown tensors: model.layers.9.mlp.gate_proj.weight" in message
+    assert "has unexpected tensors: model.layers.9.mlp.gate_proj.weight" in message
     assert "lm_head.weight ([3, 16], expected [258, 16])" in message
 
 
@@ -239,5 +239,5 @@ def test_a_long_list_of_tensors_is_cut() -> None:
 def test_a_tensor_of_a_wrong_type_is_named(name: str, array: mx.array, told: str) -> None:
     with pytest.raises(models.TensorError) as caught:
         models.build(tiny.CONFIG, {**tiny.weights(), name: array})
-    assert f"the checkpoint has mistyped tensors: {name} {told}" in str(caught.value)
+    assert f"the checkpoint has wrongly typed tensors: {name} {told}" in str(caught.value)
     assert caught.value.tensors == (name,)

@@ -198,7 +198,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
     "kind", ["no_such_model", "no_such_text", "cache", "../starcoder2", "Llama"]
 )
 def test_what_nobody_has_is_refused(kind: str) -> None:
-    with pytest.raises(ModelError, match="is not supported, nor does mlx-lm have it"):
+    with pytest.raises(ModelError, match="is not supported, and mlx-lm does not support it either"):
         models.build({**PLAIN, "model_type": kind}, {})
 
 
@@ -208,7 +208,7 @@ def test_another_name_for_one_of_theirs_is_known() -> None:
 
 
 def test_code_from_a_models_folder_is_refused() -> None:
-    with pytest.raises(ModelError, match="model_file asks to run code"):
+    with pytest.raises(ModelError, match="model_file would run code"):
         models.build({**PLAIN, "model_file": "model.py"}, {})
 
 
@@ -222,7 +222,9 @@ def test_a_context_goes_by_many_names(name: str) -> None:
 @pytest.mark.parametrize("value", [None, "77", 0, 1e30, 10**30, True])
 def test_a_context_that_nobody_names_is_asked_for(value: Any) -> None:
     config = {**PLAIN, "max_position_embeddings": value}
-    with pytest.raises(ModelError, match=r"how many positions.*: add max_position_embeddings"):
+    with pytest.raises(
+        ModelError, match="does not give the context length: add max_position_embeddings"
+    ):
         models.facts(config)
 
 
@@ -230,7 +232,10 @@ def test_a_context_that_nobody_names_is_asked_for(value: Any) -> None:
     ("changes", "complaint"),
     [
         ({"num_heads": None}, "config.json lacks num_heads"),
-        ({"n_groups": 0}, "mlx-lm's mamba2 cannot be made of this config.json: ZeroDivisionError"),
+        (
+            {"n_groups": 0},
+            "mlx-lm cannot build its mamba2 from this config.json: ZeroDivisionError",
+        ),
         ({"time_step_rank": []}, "the checkpoint lacks tensors"),
     ],
 )
@@ -264,7 +269,7 @@ def test_caches_that_we_have_no_like_of_are_refused_by_name(
     made: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: [made()], raising=False)
-    with pytest.raises(ModelError, match=f"layers that keep a {named} of mlx-lm's"):
+    with pytest.raises(ModelError, match=f"mlx-lm's {named} is not supported as a layer's cache"):
         models.build(PLAIN, {})
 
 
@@ -278,7 +283,7 @@ def test_a_cache_that_is_not_filled_position_by_position_is_refused(
         lambda _: [theirs.KVCache() for _ in range(3)],
         raising=False,
     )
-    with pytest.raises(ModelError, match="does not fill position by position"):
+    with pytest.raises(ModelError, match="does not advance by one entry per position"):
         model(mx.array([[1, 2, 3]]), model.make_kv())
 
 

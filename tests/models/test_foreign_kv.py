@@ -37,7 +37,7 @@ def test_masks_are_those_of_their_caches(
 
 
 def test_a_window_narrower_than_its_cache_is_refused() -> None:
-    with pytest.raises(ModelError, match="narrower than its cache"):
+    with pytest.raises(ModelError, match="a sliding window smaller than its cache"):
         WindowKV(WINDOW).make_mask(1, window_size=WINDOW - 1)
 
 

@@ -174,8 +174,11 @@ def test_residuals_stop_at_the_ends_of_float16() -> None:
     ("said", "complaint"),
     [
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
-        ({"use_bidirectional_attention": True}, "attends to what follows"),
-        ({"layer_types": ["full_attention"]}, "layer_types is not as long"),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is not supported: such a model cannot generate",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types must have one entry per layer"),
     ],
 )
 def test_what_is_not_implemented_is_refused(said: dict[str, Any], complaint: str) -> None:

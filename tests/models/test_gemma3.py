@@ -167,7 +167,10 @@ def test_caps_are_used_when_the_config_says_so() -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ({"use_bidirectional_attention": True}, "attends to what follows"),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is not supported: such a model cannot generate",
+        ),
         ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters lacks sliding_attention"),
     ],

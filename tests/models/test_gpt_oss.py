@@ -196,7 +196,7 @@ def test_layers_see_a_window_and_everything_in_turns() -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 must be between 1 and 8"),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:

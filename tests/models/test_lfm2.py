@@ -154,7 +154,7 @@ def test_the_inner_size_of_an_mlp_follows_the_rule(said: dict[str, Any], inner: 
     ("change", "told"),
     [
         ({"layer_types": ["conv", "mamba", "conv", "conv"]}, "'mamba' is not supported"),
-        ({"layer_types": ["conv"]}, "not as long"),
+        ({"layer_types": ["conv"]}, "layer_types must have one entry per layer"),
         ({"block_ff_dim": None}, "lacks block_ff_dim or intermediate_size"),
     ],
 )
@@ -164,5 +164,5 @@ def test_a_config_that_cannot_be_is_refused(change: dict[str, Any], told: str) -
 
 
 def test_more_experts_than_there_are_cannot_be_chosen() -> None:
-    with pytest.raises(ModelError, match="7 of 6"):
+    with pytest.raises(ModelError, match="num_experts_per_tok 7 must be between 1 and 6"):
         models.build({**MOE, "num_experts_per_tok": 7}, {})

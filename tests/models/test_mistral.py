@@ -84,7 +84,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     [
         ({"layer_types": LAYERS}, "sliding_window is None"),
         ({"sliding_window": -1}, "sliding_window is -1"),
-        ({"layer_types": ["full_attention"]}, "not as long as there are layers"),
+        ({"layer_types": ["full_attention"]}, "layer_types must have one entry per layer"),
         ({"layer_types": ["chunked_attention"] * 2}, "type 'chunked_attention' is not supported"),
     ],
 )

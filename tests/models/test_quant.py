@@ -100,7 +100,7 @@ def spoilt(**parts: Any) -> dict[str, mx.array]:
     [
         (
             spoilt(scales=mx.zeros((8, 8))),
-            r"q.weight is packed in a way that MLX does not know: rows of 128 inputs in 16 words "
+            r"q.weight has a packing that MLX does not support: rows of 128 inputs in 16 words "
             r"with 8 scales \(float32\) are 4 bits in groups of 16",
         ),
         (spoilt(weight=mx.zeros((8, 28), mx.uint32)), "are 7 bits in groups of 32"),
@@ -147,7 +147,7 @@ def test_matrices_are_reduced_and_routers_and_odd_widths_are_not() -> None:
 
 
 def test_what_has_nothing_to_reduce_is_refused() -> None:
-    with pytest.raises(ModelError, match="no weight's width is a multiple of 64"):
+    with pytest.raises(ModelError, match="no weight has an input width divisible by 64"):
         reduce(nn.Linear(48, 64), 4)
 
 

@@ -114,7 +114,7 @@ def test_too_few_experts_are_refused(tmp_path: Path) -> None:
     parity.saved(CASES[0], tmp_path)
     weights = one_by_one(read(tmp_path))
     fewer = {name: array for name, array in weights.items() if ".experts.7." not in name}
-    with pytest.raises(ModelError, match=r"misshapen .*switch_mlp"):
+    with pytest.raises(ModelError, match=r"has wrongly shaped tensors: .*switch_mlp"):
         models.build(CONFIG, fewer)
 
 

@@ -180,7 +180,7 @@ def test_layers_have_the_cache_of_their_kind(tmp_path: Path) -> None:
         ({"linear_num_value_heads": 3}, r"\(3\) is not a multiple of linear_num_key_heads \(2\)"),
         ({"layer_types": ["linear_attention"] * 3 + ["mamba"]}, "'mamba' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"num_experts_per_tok": 7}, "7 of 6"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 must be between 1 and 6"),
         ({"num_experts": 0, "intermediate_size": None}, "lacks intermediate_size"),
         ({"linear_key_head_dim": None}, "lacks linear_key_head_dim"),
     ],

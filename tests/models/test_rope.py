@@ -180,7 +180,9 @@ def test_a_layer_without_rotation_leaves_all_as_it_is() -> None:
 
 @pytest.mark.parametrize("dims", [0, 1, 7])
 def test_dimensions_that_do_not_pair_are_refused(dims: int) -> None:
-    with pytest.raises(ModelError, match=f"{dims} dimensions of a head cannot be rotated"):
+    with pytest.raises(
+        ModelError, match=f"cannot rotate {dims} dimensions of a head: the number must be even"
+    ):
         make_rope(dims=dims, theta=THETA, max_positions=POSITIONS)
 
 
@@ -221,7 +223,7 @@ def test_types_of_layers_may_have_parameters_of_their_own() -> None:
     assert settings("sliding_attention", rope_parameters=nested) == (10000.0, near)
     with pytest.raises(ModelError, match="rope_parameters lacks chunked_attention"):
         settings("chunked_attention", rope_parameters=nested)
-    with pytest.raises(ModelError, match="rope_parameters lacks what holds for all layers"):
+    with pytest.raises(ModelError, match="rope_parameters lacks a setting for all layers"):
         settings(rope_parameters=nested)
 
 

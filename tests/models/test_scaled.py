@@ -118,7 +118,7 @@ def test_one_scale_for_all_experts_is_each_ones() -> None:
 
 def test_embeddings_and_other_modes_have_none() -> None:
     tensors, _ = parts(noise(OUT, IN))
-    with pytest.raises(ModelError, match="a global scale is not supported where layer has one"):
+    with pytest.raises(ModelError, match="a global scale is not supported for layer"):
         adopted(Holder(nn.Embedding(OUT, IN)), tensors, "layer")
     weight, scales, *_ = mx.quantize(noise(OUT, IN), 32, 4, mode="mxfp4")
     wrong = {"weight": weight, "scales": scales, "global_scale": mx.array([1.0])}

@@ -212,7 +212,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
     with pytest.raises(ModelError, match=words) as refused:
         sharding.divide(model, Lone(0, size), "llama")
     assert "'llama'" in str(refused.value)
-    assert f"among {size} ranks" in str(refused.value)
+    assert f"over {size} ranks" in str(refused.value)
 
 
 def test_groups_of_quantised_weights_are_not_torn() -> None:
@@ -238,7 +238,7 @@ def parts_of(layers: Sequence[Any]) -> Any:
 def test_a_part_that_does_not_say_how_it_is_cut_is_refused() -> None:
     block: Any = nn.Module()
     block.memory = nn.LSTM(4, 4)
-    with pytest.raises(ModelError, match=r"'strange': layer 0\.memory cannot be divided"):
+    with pytest.raises(ModelError, match=r"'strange': layer 0\.memory cannot be sharded"):
         sharding.divide(parts_of([block]), Lone(0, 2), "strange")
 
 
@@ -246,5 +246,5 @@ def test_a_part_that_does_not_say_how_it_is_cut_is_refused() -> None:
 def test_a_class_of_mlx_lm_is_refused(case: Case, tmp_path: Path) -> None:
     parity.saved(case, tmp_path)
     kind = case.config["model_type"]
-    with pytest.raises(ModelError, match=f"'{kind}'.* cannot be divided among ranks"):
+    with pytest.raises(ModelError, match=f"'{kind}'.* cannot be sharded"):
         opened(tmp_path, case, Lone(0, 2))

@@ -53,5 +53,5 @@ def test_a_window_is_that_of_the_layers_that_do_not_rotate() -> None:
 
 
 def test_a_list_that_leaves_out_a_layer_is_refused() -> None:
-    with pytest.raises(ModelError, match="no_rope_layers is not as long as there are layers"):
+    with pytest.raises(ModelError, match="no_rope_layers must have one entry per layer"):
         models.build({**SMOLLM3, "no_rope_layers": [1, 0]}, {})

@@ -174,7 +174,7 @@ def test_a_model_that_cannot_be_loaded_is_the_starters_error(
 
     async def run() -> None:
         running = runner()
-        with pytest.raises(AppError, match="not a whole safetensors file"):
+        with pytest.raises(AppError, match="not a complete safetensors file"):
             await running.start(files)
         assert running.status().state == "failed"
         with pytest.raises(AppError, match="the engine is not running") as caught:

@@ -92,8 +92,8 @@ def test_requests_are_admitted_before_any_work_is_done_for_them():
                 error = refusal(admission)
                 assert error.kind is Kind.BUSY
                 assert error.retry_after is not None
-                assert "5 requests are here" in error.message
-                assert "may run (2) and wait (3)" in error.message
+                assert "5 requests are running or queued" in error.message
+                assert "at most 2 run and 3 wait" in error.message
                 assert admission.status().rejected == count
         assert admission.status().preparing == 0
         with admission.reserve(5):
@@ -105,7 +105,7 @@ def test_requests_are_admitted_before_any_work_is_done_for_them():
 def test_a_request_for_several_answers_takes_a_place_for_each():
     async def body(admission: Admission, jobs: Scripted) -> None:
         with admission.reserve(3):
-            assert "3 requests are here" in refusal(admission, 3).message
+            assert "3 requests are running or queued" in refusal(admission, 3).message
             with admission.reserve(2):
                 assert refusal(admission).kind is Kind.BUSY
 

@@ -72,7 +72,7 @@ def test_a_prompt_that_killed_twice_is_refused_and_told_why():
         async with loaded(house) as (pool, handle):
             for _ in range(2):
                 assert await death(house, handle, killer) == ["error"]
-            with pytest.raises(AppError, match="broke 2 times") as raised:
+            with pytest.raises(AppError, match="failed 2 times while evaluating it") as raised:
                 await updates(handle, killer)
             assert (raised.value.kind, raised.value.code) == (Kind.INVALID, "prompt_refused")
             assert await end(handle, job("y", 1)) == "stop"
@@ -182,7 +182,7 @@ def test_a_prompt_that_is_killed_again_and_again_is_refused_in_the_end():
         async with loaded(house) as (_, handle):
             for _ in range(6):
                 await death(house, handle, killer, cause="unknown")
-            with pytest.raises(AppError, match="broke 6 times"):
+            with pytest.raises(AppError, match="failed 6 times while evaluating it"):
                 await updates(handle, killer)
 
     run(body())
@@ -344,7 +344,7 @@ def test_a_client_that_does_not_wait_for_a_hang_to_be_noticed_is_counted():
         async with loaded(house) as (_, handle):
             for _ in range(2):
                 await leave_early(house, handle, killer)
-                house.of("a").die("the engine has not moved for 60 s")
+                house.of("a").die("the engine has made no progress for 60 s")
                 await until(lambda: handle.status().state == "ready")
             with pytest.raises(AppError, match="refused"):
                 await updates(handle, killer)

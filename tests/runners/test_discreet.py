@@ -25,7 +25,7 @@ FOLDER = Path("/srv/some models/tiny")
         ("12/24 layers, and/or 3 tokens/s", "12/24 layers, and/or 3 tokens/s"),
         ("org/name is not here", "org/name is not here"),
         ("see http://127.0.0.1:8080/health", "see http://127.0.0.1:8080/health"),
-        ("GET /v1/models lists what is", "GET /v1/models lists what is"),
+        ("GET /v1/models lists the available models", "GET /v1/models lists the available models"),
     ],
 )
 def test_only_the_way_there_is_left_out(message: str, told: str) -> None:

@@ -59,7 +59,7 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_model(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(AppError, match="no process can be started") as caught:
+    with pytest.raises(AppError, match="cannot start a process") as caught:
         asyncio.run(need(files, Settings(), 0))
     assert caught.value.kind is Kind.ENGINE
 

@@ -41,7 +41,7 @@ def test_a_first_model_that_is_too_big_is_an_error_with_both_figures():
 
     async def body() -> None:
         async with pooled(sizes(a=11)) as pool:
-            with pytest.raises(AppError, match=r"a needs 11 B .* may use 10 B") as raised:
+            with pytest.raises(AppError, match=r"a needs 11 B .* may use only 10 B") as raised:
                 await use(pool, A)
             assert raised.value.kind is Kind.MODEL_FILES
 

@@ -80,7 +80,7 @@ def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
     [
         (0, "ended with exit status 0"),
         (3, "ended with exit status 3"),
-        (-9, "was killed by SIGKILL, perhaps by the system for want of memory"),
+        (-9, "was killed by SIGKILL, possibly because the system ran out of memory"),
         (-11, "was killed by SIGSEGV"),
         (-63, "was killed by signal 63"),
     ],

@@ -66,7 +66,7 @@ def test_nobody_without_the_secret_gets_in(healthy: Healthy, secret: bytes | Non
                 ("GET", "/docs"),
             ):
                 reply = await client.request(method, path, headers=headers)
-                assert (reply.status_code, reply.text) == (401, "no")
+                assert (reply.status_code, reply.text) == (401, "unauthorized")
                 assert "server" not in reply.headers
 
     healthy(body)
@@ -86,7 +86,7 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
             names = [f"other-{number}" for number in range(10)]
             others = await asyncio.gather(*(answer(running, name, b"hello") for name in names))
             assert all(map(ids, others))
-            with pytest.raises(AppError, match="no file descriptor left") as caught:
+            with pytest.raises(AppError, match="the server is out of file descriptors") as caught:
                 await refused
         error = caught.value
         assert (error.kind, error.code, error.retry_after) == (

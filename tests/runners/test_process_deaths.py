@@ -81,7 +81,7 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -
                 await asyncio.sleep(0.01)
             os.kill(process, signal.SIGSTOP)
             said = (await running.lost()).message
-            assert said.startswith("the engine's process has said nothing for ")
+            assert said.startswith("the engine's process has sent nothing for ")
             assert (await waiting).error == f"the engine stopped: {said}"
             await running.stop()
             assert not lives(process)
@@ -104,7 +104,9 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
         async with started(long_model) as running:
             process = pid(running)
             loss = await running.lost()
-            assert loss == RunnerLoss(message="the process of tiny hung up and did not end")
+            assert loss == RunnerLoss(
+                message="the process of tiny closed its connection and did not exit"
+            )
             await running.stop()
             assert not lives(process)
 
@@ -132,9 +134,9 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
             process = pid(running)
             with pytest.raises(AppError) as caught:
                 await end(running, "a")
-            assert caught.value.message == "the engine stopped: its process hung up"
+            assert caught.value.message == "the engine stopped: its process closed its connection"
             said = (await running.lost()).message
-            assert said.startswith("the process of tiny hung up and did not end: ")
+            assert said.startswith("the process of tiny closed its connection and did not exit: ")
             assert "RuntimeError: planted" in said
             await running.stop()
             assert not lives(process)
@@ -230,7 +232,7 @@ def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str],
             ended, loss = await asyncio.gather(end(running, "a"), running.lost())
             said = loss.message
             assert loss.cause == "fault"
-            assert said.startswith("the engine has not moved for ")
+            assert said.startswith("the engine has made no progress for ")
             assert said.endswith("(decode of 8 sequences)")
             assert ended.error == f"the engine stopped: {said}"
             assert running.status().state in ("stalled", "failed")
@@ -262,8 +264,10 @@ def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
             process = pid(running)
             waiting = asyncio.create_task(end(running, "a"))
             loss = await running.lost()
-            assert loss.message == "the process of tiny has taken no request for 2 s"
-            with pytest.raises(AppError, match="the engine stopped: the process of tiny has taken"):
+            assert loss.message == "the process of tiny has accepted no requests for 2 s"
+            with pytest.raises(
+                AppError, match="the engine stopped: the process of tiny has accepted"
+            ):
                 await waiting
             await running.stop()
             assert not lives(process)

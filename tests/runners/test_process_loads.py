@@ -41,9 +41,9 @@ def test_a_load_that_does_not_get_on_is_given_up(
     plant("import time\nimport app.engine.load as it\nit.load = lambda *_: time.sleep(3600)")
     error = asyncio.run(refusal(tiny_model, load_timeout=1.5))
     # time counts from the first look, in which the process has to start
-    assert re.fullmatch(
-        r"tiny could not be loaded: nothing moved for \d s at 0 %", error.message
-    ), error.message
+    assert re.fullmatch(r"tiny could not be loaded: no progress for \d s at 0 %", error.message), (
+        error.message
+    )
 
 
 def test_a_process_that_does_not_even_answer_while_it_loads_is_given_up_sooner(
@@ -57,7 +57,7 @@ def test_a_process_that_does_not_even_answer_while_it_loads_is_given_up_sooner(
     )
     began = time.monotonic()
     error = asyncio.run(refusal(tiny_model, load_timeout=600.0, watchdog=2.0))
-    assert "nothing moved for" in error.message
+    assert "no progress for" in error.message
     assert time.monotonic() - began < 60
 
 
@@ -99,7 +99,10 @@ def test_progress_of_a_load_is_seen_and_buys_time(
 
 @pytest.mark.parametrize(
     ("mumbled", "logged"),
-    [("b'mumble'", "JSONDecodeError"), ("bytes(1 << 25)", "a line that does not end")],
+    [
+        ("b'mumble'", "JSONDecodeError"),
+        ("bytes(1 << 25)", "an event is longer than the maximum line length"),
+    ],
 )
 def test_a_process_that_cannot_be_understood_is_ended(
     tiny_model: Path,
@@ -118,7 +121,7 @@ def test_a_process_that_cannot_be_understood_is_ended(
     async def run() -> None:
         async with started(tiny_model) as running:
             loss = await running.lost()
-            assert loss.message == "the process of tiny cannot be understood"
+            assert loss.message == "the process of tiny sent a message that cannot be decoded"
 
     asyncio.run(run())
     assert logged in caplog.text
@@ -135,7 +138,7 @@ def test_a_process_that_falls_silent_before_its_first_word_is_ended(
         "Service._tell_news = silence\n"
     )
     error = asyncio.run(refusal(tiny_model, watchdog=5.0))
-    assert error.message.startswith("the engine's process has said nothing for ")
+    assert error.message.startswith("the engine's process has sent nothing for ")
 
 
 def test_a_process_that_cannot_be_started_is_the_starters_error(

@@ -159,9 +159,9 @@ def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
     [refused] = decide(applicant("c", 5 << 30), here=here, under=limits(10 << 30)).actions
     assert refused == Refuse(
         name="c",
-        why="c needs 5.00 GiB for weights, KV caches and working space, and 4.00 GiB are left "
-        "beside what is pinned (a): pin less, give it less memory of its own, raise --memory, or "
-        "ask for a shorter --context or less --parallel, or quantize it",
+        why="c needs 5.00 GiB for weights, KV caches and working space, but the pinned models (a) "
+        "leave only 4.00 GiB: pin fewer models, lower their memory, raise --memory, or use a "
+        "shorter --context, a lower --parallel or --quantize",
     )
 
 
@@ -169,13 +169,13 @@ def test_what_does_not_fit_alone_is_refused_and_nobody_goes_for_it():
     decided = decide(applicant("b", 11), here=[tenant("a", 9)], under=limits(10))
     [refused] = decided.actions
     assert isinstance(refused, Refuse)
-    assert "all models together may use 10 B: raise --memory" in refused.why
+    assert "all models together may use only 10 B: raise --memory" in refused.why
 
 
 def test_what_its_owner_does_not_allow_enough_is_refused():
     [refused] = decide(applicant("a", 5, most=4), under=limits(10)).actions
     assert isinstance(refused, Refuse)
-    assert "may use 4 B" in refused.why
+    assert "may use only 4 B" in refused.why
 
 
 def test_places_count_like_bytes():

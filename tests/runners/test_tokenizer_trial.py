@@ -70,7 +70,7 @@ def test_one_over_which_the_library_ends_the_process_is_refused(tmp_path: Path) 
     """No memory for a text of many lines ends it with SIGABRT."""
     files = model(tmp_path / "lines", normalizer=grown("\n", 900))
     told = refused(files, memory=256 * MIB)
-    assert told.startswith(f"{files.tokenizer} is not a tokenizer that can be used: trying it out ")
+    assert told.startswith(f"{files.tokenizer} is not a usable tokenizer: checking it ")
     assert "needs more than 2" in told
     assert told.endswith(" MiB of memory")
 
@@ -78,7 +78,7 @@ def test_one_over_which_the_library_ends_the_process_is_refused(tmp_path: Path) 
 def test_one_that_never_ends_is_refused(tmp_path: Path) -> None:
     slow = split(r"x{0,60}x{0,60}x{0,60}\b\B")
     files = model(tmp_path / "slow", pre_tokenizer=slow)
-    assert refused(files, cpu=2).endswith("takes more than 2 s of processor time")
+    assert refused(files, cpu=2).endswith("takes more than 2 s of CPU time")
 
 
 def test_one_that_does_nothing_for_too_long_is_ended(
@@ -89,13 +89,13 @@ def test_one_that_does_nothing_for_too_long_is_ended(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     files = model(tmp_path / "model")
-    assert refused(files, wall=0.5).endswith("trying it out takes longer than 0.5 s")
+    assert refused(files, wall=0.5).endswith("checking it takes longer than 0.5 s")
     assert not lives(int((tmp_path / "pid").read_text()))
 
 
 def test_one_that_cannot_be_read_is_refused_with_the_same_words(tmp_path: Path) -> None:
     files = model(tmp_path / "broken", model={"type": "Novel"})
-    assert refused(files).startswith(f"{files.tokenizer} is not a tokenizer that can be used: ")
+    assert refused(files).startswith(f"{files.tokenizer} is not a usable tokenizer: ")
     bomb = {"type": "Sequence", "normalizers": [grown("a", 1000)] * 6}
     files = model(tmp_path / "bomb", normalizer=bomb)
     assert "its normalizers can make a text 1e+18 times as long" in refused(files)
@@ -115,7 +115,7 @@ def test_one_whose_tokens_spell_more_than_can_be_held_is_refused(tmp_path: Path)
     files = model(
         tmp_path / "long", model=bpe, decoder=decoder, pre_tokenizer=None, added_tokens=[]
     )
-    assert "its tokens spell more than 64 MiB" in refused(files)
+    assert "its tokens decode to more than 64 MiB of text" in refused(files)
 
 
 def test_a_file_is_tried_once_as_long_as_it_is_the_same(
@@ -128,14 +128,16 @@ def test_a_file_is_tried_once_as_long_as_it_is_the_same(
 
     async def run() -> None:
         await asyncio.gather(trials.check(files), trials.check(files))
-        with pytest.raises(AppError, match="is not a tokenizer"):
+        with pytest.raises(AppError, match="is not a usable tokenizer"):
             await trials.check(broken)
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         await trials.check(files)
-        with pytest.raises(AppError, match="is not a tokenizer"):
+        with pytest.raises(AppError, match="is not a usable tokenizer"):
             await trials.check(broken)
         os.utime(files.tokenizer, ns=(1, 1))
-        with pytest.raises(AppError, match="no process can be started") as caught:
+        with pytest.raises(
+            AppError, match="cannot start a process to check the tokenizer"
+        ) as caught:
             await trials.check(files)
         assert caught.value.kind is Kind.ENGINE
         monkeypatch.undo()

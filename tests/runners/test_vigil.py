@@ -27,7 +27,7 @@ def test_silence_is_a_hang_once_something_was_heard():
     assert [on.look() for _ in range(100)] == [None] * 100, "nothing has begun"
     on.heard()
     assert [on.look() for _ in range(4)] == [None] * 4
-    assert on.look() == "the engine's process has said nothing for 5 s"
+    assert on.look() == "the engine's process has sent nothing for 5 s"
 
 
 def test_anything_breaks_a_silence():
@@ -40,7 +40,7 @@ def test_anything_breaks_a_silence():
 def test_a_stage_that_does_not_end_is_a_hang():
     told = hear(vigil(), *[at(7)] * 6)
     assert told[:4] == [None] * 4
-    assert told[4] == "the engine has not moved for 4 s (decode of 8 sequences)"
+    assert told[4] == "the engine has made no progress for 4 s (decode of 8 sequences)"
 
 
 def test_a_stage_that_begins_again_and_again_is_none():

@@ -47,7 +47,7 @@ def test_an_interrupted_download_says_how_to_complete_it(hub: StandIn, commit: s
     hub.faults.status[WEIGHTS] = 500
     complaint(pull)
     message = complaint(lambda: cached.find(NAME))
-    assert "is incomplete: type" in message  # config.json is here, and no name for its revision
+    assert "is incomplete: run" in message  # config.json is here, and no name for its revision
     assert "`mlxrunner pull org/tiny`" in message
 
 
@@ -58,7 +58,7 @@ def test_a_shard_that_only_the_index_names_is_missed(hub: StandIn, commit: str) 
     )
     with pytest.raises(NotHere) as caught:
         cached.find(NAME)
-    assert "it lacks model-2.safetensors" in caught.value.message
+    assert "(model-2.safetensors missing)" in caught.value.message
     assert caught.value.hub == NAME
 
 
@@ -69,7 +69,7 @@ def test_what_another_tool_fetched_in_part_is_incomplete(hub: StandIn, commit: s
         cache_dir=cached.cache_folder(),
         allow_patterns=["config.json", "tokenizer.json", WEIGHTS],
     )
-    assert "it lacks tokenizer_config.json" in complaint(lambda: cached.find(NAME))
+    assert "(tokenizer_config.json missing)" in complaint(lambda: cached.find(NAME))
     pull()
     assert find().path.name == commit
 
@@ -83,7 +83,7 @@ def test_an_interrupted_download_is_listed(hub: StandIn, commit: str) -> None:
 def test_a_link_that_leads_nowhere_is_a_missing_file(hub: StandIn, commit: str) -> None:
     here = pull()
     os.remove((here / WEIGHTS).resolve())
-    assert f"it lacks {WEIGHTS}" in complaint(lambda: cached.find(NAME))
+    assert f"({WEIGHTS} missing)" in complaint(lambda: cached.find(NAME))
     assert [entry.folder for entry in cached.everything()] == [here]
 
 

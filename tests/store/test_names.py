@@ -101,8 +101,8 @@ def test_what_could_be_several_things_is_all_of_them() -> None:
         ("", "is not the name of a model"),
         (" ", "is not the name of a model"),
         ("a\0b", "is not the name of a model"),
-        ("https://huggingface.co/org/name", "give the name alone, such as org/name"),
-        ("org/../name", "nor spelled as a name"),
+        ("https://huggingface.co/org/name", "give only the name, such as org/name"),
+        ("org/../name", "nor a valid model name"),
         ("~nobody-of-this-name/model", "is not a folder"),
     ],
 )

@@ -116,7 +116,9 @@ def test_a_go_template_alone_is_left_and_said(
     ollama.write("go", [*plain, template])
     with caplog.at_level(logging.WARNING):
         assert store.find("go").template is None
-    assert caplog.messages == ["go: its chat template is written for Ollama alone and is not used"]
+    assert caplog.messages == [
+        "go: its chat template is in Ollama's Go format, which is not supported"
+    ]
 
 
 def test_a_jinja_template_of_its_own_is_read(

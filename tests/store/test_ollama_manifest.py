@@ -70,9 +70,9 @@ def test_a_blob_that_is_cut_off_or_gone_is_named(
     blob = ollama.path_of(layers[0])
     whole = blob.read_bytes()
     blob.write_bytes(whole[:-10])
-    assert f"{blob} has {len(whole) - 10} bytes, and {path} says {len(whole)}" in refusal()
+    assert f"{blob} has {len(whole) - 10} bytes, but {path} gives {len(whole)}" in refusal()
     blob.unlink()
-    assert f"{path} names {blob.name}, which is not there" in refusal()
+    assert f"{path} lists {blob.name}, which is missing" in refusal()
     blob.symlink_to(blob)
     assert str(blob) in refusal()
 

@@ -91,7 +91,7 @@ def test_a_folder_that_holds_no_model_does_not_hide_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     error = missed("org/name")
-    assert "no model in the folder of that name" in error.message
+    assert "the folder of that name holds no model" in error.message
     assert error.hub is not None
 
 
@@ -105,9 +105,9 @@ def test_a_hub_id_that_is_nowhere_says_where_it_was_looked_for_and_what_to_do() 
     assert error.hub == HubName(repo="org/name")
     for words in (
         "no such folder",
-        f"nothing in the Hugging Face cache ({cached.cache_folder()})",
-        "nothing in Ollama's store",
-        "type `mlxrunner pull org/name` to download it",
+        f"not in the Hugging Face cache ({cached.cache_folder()})",
+        "not in Ollama's store",
+        "run `mlxrunner pull org/name` to download it",
     ):
         assert words in error.message
 
@@ -116,7 +116,7 @@ def test_an_ollama_name_that_is_nowhere_is_not_looked_for_on_the_hub() -> None:
     error = missed("qwen3:4b")
     assert error.hub is None
     assert "Hugging Face" not in error.message
-    assert "`ollama pull` may fetch it" in error.message
+    assert "or download it with `ollama pull`" in error.message
 
 
 def test_looking_asks_nothing_of_the_network(hub: StandIn) -> None:

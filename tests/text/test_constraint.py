@@ -316,7 +316,7 @@ def test_a_budget_leaves_the_answer_free_to_call() -> None:
 
 def test_a_budget_needs_an_end_that_is_a_token() -> None:
     turn = Turn(tags=THINK, opened=True, budget=5)
-    with pytest.raises(AppError, match="is no token") as caught:
+    with pytest.raises(AppError, match="its tokenizer has no </think> token") as caught:
         Writer(tokens=False).follows(Asked(), turn, Plain())
     assert caught.value.param == "thinking_budget"
 

@@ -50,7 +50,7 @@ def test_a_text_begins_as_the_models_texts_begin() -> None:
 
 @pytest.mark.parametrize("tokens", [(), ("<PRE>", "<SUF>"), ("[PREFIX]",)])
 def test_a_model_without_the_tokens_refuses(tokens: tuple[str, ...]) -> None:
-    with pytest.raises(AppError, match="not trained to fill in") as caught:
+    with pytest.raises(AppError, match="does not support fill-in-the-middle") as caught:
         infill(knowing(*tokens), "P", "S")
     assert caught.value.param == "suffix"
 

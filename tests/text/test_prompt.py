@@ -159,7 +159,7 @@ def test_a_tool_that_is_named_must_be_one_of_them() -> None:
     request = GenerateRequest(
         model="made", prompt="", tools=(WEATHER,), tool_choice=NamedTool(name="paint")
     )
-    with pytest.raises(AppError, match="none of the tools") as caught:
+    with pytest.raises(AppError, match="which is not in tools") as caught:
         conversations(MINIMAL).write(request, Conversation(messages=(USER,)))
     assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "tool_choice")
 
@@ -179,7 +179,7 @@ def test_reasoning_that_the_template_has_closed_is_not_looked_for() -> None:
 
 @pytest.mark.parametrize(
     ("template", "because"),
-    [(MINIMAL, "does not reason"), (THINKS, "is no token")],
+    [(MINIMAL, "does not support reasoning"), (THINKS, "its tokenizer has no </think> token")],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(template: str, because: str) -> None:
     """The byte tokenizer has no token for the end of reasoning."""

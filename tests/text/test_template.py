@@ -131,7 +131,7 @@ class TestBadTemplates:
         ],
     )
     def test_are_refused_when_they_are_loaded(self, source, line):
-        with pytest.raises(AppError, match=f"chat template in a file is broken{line}:") as caught:
+        with pytest.raises(AppError, match=f"chat template in a file is invalid{line}:") as caught:
             Template(source, place="a file")
         assert caught.value.kind is Kind.MODEL_FILES
 
@@ -195,7 +195,7 @@ class TestBadTemplates:
 
     @pytest.mark.parametrize("source", ["(" * 9999, "[" * 9999, "not " * 9999, "1" + "+1" * 9999])
     def test_that_are_nested_too_deeply_are_broken(self, source):
-        with pytest.raises(AppError, match="chat template in a file is broken"):
+        with pytest.raises(AppError, match="chat template in a file is invalid"):
             Template("{{ " + source + " }}", place="a file")
 
     def test_what_they_say_when_they_fail_is_one_line_of_bounded_length(self):

@@ -70,7 +70,7 @@ def test_a_budget_is_told_to_templates_that_ask_for_it() -> None:
 def test_a_budget_needs_a_model_that_reasons() -> None:
     check_budget(Thinking(budget=0), reasons=True)
     check_budget(Thinking(), reasons=False)
-    with pytest.raises(AppError, match="does not reason") as caught:
+    with pytest.raises(AppError, match="does not support reasoning") as caught:
         check_budget(Thinking(budget=0), reasons=False)
     assert caught.value.param == "thinking_budget"
 

@@ -65,7 +65,7 @@ class TestEncoding:
 
     def test_a_text_without_tokens_is_the_clients_mistake(self):
         vocabulary = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
-        with pytest.raises(AppError, match="no tokens for the text") as caught:
+        with pytest.raises(AppError, match="tokenizer cannot encode the text") as caught:
             Tokenizer(vocabulary).encode("b", add_special=False)
         assert caught.value.kind is Kind.INVALID
 
@@ -207,14 +207,14 @@ class TestLoading:
 
     @pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Novel"}}', "\x00"])
     def test_a_broken_file_is_one_clear_line(self, files, text):
-        with pytest.raises(AppError, match="is not a tokenizer") as caught:
+        with pytest.raises(AppError, match="is not a usable tokenizer") as caught:
             Tokenizer.load(files(text))
         assert caught.value.kind is Kind.MODEL_FILES
         assert "\n" not in caught.value.message
 
     def test_a_vocabulary_without_letters_or_an_unknown_token_is_no_tokenizer(self, files):
         inner = tokenizers.Tokenizer(models.WordLevel({"word": 0}, unk_token="[UNK]"))
-        with pytest.raises(AppError, match="is not a tokenizer"):
+        with pytest.raises(AppError, match="is not a usable tokenizer"):
             Tokenizer.load(files(inner))
 
     def test_a_large_real_one_loads(self, real_files):
@@ -229,7 +229,7 @@ class TestHostile:
         inner = tiny.tokenizer()
         inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
         tokenizer = Tokenizer.load(files(inner))
-        with pytest.raises(AppError, match=r"no tokens for the text: .*retry-limit") as caught:
+        with pytest.raises(AppError, match=r"cannot encode the text: .*retry-limit") as caught:
             tokenizer.encode("x" * 40, add_special=False)
         assert caught.value.kind is Kind.INVALID
         assert tokenizer.encode("hey", add_special=False)
@@ -240,7 +240,7 @@ class TestHostile:
         written = json.loads(inner.to_str())
         # added tokens are normalized when they are read
         written["added_tokens"][0] |= {"content": "x" * 40, "normalized": True}
-        with pytest.raises(AppError, match="is not a tokenizer that can be used: ") as caught:
+        with pytest.raises(AppError, match="is not a usable tokenizer: ") as caught:
             Tokenizer.load(files(json.dumps(written)))
         assert caught.value.kind is Kind.MODEL_FILES
         assert "\n" not in caught.value.message
@@ -252,10 +252,10 @@ class TestHostile:
         inner.decoder = decoders.Sequence([broken, decoders.BPEDecoder()])
         tokenizer = Tokenizer(inner)
         ids = [id_of(tokenizer, "x" * 40)]
-        with pytest.raises(AppError, match=r"no text for tokens: .*retry-limit") as caught:
+        with pytest.raises(AppError, match=r"cannot decode tokens: .*retry-limit") as caught:
             tokenizer.decode(ids)
         assert caught.value.kind is Kind.MODEL_FILES
-        with pytest.raises(AppError, match="no text for tokens") as caught:
+        with pytest.raises(AppError, match="tokenizer cannot decode tokens") as caught:
             tokenizer.decode_verbatim(ids)
         assert caught.value.kind is Kind.INVALID
 
@@ -384,7 +384,9 @@ def test_a_text_that_grows_too_much_is_refused(files):
     tokenizer = Tokenizer.load(files(inner))
     assert len(tokenizer.encode("q", add_special=False)) == 1000
     assert len(tokenizer.encode("w" * 200_000, add_special=False)) == 200_000
-    with pytest.raises(AppError, match="makes it many times longer") as caught:
+    with pytest.raises(
+        AppError, match="too long after this model's tokenizer has normalized it"
+    ) as caught:
         tokenizer.encode("w" * 200_000 + "q" * 200_000, add_special=False)
     assert caught.value.kind is Kind.INVALID
     with pytest.raises(AppError, match="surrogate"):

@@ -28,7 +28,7 @@ def read_model(fields: Fields, models: Collection[str]) -> str:
 def unknown_model(model: str) -> AppError:
     return AppError(
         Kind.MODEL_NOT_FOUND,
-        f"the model {model[:200]!r} is not served here: GET /v1/models lists what is",
+        f"the model {model[:200]!r} does not exist: GET /v1/models lists the available models",
         param="model",
     )
 

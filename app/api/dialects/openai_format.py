@@ -90,7 +90,7 @@ def _structured_outputs(fields: Fields) -> Grammar | None:
     grammar = _only([(name, grammar) for name, grammar in wishes if grammar is not None])
     if grammar is None:
         wanted = f"one of {', '.join(KINDS)}, or json_object: true"
-        raise invalid("structured_outputs", f"structured_outputs must hold {wanted}")
+        raise invalid("structured_outputs", f"structured_outputs must contain {wanted}")
     return grammar
 
 
@@ -119,7 +119,7 @@ def _json(fields: Fields, name: str) -> JsonSchema | None:
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError:
-            raise invalid(at, f"{at} is not the text of a JSON schema: {shown(value)}") from None
+            raise invalid(at, f"{at} is not valid JSON: {shown(value)}") from None
     return _json_schema(as_mapping(value, at), at)
 
 
@@ -129,12 +129,12 @@ def _choice(fields: Fields, name: str) -> Choice | None:
         return None
     at = fields.path(name)
     if not options:
-        raise invalid(at, f"{at} must hold at least one text")
+        raise invalid(at, f"{at} must contain at least one string")
     read: dict[str, None] = {}  # said twice is said once
     for place, option in enumerate(options):
         if not isinstance(option, str) or not option:
             path = f"{at}.{place}"
-            raise invalid(path, f"{path} must be a text that is not empty, not {shown(option)}")
+            raise invalid(path, f"{path} must be a non-empty string, not {shown(option)}")
         read[option] = None
     return Choice(options=tuple(read), at=at)
 

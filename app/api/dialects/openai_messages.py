@@ -98,7 +98,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     said = [text for text in (content, refusal) if text is not None]
     if not said and not calls:
         path = fields.path("content")
-        raise invalid(path, f"{path} may only be missing where there are tool_calls")
+        raise invalid(path, f"{path} is required unless there are tool_calls")
     text = "\n".join(filter(None, said)) if said else None
     return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
 
@@ -109,7 +109,7 @@ def _reasoning(fields: Fields) -> str | None:
     if older and newer and older != newer:
         path = fields.path("reasoning")
         other = fields.path("reasoning_content")
-        raise invalid(path, f"{path} and {other} are the same, and differ: keep one of them")
+        raise invalid(path, f"{path} and {other} are aliases but differ: keep one of them")
     return older or newer or None
 
 
@@ -133,7 +133,7 @@ def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
     if type_ not in allowed:
         raise invalid(
             path,
-            f"{path} is a part of type {shown(type_)}, which is not supported here: "
+            f"{path} is a part of type {shown(type_)}, which is not supported: "
             f"use {' or '.join(allowed)}",
         )
     text = fields.required_string(type_)

@@ -37,8 +37,8 @@ def within_limit(name: str, count: int, prompt: Prompt) -> int:
     if count * prompts > MOST_CHOICES:
         raise invalid(
             name,
-            f"{name}: {count} to each of {prompts} prompts are {count * prompts} answers, and at "
-            f"most {MOST_CHOICES} are made for one request",
+            f"{name}: {count} for each of {prompts} prompts are {count * prompts} choices; a "
+            f"request may have at most {MOST_CHOICES}",
         )
     return count
 

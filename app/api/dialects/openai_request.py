@@ -195,8 +195,8 @@ def _check_store(fields: Fields) -> None:
     if fields.boolean("store"):
         raise invalid(
             "store",
-            "store cannot be true here: chat completions are not kept. Leave it out, or use "
-            "POST /v1/responses, whose responses are kept and can be read again",
+            "store: true is not supported: chat completions are not stored. Leave it out, or use "
+            "POST /v1/responses, which stores responses",
         )
 
 
@@ -208,7 +208,7 @@ def _refuse_rest(fields: Fields) -> None:
     fields.refuse("verbosity", "medium")
     fields.refuse("functions", instead="use tools")
     fields.refuse("function_call", instead="use tool_choice")
-    fields.refuse("web_search_options", instead="use a function that searches, in tools")
-    fields.refuse("prediction", instead="leave it out: it changes no answer")
+    fields.refuse("web_search_options", instead="define a search function in tools")
+    fields.refuse("prediction", instead="leave it out: it has no effect on the output")
     for unsupported in ("audio", "moderation", "prompt_cache_options"):
         fields.refuse(unsupported)

@@ -50,15 +50,15 @@ def read_ending(fields: Fields, *, max_tokens: int | None, constrained: bool) ->
     )
     if max_tokens is not None and ending.min_tokens > max_tokens:
         raise invalid(
-            "min_tokens", f"min_tokens is {ending.min_tokens}, and only {max_tokens} are allowed"
+            "min_tokens", f"min_tokens is {ending.min_tokens}, but max_tokens is {max_tokens}"
         )
     if constrained:
         for name, given in (("min_tokens", ending.min_tokens), ("ignore_eos", ending.ignore_eos)):
             if given:
                 raise invalid(
                     name,
-                    f"{name} cannot be combined with a format of the answer, a thinking budget, "
-                    "strict tools, or calls that must be made: leave out one of them",
+                    f"{name} cannot be combined with structured output, a thinking budget, strict "
+                    "tools or required tool calls: leave out one of them",
                 )
     return ending
 

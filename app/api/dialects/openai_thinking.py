@@ -44,7 +44,7 @@ def read_template_options(fields: Fields, thinking: Thinking) -> dict[str, Any]:
         if name in RESERVED:
             raise invalid(path, f"{path} cannot be set: the server sets it")
         if name == "reasoning_effort" and thinking.effort is not None:
-            raise invalid(path, f"{path} is said twice: reasoning_effort says it already")
+            raise invalid(path, f"{path} duplicates the field reasoning_effort: keep one of them")
     return options
 
 
@@ -54,5 +54,5 @@ def read_budget(fields: Fields) -> int | None:
     said = [(name, budget) for name, budget in given if budget is not None]
     if len(said) > 1:
         (first, _), (second, _), *_ = said
-        raise invalid(second, f"{first} and {second} are the same: keep one of them")
+        raise invalid(second, f"{first} and {second} are aliases: keep one of them")
     return said[0][1] if said and said[0][1] >= 0 else None

@@ -68,7 +68,7 @@ def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple
         kind = fields.required_string("type")
         if kind != "function":
             path = fields.path("type")
-            raise invalid(path, f"{path} must be 'function', not {shown(kind)}: there are no other")
+            raise invalid(path, f"{path} must be 'function', not {shown(kind)}")
         tool = function(fields)
         fields.close()
         if tool.name in names:

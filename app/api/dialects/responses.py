@@ -51,9 +51,9 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
 
     async def retrieve(request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
-            raise invalid("stream", "stream: a response is not told again piece by piece here")
+            raise invalid("stream", "stream: stored responses cannot be streamed")
         if "starting_after" in request.query_params:
-            raise invalid("starting_after", "starting_after: only for a stream, which is not told")
+            raise invalid("starting_after", "starting_after: stored responses cannot be streamed")
         store, kept = find(request)
         store.use(kept.id)
         return Response(kept.body, media_type="application/json")
@@ -72,7 +72,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     async def cancel(request: Request) -> Response:
         find(request)
         raise invalid(
-            None, "only a response in the background is cancelled, and there are none here"
+            None, "only background responses can be cancelled; background mode is not supported"
         )
 
     async def input_tokens(request: Request) -> Response:
@@ -93,7 +93,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     async def compact(request: Request) -> Response:
         raise AppError(
             Kind.NOT_FOUND,
-            "responses are not compacted here: send fewer items, or start the server with "
+            "compacting is not supported: send fewer items, or start the server with "
             "--context-shift",
         )
 
@@ -147,9 +147,9 @@ def _kept(store: ResponseStore, request: Request) -> Kept:
     if kept is None:
         raise AppError(
             Kind.NOT_FOUND,
-            f"the response {shown(id_)} is not kept here (any more): responses are kept in memory, "
-            "each for the API key that made it, the least recently used are dropped for room, and "
-            f"those of more than {MOST_EACH >> 20} MiB are not kept",
+            f"the response {shown(id_)} was not found: responses are stored in memory for the API "
+            "key that created them, the least recently used are evicted, and responses larger "
+            f"than {MOST_EACH >> 20} MiB are not stored",
             param="response_id",
         )
     return kept

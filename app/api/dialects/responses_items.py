@@ -53,7 +53,7 @@ def _item(fields: Fields, resolve: Resolve) -> JsonObject:
             path = fields.path("type")
             supported = ", ".join(TYPES)
             raise invalid(
-                path, f"{path} is {shown(other)}, which is not supported here: use {supported}"
+                path, f"{path} is {shown(other)}, which is not supported: use {supported}"
             )
     fields.close()
     return item
@@ -116,7 +116,7 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
         path = fields.path("type")
         raise invalid(
             path,
-            f"{path} is {shown(type_)}, which is not supported here: use {' or '.join(allowed)}",
+            f"{path} is {shown(type_)}, which is not supported: use {' or '.join(allowed)}",
         )
     if type_ == "refusal":
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
@@ -169,7 +169,7 @@ def _reasoning(fields: Fields) -> JsonObject:
         path = fields.path("encrypted_content")
         raise invalid(
             path,
-            f"{path} was encrypted by another server and cannot be read here: leave the item out",
+            f"{path} was encrypted by another server and cannot be decrypted: leave the item out",
         )
     return {
         "type": "reasoning",
@@ -197,7 +197,7 @@ def _referred(fields: Fields, resolve: Resolve) -> JsonObject:
         path = fields.path("id")
         raise AppError(
             Kind.NOT_FOUND,
-            f"{path}: the item {shown(id_)} is not kept here (any more): send the item itself",
+            f"{path}: the item {shown(id_)} was not found: send the item itself",
             param=path,
             code="item_not_found",
         )

@@ -70,7 +70,7 @@ def parse(body: object, models: Collection[str], history: History, *, shifts: bo
     instructions = fields.string("instructions")
     messages = with_instructions(instructions, messages_of((*earlier, *items)))
     if not messages:
-        raise invalid("input", "input must hold something to answer")
+        raise invalid("input", "input must contain at least one item for the model")
     max_tokens = fields.integer("max_output_tokens", 1)
     toolbox = _toolbox(fields)
     grammar, text = _text(fields)
@@ -119,7 +119,7 @@ def _toolbox(fields: Fields) -> Toolbox:
     parallel = fields.boolean("parallel_tool_calls") is not False
     if not given:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice asks for a tool, and there are no tools")
+            raise invalid("tool_choice", "tool_choice requires a tool, but there are no tools")
         return Toolbox(parallel=parallel)
     tools = read_tools(given, _function)
     chosen, tools = read_choice(choice, tools, nested=False)
@@ -206,7 +206,7 @@ def _check_rest(fields: Fields, *, shifts: bool) -> None:
     fields.refuse("prompt_cache_retention", "in_memory")
     fields.refuse("truncation", "auto" if shifts else "disabled")
     fields.refuse("conversation", instead="use previous_response_id, or send all items")
-    fields.refuse("prompt", instead="send instructions and input themselves")
+    fields.refuse("prompt", instead="send instructions and input")
     for unsupported in (
         "access_programs",
         "context_management",

@@ -181,9 +181,9 @@ def _not_found(asked: str, missing: str) -> AppError:
         which += f" continues {quote_client(repr(missing[:200]))}, which"
     return AppError(
         Kind.INVALID,
-        f"{which} is not kept here (any more): responses are kept in memory, the least recently "
-        "used are dropped for room, and those with store: false, of other API keys, or of more "
-        f"than {MOST_EACH >> 20} MiB are not kept; send the whole conversation as input instead",
+        f"{which} was not found: responses are stored in memory, the least recently used are "
+        "evicted, and those with store: false, of other API keys, or larger than "
+        f"{MOST_EACH >> 20} MiB are not stored; send the whole conversation as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )

@@ -46,7 +46,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     def ask(body: object, _caller: str) -> Ask:
         cards = generate.models()
         if not cards:
-            raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")
+            raise AppError(Kind.LOADING, "no model is available yet: try again in a moment")
         request = parse(body, cards[0].id)
         return Ask(request=request, reply=JsonLines(Lines(request.top_logprobs is not None)))
 

@@ -54,7 +54,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     def card(model: str | None) -> ModelCard:
         cards = {card.id: card for card in generate.models()}
         if not cards:
-            raise AppError(Kind.LOADING, "no model is served yet: try again in a moment")
+            raise AppError(Kind.LOADING, "no model is available yet: try again in a moment")
         if model is None:
             return next(iter(cards.values()))
         if model not in cards:
@@ -127,7 +127,9 @@ def parse(body: object, model: str | None, *, default: str) -> TokenizeRequest:
     given = [name for name in (*TEXTS, "messages") if fields.value(name) is not None]
     if len(given) != 1:
         names = ", ".join((*TEXTS, "messages"))
-        raise invalid(given[1] if given else "prompt", f"the body must hold exactly one of {names}")
+        raise invalid(
+            given[1] if given else "prompt", f"the body must contain exactly one of {names}"
+        )
     pieces = fields.boolean("with_pieces") or False
     texts = fields.boolean("return_token_strs") or False
     if given == ["messages"]:
@@ -192,7 +194,10 @@ def _add_special(fields: Fields, default: bool) -> bool:
     names = ("add_special_tokens", "add_special")
     said = [value for name in names if (value := fields.boolean(name)) is not None]
     if len(set(said)) > 1:
-        raise invalid("add_special", "add_special and add_special_tokens are the same, and differ")
+        raise invalid(
+            "add_special",
+            "add_special and add_special_tokens are aliases but differ: keep one of them",
+        )
     return said[0] if said else default
 
 

@@ -37,52 +37,56 @@ def _kv_usage(state: ModelState) -> float:
 
 # None: not known, and so not told
 GAUGES: Sequence[Row] = (
-    ("vllm:num_requests_running", "Requests in the engine", lambda s: s.stats.running),
+    ("vllm:num_requests_running", "Requests running in the engine", lambda s: s.stats.running),
     (
         "vllm:num_requests_waiting",
-        "Requests that wait for a place in the engine, or are prepared for it",
+        "Requests waiting for the engine, including those being tokenized or compiled",
         lambda s: s.stats.waiting + s.preparing + s.compiling,
     ),
     (
         "mlxrunner_num_requests_preparing",
-        "Of these, requests whose prompt is rendered and tokenized",
+        "Waiting requests whose prompt is being rendered and tokenized",
         lambda s: s.preparing,
     ),
     (
         "mlxrunner_num_requests_compiling",
-        "Of these, requests whose grammar is compiled",
+        "Waiting requests whose grammar is being compiled",
         lambda s: s.compiling,
     ),
     (
         "vllm:kv_cache_usage_perc",
-        "Part of the room for KV caches that running requests hold, 0 to 1",
+        "Fraction of the KV cache memory that running requests use, 0 to 1",
         _kv_usage,
     ),
     (
         "mlxrunner_num_requests_embedding",
-        "Requests for vectors, waiting ones too",
+        "Embedding requests, running and waiting",
         lambda s: s.stats.embedding,
     ),
     (
         "mlxrunner_model_leases",
-        "Requests that hold the model in memory or wait for it",
+        "Requests that use the model or wait for it to load",
         lambda s: s.leases,
     ),
     (
         "mlxrunner_model_share_bytes",
-        "Memory that the model may use, where it has not the whole device",
+        "Memory allocated to the model, if models share the device",
         lambda s: s.share,
     ),
-    ("mlxrunner_max_num_seqs", "Requests that may run at once", lambda s: s.parallel),
-    ("mlxrunner_max_model_len", "Tokens that one request may have", lambda s: s.context),
+    ("mlxrunner_max_num_seqs", "Maximum number of requests running at once", lambda s: s.parallel),
+    (
+        "mlxrunner_max_model_len",
+        "Maximum context length of a request, in tokens",
+        lambda s: s.context,
+    ),
     (
         "mlxrunner_memory_budget_bytes",
-        "What the engine may use in all",
+        "Total memory budget of the engine",
         lambda s: s.stats.ledger.budget,
     ),
     (
         "mlxrunner_allocator_bytes",
-        "What the allocator holds, its free buffers too",
+        "Memory held by the allocator, including its free buffers",
         lambda s: s.stats.memory,
     ),
 )
@@ -91,55 +95,55 @@ GAUGES: Sequence[Row] = (
 COUNTERS: Sequence[Row] = (
     (
         "vllm:prompt_tokens",
-        "Prompt tokens that were computed (again after a preemption) or taken from the prefix "
-        "cache, as it happens",
+        "Prompt tokens computed (again after a preemption) or taken from the prefix cache, "
+        "updated during prefill",
         lambda s: s.stats.prefilled_tokens + s.stats.cached_tokens,
     ),
-    ("vllm:generation_tokens", "Tokens of answers", lambda s: s.stats.generated_tokens),
+    ("vllm:generation_tokens", "Generated tokens", lambda s: s.stats.generated_tokens),
     (
         "vllm:prefix_cache_queries",
-        "Tokens of prompts that were looked up in the prefix cache",
+        "Prompt tokens looked up in the prefix cache",
         lambda s: s.stats.looked_up_tokens,
     ),
     (
         "vllm:prefix_cache_hits",
-        "Tokens that the prefix cache had of them",
+        "Prompt tokens found in the prefix cache",
         lambda s: s.stats.cached_tokens,
     ),
     (
         "vllm:num_preemptions",
-        "Requests that began again for room",
+        "Requests preempted for lack of KV memory",
         lambda s: s.stats.preemptions,
     ),
     (
         "mlxrunner_embedded_tokens",
-        "Tokens of inputs to vectors",
+        "Input tokens of embedding requests",
         lambda s: s.stats.embedded_tokens,
     ),
-    ("mlxrunner_engine_steps", "Turns of the engine's loop", lambda s: s.stats.steps),
+    ("mlxrunner_engine_steps", "Steps of the engine loop", lambda s: s.stats.steps),
     (
         "mlxrunner_engine_failures",
-        "Jobs lost to an error of the engine that went on",
+        "Jobs that failed with an error after which the engine continued",
         lambda s: s.stats.failures,
     ),
     (
         "mlxrunner_prefix_cache_evictions",
-        "Cached prefixes that were given up for room",
+        "Cached prefixes evicted to free memory",
         lambda s: s.stats.evictions,
     ),
     (
         "mlxrunner_model_loads",
-        "Times that the model came to be in memory, ready",
+        "Times the model was loaded",
         lambda s: s.loads,
     ),
     (
         "mlxrunner_model_evictions",
-        "Times that the model left memory for another one before its time",
+        "Times the model was evicted to make room for another model",
         lambda s: s.evictions,
     ),
     (
         "mlxrunner_model_restarts",
-        "Times that the model's runner had to be started again",
+        "Times the model's runner was restarted",
         lambda s: s.restarts,
     ),
 )
@@ -166,19 +170,25 @@ class EngineFigures(Collector):
         """On any thread."""
         now, states = self._now, self._states
         whole = GaugeMetricFamily(
-            "mlxrunner_state", "1 for how the server stands", labels=["state"]
+            "mlxrunner_state", "1 for the current state of the server", labels=["state"]
         )
         for name in _SERVER_STATES:
             whole.add_metric([name], name == now)
         yield whole
-        yield _by("mlxrunner_model_state", "1 for how the model stands", "state", states, _phases)
+        yield _by(
+            "mlxrunner_model_state",
+            "1 for the current state of the model",
+            "state",
+            states,
+            _phases,
+        )
         for name, text, value in GAUGES:
             yield _rows(GaugeMetricFamily(name, text, labels=LABELS), states, value)
         for name, text, value in COUNTERS:
             yield _rows(CounterMetricFamily(name, text, labels=LABELS), states, value)
         yield _by(
             "mlxrunner_memory_bytes",
-            "The engine's budget, line by line: their sum is mlxrunner_memory_budget_bytes",
+            "The engine's memory budget by use; the sum is mlxrunner_memory_budget_bytes",
             "line",
             states,
             _ledger,
@@ -205,12 +215,12 @@ def _prefix_cache(states: Iterable[ModelState]) -> Iterator[Metric]:
     bounds = [*(str(float(bound)) for bound in HIT_BOUNDS), "+Inf"]
     hits = HistogramMetricFamily(
         "mlxrunner_prefix_cache_hit_tokens",
-        "Lookups, by how much of the prompt was cached",
+        "Prefix cache lookups by number of cached prompt tokens",
         labels=LABELS,
     )
     misses = CounterMetricFamily(
         "mlxrunner_prefix_cache_misses",
-        "Lookups that found less than all, by the reason",
+        "Prefix cache lookups that missed a part of the prompt, by reason",
         labels=[*LABELS, "reason"],
     )
     for state in states:

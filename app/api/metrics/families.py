@@ -60,53 +60,53 @@ Timed = Literal[
 HISTOGRAMS: Mapping[Timed, tuple[str, str, Sequence[float]]] = {
     "first": (
         "vllm:time_to_first_token_seconds",
-        "From a request's arrival to the first piece of its answer",
+        "Time from a request's arrival to its first output token",
         FIRST,
     ),
     "per_token": (
         "vllm:request_time_per_output_token_seconds",
-        "Mean time between two tokens of an answer, one count for each finished answer",
+        "Mean time per output token, observed once for each finished choice",
         BETWEEN,
     ),
     "whole": (
         "vllm:e2e_request_latency_seconds",
-        "From a request's arrival to the end of its answer",
+        "Time from a request's arrival to the end of its response",
         WHOLE,
     ),
     "load": (
         "mlxrunner_request_load_time_seconds",
-        "From a request's arrival until its model was loaded, where it was not",
+        "Time from a request's arrival until its model was loaded, if it was not",
         WHOLE,
     ),
     "queue": (
         "vllm:request_queue_time_seconds",
-        "From a request's arrival, its model being loaded, to its start in the engine",
+        "Time a request waited to start in the engine, model loading excluded",
         WHOLE,
     ),
     "prefill": (
         "vllm:request_prefill_time_seconds",
-        "From the start in the engine to the first token",
+        "Time from the start in the engine to the first token",
         WHOLE,
     ),
-    "decode": ("vllm:request_decode_time_seconds", "From the first token to the last", WHOLE),
+    "decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last", WHOLE),
     "inference": (
         "vllm:request_inference_time_seconds",
-        "From the start in the engine to the last token",
+        "Time from the start in the engine to the last token",
         WHOLE,
     ),
-    "prompt": ("vllm:request_prompt_tokens", "Tokens of a prompt", TOKENS),
+    "prompt": ("vllm:request_prompt_tokens", "Prompt tokens", TOKENS),
     "computed": (
         "vllm:request_prefill_kv_computed_tokens",
-        "Tokens of a prompt that were not taken from the prefix cache",
+        "Prompt tokens not taken from the prefix cache",
         TOKENS,
     ),
-    "answer": ("vllm:request_generation_tokens", "Tokens of an answer", TOKENS),
+    "answer": ("vllm:request_generation_tokens", "Generated tokens of a choice", TOKENS),
     "asked": (
         "vllm:request_params_max_tokens",
-        "The limit that a request set itself, where it set one",
+        "max_tokens of the requests that set it",
         TOKENS,
     ),
-    "choices": ("vllm:request_params_n", "Answers that a request wants to each prompt", CHOICES),
+    "choices": ("vllm:request_params_n", "Choices requested for each prompt (n)", CHOICES),
 }
 
 # vLLM's words for how a request of the engine ends
@@ -138,19 +138,19 @@ class Families:
         }
         self._ended = Counter(
             "vllm:request_success",
-            "Choices by how they ended",
+            "Finished choices by finish reason",
             [*LABELS, "finished_reason"],
             registry=registry,
         )
         self._errors = Counter(
             "mlxrunner_request_errors",
-            "Requests that were refused or broke off, by the kind of the error",
+            "Requests that failed, by kind of error",
             [*LABELS, "reason"],
             registry=registry,
         )
         self._embeddings = Counter(
             "mlxrunner_embedding_requests",
-            "Requests for vectors that had no error",
+            "Embedding requests that did not fail, by outcome",
             [*LABELS, "outcome"],
             registry=registry,
         )
@@ -216,7 +216,7 @@ class Gaps(Collector):
     event loop: the library's own histogram takes 48 ms for 32,768, and this one takes five."""
 
     NAME = "vllm:inter_token_latency_seconds"
-    TEXT = "Between two tokens of an answer, as the engine drew them; told when it finishes"
+    TEXT = "Time between consecutive output tokens, recorded when the choice finishes"
 
     def __init__(self) -> None:
         self._bounds = [round(bound * 1e9) for bound in BETWEEN]

@@ -30,16 +30,20 @@ class FrontEndFigures(Collector):
             ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),
             (
                 "mlxrunner_http_body_bytes",
-                "Memory of the request bodies in flight that counts against their budget",
+                "Memory of in-flight request bodies that counts against their budget",
                 bodies.memory,
             ),
             (
                 "mlxrunner_http_bodies_parsing",
-                "Large request bodies that are parsed or wait for it",
+                "Large request bodies being parsed or waiting to be parsed",
                 bodies.parsing,
             ),
-            ("mlxrunner_work_running", "Threads that prepare prompts and replies", workers.running),
-            ("mlxrunner_work_queued", "Work that waits for such a thread", workers.queued),
+            (
+                "mlxrunner_work_running",
+                "Busy worker threads (prompts and responses)",
+                workers.running,
+            ),
+            ("mlxrunner_work_queued", "Work items waiting for a worker thread", workers.queued),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         yield self._lag()
@@ -50,7 +54,7 @@ class FrontEndFigures(Collector):
         counts = accumulate(list(lag.counts))
         return HistogramMetricFamily(
             "mlxrunner_event_loop_lag_seconds",
-            "How late the event loop ran a task that was due, measured 20 times a second",
+            "Event loop lag, measured 20 times a second",
             buckets=list(zip(bounds, counts, strict=True)),
             sum_value=lag.total,
         )

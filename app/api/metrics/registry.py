@@ -39,7 +39,7 @@ class Metrics:
         self._registry.register(FrontEndFigures(front_end))
         # of the front door alone: runners are processes of their own. Linux only.
         ProcessCollector(registry=self._registry)
-        Info("mlxrunner_build", "What this is", registry=self._registry).info(
+        Info("mlxrunner_build", "Version of the server", registry=self._registry).info(
             {"version": version("mlxrunner")}
         )
 

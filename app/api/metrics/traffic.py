@@ -26,15 +26,17 @@ class TrafficFigures(Collector):
         """On any thread, beside the event loop, which writes: so copies are read."""
         traffic = self._traffic
         yield GaugeMetricFamily(
-            "mlxrunner_http_connections", "Connections that are open", value=traffic.open
+            "mlxrunner_http_connections", "Open connections", value=traffic.open
         )
         yield CounterMetricFamily(
-            "mlxrunner_http_connections_opened", "Connections since the start", traffic.opened
+            "mlxrunner_http_connections_opened",
+            "Connections opened since the start",
+            traffic.opened,
         )
         turned_away = CounterMetricFamily(
             "mlxrunner_http_connections_turned_away",
-            "Connections that the server ended, before their request was whole or their answer was "
-            "read",
+            "Connections closed by the server before the request was complete or the response was "
+            "read, by reason",
             labels=["reason"],
         )
         for reason, count in traffic.turned_away.copy().items():
@@ -42,8 +44,8 @@ class TrafficFigures(Collector):
         yield turned_away
         answered = CounterMetricFamily(
             "http_requests",
-            "Answers, by the route that they came from (none: refused before that) and the class "
-            "of their status; 4xx for a client that left",
+            "Responses by route (none: rejected before routing), method and status class; 4xx if "
+            "the client disconnected",
             labels=["handler", "method", "status"],
         )
         for (method, route, status), count in traffic.answered.copy().items():

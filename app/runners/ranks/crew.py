@@ -72,7 +72,7 @@ class Crew:
         if self._engaged:
             raise AppError(
                 Kind.ENGINE,
-                "the model is divided among ranks, which load it once: restart all of them",
+                "the model is split across ranks and cannot be loaded again: restart all ranks",
             )
         self._engaged = True
         self.when_lost(lost)
@@ -133,7 +133,7 @@ class Crew:
             with self._changed:
                 del self._compiled[number]
         if not everybody:
-            slow = "the other ranks are busy with other grammars; try again in a moment"
+            slow = "the other ranks did not compile the grammar in time; try again in a moment"
             raise AppError(Kind.BUSY, slow, retry_after=round(_COMPILING))
         return matcher
 
@@ -145,9 +145,9 @@ class Crew:
                 case Lost():
                     self.lose(f"{member}: {words.why}")
                 case Hello():
-                    self.lose(f"{member} said hello again")
+                    self.lose(f"{member} sent a second hello")
         member.line.close()
-        self.lose(f"{member} is gone: its process ended, or it cannot be reached any more")
+        self.lose(f"{member} disconnected: its process exited or is unreachable")
 
     def _note(self, number: int) -> None:
         with self._changed:
@@ -167,7 +167,7 @@ def assemble(launch: Launch, files: ModelFiles, settings: Settings) -> Crew:
         )
         ranks.told(meeting.written(), WORDS)
         members = _gathered(server, meeting, launch, traits_of(files, settings))
-    log.info("rank 0 of %d: with %s", launch.size, ", ".join(map(str, members.values())))
+    log.info("rank 0 of %d: connected to %s", launch.size, ", ".join(map(str, members.values())))
     return Crew(ranks, members)
 
 
@@ -190,8 +190,8 @@ def _gathered(
             missing = set(range(1, launch.size)) - members.keys()
             raise AppError(
                 Kind.ENGINE,
-                f"rank {min(missing)} computes with this one, but cannot reach port "
-                f"{meeting.port} of {launch.host or meeting.host}: let it through",
+                f"rank {min(missing)} joined the group but cannot connect to port "
+                f"{meeting.port} of {launch.host or meeting.host}: open it in the firewall",
             ) from None
         line = Line(connected)
         line.patient(_HELLO)
@@ -228,7 +228,7 @@ def _end_within(seconds: float) -> None:
 
     def end() -> None:
         time.sleep(seconds)
-        log.error("the process did not end by itself")
+        log.error("the process did not exit in time: killing it")
         os._exit(1)
 
-    threading.Thread(target=end, name="last-words", daemon=True).start()
+    threading.Thread(target=end, name="forced-exit", daemon=True).start()

@@ -55,10 +55,10 @@ _GRACE = 15.0
 _LAST_STEP = 30.0
 
 _DIFFERS = (
-    "it said other things than rank 0 of the same requests, and so they cannot compute together; "
-    "this is a fault of mlxrunner's or of the hardware"
+    "its results differ from those of rank 0 for the same requests, so they cannot compute "
+    "together; this is a bug in mlxrunner or a hardware fault"
 )
-_STEP_FAILED = "a step failed there; its log says why"
+_STEP_FAILED = "a step failed on this rank; its log has the error"
 
 
 def follow(launch: Launch, files: ModelFiles, settings: Settings) -> int:
@@ -84,7 +84,7 @@ def _connected(launch: Launch, ranks: Ranks, files: ModelFiles, settings: Settin
         line = Line(socket.create_connection((host, meeting.port), timeout=_CONNECTING))
     except OSError as error:
         raise AppError(
-            Kind.ENGINE, f"rank 0 waits at {host}, port {meeting.port}, where nobody gets: {error}"
+            Kind.ENGINE, f"cannot connect to rank 0 at {host}, port {meeting.port}: {error}"
         ) from error
     line.patient(_CONNECTING)
     traits = traits_of(files, settings)
@@ -98,7 +98,7 @@ def _connected(launch: Launch, ranks: Ranks, files: ModelFiles, settings: Settin
             raise AppError(Kind.INVALID, f"refused by rank 0: {why}")
         case _:
             line.close()
-            raise AppError(Kind.ENGINE, "rank 0 is gone")
+            raise AppError(Kind.ENGINE, "rank 0 disconnected")
 
 
 class _Follower:
@@ -130,7 +130,7 @@ class _Follower:
                 case Welcome():
                     pass
         if not self._gave_up:
-            log.error("rank %d: rank 0 is gone, and so nobody is served", self._ranks.rank)
+            log.error("rank %d: rank 0 disconnected; exiting", self._ranks.rank)
         return False
 
     def _run(self) -> None:
@@ -140,7 +140,7 @@ class _Follower:
         except AppError as error:
             self._give_up(error.message)
         except Exception as error:
-            log.exception("rank %d: the engine ended", self._ranks.rank)
+            log.exception("rank %d: the engine failed", self._ranks.rank)
             self._give_up(error_text(error))
         finally:
             give_back()
@@ -209,7 +209,7 @@ def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
             os._exit(128 + number)
         told.append(number)
         end_later(128 + number)
-        log.info("told to stop: this rank ends when rank 0 does, or when told again")
+        log.info("stop signal received: this rank exits when rank 0 does, or at a second signal")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)

@@ -44,7 +44,9 @@ def launched(environ: Mapping[str, str]) -> Launch | None:
     if size < 2:
         return None
     if rank >= size:
-        raise AppError(Kind.INVALID, f"this is rank {rank} of {size}, counted from 0")
+        raise AppError(
+            Kind.INVALID, f"rank {rank} is out of range: the {size} ranks are counted from 0"
+        )
     return Launch(rank=rank, size=size, host=host)
 
 
@@ -56,7 +58,7 @@ def when_launcher_ends(environ: Mapping[str, str], told: Callable[[], None]) -> 
         # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
         while os.read(0, 1 << 16):
             pass
-        log.error("mlx.launch is gone, and so its ranks stop")
+        log.error("mlx.launch exited: stopping its ranks")
         told()
 
     if "MLX_RANK" in environ and stat.S_ISFIFO(os.fstat(0).st_mode):
@@ -70,7 +72,7 @@ def together(settings: Settings) -> Settings:
     if settings.several:
         raise AppError(
             Kind.INVALID,
-            "several processes were launched to run one model together: name one model, without "
+            "the ranks of one launch serve a single model: name exactly one model, without "
             "--installed",
         )
     return replace(settings, runner="thread")
@@ -95,11 +97,9 @@ def _listed(name: str, file: str) -> list[Any]:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []
     except (OSError, ValueError) as error:
-        raise AppError(
-            Kind.INVALID, f"{name} names {file}, which is no such file: {error}"
-        ) from None
+        raise AppError(Kind.INVALID, f"{name}: cannot read {file}: {error}") from None
     if not isinstance(found, list):
-        raise AppError(Kind.INVALID, f"{name} names {file}, which holds no list of ranks")
+        raise AppError(Kind.INVALID, f"{name}: {file} does not hold a list of ranks")
     return found  # pyright: ignore[reportUnknownVariableType]  # parsed JSON
 
 
@@ -115,5 +115,5 @@ def _first_address(hosts: list[Any]) -> str | None:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdecimal():
-        raise AppError(Kind.INVALID, f"{name} is {text!r}, and should be a number")
+        raise AppError(Kind.INVALID, f"{name} must be a number, not {text!r}")
     return int(text)

@@ -60,18 +60,17 @@ class Meeting:
 
 def met(launch: Launch) -> Ranks:
     """All ranks, once all are there. Raises AppError(ENGINE) where they cannot be reached."""
-    log.info("rank %d of %d: waiting for the others", launch.rank, launch.size)
+    log.info("rank %d of %d: waiting for the other ranks", launch.rank, launch.size)
     try:
         with _interruptible():
             ranks = joined()
     except (RuntimeError, ValueError) as error:
-        raise AppError(Kind.ENGINE, f"the ranks cannot connect with each other: {error}") from error
+        raise AppError(Kind.ENGINE, f"the ranks cannot connect to each other: {error}") from error
     if (ranks.rank, ranks.size) != (launch.rank, launch.size):
         raise AppError(
             Kind.ENGINE,
-            f"this process was started as rank {launch.rank} of {launch.size}, and MLX takes it for"
-            f" rank {ranks.rank} of {ranks.size}: was MLX built with the backend that was asked "
-            "for?",
+            f"this process was started as rank {launch.rank} of {launch.size}, but MLX reports "
+            f"rank {ranks.rank} of {ranks.size}: was MLX built with the requested backend?",
         )
     return ranks
 

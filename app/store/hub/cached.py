@@ -173,10 +173,10 @@ def _listing(repo: str, folder: Path) -> list[str] | None:
 
 def _incomplete(name: HubName, *missing: str) -> NotHere:
     more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
-    lacks = f", it lacks {', '.join(missing[:2])}{more}" if missing else ""
+    lacks = f" ({', '.join(missing[:2])}{more} missing)" if missing else ""
     revision = "" if name.revision is None else f" --revision {name.revision}"
     return NotHere(
         f"the download of {name} is incomplete{lacks}: "
-        f"type `mlxrunner pull {name.repo}{revision}` to complete it",
+        f"run `mlxrunner pull {name.repo}{revision}` to complete it",
         hub=name,
     )

@@ -125,7 +125,7 @@ def _fetch_blob(offer: Offer, storage: Path, file: RemoteFile, meter: Meter) -> 
             partial.unlink()
             raise bad(
                 offer.name,
-                f"{file.path} arrived damaged: its SHA-256 is not the hub's; try again",
+                f"{file.path} is corrupt: its SHA-256 does not match the hub's; try again",
             )
         partial.replace(blob)
 
@@ -172,7 +172,7 @@ def _check_room(offer: Offer) -> None:
         raise AppError(
             Kind.MODEL_FILES,
             f"{offer.name} needs {in_bytes(offer.missing)} more on the disk of {folder}, which has "
-            f"{in_bytes(free)} free: make room, or set HF_HOME to a folder on another disk",
+            f"{in_bytes(free)} free: free some space, or set HF_HOME to a folder on another disk",
         )
 
 
@@ -185,7 +185,7 @@ def _check_small(name: HubName, path: Path, file: RemoteFile) -> None:
     if found != wanted:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-        raise bad(name, f"{file.path} arrived damaged: its digest is not the hub's; try again")
+        raise bad(name, f"{file.path} is corrupt: its digest does not match the hub's; try again")
 
 
 def _name_revision(storage: Path, offer: Offer) -> None:

@@ -70,7 +70,7 @@ def look(name: HubName) -> Offer:
             files = tuple(_file(name, listing[path]) for path in snapshot.needed(listing))
             commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
-            raise bad(name, f"has no commit that the hub could name, but {commit!r}")
+            raise bad(name, f"has an invalid commit hash from the hub: {commit!r}")
         path = hf_hub_download(name.repo, "config.json", revision=commit, cache_dir=cache_folder())
         storage = storage_folder(name.repo)
         missing = sum(file.size - bytes_here(storage, commit, file) for file in files)
@@ -97,5 +97,5 @@ def _file(name: HubName, sibling: Any) -> RemoteFile:
     sha256 = None if sibling.lfs is None else sibling.lfs.sha256
     size = sibling.size if sibling.lfs is None else sibling.lfs.size
     if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):
-        raise bad(name, f"is badly described by the hub: no size and digest of {sibling.rfilename}")
+        raise bad(name, f"has no size or digest for {sibling.rfilename} in the listing of the hub")
     return RemoteFile(path=sibling.rfilename, size=size, sha256=sha256, git=sibling.blob_id or "")

@@ -33,7 +33,7 @@ def told(name: HubName) -> Generator[None]:
     try:
         yield
     except Stopped as error:  # one file failed, and another said so first
-        raise bad(name, "the download was stopped") from error
+        raise bad(name, "was not downloaded: the download was stopped") from error
     except (HTTPError, OSError) as error:
         raise _sentence(name, error) from error
 
@@ -46,7 +46,7 @@ def understood(name: HubName) -> Generator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = (
-            f"could not be looked up: {_where()} does not answer as a hub does "
+            f"could not be looked up: {_where()} returned an invalid response "
             f"({type(error).__name__}: {_said(error)}); check the network, HF_ENDPOINT and HF_TOKEN"
         )
         raise bad(name, why) from error
@@ -61,32 +61,35 @@ def _sentence(name: HubName, error: BaseException) -> AppError:
     match error:
         case GatedRepoError():
             why = (
-                f"is gated: accept its conditions at {where}/{name.repo}, then set HF_TOKEN to an "
-                "access token of yours"
+                f"is gated: accept its conditions at {where}/{name.repo}, then set HF_TOKEN to "
+                "your access token"
             )
         case RepositoryNotFoundError():
             why = (
-                f"is not on {where}, or it is private: check the name, or set HF_TOKEN to an "
+                f"was not found on {where}, or is private: check the name, or set HF_TOKEN to an "
                 "access token that may read it"
             )
         case RevisionNotFoundError():
             return AppError(Kind.MODEL_NOT_FOUND, f"{name.repo} has no revision {name.revision}")
         case OfflineModeIsEnabled():
-            why = "would have to be downloaded, but HF_HUB_OFFLINE is set: unset it and try again"
+            why = "needs a download, but HF_HUB_OFFLINE is set: unset it and try again"
         case HfHubHTTPError() if error.response.status_code in (401, 403):
-            why = f"is refused by {where}: set HF_TOKEN to an access token that may read it"
+            why = f"cannot be accessed on {where}: set HF_TOKEN to an access token that may read it"
         case HfHubHTTPError():
-            why = f"could not be read: {where} answered {error.response.status_code}; try later"
+            why = (
+                f"could not be downloaded: {where} returned HTTP {error.response.status_code}; "
+                "try again later"
+            )
         case LocalEntryNotFoundError() if error.__cause__ is not None:
             return _sentence(name, error.__cause__)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            why = "does not fit on the disk: make room, or set HF_HOME to a folder on another disk"
+            why = "does not fit on the disk: free some space, or set HF_HOME to another disk"
         case OSError(filename=str(path), strerror=str(reason)):
-            why = f"cannot be stored: {path}: {reason}; HF_HOME may name another folder"
+            why = f"cannot be stored: {path}: {reason}; set HF_HOME to use another folder"
         case _:
             why = (
-                f"could not be downloaded from {where} ({_said(error)}): try again, and it goes on "
-                "where it stopped"
+                f"could not be downloaded from {where} ({_said(error)}): try again to "
+                "resume the download"
             )
     return bad(name, why)
 

@@ -55,8 +55,8 @@ def check(repo: str, paths: Iterable[str]) -> None:
         if name not in found:
             raise AppError(
                 Kind.MODEL_FILES,
-                f"{repo} has no {name}, without which no model is loaded: look for a copy that "
-                "has one, such as one of mlx-community",
+                f"{repo} has no {name}, which is required: look for a copy that "
+                "has one, such as those of mlx-community",
             )
 
 
@@ -71,12 +71,12 @@ def _weights(here: list[str]) -> list[str]:
 def _what_it_holds(paths: list[str]) -> str:
     if any(path.endswith(".gguf") for path in paths):
         return (
-            "holds GGUF files, which are llama.cpp's: look for the same model in safetensors, "
-            "such as one of mlx-community"
+            "contains GGUF files, which are not supported: look for the same model in safetensors, "
+            "such as those of mlx-community"
         )
     if any(path.endswith(_PICKLED) for path in paths):
         return (
-            "holds its weights as pickles, which are never opened because they can run code: "
+            "contains pickled weights, which are never opened because they can run code: "
             "look for the same model in safetensors"
         )
-    return "has no .safetensors file at its top: it is not a language model to be served"
+    return "has no .safetensors file in its top folder: it is not a language model"

@@ -107,7 +107,7 @@ def check(layer: Layer) -> None:
     if not whole:
         raise _bad(
             f"{layer.blob} ({layer.name or layer.role}) is damaged: its SHA-256 is not the one in "
-            "its name; remove it and `ollama pull` the model again"
+            "its name; remove it and run `ollama pull` again"
         )
 
 
@@ -126,14 +126,14 @@ def _layer(path: Path, told: Any) -> Layer:
     named: Any = cast(dict[str, Any], told).get("name", "")
     match = _DIGEST.fullmatch(digest)
     if match is None:
-        raise _bad(f"{path} names {digest[:100]!r}, which is not a SHA-256 digest")
+        raise _bad(f"{path} lists {digest[:100]!r}, which is not a SHA-256 digest")
     blob = root() / "blobs" / f"sha256-{match[1]}"
     if not is_there(blob):
-        raise _bad(f"{path} names {blob.name}, which is not there: `ollama pull` the model again")
+        raise _bad(f"{path} lists {blob.name}, which is missing: run `ollama pull` again")
     if blob.stat().st_size != size:
         raise _bad(
-            f"{blob} has {blob.stat().st_size} bytes, and {path} says {size}: remove it and "
-            "`ollama pull` the model again"
+            f"{blob} has {blob.stat().st_size} bytes, but {path} gives {size}: remove it and run "
+            "`ollama pull` again"
         )
     return Layer(role=role, name=str(named), blob=blob, sha256=match[1])
 

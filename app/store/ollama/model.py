@@ -68,7 +68,7 @@ def find(name: OllamaName) -> ModelFiles | None:
         manifest.check(layer)
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
-            raise _bad(f"{found.path} has no {needed} layer: `ollama pull` the model again")
+            raise _bad(f"{found.path} has no {needed} layer: run `ollama pull` again")
     objects = {
         file: read_object(files[file].blob) or {} if file in files else {}
         for file in ("config.json", "tokenizer_config.json", "generation_config.json")
@@ -79,7 +79,7 @@ def find(name: OllamaName) -> ModelFiles | None:
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
     if found.of(TEMPLATE) and template is None and not _has_template(objects):
-        log.warning("%s: its chat template is written for Ollama alone and is not used", name)
+        log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
     shards = [headers.read(blob) for blob in blobs]
     return ModelFiles(
         name=str(name),
@@ -107,13 +107,13 @@ def _check_format(name: OllamaName, found: Manifest) -> None:
     """Tensor layers, and nothing that would have to be added to them."""
     if found.of(GGUF) or not found.of(TENSOR):
         raise _bad(
-            f"{name} is a GGUF model, which llama.cpp runs and we do not: look for the same model "
-            "in safetensors, such as one of mlx-community: `mlxrunner pull mlx-community/...`"
+            f"{name} is a GGUF model, which is not supported: look for the same model "
+            "in safetensors, such as those of mlx-community: `mlxrunner pull mlx-community/...`"
         )
     if found.of(ADAPTER):
-        raise _bad(f"{name} has a LoRA adapter, which is not supported: serve the model itself")
+        raise _bad(f"{name} has a LoRA adapter, which is not supported: serve the base model")
     if found.of(MESSAGES):
-        log.warning("%s: the conversation that it brings (MESSAGE) is not used", name)
+        log.warning("%s: its example conversation (MESSAGE) is ignored", name)
 
 
 def _has_template(objects: Mapping[str, Json]) -> bool:
@@ -132,7 +132,7 @@ def _parameters(found: Manifest) -> Json:
         merged.update(read_object(layer.blob) or {})
     ignored = sorted(merged.keys() - _PARAMETERS.keys() - {"num_ctx"})
     if ignored:
-        log.info("%s: parameters that mean nothing here: %s", found.path, ", ".join(ignored))
+        log.info("%s: ignored parameters: %s", found.path, ", ".join(ignored))
     return merged
 
 
@@ -160,7 +160,7 @@ def _context(found: Manifest, parameters: Json) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _bad(f"{found.path}: the parameter num_ctx is {value!r}, and must be 1 or more")
+        raise _bad(f"{found.path}: the parameter num_ctx is {value!r}, but must be 1 or more")
     return value
 
 

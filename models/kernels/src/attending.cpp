@@ -106,9 +106,9 @@ void want_place(const Place& at, int length, const mx::array& keys, const mx::ar
   const int capacity = keys.shape(2);
   want(at.first >= 0 && at.head >= 0 && at.head < std::max(1, capacity) && at.length >= length &&
            at.length <= capacity,
-       "what is there must fit into the buffer, the new positions among it");
+       "the positions must fit into the buffer, new ones included");
   want(!length || at.slot == (static_cast<std::int64_t>(at.head) + at.length - length) % capacity,
-       "new positions stand behind all others");
+       "new positions must follow the existing ones");
 }
 
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
@@ -116,10 +116,10 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const std::vector<mx::array>& values, const std::vector<Place>& places,
     const Attention& attention) {
   want_heads(q, k, v, attention);
-  want(k.shape(2) == q.shape(2), "each new position has a query, a key and a value");
+  want(k.shape(2) == q.shape(2), "each new position needs a query, a key and a value");
   const std::size_t count = static_cast<std::size_t>(q.shape(0));
   want(keys.size() == count && values.size() == count && places.size() == count,
-       "each sequence has buffers and a place in them");
+       "each sequence needs buffers and a slot mapping");
   for (std::size_t b = 0; b < count; b++)
     want_place(places[b], q.shape(2), keys[b], values[b], {k.shape(1), k.shape(3), v.shape(3)});
   std::vector<mx::array> in{q, k, v};

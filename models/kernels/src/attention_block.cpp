@@ -168,12 +168,14 @@ void want_fitting(const AttentionParts& parts) {
   const int depth = parts.depth(), width = parts.width();
   want(depth > 0 && width > 0 && parts.q.product.outputs() == heads * depth &&
            parts.k.product.outputs() == kv_heads * depth &&
-           parts.v.product.outputs() == kv_heads * width && parts.o.product.inputs() == heads * width,
-       "queries, keys, values and what becomes of them must fit the heads");
+           parts.v.product.outputs() == kv_heads * width &&
+           parts.o.product.inputs() == heads * width,
+       "q, k, v and o must fit the number of heads");
   want(parts.k.product.inputs() == hidden && parts.v.product.inputs() == hidden &&
            parts.o.product.outputs() == hidden,
        "hidden states must be of one width");
-  want(parts.by.scale > 0 && parts.by.softcap >= 0, "scale must be positive, softcap so or 0");
+  want(parts.by.scale > 0 && parts.by.softcap >= 0,
+       "scale must be positive, softcap positive or 0");
   if (parts.by.sinks)
     want(parts.by.sinks->dtype() == mx::float32 && parts.by.sinks->shape() == mx::Shape{heads},
          "sinks must be [heads] of float32");
@@ -200,7 +202,7 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> AttentionB
   const std::size_t count = places.size();
   const AttentionParts& parts = *parts_;
   want(count > 0 && keys.size() == count && values.size() == count && window >= 0,
-       "each sequence has buffers and a place in them");
+       "each sequence needs buffers and a slot mapping");
   want(x.dtype() == mx::float32 &&
            x.shape() == mx::Shape{static_cast<int>(count), 1, parts.q.product.inputs()},
        "x must be [batch, 1, hidden] of float32");

@@ -28,7 +28,7 @@ struct Constant {
   std::vector<mx::array> arrays;
 
   explicit Constant(Product given) : product(std::move(given)), arrays(product.arrays()) {
-    want(!product.stacked(), "of a stack, matrices are chosen");
+    want(!product.stacked(), "a stack of matrices needs gather");
   }
   // Once they are evaluated.
   Factor factor() const { return {product.matrix(arrays, 0), product.bias(arrays, 0)}; }

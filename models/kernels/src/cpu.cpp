@@ -18,8 +18,8 @@ const Kernels& choose() {
     if (!asked || !*asked || std::string(asked) == one->name) return *one;
     have += std::string(have.empty() ? "" : ", ") + one->name;
   }
-  throw std::runtime_error(std::string("MLXRUNNER_ISA is '") + asked + "', and this machine has " +
-                           have);
+  throw std::runtime_error(std::string("MLXRUNNER_ISA is '") + asked +
+                           "', but this machine supports " + have);
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ class ChosenPrimitive : public CpuPrimitive {
 }  // namespace
 
 mx::array Product::choose(const mx::array& given, const mx::array& chosen) const {
-  if (!stacked_) throw std::invalid_argument("there is no stack to choose from");
+  if (!stacked_) throw std::invalid_argument("gather needs a stack of matrices");
   if (given.ndim() < 2 || given.shape(-2) != 1)
     throw std::invalid_argument("x must be [..., 1, " + std::to_string(inputs_) + "]");
   const mx::Shape outer(given.shape().begin(), given.shape().end() - 2);

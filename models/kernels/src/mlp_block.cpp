@@ -53,7 +53,7 @@ MlpBlock::MlpBlock(MlpParts parts) {
   parts.norm = checked(std::move(parts.norm), gate.inputs());
   want(gate.alike(parts.up.product), "gate and up must be matrices of one shape and format");
   want(gate.outputs() > 0 && down.inputs() == gate.outputs() && down.outputs() == gate.inputs(),
-       "what goes down is as wide as what is gated, and comes out as wide as it went in");
+       "down must take gate's outputs and return gate's inputs");
   awaited_.add(parts.norm.weight);
   for (const Constant* one : {&parts.gate, &parts.up, &parts.down}) awaited_.add(*one);
   parts_ = std::make_shared<const MlpParts>(std::move(parts));

@@ -43,7 +43,8 @@ std::vector<Place> places_of(const Numbers& slots, const Numbers& lengths, const
                              const Numbers& firsts) {
   if (lengths.size() != slots.size() || heads.size() != slots.size() ||
       firsts.size() != slots.size())
-    throw std::invalid_argument("each sequence has a slot, a length, a head and a first");
+    throw std::invalid_argument(
+        "each sequence needs a slot, a length, a head slot and a first position");
   std::vector<Place> places;
   for (std::size_t b = 0; b < slots.size(); b++)
     places.push_back({slots[b], lengths[b], heads[b], firsts[b]});
@@ -81,7 +82,7 @@ std::optional<RmsNorm> norm_of(const std::optional<Norm>& given) {
 }
 
 void bind_blocks(nb::module_& m) {
-  nb::class_<AttentionBlock>(m, "AttentionBlock", "The half of a decoder block that attends.")
+  nb::class_<AttentionBlock>(m, "AttentionBlock", "The attention half of a decoder block.")
       .def("__init__",
            [](AttentionBlock* self, const Norm& norm, const Product& q, const Product& k,
               const Product& v, const Product& o, int heads, int kv_heads, float scale,
@@ -114,7 +115,7 @@ void bind_blocks(nb::module_& m) {
           },
           "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
           "window"_a);
-  nb::class_<MlpBlock>(m, "MlpBlock", "The half of a decoder block that is a gated MLP.")
+  nb::class_<MlpBlock>(m, "MlpBlock", "The gated MLP half of a decoder block.")
       .def("__init__",
            [](MlpBlock* self, const Norm& norm, const std::string& activation, const Product& gate,
               const Product& up, const Product& down) {
@@ -137,14 +138,15 @@ NB_MODULE(_kernels, m) {
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-  m.def("threads", [] { return Pool::shared().threads(); }, "How many threads share a product.");
+  m.def("threads", [] { return Pool::shared().threads(); },
+        "The number of threads that share a matmul.");
   m.def("use_threads", [](int count) { Pool::shared().use(count); }, "count"_a,
-        "So many from now on; not while anything is evaluated.");
+        "Set the number of threads; not while anything is evaluated.");
 
-  m.def("keep_memory", &keep_memory, "Memory of arrays that are gone is kept for those to come.");
-  m.def("return_memory", &return_memory, "What is free goes back to the system.");
+  m.def("keep_memory", &keep_memory, "Keep freed memory for later arrays.");
+  m.def("return_memory", &return_memory, "Return free memory to the system.");
 
-  nb::class_<Product>(m, "Product", "A matrix that x is multiplied with.")
+  nb::class_<Product>(m, "Product", "x @ W^T + bias with a repacked matrix W.")
       .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
                     std::optional<mx::array>, int, int>(),
            "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),

@@ -153,7 +153,7 @@ Product::Product(mx::array weight, std::optional<mx::array> scales, std::optiona
     const Float type = float_of(weight_, "a matrix");
     kind_ = type == Float::f32 ? Weight::f32 : type == Float::bf16 ? Weight::bf16 : Weight::f16;
   }
-  if (!inputs_) throw std::invalid_argument("a matrix has columns");
+  if (!inputs_) throw std::invalid_argument("a matrix must have columns");
   if (bias_ && (bias_->dtype() != mx::float32 || bias_->shape() != outer))
     throw std::invalid_argument("a bias must be [out] of float32");
 }
@@ -190,7 +190,7 @@ const float* Product::bias(const std::vector<mx::array>& in, std::size_t first) 
 }
 
 mx::array Product::operator()(const mx::array& given) const {
-  if (stacked_) throw std::invalid_argument("of a stack, matrices are chosen");
+  if (stacked_) throw std::invalid_argument("a stack of matrices needs gather");
   std::vector<mx::array> in{widened(given, inputs_)};
   mx::Shape shape = given.shape();
   shape.back() = outputs_;
@@ -201,7 +201,7 @@ mx::array Product::operator()(const mx::array& given) const {
 }
 
 mx::array Product::rows(const mx::array& given) const {
-  if (stacked_) throw std::invalid_argument("of a stack, matrices are chosen");
+  if (stacked_) throw std::invalid_argument("a stack of matrices needs gather");
   mx::Shape shape = given.shape();
   shape.push_back(inputs_);
   std::vector<mx::array> in{lined(mx::astype(given, mx::int32, cpu()))};

@@ -209,15 +209,15 @@ Activation activation_of(const std::string& kind) {
   };
   const auto* found = std::find_if(std::begin(kinds), std::end(kinds),
                                    [&](const auto& one) { return kind == one.first; });
-  if (found == std::end(kinds)) throw std::invalid_argument("no activation is called " + kind);
+  if (found == std::end(kinds)) throw std::invalid_argument("unknown activation: " + kind);
   return found->second;
 }
 
 mx::array gate(const std::string& kind, const mx::array& gate, const mx::array& up) {
   want_float32(gate, "a gate");
-  want_float32(up, "what is gated");
+  want_float32(up, "up");
   if (gate.shape() != up.shape() || gate.ndim() < 1)
-    throw std::invalid_argument("a gate and what it gates must be of one shape");
+    throw std::invalid_argument("gate and up must have the same shape");
   return mx::array(gate.shape(), mx::float32,
                    std::make_shared<GatePrimitive>(cpu(), activation_of(kind)),
                    std::vector<mx::array>{gate, up});

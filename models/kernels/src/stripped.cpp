@@ -89,7 +89,7 @@ mx::array strips(const mx::array& a, int bits, bool back) {
   if (a.ndim() < 2) throw std::invalid_argument("a matrix has two axes, a stack more");
   if (bits ? (bits != 4 && bits != 8) || a.dtype() != mx::uint32
            : a.itemsize() != 2 && a.itemsize() != 4)
-    throw std::invalid_argument("strips are of words of 4 or 8 bits, or of scales");
+    throw std::invalid_argument("only 4- and 8-bit words, floats and scales can be repacked");
   return mx::array(a.shape(), a.dtype(), std::make_shared<StripsPrimitive>(cpu(), bits, back),
                    std::vector<mx::array>{lined(a)});
 }

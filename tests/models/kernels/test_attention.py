@@ -309,14 +309,14 @@ GOOD = {
     "slots": [2], "lengths": [3], "heads": [0], "firsts": [0], "scale": 1.0,
 }  # fmt: skip
 REFUSED = {
-    "a slot that is not behind the others": ("behind all others", {"slots": [1]}),
+    "a slot that is not behind the others": ("must follow the existing ones", {"slots": [1]}),
     "more than the buffer holds": ("must fit into the buffer", {"slots": [3], "lengths": [5]}),
     "fewer than are new": ("must fit into the buffer", {"lengths": [0]}),
     "a head beyond the buffer": ("must fit into the buffer", {"heads": [4]}),
     "a head before the buffer": ("must fit into the buffer", {"heads": [-1]}),
     "a position before the first": ("must fit into the buffer", {"firsts": [-1]}),
-    "a list that is too short": ("each sequence has a slot", {"firsts": []}),
-    "more places than rows": ("each sequence has buffers", {
+    "a list that is too short": ("each sequence needs a slot, a length", {"firsts": []}),
+    "more places than rows": ("each sequence needs buffers and", {
         "slots": [2, 2], "lengths": [3, 3], "heads": [0, 0], "firsts": [0, 0],
     }),
     "a scale of 0": ("scale must be", {"scale": 0.0}),

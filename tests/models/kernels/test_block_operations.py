@@ -94,7 +94,7 @@ class TestWhatDoesNotFitIsRefused:
         ):
             with pytest.raises(ValueError, match=r"\w"):
                 asked(*wrong)
-        with pytest.raises(ValueError, match="each sequence has"):
+        with pytest.raises(ValueError, match="each sequence needs buffers and a slot mapping"):
             block(x, [], [], [], [], [], [], 0)
 
     def test_of_an_mlp(self) -> None:

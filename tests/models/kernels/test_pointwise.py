@@ -225,10 +225,10 @@ REFUSED = {
     "more than a head": ("must be even", lambda: OPS.rope(X, 0, mx.ones((5,)), 10)),
     "an odd number": ("must be even", lambda: OPS.rope(X, 0, P, 7)),
     "too many offsets": ("one, or", lambda: OPS.rope(X, mx.array([1, 2]), P, 8)),
-    "an unknown gate": ("softplus", lambda: OPS.gate("softplus", X, X)),
-    "a gate of another shape": ("one shape", lambda: OPS.gate("silu", X, X[0])),
+    "an unknown gate": ("unknown activation: softplus", lambda: OPS.gate("softplus", X, X)),
+    "a gate of another shape": ("must have the same shape", lambda: OPS.gate("silu", X, X[0])),
     "a gate of float16": (
-        "gated must be float32",
+        "up must be float32",
         lambda: OPS.gate("silu", X, X.astype(mx.float16)),
     ),
 }

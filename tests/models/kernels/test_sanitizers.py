@@ -77,7 +77,7 @@ def isas(program: Path) -> list[str]:
         text=True,
         check=False,
     )
-    return asked.stderr.split("this machine has ")[1].split("\n")[0].rstrip("'\" ").split(", ")
+    return asked.stderr.split("this machine supports ")[1].split("\n")[0].rstrip("'\" ").split(", ")
 
 
 @pytest.fixture(scope="module")

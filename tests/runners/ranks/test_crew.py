@@ -130,9 +130,7 @@ def test_a_rank_that_is_gone_is_missed_by_name_and_once(
     crew, line = pair
     wait = heard(crew)
     line.hang_up()
-    assert wait() == [
-        "rank 1 (studio) is gone: its process ended, or it cannot be reached any more"
-    ]
+    assert wait() == ["rank 1 (studio) disconnected: its process exited or is unreachable"]
     assert crew.lost() == wait()[0]
     crew.lose("something else")
     assert len(wait()) == len(ended) == 1
@@ -160,7 +158,7 @@ def test_who_was_dismissed_is_not_missed(pair: tuple[Crew, Line], ended: list[fl
 def test_a_model_is_loaded_once(pair: tuple[Crew, Line]) -> None:
     crew, _ = pair
     crew.engage(lambda _: None)
-    with pytest.raises(AppError, match="restart all of them"):
+    with pytest.raises(AppError, match="restart all ranks"):
         crew.engage(lambda _: None)
 
 
@@ -185,7 +183,9 @@ def test_a_rank_that_takes_too_long_for_a_grammar_keeps_one_request(
     crew, line = pair
     monkeypatch.setattr(crews, "_COMPILING", 0.05)
     grammars = Grammars(model.tokenizer, vocab=model.vocab_size)
-    with pytest.raises(AppError, match="the other ranks are busy") as refused:
+    with pytest.raises(
+        AppError, match="the other ranks did not compile the grammar in time"
+    ) as refused:
         crew.compile(grammars, Regex(pattern="a+"), frozenset({257}))
     assert refused.value.kind is Kind.BUSY
     asked = next(line.told())

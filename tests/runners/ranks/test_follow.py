@@ -135,7 +135,7 @@ def test_it_gives_up_where_it_computes_other_things(
     zero.join(PATIENCE)
     [lost] = heard
     assert isinstance(lost, Lost)
-    assert "it said other things than rank 0" in lost.why
+    assert "its results differ from those of rank 0" in lost.why
     assert process == [1]
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_loaded_is_told(
     zero.join(PATIENCE)
     [lost] = heard
     assert isinstance(lost, Lost)
-    assert "1 kv_heads cannot be divided among 2 ranks" in lost.why
+    assert "1 kv_heads cannot be split over 2 ranks" in lost.why
 
 
 def test_who_is_refused_says_why(model: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
         tell_to_end()
         # two at once are one
         deadline = time.monotonic() + PATIENCE
-        while "ends when rank 0 does" not in caplog.text and time.monotonic() < deadline:
+        while "exits when rank 0 does" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         assert process == []
         tell_to_end()

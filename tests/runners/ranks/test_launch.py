@@ -58,10 +58,13 @@ def test_nccl_and_mpi_tell_how_many_there_are() -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "2"}, "MLX_RANK is 'x'"),
-        ({"MLX_RANK": "2", "MLX_WORLD_SIZE": "2"}, "rank 2 of 2, counted from 0"),
-        ({"MLX_RANK": "0", "MLX_HOSTFILE": "/not/there"}, "MLX_HOSTFILE names /not/there"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is ''"),
+        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "2"}, "MLX_RANK must be a number, not 'x'"),
+        (
+            {"MLX_RANK": "2", "MLX_WORLD_SIZE": "2"},
+            "rank 2 is out of range: the 2 ranks are counted from 0",
+        ),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "/not/there"}, "MLX_HOSTFILE: cannot read /not/there"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE must be a number, not ''"),
     ],
 )
 def test_what_contradicts_itself_is_told(environ: dict[str, str], words: str) -> None:
@@ -71,7 +74,7 @@ def test_what_contradicts_itself_is_told(environ: dict[str, str], words: str) ->
 
 def test_a_file_that_lists_no_ranks_is_told(tmp_path: Path) -> None:
     environ = {"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, {"a": 1})}
-    with pytest.raises(AppError, match="holds no list of ranks"):
+    with pytest.raises(AppError, match="does not hold a list of ranks"):
         launched(environ)
 
 
@@ -88,5 +91,5 @@ def test_a_rank_has_its_engine_on_a_thread() -> None:
     ],
 )
 def test_ranks_serve_one_model_together(settings: Settings) -> None:
-    with pytest.raises(AppError, match="name one model, without --installed"):
+    with pytest.raises(AppError, match="name exactly one model, without --installed"):
         together(settings)

@@ -87,10 +87,10 @@ def test_a_seed_that_nobody_chose_is_chosen_for_all() -> None:
 
 
 def test_without_the_others_there_is_no_step() -> None:
-    crew = Crew(why="rank 1 (studio) is gone")
+    crew = Crew(why="rank 1 (studio) disconnected")
     loop = leading(crew)
     loop.submit(job("a", [1]))
-    with pytest.raises(AppError, match=r"rank 1 \(studio\) is gone"):
+    with pytest.raises(AppError, match=r"rank 1 \(studio\) disconnected"):
         loop.step()
     assert crew.told == []
 
