@@ -3,7 +3,6 @@
 import gc
 import json
 import struct
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ def test_the_budget_is_the_devices_unless_somebody_says_otherwise(
     assert fit(files, Settings(memory=10**9)).budget == 10**9
 
 
-def test_a_folder_of_40_gb_is_judged_within_a_second(tmp_path: Path) -> None:
+def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
     """Llama 3.3 70B in 4 bits: the headers are real, and behind them is nothing."""
     config = {
         **tiny.CONFIG,
@@ -220,15 +219,25 @@ def test_a_folder_of_40_gb_is_judged_within_a_second(tmp_path: Path) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert size > 38e9
     settings = Settings(memory=64 * GIB, context=8192, parallel=1)
-    begun = time.process_time()
+    mx.reset_peak_memory()
+    active, read = mx.get_active_memory(), bytes_read()
     found = fit(files_of(folder), settings)
-    assert time.process_time() - begun < 1
+    assert bytes_read() - read < 16 << 20
+    assert mx.get_peak_memory() - active < 16 << 20
     assert found.weights == pytest.approx(size, rel=1e-4)
     # keys and values in float32, in which a CPU computes
     assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 4
     assert found.fits
     # the same with a machine of 40 GiB
     assert not fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
+
+
+def bytes_read() -> int:
+    """What this process has read since it started; 0 where the system does not count it."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return 0
+    return int(counters.read_text().split("rchar: ")[1].split()[0])
 
 
 def hollow(folder: Path, config: dict[str, Any]) -> Path:
