@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from app.configuration import flags
-from app.configuration.precedence import Configuration, decide
+from app.configuration.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 from app.core.settings import Settings
 
@@ -22,19 +22,19 @@ COMMANDS = ("serve", "pull", "list", "show", "doctor", "config", "key")
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 with one line on stderr. A command line that cannot be read exits at
     once, with 2 and one line."""
-    arguments = flags.parsed(_parser(), argv, COMMANDS)
+    arguments = flags.parse_arguments(_build_parser(), argv, COMMANDS)
     try:
-        status = _run(arguments)
+        status = _run_command(arguments)
         print(end="", flush=True)
         return status
     except AppError as error:
         print(f"mlxrunner: {error.message}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `list | head`: whoever reads has seen enough
-        _say_no_more()
+        _discard_stdout()
         return 0
     except OSError as error:  # `config > /full/disk`: the machine's answer, and no fault of ours
-        _say_no_more()
+        _discard_stdout()
         print(f"mlxrunner: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:  # the server has its own way to end, once it listens
@@ -43,23 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _say_no_more() -> None:
+def _discard_stdout() -> None:
     """Or Python tries to write the rest when it ends, and complains."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "serve":
-            return _serve(_configuration(arguments).settings)
+            return _serve(_resolve_config(arguments).settings)
         case "pull":
             from app.commands.pull import pull
 
             return pull(arguments.model, arguments.revision)
         case "list":
-            from app.commands.listing import show_all
+            from app.commands.listing import list_models
 
-            return show_all(as_json=arguments.json)
+            return list_models(as_json=arguments.json)
         case "doctor":
             from app.commands.doctor import diagnose
 
@@ -69,33 +69,33 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return make_key(arguments.name, admin=arguments.admin, file=arguments.file)
         case "config":
-            from app.commands.config import tell
+            from app.commands.config import show_config
 
-            return tell(_configuration(arguments), arguments.form)
+            return show_config(_resolve_config(arguments), arguments.form)
         case _:
             from app.commands.show import show
 
-            return show(_configuration(arguments).settings, as_json=arguments.json)
+            return show(_resolve_config(arguments).settings, as_json=arguments.json)
 
 
-def _configuration(arguments: argparse.Namespace) -> Configuration:
-    return decide(flags.given(arguments), arguments.config, os.environ)
+def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
+    return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
 
 
 def _serve(settings: Settings) -> int:
-    from app.logs import configure, flush
+    from app.logs import configure_logging, flush_logs
 
-    configure(settings)
+    configure_logging(settings)
     from app.server import serve
 
     try:
         return serve(settings)
     finally:
-        flush()
+        flush_logs()
 
 
-def _parser() -> flags.Parser:
-    parser = flags.Parser(
+def _build_parser() -> flags.CommandLineParser:
+    parser = flags.CommandLineParser(
         prog="mlxrunner", description="Serve language models from your own machine on Apple's MLX."
     )
     parser.add_argument("--version", action="version", version=version("mlxrunner"))
@@ -129,5 +129,5 @@ def _parser() -> flags.Parser:
     for command in (listed, show, doctor):
         command.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, show, config):
-        flags.add_settings(command)
+        flags.add_setting_flags(command)
     return parser

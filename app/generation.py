@@ -16,31 +16,31 @@ from importlib.metadata import version
 from typing import Any, assert_never
 
 from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
     Finish,
     FinishReason,
-    Progress,
-    Prompt,
+    PrefillProgress,
+    PromptTokenIds,
     TextDelta,
     Timings,
     TokenLogprob,
     Usage,
 )
 from app.core.files import ModelFiles
-from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
-from app.core.merged import merged
+from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
+from app.core.merged import merge_async_iterators
 from app.core.ports import Engine, Submission
 from app.core.requests import GenerateRequest
-from app.core.room import Room
+from app.core.room import ContextLimit
 from app.core.settings import Settings
-from app.core.watched import choices_of
-from app.core.workers import Workers
-from app.embedding import Embedding
-from app.preparation import Preparation, Prepared, size_of
-from app.text.answer import Answer, scored
-from app.text.chat import tokenizer_info
+from app.core.watched import count_choices
+from app.core.workers import ThreadPools
+from app.embedding import EmbeddingService
+from app.preparation import JobBuilder, PreparedChoice, estimate_size
+from app.text.answer import ChoiceOutputProcessor, build_token_logprob
+from app.text.chat import build_tokenizer_info
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ _ENGINE_SETTINGS = (
 )
 
 # Tokens of an echoed prompt in one event. With 20 log-probabilities each, writing them takes 2 ms.
-_ECHO_TOKENS = 128
+_ECHO_CHUNK_TOKENS = 128
 
 # characters that a token id is about as much work as
-_ID_CHARACTERS = 4
+_CHARACTERS_PER_TOKEN_ID = 4
 
 # tokens of text that a log line shows on each side of a place
-_AROUND = 8
+_LOGGED_CONTEXT_TOKENS = 8
 
 
 class Generation:
@@ -75,50 +75,58 @@ class Generation:
         files: ModelFiles,
         engine: Engine,
         settings: Settings,
-        workers: Workers | None = None,
+        workers: ThreadPools | None = None,
     ) -> None:
         """workers: None makes some. Raises AppError(MODEL_FILES) when tokenizer, template or
         recommendations are broken."""
         self._settings = settings
-        self._workers = workers or Workers()
+        self._workers = workers or ThreadPools()
         self._files = files
         self._engine = engine
-        self._preparation = Preparation(files, settings)
-        self._tokenizer = self._preparation.tokenizer
-        self._embedding = Embedding(files, engine, self._tokenizer, self._room, self._workers)
+        self._job_builder = JobBuilder(files, settings)
+        self._tokenizer = self._job_builder.tokenizer
+        self._embedding = EmbeddingService(
+            files, engine, self._tokenizer, self._get_context_limit, self._workers
+        )
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         arrived = time.monotonic_ns()
-        self._files.check_asked(request.model)
-        choices = choices_of(request)
-        self._check_choices(choices, "prompt" if request.n == 1 else "n")
+        self._files.check_model_name(request.model)
+        choices = count_choices(request)
+        self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
             places = stack.enter_context(self._engine.reserve(choices))
             said: list[AsyncGenerator[Event]] = []
-            for choice in await self._prepared(request):
+            for choice in await self._prepare(request):
                 own = await stack.enter_async_context(AsyncExitStack())
                 submission = await own.enter_async_context(places.submit(choice.job))
-                line = _Line(choice, submission, own, choice.answer(self._tokenizer), arrived)
-                said.append(self._events(line))
+                line = _ChoiceState(
+                    choice,
+                    submission,
+                    own,
+                    choice.create_output_processor(self._tokenizer),
+                    arrived,
+                )
+                said.append(self._stream_choice(line))
             # left first, so that nobody listens to a submission that is being left
-            yield await stack.enter_async_context(aclosing(merged(said)))
+            yield await stack.enter_async_context(aclosing(merge_async_iterators(said)))
 
-    async def _prepared(self, request: GenerateRequest) -> list[Prepared]:
+    async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
         """Ends early when this is cancelled. Others' requests to this model, and to other models,
         go on beside it."""
-        room = self._room()
+        room = self._get_context_limit()
         return await self._workers.run_cancellable(
-            lambda token: self._preparation.prepare(request, room, token),
-            size=size_of(request),
-            key=self._key(request.caller),
+            lambda token: self._job_builder.prepare(request, room, token),
+            size=estimate_size(request),
+            key=self._fairness_key(request.caller),
         )
 
-    def _key(self, caller: str) -> str:
+    def _fairness_key(self, caller: str) -> str:
         """Whose work it is: a model whose template is slow must not keep others waiting."""
         return f"{caller}/{self._files.name}"
 
-    def _check_choices(self, count: int, param: str) -> None:
+    def _check_num_choices(self, count: int, param: str) -> None:
         """More than can be here at once would be told to come again for ever."""
         capacity = self._engine.status().capacity
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
@@ -127,141 +135,157 @@ class Generation:
             f"the request asks for {count} choices, but the server can run and queue at most "
             f"{most}: ask for fewer, or increase --max-queue"
         )
-        raise AppError(Kind.INVALID, message, param=param)
+        raise AppError(ErrorKind.INVALID, message, param=param)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await self._embedding.embed(request)
 
-    async def tokenize(self, text: str, *, add_special: bool = True) -> Sequence[int]:
-        encode = partial(self._ids_of, text, add_special=add_special)
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        encode = partial(self._encode, text, add_special_tokens=add_special_tokens)
         return await self._workers.run(encode, size=len(text))
 
-    def _ids_of(self, text: str, *, add_special: bool) -> Sequence[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """Raises AppError(CONTEXT_LENGTH) for a text that no prompt to this model could hold."""
-        read = self._tokenizer.enough_of(text, self._files.context_length)
+        read = self._tokenizer.truncate_text(text, self._files.context_length)
         if len(read) < len(text):
             message = (
                 f"the text has far more than {self._files.context_length} tokens, the context "
                 "length of this model: split it"
             )
-            raise AppError(Kind.CONTEXT_LENGTH, message)
-        return self._tokenizer.encode(text, add_special=add_special)
+            raise AppError(ErrorKind.CONTEXT_LENGTH, message)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
-        self._files.check_asked(request.model)
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+        self._files.check_model_name(request.model)
         written = await self._workers.run_cancellable(
-            lambda token: self._preparation.written(request, token),
-            size=size_of(request),
-            key=self._key(request.caller),
+            lambda token: self._job_builder.render_prompt(request, token),
+            size=estimate_size(request),
+            key=self._fairness_key(request.caller),
         )
-        return await self.tokenize(written.text, add_special=written.add_special)
+        return await self.tokenize(written.text, add_special_tokens=written.add_special_tokens)
 
-    async def token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
-        size = _ID_CHARACTERS * len(ids)
+    async def get_token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        size = _CHARACTERS_PER_TOKEN_ID * len(ids)
         return await self._workers.run(lambda: [*map(self._tokenizer.token_bytes, ids)], size=size)
 
-    async def tokenizer_info(self) -> Mapping[str, Any]:
-        return tokenizer_info(self._files, self._tokenizer, context=self.context)
+    async def get_tokenizer_info(self) -> Mapping[str, Any]:
+        return build_tokenizer_info(self._files, self._tokenizer, context=self.context_length)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        size = _ID_CHARACTERS * len(ids)
+        size = _CHARACTERS_PER_TOKEN_ID * len(ids)
         return await self._workers.run(lambda: self._tokenizer.decode_verbatim(ids), size=size)
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         """Positions of one sequence, as far as it is known."""
-        return self._room().context
+        return self._get_context_limit().context_length
 
-    def _room(self) -> Room:
-        return Room(
-            model=self._files.context_length,
-            asked=self._files.served_context(self._settings.context),
+    def _get_context_limit(self) -> ContextLimit:
+        return ContextLimit(
+            model_context=self._files.context_length,
+            configured_context=self._files.resolve_context_length(self._settings.context),
             capacity=self._engine.status().capacity,
         )
 
-    async def _events(self, line: "_Line") -> AsyncGenerator[Event]:
+    async def _stream_choice(self, choice: "_ChoiceState") -> AsyncGenerator[Event]:
         """Updates of a job → events of a choice. Ends with Finish, or raises AppError(ENGINE)."""
-        prepared, answer, clock = line.prepared, line.answer, line.clock
+        prepared, answer, clock = choice.prepared, choice.answer, choice.clock
         job = prepared.job
-        if prepared.tell_ids:
-            yield Prompt(prompt=prepared.prompt, ids=job.ids)
+        if prepared.return_token_ids:
+            yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
         if prepared.echo and job.prompt_logprobs is None:
             yield TextDelta(choice=prepared.choice, text=prepared.echo)
-        async with line.stack:
-            async for update in line.submission:
+        async with choice.stack:
+            async for update in choice.submission:
                 match update:
                     case Started():
-                        self._note_start(job, update)
-                        clock.started = update.at
-                        clock.cached = update.cached
-                        yield Progress(
-                            prompt=prepared.prompt, done=update.cached, total=len(job.ids)
+                        self._log_cache_miss(job, update)
+                        clock.started = update.timestamp_ns
+                        clock.cached_tokens = update.cached_tokens
+                        yield PrefillProgress(
+                            prompt_index=prepared.prompt_index,
+                            computed_tokens=update.cached_tokens,
+                            total_tokens=len(job.prompt_token_ids),
                         )
                     case Prefilled():
-                        yield Progress(prompt=prepared.prompt, done=update.done, total=len(job.ids))
-                    case PromptScores():
-                        async for delta in self._echoed(prepared, update):
+                        yield PrefillProgress(
+                            prompt_index=prepared.prompt_index,
+                            computed_tokens=update.computed_tokens,
+                            total_tokens=len(job.prompt_token_ids),
+                        )
+                    case PromptLogprobs():
+                        async for delta in self._stream_echo(prepared, update):
                             yield delta
-                    case Token() if prepared.silent:
-                        clock.first = update.at
+                    case Token() if prepared.discard_output:
+                        clock.first_token_ns = update.timestamp_ns
                     case Token():
-                        clock.tick(update.at)
+                        clock.record_token(update.timestamp_ns)
                         for delta in answer.feed(update):
                             yield delta
                         if answer.stopped:
-                            line.submission.keep(answer.visible_tokens)
+                            choice.submission.limit_cached_tokens(answer.visible_tokens)
                             break
-                        if clock.spent(self._settings.max_time):
-                            line.submission.keep(clock.tokens)
-                            line.reason = "length"
+                        if clock.exceeds(self._settings.max_time):
+                            choice.submission.limit_cached_tokens(clock.num_tokens)
+                            choice.reason = "length"
                             break
                     case Ended():
                         if update.reason == "error":
-                            raise _failure(job, update)
+                            raise _job_error(job, update)
                         assert update.reason != "cancelled", "nobody else may cancel a job"
-                        clock.ended = update.at
-                        line.reason = update.reason
+                        clock.ended = update.timestamp_ns
+                        choice.reason = update.reason
                     case _:
                         assert_never(update)
         if not answer.stopped:
             for delta in answer.flush():
                 yield delta
-        yield line.finish()
+        yield choice.build_finish()
 
-    async def _echoed(self, prepared: Prepared, scores: PromptScores) -> AsyncGenerator[TextDelta]:
+    async def _stream_echo(
+        self, prepared: PreparedChoice, scores: PromptLogprobs
+    ) -> AsyncGenerator[TextDelta]:
         """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
         and each piece is written on the event loop. A piece has as much of the text as its tokens
         spell, the last one all that is left."""
         text = prepared.echo or ""
-        for start in range(0, len(prepared.job.ids), _ECHO_TOKENS):
-            read = partial(self._scored_part, prepared, scores, start)
+        for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
+            read = partial(self._build_echo_logprobs, prepared, scores, start)
             logprobs = await self._workers.run(read)
-            end = len(b"".join(entry.raw for entry in logprobs).decode(errors="ignore"))
-            if start + _ECHO_TOKENS >= len(prepared.job.ids):
+            end = len(b"".join(entry.token_bytes for entry in logprobs).decode(errors="ignore"))
+            if start + _ECHO_CHUNK_TOKENS >= len(prepared.job.prompt_token_ids):
                 end = len(text)
             yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
             text = text[end:]
 
-    def _scored_part(
-        self, prepared: Prepared, scores: PromptScores, start: int
+    def _build_echo_logprobs(
+        self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
     ) -> tuple[TokenLogprob, ...]:
         """Of the prompt's tokens from `start` on. The first token of all has no log-probability:
         nothing comes before it."""
-        ids = prepared.job.ids[start : start + _ECHO_TOKENS]
+        ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
         # the scores begin with those of the second token
-        behind = scores.scores[max(0, start - 1) : start - 1 + len(ids)]
+        behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
         known = behind if start else ((None, ()), *behind)
         return tuple(
-            scored(self._tokenizer, Token(job=scores.job, id=id, at=0, logprob=logprob, top=top))
+            build_token_logprob(
+                self._tokenizer,
+                Token(
+                    job_id=scores.job_id, id=id, timestamp_ns=0, logprob=logprob, top_logprobs=top
+                ),
+            )
             for id, (logprob, top) in zip(ids, known, strict=True)
         )
 
-    def _note_start(self, job: Job, started: Started) -> None:
+    def _log_cache_miss(self, job: Job, started: Started) -> None:
         """Why the prefix cache served no more, for whoever looks for it. The only place where text
         of a prompt gets into the log, and only with --debug."""
         if not self._settings.debug:
             return
-        served = f"{job.id}: {started.cached} of {len(job.ids)} prompt tokens were cached"
+        served = (
+            f"{job.id}: {started.cached_tokens} of {len(job.prompt_token_ids)} "
+            "prompt tokens were cached"
+        )
         miss = started.miss
         if miss is None:
             log.debug("%s", served)
@@ -270,109 +294,113 @@ class Generation:
             "%s (%s at %d): after %r the prompt continues with %r, and the cached prefix with %r",
             served,
             miss.reason,
-            miss.at,
-            self._shown(job.ids[max(0, miss.at - _AROUND) : miss.at]),
-            self._shown(job.ids[miss.at : miss.at + _AROUND]),
-            self._shown(miss.had[:_AROUND]),
+            miss.position,
+            self._decode_for_log(
+                job.prompt_token_ids[max(0, miss.position - _LOGGED_CONTEXT_TOKENS) : miss.position]
+            ),
+            self._decode_for_log(
+                job.prompt_token_ids[miss.position : miss.position + _LOGGED_CONTEXT_TOKENS]
+            ),
+            self._decode_for_log(miss.cached_ids[:_LOGGED_CONTEXT_TOKENS]),
         )
 
-    def _shown(self, ids: Sequence[int]) -> str:
+    def _decode_for_log(self, ids: Sequence[int]) -> str:
         return "".join(map(self._tokenizer.token_text, ids))
 
 
-class _Line:
+class _ChoiceState:
     """One choice while it is being made. stack: leaving it leaves the submission."""
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedChoice,
         submission: Submission,
         stack: AsyncExitStack,
-        answer: Answer,
+        answer: ChoiceOutputProcessor,
         arrived: int,
     ) -> None:
         self.prepared = prepared
         self.submission = submission
         self.stack = stack
         self.answer = answer
-        self.clock = _Clock(arrived)
+        self.clock = _ChoiceTimer(arrived)
         self.reason: FinishReason = "stop"
 
-    def finish(self) -> Finish:
+    def build_finish(self) -> Finish:
         clock, answer, job = self.clock, self.answer, self.prepared.job
         reason: FinishReason = "stop" if answer.stopped else self.reason
-        if self.prepared.silent:
+        if self.prepared.discard_output:
             reason = "length"
-        if reason == "stop" and answer.calls:
+        if reason == "stop" and answer.num_tool_calls:
             reason = "tool_calls"
         return Finish(
             choice=self.prepared.choice,
-            prompt=self.prepared.prompt,
+            prompt_index=self.prepared.prompt_index,
             reason=reason,
             usage=Usage(
-                prompt_tokens=len(job.ids),
-                completion_tokens=clock.tokens,
-                cached_tokens=clock.cached,
+                prompt_tokens=len(job.prompt_token_ids),
+                completion_tokens=clock.num_tokens,
+                cached_tokens=clock.cached_tokens,
                 reasoning_tokens=answer.reasoning_tokens,
             ),
-            timings=clock.timings(),
-            stop=answer.stop,
+            timings=clock.build_timings(),
+            stop_string=answer.matched_stop,
         )
 
 
-class _Clock:
+class _ChoiceTimer:
     """When things happened, in monotonic nanoseconds, and how often."""
 
     def __init__(self, arrived: int) -> None:
         self.arrived = self.started = arrived
-        self.first: int | None = None
+        self.first_token_ns: int | None = None
         self.ended = arrived
-        self.cached = 0
-        self.tokens = 0
-        self.gaps = array("q")  # a list of ints takes five times as much
+        self.cached_tokens = 0
+        self.num_tokens = 0
+        self.inter_token_ns = array("q")  # a list of ints takes five times as much
 
-    def tick(self, at: int) -> None:
-        self.tokens += 1
-        if self.first is None:
-            self.first = at
+    def record_token(self, at: int) -> None:
+        self.num_tokens += 1
+        if self.first_token_ns is None:
+            self.first_token_ns = at
         else:
-            self.gaps.append(at - self.ended)
+            self.inter_token_ns.append(at - self.ended)
         self.ended = at
 
-    def spent(self, seconds: float | None) -> bool:
+    def exceeds(self, seconds: float | None) -> bool:
         """Whether so much time has passed between the first token and the last."""
         return (
             seconds is not None
-            and self.first is not None
-            and self.ended - self.first >= seconds * 1e9
+            and self.first_token_ns is not None
+            and self.ended - self.first_token_ns >= seconds * 1e9
         )
 
-    def timings(self) -> Timings:
-        first = self.ended if self.first is None else self.first
+    def build_timings(self) -> Timings:
+        first = self.ended if self.first_token_ns is None else self.first_token_ns
         return Timings(
-            prompt_ns=first - self.started,
-            eval_ns=self.ended - first,
+            prefill_ns=first - self.started,
+            decode_ns=self.ended - first,
             total_ns=self.ended - self.arrived,
-            gaps_ns=tuple(self.gaps),
+            inter_token_ns=tuple(self.inter_token_ns),
         )
 
 
-def _failure(job: Job, ended: Ended) -> AppError:
+def _job_error(job: Job, ended: Ended) -> AppError:
     message = ended.error or "the engine failed"
-    if not ended.invalid:
-        return AppError(Kind.ENGINE, message)
-    return AppError(Kind.INVALID, message, param=job.grammar.at if job.grammar else None)
+    if not ended.invalid_request:
+        return AppError(ErrorKind.ENGINE, message)
+    return AppError(ErrorKind.INVALID, message, param=job.grammar.param if job.grammar else None)
 
 
-def fingerprint(files: ModelFiles, settings: Settings) -> str:
+def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
     """Changes with whatever may change the answer to a seed: the model and its weights, our
     version and that of what computes, and the settings that the engine reads."""
     parts = (
         version("mlxrunner"),
         version("mlx"),
         files.name,
-        str(files.stored),
-        files.weights,
+        str(files.weight_bytes),
+        files.weights_digest,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
     )

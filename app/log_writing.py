@@ -15,56 +15,56 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 
 # Lines that wait for somebody to read those before them; more are lost, and counted.
-_WAITING = 4096
+_MAX_QUEUED_RECORDS = 4096
 
 # Seconds that lines may take to be written when a process ends.
-_PATIENCE = 1.0
+_FLUSH_TIMEOUT = 1.0
 
 
-class Queued(QueueHandler):
+class QueuedLogHandler(QueueHandler):
     """Hands lines to a thread that writes them to a file descriptor. Nobody who logs ever waits."""
 
     def __init__(self, descriptor: int) -> None:
         # no lock of its own in Python: a signal's handler may come in between, and may flush
-        self._lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
-        super().__init__(self._lines)
-        self._lost = 0
-        self._listener = _Writer(self._lines, descriptor)
+        self._records: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        super().__init__(self._records)
+        self._dropped = 0
+        self._listener = _LogWriter(self._records, descriptor)
         self._listener.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Called with the handler's lock held."""
-        if self._lines.qsize() >= _WAITING:
-            self._lost += 1
+        if self._records.qsize() >= _MAX_QUEUED_RECORDS:
+            self._dropped += 1
             return
-        if self._lost:
-            lost, self._lost = self._lost, 0
+        if self._dropped:
+            lost, self._dropped = self._dropped, 0
             # of no request: a formatter asks whose line it is
-            self._lines.put(Context().run(self.prepare, _loss(lost)))
-        self._lines.put(record)
+            self._records.put(Context().run(self.prepare, _make_dropped_record(lost)))
+        self._records.put(record)
 
     def flush(self) -> None:
-        self._written()
+        self._wait_until_written()
 
     def close(self) -> None:
-        if self._written():
+        if self._wait_until_written():
             self._listener.stop()
         # else its thread is left where it is: a process that ends does not wait for it
         super().close()
 
-    def _written(self) -> bool:
+    def _wait_until_written(self) -> bool:
         """Whether all lines until now are, after a while."""
-        mark = _Mark()
-        self._lines.put(mark)
-        return mark.reached.wait(_PATIENCE)
+        mark = _FlushMarker()
+        self._records.put(mark)
+        return mark.reached.wait(_FLUSH_TIMEOUT)
 
 
-def _loss(count: int) -> logging.LogRecord:
+def _make_dropped_record(count: int) -> logging.LogRecord:
     message = "%d log lines were dropped because the output of the log was not read in time"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None)
 
 
-class _Mark(logging.LogRecord):
+class _FlushMarker(logging.LogRecord):
     """No line, but where all lines before it are written."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Mark(logging.LogRecord):
         self.reached = threading.Event()
 
 
-class _Writer(QueueListener):
+class _LogWriter(QueueListener):
     """Writes records to a file descriptor, on the listener's own thread.
 
     It takes the place of the listener's handlers: `logging` locks every handler while it emits, and
@@ -86,7 +86,7 @@ class _Writer(QueueListener):
         self._descriptor = descriptor
 
     def handle(self, record: logging.LogRecord) -> None:
-        if isinstance(record, _Mark):
+        if isinstance(record, _FlushMarker):
             record.reached.set()
             return
         left = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))

@@ -18,38 +18,39 @@ import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from app.core.loop_lag import LoopLag
+from app.core.loop_lag import EventLoopLag
 
 log = logging.getLogger(__name__)
 
 # Seconds between two measurements, and between two looks at them.
-_MEASURE, _LOOK = 0.05, 0.25
+_MEASURE_INTERVAL, _CHECK_INTERVAL = 0.05, 0.25
 
 # Seconds without a turn of the loop after which the log says so.
-_STALL = 1.0
+_WARN_AFTER = 1.0
 
 # The least that a watchdog may be set to: a machine that swaps may stop everything for seconds.
-_LEAST = 30.0
+_MIN_TIMEOUT = 30.0
 
 # EX_SOFTWARE of sysexits.h.
-_STATUS = 70
+_EXIT_STATUS = 70
 
 
-class LoopMonitor:
-    """lag: where measurements go. watchdog: seconds without a turn after which `hung` is called."""
+class EventLoopWatchdog:
+    """lag: where measurements go. watchdog: seconds without a turn after which `on_hang` is
+    called."""
 
     def __init__(
-        self, lag: LoopLag, *, watchdog: float, hung: Callable[[], None] | None = None
+        self, lag: EventLoopLag, *, watchdog: float, on_hang: Callable[[], None] | None = None
     ) -> None:
         self._lag = lag
-        self._limit = max(_LEAST, watchdog)
-        self._hung = hung or _end_process
-        self._turns = 0  # written by the loop, read by the thread
+        self._timeout = max(_MIN_TIMEOUT, watchdog)
+        self._on_hang = on_hang or _dump_stacks_and_exit
+        self._ticks = 0  # written by the loop, read by the thread
         self._loop_thread = 0
         self._ended = threading.Event()
 
     @asynccontextmanager
-    async def watching(self) -> AsyncGenerator[None]:
+    async def run(self) -> AsyncGenerator[None]:
         """Watches the running loop until this is left."""
         self._loop_thread = threading.get_ident()
         thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
@@ -65,41 +66,45 @@ class LoopMonitor:
     async def _measure(self) -> None:
         now = asyncio.get_running_loop().time
         while True:
-            due = now() + _MEASURE
-            await asyncio.sleep(_MEASURE)
-            self._lag.note(max(0.0, now() - due))
-            self._turns += 1
+            due = now() + _MEASURE_INTERVAL
+            await asyncio.sleep(_MEASURE_INTERVAL)
+            self._lag.observe(max(0.0, now() - due))
+            self._ticks += 1
 
     def _watch(self) -> None:
         turns, looks, reported = -1, 0, False
-        while not self._ended.wait(_LOOK):
-            if turns != self._turns:
+        while not self._ended.wait(_CHECK_INTERVAL):
+            if turns != self._ticks:
                 if reported:
-                    log.warning("the event loop resumed after %.1f s", looks * _LOOK)
-                turns, looks, reported = self._turns, 0, False
+                    log.warning("the event loop resumed after %.1f s", looks * _CHECK_INTERVAL)
+                turns, looks, reported = self._ticks, 0, False
                 continue
             looks += 1
-            if looks * _LOOK >= _STALL and not reported:
+            if looks * _CHECK_INTERVAL >= _WARN_AFTER and not reported:
                 reported = True
                 log.warning(
-                    "the event loop has been blocked for %.1f s, at:\n%s", looks * _LOOK, self._at()
+                    "the event loop has been blocked for %.1f s, at:\n%s",
+                    looks * _CHECK_INTERVAL,
+                    self._format_loop_stack(),
                 )
-            if looks * _LOOK >= self._limit:
-                log.critical("the event loop was blocked for %.0f s: exiting", looks * _LOOK)
-                self._hung()
+            if looks * _CHECK_INTERVAL >= self._timeout:
+                log.critical(
+                    "the event loop was blocked for %.0f s: exiting", looks * _CHECK_INTERVAL
+                )
+                self._on_hang()
                 return
 
-    def _at(self) -> str:
+    def _format_loop_stack(self) -> str:
         # public, in spite of its name: documented in `sys`
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         frame = frames.get(self._loop_thread)
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-def _end_process() -> None:
+def _dump_stacks_and_exit() -> None:
     """With what every thread is at, for the report of the defect. Runners end with their parent."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr
         faulthandler.dump_traceback()
-    os._exit(_STATUS)
+    os._exit(_EXIT_STATUS)

@@ -18,34 +18,34 @@ import uvicorn
 from starlette.applications import Starlette
 
 from app.api.app import build_app
-from app.catalogue import Catalogue, Entry, named
-from app.commands.obtain import obtain
-from app.core.allocator import keep_heap_small
-from app.core.errors import AppError, Kind
-from app.core.loop_lag import LoopLag
+from app.catalogue import ModelRegistry, RegisteredModel, build_entry
+from app.commands.obtain import resolve_or_download
+from app.core.allocator import limit_malloc_retention
+from app.core.errors import AppError, ErrorKind
+from app.core.loop_lag import EventLoopLag
 from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
-from app.core.traffic import Traffic
-from app.core.watched import Watched
-from app.core.workers import Workers
-from app.door.address import check_address
-from app.door.draining import Server
-from app.door.entrance import protocol
-from app.door.exposure import check_door
-from app.door.hall import Hall
+from app.core.traffic import ConnectionStats
+from app.core.watched import ObservedGenerate
+from app.core.workers import ThreadPools
+from app.door.address import check_bind_address
+from app.door.draining import UvicornServer
+from app.door.entrance import make_protocol_factory
+from app.door.exposure import check_security_settings
+from app.door.hall import ConnectionLimiter
 from app.door.keyring import Keyring
-from app.door.notices import Notices
-from app.engine.describe import complete
-from app.front import Front
-from app.limits import Limited
-from app.loop_monitor import LoopMonitor
-from app.runners.needs import need
-from app.runners.pool import Pool
-from app.runners.ranks.launch import Launch, launched, together, when_launcher_ends
-from app.runners.scratch import private_scratch
-from app.runners.tokenizer_trial import TokenizerTrials
+from app.door.notices import SystemdNotifier
+from app.engine.describe import complete_config
+from app.front import ModelRouter
+from app.limits import LimitedGenerate
+from app.loop_monitor import EventLoopWatchdog
+from app.runners.needs import estimate_memory
+from app.runners.pool import ModelPool
+from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
+from app.runners.scratch import prepare_compile_dir
+from app.runners.tokenizer_trial import TokenizerChecker
 from app.store import is_builtin
-from app.tracing import tracing_of
+from app.tracing import create_tracing
 
 log = logging.getLogger(__name__)
 
@@ -61,74 +61,74 @@ _BACKLOG = 128
 # Seconds that a connection may wait for its next request; at the bound of connections the idle give
 # way. Clients that keep theirs for longer than we do lose a request now and then: httpx has the
 # same 5 s as uvicorn, nginx 60.
-_KEEP_ALIVE = 75
+_KEEP_ALIVE_TIMEOUT = 75
 
 
 def serve(settings: Settings) -> int:
     """Serve until told to stop; the exit status. Raises AppError for what is not there, or would
     not be safe."""
-    launch = launched(os.environ)
+    launch = detect_launch(os.environ)
     if launch is not None:
-        settings = together(settings)
+        settings = restrict_to_one_model(settings)
         if launch.rank > 0:
-            return _follow(launch, settings)
-    keyring, warnings = check_door(settings, os.environ)
+            return _run_follower(launch, settings)
+    keyring, warnings = check_security_settings(settings, os.environ)
     for warning in warnings:
         log.warning("%s", warning)
-    check_address(settings.host, settings.port)
-    entries = [_entry(model, settings) for model in settings.models or (None,)]
-    others: _Others | None = None
+    check_bind_address(settings.host, settings.port)
+    entries = [_resolve_entry(model, settings) for model in settings.models or (None,)]
+    others: _OtherRanks | None = None
     if launch is None:
-        make = _maker(settings)
+        make = _get_runner_factory(settings)
     else:
-        entries = [_lasting(entry) for entry in entries]
-        make, others = _assembled(launch, entries[0])
+        entries = [_pin(entry) for entry in entries]
+        make, others = _start_rank_zero(launch, entries[0])
     if launch is None and settings.runner != "thread":
-        keep_heap_small()
+        limit_malloc_retention()
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    return _Serving(settings, entries, keyring, make, others).run()
+    return _RunningServer(settings, entries, keyring, make, others).run()
 
 
-class _Serving:
-    """A server from its beginning to its end. make: what runs a model. others: ranks that compute
-    with this one."""
+class _RunningServer:
+    """A server from its beginning to its end. make_runner: what runs a model. ranks: ranks that
+    compute with this one."""
 
     def __init__(
         self,
         settings: Settings,
-        entries: Sequence[Entry],
+        entries: Sequence[RegisteredModel],
         keyring: Keyring,
-        make: Callable[[Settings], Runner],
-        others: "_Others | None",
+        make_runner: Callable[[Settings], Runner],
+        ranks: "_OtherRanks | None",
     ) -> None:
         self._settings = settings
-        self._others = others
+        self._ranks = ranks
         self._failure: AppError | None = None
-        self._notices = Notices.of(os.environ, os.getpid())
-        self._tracing = tracing_of(settings)
-        catalogue = Catalogue(entries, settings)
-        self._pool = Pool(
-            make,
-            catalogue.files,
-            need if settings.several else None,
-            total=settings.memory,
+        self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
+        self._tracing = create_tracing(settings)
+        catalogue = ModelRegistry(entries, settings)
+        self._pool = ModelPool(
+            make_runner,
+            catalogue.load_verified_files,
+            estimate_memory if settings.multi_model else None,
+            total_bytes=settings.memory,
             max_loaded=settings.max_loaded,
         )
-        preload = _preloaded(entries, settings)
-        workers, lag = Workers(), LoopLag()
-        self._monitor = LoopMonitor(lag, watchdog=settings.watchdog)
-        self._front = Front(
+        preload = _list_preload_names(entries, settings)
+        workers, lag = ThreadPools(), EventLoopLag()
+        self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
+        self._router = ModelRouter(
             catalogue,
             self._pool,
             preload,
             workers,
             load_wait=settings.load_wait,
-            check_tokenizer=TokenizerTrials(is_builtin).check,
+            check_tokenizer=TokenizerChecker(is_builtin).check,
         )
-        limited = Limited(self._front, settings)
-        watch = None if self._tracing is None else self._tracing.watch
-        generate = limited if watch is None else Watched(limited, watch)
-        traffic = Traffic()
+        limited = LimitedGenerate(self._router, settings)
+        watch = None if self._tracing is None else self._tracing.observe
+        generate = limited if watch is None else ObservedGenerate(limited, watch)
+        traffic = ConnectionStats()
         app = build_app(
             generate,
             settings,
@@ -138,14 +138,18 @@ class _Serving:
             workers=workers,
             lag=lag,
         )
-        hall = Hall(settings, traffic)
-        self._server = Server(_uvicorn(app, settings, hall), limited, settings, hall)
+        hall = ConnectionLimiter(settings, traffic)
+        self._server = UvicornServer(
+            _build_uvicorn_config(app, settings, hall), limited, settings, hall
+        )
 
     def run(self) -> int:
         """The exit status; raises AppError for what ended it too early."""
-        if self._others is not None:
-            self._others.when_lost(lambda why: self._give_up(AppError(Kind.ENGINE, why)))
-            when_launcher_ends(os.environ, self._leave)
+        if self._ranks is not None:
+            self._ranks.add_failure_listener(
+                lambda why: self._fail(AppError(ErrorKind.ENGINE, why))
+            )
+            watch_launcher(os.environ, self._request_exit)
         # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
         # which it has logged by then
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
@@ -158,46 +162,46 @@ class _Serving:
     async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         await self._pool.start()
         # not awaited: /v1/status tells the progress while models load
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(self._preload_models())
         async with (
-            self._monitor.watching(),
-            self._notices.about(self._server, self._settings.drain),
+            self._watchdog.run(),
+            self._systemd.watch(self._server, self._settings.drain),
         ):
             yield
         await self._pool.stop()
         await asyncio.gather(loading, return_exceptions=True)
-        if self._others is not None:
-            self._others.dismiss()
+        if self._ranks is not None:
+            self._ranks.stop_followers()
         if self._tracing is not None:
             await self._tracing.stop()
 
-    async def _load(self) -> None:
+    async def _preload_models(self) -> None:
         """A server whose one model cannot be loaded is of no use to anybody."""
         try:
-            await self._front.start()
+            await self._router.preload_models()
         except Exception as error:
             if not isinstance(error, AppError):
                 log.exception("internal error while loading models")
-                error = AppError(Kind.ENGINE, f"models could not be loaded: {error}")
-            if error.kind is Kind.STOPPING:
+                error = AppError(ErrorKind.ENGINE, f"models could not be loaded: {error}")
+            if error.kind is ErrorKind.STOPPING:
                 return
-            if self._settings.several:
+            if self._settings.multi_model:
                 log.error("%s", error.message)
                 return
-            self._give_up(error)
+            self._fail(error)
 
-    def _give_up(self, why: AppError) -> None:
+    def _fail(self, why: AppError) -> None:
         self._failure = self._failure or why
-        self._leave()
+        self._request_exit()
 
-    def _leave(self) -> None:
+    def _request_exit(self) -> None:
         self._server.should_exit = True
 
 
-def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
+def _resolve_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:
     """Found, and downloaded first where somebody wants that."""
-    own = settings if model is None else settings.of(model)
-    files = complete(obtain(own))
+    own = settings if model is None else settings.for_model(model)
+    files = complete_config(resolve_or_download(own))
     if own.context is not None and own.context > files.context_length:
         log.warning(
             "--context %d exceeds the context length of %s, which is %d",
@@ -205,65 +209,69 @@ def _entry(model: ModelSettings | None, settings: Settings) -> Entry:
             files.name,
             files.context_length,
         )
-    return named(model, files, settings)
+    return build_entry(model, files, settings)
 
 
-def _preloaded(entries: Sequence[Entry], settings: Settings) -> list[str]:
+def _list_preload_names(entries: Sequence[RegisteredModel], settings: Settings) -> list[str]:
     """Those that were marked so or are to stay for ever, else the first."""
     marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 
-def _lasting(entry: Entry) -> Entry:
+def _pin(entry: RegisteredModel) -> RegisteredModel:
     """One that ranks load together is loaded once."""
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
 
 
-class _Others(Protocol):
+class _OtherRanks(Protocol):
     """The other ranks."""
 
-    def when_lost(self, listener: Callable[[str], None]) -> None: ...
+    def add_failure_listener(self, listener: Callable[[str], None]) -> None: ...
 
-    def dismiss(self) -> None: ...
+    def stop_followers(self) -> None: ...
 
 
-def _assembled(launch: Launch, entry: Entry) -> tuple[Callable[[Settings], Runner], _Others]:
+def _start_rank_zero(
+    launch: Launch, entry: RegisteredModel
+) -> tuple[Callable[[Settings], Runner], _OtherRanks]:
     """Rank 0 has its engine here: what ranks compute together is begun by one process each."""
-    from app.runners.local import LocalRunner
-    from app.runners.ranks.crew import assemble
+    from app.runners.local import ThreadRunner
+    from app.runners.ranks.crew import gather_ranks
 
-    os.environ.update(private_scratch())
-    crew = assemble(launch, entry.files, entry.served.settings)
-    return partial(LocalRunner, crew=crew), crew
+    os.environ.update(prepare_compile_dir())
+    crew = gather_ranks(launch, entry.files, entry.served.settings)
+    return partial(ThreadRunner, rank_group=crew), crew
 
 
-def _follow(launch: Launch, settings: Settings) -> int:
+def _run_follower(launch: Launch, settings: Settings) -> int:
     """What a rank does that serves nobody."""
-    from app.runners.ranks.follow import follow
+    from app.runners.ranks.follow import run_follower
 
-    os.environ.update(private_scratch())
+    os.environ.update(prepare_compile_dir())
     [model] = settings.models or (None,)
-    entry = _entry(model, settings)
-    return follow(launch, entry.files, entry.served.settings)
+    entry = _resolve_entry(model, settings)
+    return run_follower(launch, entry.files, entry.served.settings)
 
 
-def _maker(settings: Settings) -> Callable[[Settings], Runner]:
+def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
     """Only one of the two is imported: the engine takes a while, and is the other process's."""
     if settings.runner == "thread":
-        from app.runners.local import LocalRunner
+        from app.runners.local import ThreadRunner
 
-        os.environ.update(private_scratch())
-        return LocalRunner
+        os.environ.update(prepare_compile_dir())
+        return ThreadRunner
     from app.runners.process import ProcessRunner
 
     return ProcessRunner
 
 
-def _uvicorn(app: Starlette, settings: Settings, hall: Hall) -> uvicorn.Config:
+def _build_uvicorn_config(
+    app: Starlette, settings: Settings, hall: ConnectionLimiter
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # with TLS, where there is a certificate
-        http=protocol(settings, hall=hall),
+        http=make_protocol_factory(settings, limiter=hall),
         host=settings.host,
         port=settings.port,
         ws="none",
@@ -272,5 +280,5 @@ def _uvicorn(app: Starlette, settings: Settings, hall: Hall) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_keep_alive=_KEEP_ALIVE_TIMEOUT,
     )

@@ -23,32 +23,32 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.errors import AppError, Kind
-from app.core.events import Event, Finish, Loading, Timings
+from app.core.errors import AppError, ErrorKind
+from app.core.events import Event, Finish, ModelLoading, Timings
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
-from app.core.visit import VISIT
+from app.core.visit import REQUEST_CONTEXT
 
 # seconds that one delivery may take, and that the last ones get when the server stops
-_DELIVERY = 5.0
-_LAST_WORDS = 3.0
+_EXPORT_TIMEOUT = 5.0
+_SHUTDOWN_TIMEOUT = 3.0
 
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 
 # Errors that are the client's: as with HTTP's 4xx, the server's span has not failed.
-_CLIENTS = frozenset(
+_CLIENT_ERRORS = frozenset(
     {
-        Kind.INVALID,
-        Kind.CONTEXT_LENGTH,
-        Kind.NOT_FOUND,
-        Kind.MODEL_NOT_FOUND,
-        Kind.METHOD,
-        Kind.MEDIA_TYPE,
-        Kind.TOO_LARGE,
-        Kind.UNAUTHORIZED,
-        Kind.FORBIDDEN,
-        Kind.TIMEOUT,
-        Kind.BUSY,
+        ErrorKind.INVALID,
+        ErrorKind.CONTEXT_LENGTH,
+        ErrorKind.NOT_FOUND,
+        ErrorKind.MODEL_NOT_FOUND,
+        ErrorKind.METHOD_NOT_ALLOWED,
+        ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+        ErrorKind.TOO_LARGE,
+        ErrorKind.UNAUTHORIZED,
+        ErrorKind.FORBIDDEN,
+        ErrorKind.REQUEST_TIMEOUT,
+        ErrorKind.BUSY,
     }
 )
 
@@ -56,14 +56,14 @@ _CLIENTS = frozenset(
 _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
-class Spans:
+class OtelTracing:
     """Implements `Tracing`. Delivers in batches, on a thread of its own. A collector that is
     slow, or gone, costs the spans that do not fit into the queue, and no request anything."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises AppError(INVALID) if `settings.otlp` is no address."""
-        address = _endpoint(settings.otlp or "")
-        self._exporter = OTLPSpanExporter(endpoint=address, timeout=_DELIVERY)
+        address = _resolve_traces_endpoint(settings.otlp or "")
+        self._exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_TIMEOUT)
         resource = Resource.create(
             {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
         )
@@ -76,10 +76,10 @@ class Spans:
             "server.port": settings.port,
         }
 
-    def watch(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
-        """To be told of every request (`app.core.watched.Watcher`)."""
-        attributes = {**self._server, **_asked(request)}
-        visit = VISIT.get()
+    def observe(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
+        """To be told of every request (`app.core.watched.ObserverFactory`)."""
+        attributes = {**self._server, **_request_attributes(request)}
+        visit = REQUEST_CONTEXT.get()
         carried = {} if visit is None else {"traceparent": visit.traceparent}
         if visit is not None:
             attributes["mlxrunner.request.id"] = visit.id
@@ -93,7 +93,7 @@ class Spans:
         )
         return RequestSpan(self, span, request.model)
 
-    def child(self, parent: Span, name: str, start: int, end: int, choice: int) -> None:
+    def add_child_span(self, parent: Span, name: str, start: int, end: int, choice: int) -> None:
         """A stretch of a request, in Unix nanoseconds."""
         span = self._tracer.start_span(
             name,
@@ -108,93 +108,95 @@ class Spans:
         # a daemon: the interpreter does not wait for a collector that does not answer
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
-        await asyncio.to_thread(last.join, _LAST_WORDS)
+        await asyncio.to_thread(last.join, _SHUTDOWN_TIMEOUT)
         if last.is_alive():
             self._exporter.shutdown()  # no further attempts, and no further batches
 
 
 class RequestSpan:
-    """The span of one request (`app.core.watched.Watch`)."""
+    """The span of one request (`app.core.watched.RequestObserver`)."""
 
-    def __init__(self, spans: Spans, span: Span, model: str) -> None:
+    def __init__(self, spans: OtelTracing, span: Span, model: str) -> None:
         self._spans = spans
         self._model = model
         self._span = span
         # Unix time, counted on by a clock that nobody sets
-        self._began = time.time_ns()
-        self._clock = time.monotonic_ns()
-        self._loaded = self._began
-        self._loading = self._spoke = False
+        self._started_ns = time.time_ns()
+        self._started_monotonic_ns = time.monotonic_ns()
+        self._loaded_ns = self._started_ns
+        self._loading = self._has_output = False
         self._error: str | None = None
         self._reasons: list[str] = []
-        self._input: dict[int, tuple[int, int]] = {}
-        self._output = self._reasoning = 0
+        self._prompt_tokens: dict[int, tuple[int, int]] = {}
+        self._output_tokens = self._reasoning_tokens = 0
 
-    def note(self, event: Event) -> None:
-        if isinstance(event, Loading):
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, ModelLoading):
             self._loading = True
             return
         if self._loading:
             self._loading = False
-            self._loaded = self._now()
-            self._spans.child(self._span, "load", self._began, self._loaded, 0)
+            self._loaded_ns = self._unix_time_ns()
+            self._spans.add_child_span(self._span, "load", self._started_ns, self._loaded_ns, 0)
         if isinstance(event, Finish):
-            self._finish(event)
+            self._on_finish(event)
 
-    def embedded(self, found: Embeddings) -> None:
-        self._span.set_attribute("gen_ai.usage.input_tokens", found.tokens)
+    def on_embeddings(self, found: Embeddings) -> None:
+        self._span.set_attribute("gen_ai.usage.input_tokens", found.prompt_tokens)
 
-    def fail(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         if self._error is not None:
             return
         known = isinstance(error, AppError)
         self._error = error.kind.value if known else type(error).__qualname__
         # without the message, which may quote the request
-        if not known or error.kind not in _CLIENTS:
+        if not known or error.kind not in _CLIENT_ERRORS:
             self._span.set_status(Status(StatusCode.ERROR))
 
-    def end(self, *, complete: bool) -> None:
+    def on_end(self, *, complete: bool) -> None:
         span = self._span
         if self._error is None and not complete:
             self._error = "cancelled"
         if self._error is not None:
             span.set_attribute("error.type", self._error)
         if self._reasons:
-            lengths = self._input.values()
+            lengths = self._prompt_tokens.values()
             span.set_attributes(
                 {
                     "gen_ai.response.model": self._model,
                     "gen_ai.response.finish_reasons": self._reasons,
                     "gen_ai.usage.input_tokens": sum(length for length, _ in lengths),
                     "gen_ai.usage.cache_read.input_tokens": sum(cached for _, cached in lengths),
-                    "gen_ai.usage.output_tokens": self._output,
-                    "gen_ai.usage.reasoning.output_tokens": self._reasoning,
+                    "gen_ai.usage.output_tokens": self._output_tokens,
+                    "gen_ai.usage.reasoning.output_tokens": self._reasoning_tokens,
                 }
             )
-        span.end(end_time=self._now())
+        span.end(end_time=self._unix_time_ns())
 
-    def _now(self) -> int:
-        return self._began + time.monotonic_ns() - self._clock
+    def _unix_time_ns(self) -> int:
+        return self._started_ns + time.monotonic_ns() - self._started_monotonic_ns
 
-    def _finish(self, event: Finish) -> None:
+    def _on_finish(self, event: Finish) -> None:
         usage = event.usage
         self._reasons.append(event.reason)
         # a prompt counts once, however many answers it gets
-        self._input.setdefault(event.prompt, (usage.prompt_tokens, usage.cached_tokens))
-        self._output += usage.completion_tokens
-        self._reasoning += usage.reasoning_tokens
-        for name, start, end in stretches(self._loaded, event.timings):
-            self._spans.child(self._span, name, start, end, event.choice)
+        self._prompt_tokens.setdefault(
+            event.prompt_index, (usage.prompt_tokens, usage.cached_tokens)
+        )
+        self._output_tokens += usage.completion_tokens
+        self._reasoning_tokens += usage.reasoning_tokens
+        for name, start, end in split_phases(self._loaded_ns, event.timings):
+            self._spans.add_child_span(self._span, name, start, end, event.choice)
 
 
-def stretches(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
+def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
     """What a choice spent its time with, behind each other. arrived: Unix nanoseconds.
 
     |-- queue --|-- prefill --|-- decode --|
     """
     end = arrived + timings.total_ns
-    first = end - timings.eval_ns
-    started = first - timings.prompt_ns
+    first = end - timings.decode_ns
+    started = first - timings.prefill_ns
     return [
         ("queue", min(arrived, started), started),
         ("prefill", started, first),
@@ -202,11 +204,11 @@ def stretches(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
     ]
 
 
-def _asked(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]:
+def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]:
     """Attributes that the request alone decides."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.provider.name": "mlxrunner",
-        "gen_ai.request.model": request.model[:_LONGEST_NAME],
+        "gen_ai.request.model": request.model[:_MAX_NAME_LENGTH],
     }
     if isinstance(request, EmbedRequest):
         attributes["gen_ai.operation.name"] = "embeddings"
@@ -226,13 +228,13 @@ def _asked(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]
     return attributes
 
 
-def _endpoint(address: str) -> str:
+def _resolve_traces_endpoint(address: str) -> str:
     """Where traces go at a collector's address, which may say the path itself (OpenTelemetry's
     OTLP Exporter Configuration)."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"--otlp must be the URL of a collector, such as http://127.0.0.1:4318, not "
             f"{address[:200]!r}",
             param="otlp",

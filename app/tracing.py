@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from app.core.embeddings import EmbedRequest
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
-from app.core.watched import Watch
+from app.core.watched import RequestObserver
 
 
 class Tracing(Protocol):
     """Collects traces, and delivers them."""
 
-    def watch(self, request: GenerateRequest | EmbedRequest) -> Watch:
-        """To be told of every request (`app.core.watched.Watcher`)."""
+    def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
+        """To be told of every request (`app.core.watched.ObserverFactory`)."""
         ...
 
     async def stop(self) -> None:
@@ -25,28 +25,28 @@ class Tracing(Protocol):
         ...
 
 
-def tracing_of(settings: Settings) -> Tracing | None:
+def create_tracing(settings: Settings) -> Tracing | None:
     """None where nobody asked for traces: then nothing of them is even imported. Raises
     AppError(INVALID) where somebody did, and they cannot be had."""
-    make = _maker(settings)
+    make = _load_tracing_class(settings)
     return None if make is None else make(settings)
 
 
 def check_tracing(settings: Settings) -> None:
     """Raises AppError(INVALID) where traces are configured and their packages are not installed."""
-    _maker(settings)
+    _load_tracing_class(settings)
 
 
-def _maker(settings: Settings) -> Callable[[Settings], Tracing] | None:
+def _load_tracing_class(settings: Settings) -> Callable[[Settings], Tracing] | None:
     if settings.otlp is None:
         return None
     try:
-        from app.spans import Spans
+        from app.spans import OtelTracing
     except ModuleNotFoundError as error:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"--otlp needs {error.name}, which is not installed: pip install opentelemetry-sdk "
             "opentelemetry-exporter-otlp-proto-http",
             param="otlp",
         ) from None
-    return Spans
+    return OtelTracing

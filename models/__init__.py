@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 
 from models import base, foreign
 from models.base import Model, ModelError
-from models.blobs import mlx_names
-from models.checkpoint import is_trunk, text_config, text_weights
-from models.quant import adopt, check_method, reduce
+from models.blobs import to_mlx_names
+from models.checkpoint import get_text_config, get_text_weights, lacks_lm_head
+from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
 # model_types that are another architecture under a new name
 ALIASES: Mapping[str, str] = {
@@ -39,20 +39,20 @@ ALIASES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
 }
 
-_NAMED = 5
+_MAX_NAMED = 5
 
 
 class TensorError(ModelError):
     """Something is wrong with the tensors that are named, by the names that the model has for
     them."""
 
-    def __init__(self, message: str, tensors: Iterable[str]) -> None:
+    def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
-        self.tensors = tuple(tensors)
+        self.tensors = tuple(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelInfo:
     """What a server must know of a model before there is one. context_length: positions that it
     was made for. vocab_size: ids that it scores; a tokenizer may have fewer."""
 
@@ -60,13 +60,13 @@ class Facts:
     vocab_size: int
 
 
-def facts(config: Mapping[str, Any]) -> Facts:
+def read_info(config: Mapping[str, Any]) -> ModelInfo:
     """From config.json, or where that is silent from the architecture's defaults. Raises
     ModelError, also for weights that are known to be quantised in a way that is not here."""
-    config = text_config(config)
-    check_method(config)
-    read = _architecture(config).Config.from_dict(config)
-    return Facts(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
+    config = get_text_config(config)
+    check_quant_method(config)
+    read = _find_architecture(config).Config.from_dict(config)
+    return ModelInfo(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
 
 
 def build(
@@ -80,28 +80,28 @@ def build(
     Raises ModelError, naming what is wrong: an architecture or a quantisation that is not here, a
     config key that is missing, a tensor that is missing, extra, misshapen or of a wrong type.
     """
-    config = text_config(config)
-    check_method(config)
-    named = mlx_names(weights)
-    weights = text_weights(named)
-    architecture = _architecture(config)
+    config = get_text_config(config)
+    check_quant_method(config)
+    named = to_mlx_names(weights)
+    weights = get_text_weights(named)
+    architecture = _find_architecture(config)
     # a trunk alone has no head, and some say that it has one of its own (Qwen3-Embedding-8B)
-    if is_trunk(named) or "tie_word_embeddings" not in config:
+    if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
-    model = _made(architecture, config)
+    model = _build_architecture(architecture, config)
     weights = dict(model.sanitize(weights))
-    packed = adopt(model, weights)
-    _check(model, weights)
+    packed = replace_quantized_layers(model, weights)
+    _check_tensors(model, weights)
     model.load_weights(list(weights.items()), strict=False)
     if bits is not None:
         if packed:
             raise ModelError("the weights are already quantised; only unquantised weights can be")
-        reduce(model, bits)
+        quantize_model(model, bits)
     model.eval()
     return model
 
 
-def _made(architecture: Any, config: Mapping[str, Any]) -> Any:
+def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
     """Layers refuse widths that no key alone is wrong for; what is evaluated so far is numbers of
     config.json, so it is these that are wrong."""
     read = architecture.Config.from_dict(config)
@@ -113,7 +113,7 @@ def _made(architecture: Any, config: Mapping[str, Any]) -> Any:
         raise ModelError(f"config.json does not describe a valid model: {error}") from error
 
 
-def _architecture(config: Mapping[str, Any]) -> Any:
+def _find_architecture(config: Mapping[str, Any]) -> Any:
     """The module of that name: one that has a Config of its own and a Model. Else mlx-lm's class,
     where that library is installed."""
     kind = config.get("model_type")
@@ -130,10 +130,10 @@ def _architecture(config: Mapping[str, Any]) -> Any:
         else:
             if {"Config", "Model"} <= vars(found).keys() and found is not base:
                 return found
-    return foreign.architecture(config)
+    return foreign.find_architecture(config)
 
 
-def _check(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
+def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
     """The checkpoint must hold exactly the tensors of the model, in its shapes and types."""
     flat: Any = tree_flatten(model.parameters())
     wanted: dict[str, mx.array] = dict(flat)
@@ -147,15 +147,15 @@ def _check(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         if given.shape != array.shape
     }
     mistyped = {
-        name: f"{name} ({_type(given)}, expected {_type(array)})"
+        name: f"{name} ({_dtype_kind(given)}, expected {_dtype_kind(array)})"
         for name, given, array in pairs
-        if _type(given) != _type(array)
+        if _dtype_kind(given) != _dtype_kind(array)
     }
     complaints = [
-        *_complaint("lacks", sorted(wanted.keys() - weights.keys())),
-        *_complaint("has unexpected", extra),
-        *_complaint("has wrongly shaped", misshapen.values()),
-        *_complaint("has wrongly typed", mistyped.values()),
+        *_format_tensor_names("lacks", sorted(wanted.keys() - weights.keys())),
+        *_format_tensor_names("has unexpected", extra),
+        *_format_tensor_names("has wrongly shaped", misshapen.values()),
+        *_format_tensor_names("has wrongly typed", mistyped.values()),
     ]
     if complaints:
         raise TensorError(
@@ -163,16 +163,16 @@ def _check(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         )
 
 
-def _type(array: mx.array) -> str:
+def _dtype_kind(array: mx.array) -> str:
     """Floating point of any size is as good as any other."""
     if mx.issubdtype(array.dtype, mx.floating):
         return "floating point"
     return str(array.dtype).removeprefix("mlx.core.")
 
 
-def _complaint(verb: str, names: Iterable[str]) -> list[str]:
+def _format_tensor_names(verb: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         return []
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{verb} tensors: {', '.join(names[:_NAMED])}{more}"]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{verb} tensors: {', '.join(names[:_MAX_NAMED])}{more}"]

@@ -13,7 +13,7 @@ from models import kernels
 Mask = Literal["causal"] | mx.array | None
 
 
-def attention(
+def scaled_dot_product_attention(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -47,10 +47,10 @@ def attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
     assert sinks is None
-    return _softcapped(queries, keys, values, scale=scale, mask=mask, softcap=softcap)
+    return _softcap_attention(queries, keys, values, scale=scale, mask=mask, softcap=softcap)
 
 
-def _softcapped(
+def _softcap_attention(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,

@@ -20,37 +20,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.threads import thread_count
+from models.threads import get_num_threads
 
-VARIABLE = "MLXRUNNER_BLAS"
+BLAS_VARIABLE = "MLXRUNNER_BLAS"
 
-_SHIM = Path(__file__).with_name("kernels") / "libmlxrunner_blas.so"
+_SHIM_LIBRARY = Path(__file__).with_name("kernels") / "libmlxrunner_blas.so"
 
 # the names under which distributions install it, the variant with threads of its own first
-_OPENBLAS = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
-_MKL = ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so")
+_OPENBLAS_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
+_MKL_NAMES = ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so")
 
 # what PyPI's scipy-openblas32 puts before each name
-_PREFIX = "scipy_"
+_SCIPY_PREFIX = "scipy_"
 
 # log2 of the cycles that a thread of OpenBLAS looks for work before it sleeps: a tenth of a
 # millisecond. By default 26, which takes a core from whoever computes next.
-_PATIENCE = "18"
+_OPENBLAS_THREAD_TIMEOUT = "18"
 
 
-# `Backend.why` where a machine lacks what it could have; of the second, only how it begins
+# `CpuBackend.why` where a machine lacks what it could have; of the second, only how it begins
 NOT_FOUND = "no OpenBLAS or MKL was found"
 NOT_BUILT = "OpenBLAS is installed, but the BLAS shim that MLX calls it through was not built"
-CUDA = "MLX uses CUDA"
+USES_CUDA = "MLX uses CUDA"
 
 
-class BackendError(OSError):
+class CpuBackendError(OSError):
     """The BLAS that was asked for cannot be had. An OSError, as whatever else the machine denies:
     who reports those reports this one too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
+class CpuBackend:
     """threads: that compute, those of BLAS or ours. blas: the library that MLX's products on the
     CPU go to, None where that is the one MLX was built with. path: where it lies. why: a sentence,
     where nothing was put in the place of MLX's own."""
@@ -62,43 +62,45 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _BlasCandidate:
     path: str
     prefix: str = ""
 
 
-def prepared(environ: MutableMapping[str, str], *, shim: Path = _SHIM) -> Backend:
+def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY) -> CpuBackend:
     """Make a good BLAS visible, and write into `environ` what makes it suit its neighbours. Raises
     BackendError for one that was asked for and cannot be opened, ThreadsError."""
-    threads = thread_count(environ)
-    asked = environ.get(VARIABLE, "").strip()
-    if why := _why_not():
-        return Backend(threads=threads, why=why)
+    threads = get_num_threads(environ)
+    asked = environ.get(BLAS_VARIABLE, "").strip()
+    if why := _unsupported_reason():
+        return CpuBackend(threads=threads, why=why)
     everything = ctypes.CDLL(None)
     if hasattr(everything, "cblas_sgemm"):  # LD_PRELOAD: what was there first is found first
-        return Backend(threads=threads, blas=_named(everything, "", "a preloaded library"))
+        return CpuBackend(
+            threads=threads, blas=_describe_library(everything, "", "a preloaded library")
+        )
     if asked == "stock":
-        return Backend(threads=threads, why=f"{VARIABLE} is stock")
+        return CpuBackend(threads=threads, why=f"{BLAS_VARIABLE} is stock")
     if "mlx.core" in sys.modules:
-        return Backend(threads=threads, why="too late: mlx.core was imported before models")
-    environ.update(_settings(environ, threads))
+        return CpuBackend(threads=threads, why="too late: mlx.core was imported before models")
+    environ.update(_blas_variables(environ, threads))
     refusals: list[str] = []
-    for candidate in _candidates(asked):
+    for candidate in _blas_candidates(asked):
         try:
-            blas = _opened(candidate, shim)
+            blas = _load_library(candidate, shim)
         except OSError as error:
             refusals.append(str(error))
         else:
-            return Backend(threads=threads, blas=blas, path=candidate.path)
+            return CpuBackend(threads=threads, blas=blas, path=candidate.path)
     if asked:
         reason = "; ".join(dict.fromkeys(refusals)) or "it is not installed"
-        raise BackendError(f"{VARIABLE}: {asked} cannot be used: {reason}")
-    if _packaged() and not shim.is_file():
-        return Backend(threads=threads, why=f"{NOT_BUILT}: {why_not_built(shim.parent)}")
-    return Backend(threads=threads, why=NOT_FOUND)
+        raise CpuBackendError(f"{BLAS_VARIABLE}: {asked} cannot be used: {reason}")
+    if _find_scipy_openblas() and not shim.is_file():
+        return CpuBackend(threads=threads, why=f"{NOT_BUILT}: {read_not_built_reason(shim.parent)}")
+    return CpuBackend(threads=threads, why=NOT_FOUND)
 
 
-def why_not_built(folder: Path) -> str:
+def read_not_built_reason(folder: Path) -> str:
     """Why nothing was compiled into models/kernels, and what to do, as the install wrote it down
     (kernels/CMakeLists.txt)."""
     try:
@@ -110,7 +112,7 @@ def why_not_built(folder: Path) -> str:
     return f"{reason}{semicolon}{advice}"
 
 
-def products(shim: Path = _SHIM) -> int | None:
+def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
     """Products that went through our library so far; None where it is not what MLX calls."""
     if not hasattr(ctypes.CDLL(None), "mlxrunner_blas_calls"):
         return None
@@ -119,7 +121,7 @@ def products(shim: Path = _SHIM) -> int | None:
     return int(counted())
 
 
-def _why_not() -> str | None:
+def _unsupported_reason() -> str | None:
     """A sentence where MLX is not the one that lacks a BLAS."""
     if sys.platform != "linux":
         return "MLX needs no other BLAS on this platform"
@@ -128,15 +130,15 @@ def _why_not() -> str | None:
     found = importlib.util.find_spec("mlx")
     places = [Path(place).parent for place in (found and found.submodule_search_locations) or ()]
     if any(list(place.glob("mlx_cuda*.dist-info")) for place in places):
-        return CUDA
+        return USES_CUDA
     if not any(list(place.glob("mlx_cpu-*.dist-info")) for place in places):
         return "MLX was not installed from its CPU wheel (mlx-cpu)"
     return None
 
 
-def _settings(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
+def _blas_variables(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
     """What the libraries read when they are opened, but for what somebody has said already."""
-    wanted = {"OPENBLAS_THREAD_TIMEOUT": _PATIENCE, "KMP_BLOCKTIME": "0"}
+    wanted = {"OPENBLAS_THREAD_TIMEOUT": _OPENBLAS_THREAD_TIMEOUT, "KMP_BLOCKTIME": "0"}
     if not any(environ.get(name) for name in ("OMP_NUM_THREADS", "GOTO_NUM_THREADS")):
         wanted["OPENBLAS_NUM_THREADS"] = str(threads)
     if not environ.get("OMP_NUM_THREADS"):
@@ -144,23 +146,23 @@ def _settings(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
-def _candidates(asked: str) -> Iterator[_Candidate]:
+def _blas_candidates(asked: str) -> Iterator[_BlasCandidate]:
     """Best first."""
     if asked not in ("", "openblas", "mkl"):
-        yield _Candidate(path=asked)
-        yield _Candidate(path=asked, prefix=_PREFIX)
+        yield _BlasCandidate(path=asked)
+        yield _BlasCandidate(path=asked, prefix=_SCIPY_PREFIX)
         return
     if asked != "mkl":
-        if path := _packaged():
-            yield _Candidate(path=path, prefix=_PREFIX)
-        yield from (_Candidate(path=name) for name in _OPENBLAS)
+        if path := _find_scipy_openblas():
+            yield _BlasCandidate(path=path, prefix=_SCIPY_PREFIX)
+        yield from (_BlasCandidate(path=name) for name in _OPENBLAS_NAMES)
     if asked != "openblas":
         # pip puts it beside Python's own libraries
-        yield from (_Candidate(path=str(Path(sys.prefix, "lib", name))) for name in _MKL)
-        yield from (_Candidate(path=name) for name in _MKL)
+        yield from (_BlasCandidate(path=str(Path(sys.prefix, "lib", name))) for name in _MKL_NAMES)
+        yield from (_BlasCandidate(path=name) for name in _MKL_NAMES)
 
 
-def _packaged() -> str | None:
+def _find_scipy_openblas() -> str | None:
     """The library of scipy-openblas32, which is not imported for it."""
     found = importlib.util.find_spec("scipy_openblas32")
     for place in (found and found.submodule_search_locations) or ():
@@ -170,13 +172,13 @@ def _packaged() -> str | None:
     return None
 
 
-def _opened(candidate: _Candidate, shim: Path) -> str:
+def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
     """Its name, once MLX will find it. Raises OSError, having made nothing global."""
     path, prefix = candidate.path, candidate.prefix
     library = ctypes.CDLL(path)
     if not hasattr(library, f"{prefix}cblas_sgemm"):
         raise OSError(f"{path} has no CBLAS functions")
-    if "USE64BITINT" in _configuration(library, prefix):
+    if "USE64BITINT" in _openblas_config(library, prefix):
         raise OSError(f"{path} uses 64-bit integers, MLX needs 32-bit integers")
     if shim.is_file():
         ours: Any = ctypes.CDLL(str(shim))
@@ -190,22 +192,22 @@ def _opened(candidate: _Candidate, shim: Path) -> str:
         raise OSError(f"{path} needs the BLAS shim, which was not built")
     else:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    return _named(library, prefix, Path(path).name)
+    return _describe_library(library, prefix, Path(path).name)
 
 
-def _named(library: ctypes.CDLL, prefix: str, otherwise: str) -> str:
+def _describe_library(library: ctypes.CDLL, prefix: str, default: str) -> str:
     """As it calls itself, with the kernels that it has chosen."""
-    if told := _configuration(library, prefix):
-        core = _told(library, f"{prefix}openblas_get_corename")
+    if told := _openblas_config(library, prefix):
+        core = _call_string_function(library, f"{prefix}openblas_get_corename")
         return " ".join([*told.split()[:2], *([f"({core})"] if core else [])])
-    return "MKL" if hasattr(library, "mkl_get_max_threads") else otherwise
+    return "MKL" if hasattr(library, "mkl_get_max_threads") else default
 
 
-def _configuration(library: ctypes.CDLL, prefix: str) -> str:
-    return _told(library, f"{prefix}openblas_get_config")
+def _openblas_config(library: ctypes.CDLL, prefix: str) -> str:
+    return _call_string_function(library, f"{prefix}openblas_get_config")
 
 
-def _told(library: ctypes.CDLL, name: str) -> str:
+def _call_string_function(library: ctypes.CDLL, name: str) -> str:
     """What a function without arguments returns; nothing where there is none."""
     if not hasattr(library, name):
         return ""
@@ -215,4 +217,4 @@ def _told(library: ctypes.CDLL, name: str) -> str:
 
 
 # the one time that it can be settled: whoever imports `models` imports MLX next
-IN_USE = prepared(os.environ)
+ACTIVE = select_blas(os.environ)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self, get_type_hints
 
 import mlx.core as mx
 
-from models.fields import complaint, disagreement
+from models.fields import find_inconsistency, find_invalid_value
 from models.kv import LayerCache
 
 
@@ -41,10 +41,10 @@ class Config:
         ]
         if missing:
             raise ModelError(f"config.json lacks {', '.join(missing)}")
-        if wrong := complaint(given, get_type_hints(cls)):
+        if wrong := find_invalid_value(given, get_type_hints(cls)):
             raise ModelError(f"config.json: {wrong}")
         made = cls(**given)
-        if wrong := disagreement({f.name: getattr(made, f.name) for f in known}):
+        if wrong := find_inconsistency({f.name: getattr(made, f.name) for f in known}):
             raise ModelError(f"config.json: {wrong}")
         return made
 
@@ -63,7 +63,7 @@ class Model(Protocol):
         """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied.
 
         kv: what `make_kv` made, for one sequence; or, for one new token of each of B sequences,
-        what `LayerCache.together` made of theirs. The layers cannot tell the difference.
+        what `LayerCache.make_batch` made of theirs. The layers cannot tell the difference.
         """
         ...
 

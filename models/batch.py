@@ -14,10 +14,10 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.kernels.attending import Lender, attend_in_place
+from models.kernels.attending import InPlaceCache, attend_in_place
 
 
-class _Attends(Lender, Protocol):
+class _AttentionRow(InPlaceCache, Protocol):
     def attend(
         self,
         queries: mx.array,
@@ -30,7 +30,7 @@ class _Attends(Lender, Protocol):
     ) -> mx.array: ...
 
 
-class _Remembers(Protocol):
+class _RecurrentRow(Protocol):
     def __getitem__(self, slot: int) -> mx.array | None: ...
 
     def __setitem__(self, slot: int, value: mx.array) -> None: ...
@@ -38,16 +38,16 @@ class _Remembers(Protocol):
     def advance(self, length: int) -> None: ...
 
 
-class AttentionRows:
+class BatchKVCache:
     """Attention caches side by side. offset: [B]."""
 
-    def __init__(self, rows: Sequence[_Attends], offsets: mx.array) -> None:
+    def __init__(self, rows: Sequence[_AttentionRow], offsets: mx.array) -> None:
         self._rows = rows
         self.offset = offsets
 
     @property
-    def lenders(self) -> Sequence[Lender]:
-        return self._rows if self._rows[0].lends else ()
+    def in_place_caches(self) -> Sequence[InPlaceCache]:
+        return self._rows if self._rows[0].supports_in_place else ()
 
     def attend(
         self,
@@ -74,10 +74,10 @@ class AttentionRows:
         )
 
 
-class RecurrentRows:
+class BatchRecurrentCache:
     """Recurrent states side by side, each [B, ...]. offset: [B]."""
 
-    def __init__(self, rows: Sequence[_Remembers], offsets: mx.array) -> None:
+    def __init__(self, rows: Sequence[_RecurrentRow], offsets: mx.array) -> None:
         self._rows = rows
         self.offset = offsets
 

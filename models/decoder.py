@@ -73,12 +73,12 @@ class Config(base.Config):
     def layer_type(self, layer: int) -> str:
         """What `layer_types` calls the layer, else what the architecture makes of it."""
         if self.layer_types is None:
-            return self.usual_layer_type(layer)
+            return self.default_layer_type(layer)
         if len(self.layer_types) != self.num_hidden_layers:
             raise base.ModelError("config.json's layer_types must have one entry per layer")
         return self.layer_types[layer]
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         """For the architecture to override, where not all layers see everything."""
         return FULL
 
@@ -120,17 +120,17 @@ class Block(Protocol):
         """An empty cache of the kind that this layer needs."""
         ...
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
-        """Keys as they lie in the cache, as if each stood `by` positions further on; asked only
-        of a layer whose cache is a `KVCache`."""
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
+        """Keys as they lie in the cache, as if each stood `positions` positions further on; asked
+        only of a layer whose cache is a `KVCache`."""
         ...
 
 
-class Trunk(nn.Module):
-    def __init__(self, config: Config, blocks: Sequence[Block]) -> None:
+class Backbone(nn.Module):
+    def __init__(self, config: Config, layers: Sequence[Block]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = list(blocks)
+        self.layers = list(layers)
         self.norm = config.norm()
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
@@ -145,10 +145,10 @@ class CausalLM(nn.Module):
 
     batch_invariant: ClassVar[bool] = True
 
-    def __init__(self, config: Config, trunk: Trunk) -> None:
+    def __init__(self, config: Config, backbone: Backbone) -> None:
         super().__init__()
         self.config = config
-        self.model = trunk
+        self.model = backbone
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -167,7 +167,7 @@ class CausalLM(nn.Module):
         if not all(isinstance(layer, KVCache) for layer in kv):
             return False
         for block, layer in zip(self.model.layers, kv, strict=True):
-            cast(KVCache, layer).remove(start, end, block.turn)
+            cast(KVCache, layer).remove(start, end, block.rerotate)
         return True
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

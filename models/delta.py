@@ -15,34 +15,36 @@ S is kept in float32 whatever the activations are: it sums up thousands of small
 import mlx.core as mx
 
 # positions that are worked off together; a power of two
-CHUNK = 32
+CHUNK_LENGTH = 32
 
 # up to so many positions go one after the other: on a CPU that costs the same, on Metal MLX has a
 # kernel for it
-FEW = 16
+MAX_RECURRENT_LENGTH = 16
 
 
 def gated_delta(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    log_gates: mx.array,
-    steps: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """queries, keys [B, L, Hk, Dk], values [B, L, Hv, Dv], log_gates (<= 0) and steps [B, L, Hv],
     state [B, Hv, Dv, Dk], all float32 -> (out [B, L, Hv, Dv], the state after them). Hv is a
     multiple of Hk: value head h belongs to key head h // (Hv / Hk)."""
-    form = one_by_one if queries.shape[1] <= FEW else in_chunks
-    return form(queries, keys, values, log_gates, steps, state)
+    form = (
+        gated_delta_recurrent if queries.shape[1] <= MAX_RECURRENT_LENGTH else gated_delta_chunked
+    )
+    return form(queries, keys, values, log_decay, beta, state)
 
 
-def one_by_one(
+def gated_delta_recurrent(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    log_gates: mx.array,
-    steps: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """As `gated_delta`, one position after the other. On Metal one kernel for the shapes of known
@@ -51,16 +53,16 @@ def one_by_one(
     Not for long prompts: the plain operations are a graph that grows with every position, and the
     kernel takes more than 16 positions in chunks, divided by products of gates that may be zero.
     """
-    out, state = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_gates), steps, state)
+    out, state = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, state)
     return out, state
 
 
-def in_chunks(
+def gated_delta_chunked(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    log_gates: mx.array,
-    steps: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """As `gated_delta`, a chunk of positions at a time (section 3.3 of the paper).
@@ -74,20 +76,20 @@ def in_chunks(
     chunk after chunk is three products with S.
     """
     length, heads = queries.shape[1], keys.shape[2]
-    chunk = min(CHUNK, 1 << (length - 1).bit_length())
-    queries, keys = (_cut(x[:, :, :, None], chunk) for x in (queries, keys))
-    values, log_gates, steps = (
-        _cut(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), chunk)
-        for x in (values, log_gates, steps)
+    chunk = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
+    queries, keys = (_split_chunks(x[:, :, :, None], chunk) for x in (queries, keys))
+    values, log_decay, beta = (
+        _split_chunks(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), chunk)
+        for x in (values, log_decay, beta)
     )
 
-    fading = _fading(log_gates)
-    from_start = mx.exp(mx.cumsum(log_gates, axis=-1))[..., None]
-    steps = steps[..., None]
-    system = mx.tril(keys @ keys.swapaxes(-1, -2), -1) * fading * steps
-    solved = _inverse(system)
-    fresh = solved @ (steps * values)
-    stale = solved @ (steps * from_start * keys)
+    fading = _decay_matrix(log_decay)
+    from_start = mx.exp(mx.cumsum(log_decay, axis=-1))[..., None]
+    beta = beta[..., None]
+    system = mx.tril(keys @ keys.swapaxes(-1, -2), -1) * fading * beta
+    solved = _invert_unit_lower(system)
+    fresh = solved @ (beta * values)
+    stale = solved @ (beta * from_start * keys)
     attended = queries @ keys.swapaxes(-1, -2) * fading
     queries = queries * from_start
     to_end = keys * fading[..., -1, :, None]
@@ -107,7 +109,7 @@ def in_chunks(
     return out, state.reshape(shape)
 
 
-def _cut(x: mx.array, chunk: int) -> mx.array:
+def _split_chunks(x: mx.array, chunk: int) -> mx.array:
     """[B, L, Hk, Hv / Hk, ...] -> [B, Hk, Hv / Hk, chunks, chunk, ...]. Positions that fill the
     last chunk up are all zero: no step, no fading."""
     short = -x.shape[1] % chunk
@@ -117,7 +119,7 @@ def _cut(x: mx.array, chunk: int) -> mx.array:
     return x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim))
 
 
-def _fading(logs: mx.array) -> mx.array:
+def _decay_matrix(logs: mx.array) -> mx.array:
     """[..., C] logarithms of gates -> [..., C, C], at [i, j] the product of the gates after j up to
     i, nothing above the diagonal. Each is summed up by itself: the difference of two sums since the
     start would be rounded to the size of the sums."""
@@ -126,7 +128,7 @@ def _fading(logs: mx.array) -> mx.array:
     return mx.tril(mx.exp(mx.cumsum(mx.tril(rows, -1), axis=-2)))
 
 
-def _inverse(lower: mx.array) -> mx.array:
+def _invert_unit_lower(lower: mx.array) -> mx.array:
     """(I + lower)^-1 of strictly lower triangular matrices [..., C, C], C a power of two.
 
     From the diagonal outwards: of [[P, 0], [R, Q]] it is [[P', 0], [-Q' R P', Q']], where P' and Q'

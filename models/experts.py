@@ -14,24 +14,26 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError
-from models.layers import GatedMLP, PackedStack, gated
-from models.sharding import INNER, WHOLE, Cut
+from models.layers import GatedMLP, QuantizedStack, apply_glu
+from models.sharding import MLP_SHARDS, REPLICATED, ShardSpec
 
 # gate, up -> what the down projection takes
 Gating = Callable[[mx.array, mx.array], mx.array]
 
 # so many rows are worth the sorting by which each expert's weights are read once
-MANY = 64
+MIN_SORTED_ROWS = 64
 
-_PROJECTIONS: Mapping[str, str] = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
+_PROJECTION_NAMES: Mapping[str, str] = {
+    name: name for name in ("gate_proj", "up_proj", "down_proj")
+}
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """SiLU-gated (Shazeer 2020)."""
-    return gated(nn.silu, gate, up)
+    return apply_glu(nn.silu, gate, up)
 
 
-def top_experts(scores: mx.array, count: int) -> mx.array:
+def select_top_experts(scores: mx.array, count: int) -> mx.array:
     """[..., E] -> [..., count], the indices of the highest, in no order."""
     return mx.argpartition(scores, kth=-count, axis=-1)[..., -count:]
 
@@ -39,10 +41,10 @@ def top_experts(scores: mx.array, count: int) -> mx.array:
 class ExpertLinear(nn.Module):
     """One linear map per expert. weight: [E, out, in], bias: [E, out].
 
-    in_order: whether many rows are better brought to it in the order of their experts.
+    prefers_sorted: whether many rows are better brought to it in the order of their experts.
     """
 
-    in_order: ClassVar[bool] = True
+    prefers_sorted: ClassVar[bool] = True
 
     def __init__(self, inputs: int, outputs: int, experts: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -50,13 +52,15 @@ class ExpertLinear(nn.Module):
         if bias:
             self.bias = mx.zeros((experts, outputs))
 
-    def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
         """x [..., 1, in], chosen [..., k], leading axes that broadcast -> [..., k, 1, out].
-        ordered: `chosen` is flat and ascending."""
+        sorted_indices: `expert_ids` is flat and ascending."""
         product = mx.gather_mm(
-            x, self.weight.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=ordered
+            x, self.weight.swapaxes(-1, -2), rhs_indices=expert_ids, sorted_indices=sorted_indices
         )
-        return _biased(self, product, chosen)
+        return _add_bias(self, product, expert_ids)
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
@@ -65,33 +69,35 @@ class ExpertLinear(nn.Module):
         return QuantizedExpertLinear(self, group_size, bits, mode)
 
 
-class QuantizedExpertLinear(PackedStack):
+class QuantizedExpertLinear(QuantizedStack):
     """An `ExpertLinear` in any of MLX's modes."""
 
-    in_order: ClassVar[bool] = True
+    prefers_sorted: ClassVar[bool] = True
 
-    def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
         """As `ExpertLinear`."""
         product = mx.gather_qmm(
             x,
             self.weight,
             self.scales,
             self.get("biases"),
-            rhs_indices=chosen,
+            rhs_indices=expert_ids,
             transpose=True,
             group_size=self.group_size,
             bits=self.bits,
             mode=self.mode,
-            sorted_indices=ordered,
+            sorted_indices=sorted_indices,
         )
-        return _biased(self, product, chosen)
+        return _add_bias(self, product, expert_ids)
 
 
 class Experts(nn.Module):
     """Gated MLPs, of which each token passes through those that were chosen for it."""
 
     # what they say is added up first, so that ranks sum one vector a token
-    cut: ClassVar[Cut] = replace(INNER, partial=True)
+    shard_spec: ClassVar[ShardSpec] = replace(MLP_SHARDS, partial_sum=True)
 
     def __init__(
         self,
@@ -108,37 +114,39 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(hidden, inner, experts, bias=bias)
         self.down_proj = ExpertLinear(inner, hidden, experts, bias=bias)
 
-    def __call__(self, x: mx.array, chosen: mx.array, shares: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, expert_ids: mx.array, expert_weights: mx.array) -> mx.array:
         """x [..., D], chosen [..., k] experts and their shares [..., k] -> [..., D], the sum of
         what the experts say, each times its share."""
-        if chosen.size < MANY or not self.gate_proj.in_order:
-            said = self._apply(x[..., None, None, :], chosen, ordered=False)
+        if expert_ids.size < MIN_SORTED_ROWS or not self.gate_proj.prefers_sorted:
+            said = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
         else:
-            said = self._apply_sorted(x, chosen)
-        return (said * shares[..., None]).sum(axis=-2).astype(x.dtype)
+            said = self._apply_sorted(x, expert_ids)
+        return (said * expert_weights[..., None]).sum(axis=-2).astype(x.dtype)
 
-    def _apply(self, x: mx.array, chosen: mx.array, *, ordered: bool) -> mx.array:
-        gate = self.gate_proj(x, chosen, ordered=ordered)
-        up = self.up_proj(x, chosen, ordered=ordered)
-        return self.down_proj(self.gating(gate, up), chosen, ordered=ordered).squeeze(-2)
+    def _apply(self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool) -> mx.array:
+        gate = self.gate_proj(x, expert_ids, sorted_indices=sorted_indices)
+        up = self.up_proj(x, expert_ids, sorted_indices=sorted_indices)
+        return self.down_proj(
+            self.gating(gate, up), expert_ids, sorted_indices=sorted_indices
+        ).squeeze(-2)
 
-    def _apply_sorted(self, x: mx.array, chosen: mx.array) -> mx.array:
+    def _apply_sorted(self, x: mx.array, expert_ids: mx.array) -> mx.array:
         """The same with all rows of one expert side by side."""
-        flat, each = chosen.flatten(), chosen.shape[-1]
+        flat, each = expert_ids.flatten(), expert_ids.shape[-1]
         order = mx.argsort(flat)
         rows = x.reshape(-1, 1, x.shape[-1])[order // each]
-        said = self._apply(rows, flat[order], ordered=True)
-        return said[mx.argsort(order)].reshape(*chosen.shape, -1)
+        said = self._apply(rows, flat[order], sorted_indices=True)
+        return said[mx.argsort(order)].reshape(*expert_ids.shape, -1)
 
 
-class SparseMLP(nn.Module):
-    """Qwen's mixture: a softmax over all experts, the best `chosen` of them, and for some models
+class SparseMoeBlock(nn.Module):
+    """Qwen's mixture: a softmax over all experts, the best `top_k` of them, and for some models
     one more expert that every token passes through, behind a gate of its own.
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """
 
-    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
 
     def __init__(
         self,
@@ -146,30 +154,30 @@ class SparseMLP(nn.Module):
         inner: int,
         experts: int,
         *,
-        chosen: int,
-        normalised: bool,
-        shared: int | None = None,
+        top_k: int,
+        norm_topk_prob: bool,
+        shared_width: int | None = None,
     ) -> None:
-        """normalised: the shares of the chosen are scaled to a sum of 1. shared: the inner width of
-        the shared expert, None for no such expert."""
+        """norm_topk_prob: the shares of the chosen are scaled to a sum of 1. shared_width: the
+        inner width of the shared expert, None for no such expert."""
         super().__init__()
-        if not 0 < chosen <= experts:
-            raise ModelError(f"num_experts_per_tok {chosen} must be between 1 and {experts}")
-        self.chosen, self.normalised, self.shared = chosen, normalised, shared
+        if not 0 < top_k <= experts:
+            raise ModelError(f"num_experts_per_tok {top_k} must be between 1 and {experts}")
+        self.top_k, self.norm_topk_prob, self.shared_width = top_k, norm_topk_prob, shared_width
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.switch_mlp = Experts(hidden, inner, experts)
-        if shared is not None:
-            self.shared_expert = GatedMLP(hidden, shared)
+        if shared_width is not None:
+            self.shared_expert = GatedMLP(hidden, shared_width)
             self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
         scores = mx.softmax(self.gate(x), axis=-1, precise=True)
-        chosen = top_experts(scores, self.chosen)
+        chosen = select_top_experts(scores, self.top_k)
         shares = mx.take_along_axis(scores, chosen, axis=-1)
-        if self.normalised:
+        if self.norm_topk_prob:
             shares = shares / shares.sum(axis=-1, keepdims=True)
         y = self.switch_mlp(x, chosen, shares)
-        if self.shared is None:
+        if self.shared_width is None:
             return y
         return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
@@ -177,8 +185,8 @@ class SparseMLP(nn.Module):
 def stack_experts(
     weights: Mapping[str, mx.array],
     *,
-    projections: Mapping[str, str] = _PROJECTIONS,
-    into: str = "switch_mlp",
+    projections: Mapping[str, str] = _PROJECTION_NAMES,
+    module_name: str = "switch_mlp",
 ) -> dict[str, mx.array]:
     """Makers' names of experts -> `….{into}.gate_proj.weight` and so on, [E, out, in].
 
@@ -195,17 +203,19 @@ def stack_experts(
     for name, array in weights.items():
         if match := one.fullmatch(name):
             prefix, number, projection, kind = match.groups()
-            target = f"{prefix}{into}.{projections[projection]}.{kind}"
+            target = f"{prefix}{module_name}.{projections[projection]}.{kind}"
             single.setdefault(target, {})[int(number)] = array
         elif match := fused.fullmatch(name):
             prefix, projection, kind = match.groups()
-            found.update(_parted(f"{prefix}{into}", projection, kind or "weight", array))
+            found.update(
+                _split_gate_up(f"{prefix}{module_name}", projection, kind or "weight", array)
+            )
         else:
             found[name] = array
-    return found | {target: _stacked(target, experts) for target, experts in single.items()}
+    return found | {target: _stack_one(target, experts) for target, experts in single.items()}
 
 
-def _parted(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:
+def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:
     if projection == "down_proj":
         return {f"{path}.down_proj.{kind}": array}
     # contiguous: a product of gathered matrices would copy a mere slice at every call
@@ -213,7 +223,7 @@ def _parted(path: str, projection: str, kind: str, array: mx.array) -> dict[str,
     return {f"{path}.gate_proj.{kind}": gate, f"{path}.up_proj.{kind}": up}
 
 
-def _stacked(target: str, experts: Mapping[int, mx.array]) -> mx.array:
+def _stack_one(target: str, experts: Mapping[int, mx.array]) -> mx.array:
     missing = set(range(len(experts))) - experts.keys()
     if missing:
         raise ModelError(f"the checkpoint lacks expert {min(missing)} of {target}")
@@ -222,5 +232,5 @@ def _stacked(target: str, experts: Mapping[int, mx.array]) -> mx.array:
     return mx.stack([experts[number] for number in range(len(experts))])
 
 
-def _biased(layer: Any, product: mx.array, chosen: mx.array) -> mx.array:
-    return product + layer.bias[chosen][..., None, :] if "bias" in layer else product
+def _add_bias(layer: Any, product: mx.array, expert_ids: mx.array) -> mx.array:
+    return product + layer.bias[expert_ids][..., None, :] if "bias" in layer else product

@@ -13,16 +13,16 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 # of layers, of what else there is in numbers (heads, experts) and of what has a width: several
 # times what anybody has trained, and little enough to be tried
-_MOST_LAYERS = 1024
-_MOST_OF = 4096
-_WIDEST = 1 << 24
-_WIDEST_HEAD = 1 << 12
+_MAX_LAYERS = 1024
+_MAX_COUNT = 4096
+_MAX_WIDTH = 1 << 24
+_MAX_HEAD_DIM = 1 << 12
 
 # every dimension of an array, and every position, is an int32 in MLX
-_MOST = (1 << 31) - 1
+_MAX_INT32 = (1 << 31) - 1
 
 # of these nothing works with none
-_AT_LEAST_ONE = frozenset(
+_POSITIVE_KEYS = frozenset(
     {
         "head_dim",
         "hidden_size",
@@ -36,27 +36,33 @@ _AT_LEAST_ONE = frozenset(
 )
 
 # "every so many layers": each is divided by
-_PERIODS = ("_freq", "_interval", "_pattern", "_step")
+_PERIOD_SUFFIXES = ("_freq", "_interval", "_pattern", "_step")
 
-_SHOWN = 60  # characters of a foreign value in a message
+_MAX_SHOWN_CHARS = 60  # characters of a foreign value in a message
 
 
-def complaint(given: Mapping[str, Any], hints: Mapping[str, Any]) -> str | None:
+def find_invalid_value(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> str | None:
     """What is wrong with config.json, as a clause that names the key; None if nothing is.
 
-    given: values by key, none of them null. hints: annotations by key.
+    values: values by key, none of them null. annotations: annotations by key.
     """
-    for key, value in given.items():
-        if not fits(value, hints[key]):
-            return f"{key} is {_shown(value)}, but must be {_called(hints[key])}"
+    for key, value in values.items():
+        if not matches_annotation(value, annotations[key]):
+            return (
+                f"{key} is {_format_value(value)}, but must be "
+                f"{_describe_annotation(annotations[key])}"
+            )
         if isinstance(value, int | float) and not isinstance(value, bool):
             low, high = _bounds(key, value)
             if not low <= value <= high:
-                return f"{key} is {_shown(value)}, but must be between {low:.12g} and {high:.12g}"
+                return (
+                    f"{key} is {_format_value(value)}, but must be between {low:.12g} "
+                    f"and {high:.12g}"
+                )
     return None
 
 
-def disagreement(values: Mapping[str, Any]) -> str | None:
+def find_inconsistency(values: Mapping[str, Any]) -> str | None:
     """Which keys cannot be true together, as a clause. values: all that the architecture reads,
     defaults included, each of which is fine by itself."""
     heads, shared = values.get("num_attention_heads"), values.get("num_key_value_heads")
@@ -65,42 +71,44 @@ def disagreement(values: Mapping[str, Any]) -> str | None:
     if shared is not None and heads % shared:
         return f"num_key_value_heads is {shared}, which does not divide {heads} attention heads"
     hidden = values.get("hidden_size")
-    if hidden is None or values.get("head_dim") or 0 < hidden // heads <= _WIDEST_HEAD:
+    if hidden is None or values.get("head_dim") or 0 < hidden // heads <= _MAX_HEAD_DIM:
         return None
     return f"hidden_size is {hidden}, which cannot be split into {heads} attention heads"
 
 
-def fits(value: Any, hint: Any) -> bool:
+def matches_annotation(value: Any, annotation: Any) -> bool:
     """Whether a JSON value is what the annotation says. A whole number is also a float; true and
     false are no numbers."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return any(fits(value, choice) for choice in inner)
+        return any(matches_annotation(value, choice) for choice in inner)
     if origin is Literal:
         return value in inner
-    kind = origin or hint
+    kind = origin or annotation
     if kind is bool or kind is str or kind is types.NoneType:
         return value is None if kind is types.NoneType else isinstance(value, kind)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
     if not isinstance(kind, type):
         return True  # Any, type variables
     if issubclass(kind, Mapping):
-        return isinstance(value, Mapping) and _all_fit(
+        return isinstance(value, Mapping) and _all_match(
             cast("Mapping[str, Any]", value).values(), inner[1:]
         )
     if issubclass(kind, Sequence):
-        return isinstance(value, list | tuple) and _all_fit(cast("Sequence[Any]", value), inner[:1])
+        return isinstance(value, list | tuple) and _all_match(
+            cast("Sequence[Any]", value), inner[:1]
+        )
     return True
 
 
-def _all_fit(values: Any, hint: tuple[Any, ...]) -> bool:
-    return not hint or all(fits(value, hint[0]) for value in values)
+def _all_match(values: Any, annotation: tuple[Any, ...]) -> bool:
+    return not annotation or all(matches_annotation(value, annotation[0]) for value in values)
 
 
-def _finite(value: float) -> bool:
+def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # a whole number with hundreds of digits
@@ -115,27 +123,29 @@ def _bounds(key: str, value: float) -> tuple[float, float]:
         return 1e-30, 1
     if isinstance(value, float):
         return -math.inf, math.inf
-    needed = key in _AT_LEAST_ONE or key.endswith(_PERIODS)
+    needed = key in _POSITIVE_KEYS or key.endswith(_PERIOD_SUFFIXES)
     low = 1 if needed else -1  # a few say -1 for "none"
     if key.endswith("head_dim"):
-        return low, _WIDEST_HEAD
+        return low, _MAX_HEAD_DIM
     if key.endswith("_layers"):
-        return low, _MOST_LAYERS
+        return low, _MAX_LAYERS
     if "num_" in key or key.startswith("n_") or key.endswith(("_heads", "_experts")):
-        return low, _MOST_OF
+        return low, _MAX_COUNT
     if key.endswith(("_size", "_dim", "_rank")):
-        return low, _WIDEST
-    return low, _MOST
+        return low, _MAX_WIDTH
+    return low, _MAX_INT32
 
 
-def _called(hint: Any) -> str:
+def _describe_annotation(annotation: Any) -> str:
     """The annotation in words that whoever wrote the JSON understands."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(_called(choice) for choice in inner if choice is not types.NoneType)
+        return " or ".join(
+            _describe_annotation(choice) for choice in inner if choice is not types.NoneType
+        )
     if origin is Literal:
         return " or ".join(map(repr, inner))
-    kind = origin or hint
+    kind = origin or annotation
     words: dict[Any, str] = {
         bool: "true or false",
         int: "an integer",
@@ -145,13 +155,15 @@ def _called(hint: Any) -> str:
     if kind in words:
         return words[kind]
     if isinstance(kind, type) and issubclass(kind, Sequence):
-        return f"a list whose items are each {_called(inner[0])}" if inner else "a list"
+        return (
+            f"a list whose items are each {_describe_annotation(inner[0])}" if inner else "a list"
+        )
     return "an object"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         told = repr(value)
     except ValueError:  # Python writes no whole number of thousands of digits
         return "a very long number"
-    return told if len(told) <= _SHOWN else told[:_SHOWN] + "…"
+    return told if len(told) <= _MAX_SHOWN_CHARS else told[:_MAX_SHOWN_CHARS] + "…"

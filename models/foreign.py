@@ -25,15 +25,15 @@ from typing import Any, ClassVar, Self, cast
 import mlx.core as mx
 
 from models.base import Model, ModelError
-from models.foreign_kv import LayerParts, Rows, adopted
+from models.foreign_kv import MlxLmBatch, MlxLmLayerCache, wrap_cache
 from models.kv import LayerCache
 
 _LIBRARY = "mlx_lm"
 # by the library's own name: what an index has under ours may be anybody's
-_HINT = 'pip install "mlx-lm>=0.32"'
+_INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
 # how config.json names the positions that a model was made for; the first that is there
-_LENGTHS = (
+_CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
     "max_sequence_length",
     "max_seq_len",
@@ -45,15 +45,15 @@ _LENGTHS = (
     "seq_length",
     "block_size",
 )
-_MOST = 1 << 31
-_VOCABULARIES = ("vocab_size", "padded_vocab_size", "n_vocab")
+_MAX_INT32 = 1 << 31
+_VOCAB_SIZE_KEYS = ("vocab_size", "padded_vocab_size", "n_vocab")
 
 # where classes for text and pictures keep the text part; see models/checkpoint.py
-_NESTED = (("model.language_model.", "model."), ("language_model.", ""))
+_TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AdapterConfig:
     """What a server asks of config.json; the rest is between it and mlx-lm."""
 
     max_position_embeddings: int
@@ -62,8 +62,10 @@ class Settings:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         return cls(
-            max_position_embeddings=_first(config, _LENGTHS, "context length"),
-            vocab_size=_first(config, _VOCABULARIES, "vocabulary size"),
+            max_position_embeddings=_first_positive_int(
+                config, _CONTEXT_LENGTH_KEYS, "context length"
+            ),
+            vocab_size=_first_positive_int(config, _VOCAB_SIZE_KEYS, "vocabulary size"),
         )
 
 
@@ -71,12 +73,12 @@ class Settings:
 class Architecture:
     """What `models.build` finds in a file of ours: a Config and a Model."""
 
-    Config: type[Settings]
-    Model: Callable[[Settings], Model]
+    Config: type[AdapterConfig]
+    Model: Callable[[AdapterConfig], Model]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Classes:
+class _ModelClasses:
     """Of one architecture in mlx-lm. wraps: whether they want the text part's config inside of that
     of a whole."""
 
@@ -86,14 +88,14 @@ class _Classes:
     wraps: bool = False
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
+def find_architecture(config: Mapping[str, Any]) -> Architecture:
     """mlx-lm's class for config["model_type"]. Raises ModelError where there is none, or where
     the library is not installed."""
     kind: str = config["model_type"]
     found = importlib.util.find_spec(_LIBRARY)
     if found is None:
         raise ModelError(
-            f"model_type {kind!r} is not supported, but mlx-lm may support it: {_HINT}"
+            f"model_type {kind!r} is not supported, but mlx-lm may support it: {_INSTALL_HINT}"
         )
     if config.get("model_file") is not None:
         raise ModelError(
@@ -102,15 +104,15 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     folders = found.submodule_search_locations or ()
     # a second of imports only for what is not there by its own name
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
-        _classes(config)
+        _resolve_classes(config)
 
-    def make(_: Settings) -> Model:
-        return _made(_classes(config), config)
+    def make(_: AdapterConfig) -> Model:
+        return _build_model(_resolve_classes(config), config)
 
-    return Architecture(Config=Settings, Model=make)
+    return Architecture(Config=AdapterConfig, Model=make)
 
 
-def _made(classes: _Classes, config: Mapping[str, Any]) -> Model:
+def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
     # theirs may write into what they are given
     given: dict[str, Any] = copy.deepcopy(dict(config))
     if classes.wraps:
@@ -124,32 +126,32 @@ def _made(classes: _Classes, config: Mapping[str, Any]) -> Model:
     ]
     if lacking:
         raise ModelError(f"config.json lacks {', '.join(lacking)}")
-    with _doubts(f"mlx-lm cannot build its {classes.kind} from this config.json"):
-        made: Any = _adapted(classes)(classes.arguments.from_dict(given))
+    with _as_model_error(f"mlx-lm cannot build its {classes.kind} from this config.json"):
+        made: Any = _subclass_model(classes)(classes.arguments.from_dict(given))
     # refuses here rather than at the first request
-    with _doubts(f"mlx-lm cannot make caches for its {classes.kind} from this config.json"):
+    with _as_model_error(f"mlx-lm cannot make caches for its {classes.kind} from this config.json"):
         made.make_kv()
     return made
 
 
-def _adapted(classes: _Classes) -> Any:
+def _subclass_model(classes: _ModelClasses) -> Any:
     """Their class with our contract, as a subclass: so parameters keep the names that they have in
     checkpoints."""
-    theirs, cache = classes.model, _cache()
+    theirs, cache = classes.model, _import_cache()
 
-    class Foreign(theirs):
+    class MlxLmModel(theirs):
         # its norms and its attention are MLX's, whose order suits the shape
         batch_invariant: ClassVar[bool] = False
 
         def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
             """[B, L] ids -> their logits [B, L, V], lazy; `logits` passes them on."""
-            if not isinstance(kv[0], Rows):
-                return self._advance(tokens, kv)
+            if not isinstance(kv[0], MlxLmBatch):
+                return self._forward(tokens, kv)
             rows: Any = zip(*(layer.rows for layer in kv), strict=True)
             return mx.concatenate(
                 [
-                    self._advance(tokens[i : i + 1], row)
-                    for i, row in enumerate(cast(Sequence[Sequence[LayerParts]], list(rows)))
+                    self._forward(tokens[i : i + 1], row)
+                    for i, row in enumerate(cast(Sequence[Sequence[MlxLmLayerCache]], list(rows)))
                 ]
             )
 
@@ -157,25 +159,25 @@ def _adapted(classes: _Classes) -> Any:
             return hidden
 
         def make_kv(self) -> list[LayerCache]:
-            return [adopted(one, cache) for one in cache.make_prompt_cache(self)]
+            return [wrap_cache(one, cache) for one in cache.make_prompt_cache(self)]
 
         def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
             return False
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = _nested(weights, self.parameters())
+            weights = _add_text_prefix(weights, self.parameters())
             if not hasattr(theirs, "sanitize"):
                 return weights
-            with _doubts(f"mlx-lm's {classes.kind} cannot use these tensors"):
+            with _as_model_error(f"mlx-lm's {classes.kind} cannot use these tensors"):
                 return super().sanitize(weights)
 
-        def _advance(self, tokens: mx.array, kv: Sequence[LayerParts]) -> mx.array:
+        def _forward(self, tokens: mx.array, kv: Sequence[MlxLmLayerCache]) -> mx.array:
             end = kv[0].offset + tokens.shape[1]
-            lent = [layer.lent(cache) for layer in kv]
-            with _doubts(f"mlx-lm's {classes.kind} cannot be run with this config.json"):
+            lent = [layer.to_mlx_lm(cache) for layer in kv]
+            with _as_model_error(f"mlx-lm's {classes.kind} cannot be run with this config.json"):
                 logits: mx.array = super().__call__(tokens, cache=lent)
             for layer, given in zip(kv, lent, strict=True):
-                if not layer.take_back(given, tokens.shape[1]) or layer.offset != end:
+                if not layer.update_from_mlx_lm(given, tokens.shape[1]) or layer.offset != end:
                     raise ModelError(
                         f"mlx-lm's {classes.kind} has a cache that does not advance by "
                         "one entry per "
@@ -183,16 +185,16 @@ def _adapted(classes: _Classes) -> Any:
                     )
             return logits
 
-    return Foreign
+    return MlxLmModel
 
 
 # names
 
 
-def _nested(weights: Mapping[str, mx.array], parameters: Any) -> dict[str, mx.array]:
+def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[str, mx.array]:
     """Tensors under the names that the class has for them: of a multimodal checkpoint we have the
     text part alone, named as if it were all."""
-    for nested, plain in _NESTED:
+    for nested, plain in _TEXT_PREFIXES:
         inner: Any = parameters
         for key in nested.split(".")[:-1]:
             inner = inner.get(key, {}) if isinstance(inner, dict) else {}
@@ -204,42 +206,42 @@ def _nested(weights: Mapping[str, mx.array], parameters: Any) -> dict[str, mx.ar
     return dict(weights)
 
 
-def _first(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
+def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning: str) -> int:
     for name in names:
         value = config.get(name)
-        if type(value) is int and 0 < value < _MOST:  # True is one, too
+        if type(value) is int and 0 < value < _MAX_INT32:  # True is one, too
             return value
-    raise ModelError(f"config.json does not give the {what}: add {names[0]}")
+    raise ModelError(f"config.json does not give the {meaning}: add {names[0]}")
 
 
 # the library
 
 
-def _classes(config: Mapping[str, Any]) -> _Classes:
+def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
     """Found as mlx-lm finds them: by architecture, by another name for the same, by name."""
-    utils = _utils()
+    utils = _import_utils()
     kind: str = config["model_type"]
     said: Any = config.get("architectures")
     names = [str(name) for name in (said if isinstance(said, list) else [said])]
     byname = utils.MODEL_ARCHITECTURE_REMAPPING
     found = [byname[kind, name] for name in names if (kind, name) in byname]
     name = found[0] if found else utils.MODEL_REMAPPING.get(kind, kind)
-    if (module := _module(name)) is not None:
-        return _Classes(kind=kind, model=module.Model, arguments=module.ModelArgs)
+    if (module := _import_model_module(name)) is not None:
+        return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs)
     # some have a class for the whole only, not for its text part
     whole = name.removesuffix("_text")
-    if whole != name and (module := _module(whole)) is not None:
-        return _Classes(kind=whole, model=module.Model, arguments=module.ModelArgs, wraps=True)
+    if whole != name and (module := _import_model_module(whole)) is not None:
+        return _ModelClasses(kind=whole, model=module.Model, arguments=module.ModelArgs, wraps=True)
     raise ModelError(f"model_type {kind!r} is not supported, and mlx-lm does not support it either")
 
 
-def _module(name: str) -> Any:
+def _import_model_module(name: str) -> Any:
     """Of an architecture; None for anything else that is there, or is not."""
     # the name goes into an import
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         return None
     whole = f"{_LIBRARY}.models.{name}"
-    with _doubts(f"{whole} cannot be imported"):
+    with _as_model_error(f"{whole} cannot be imported"):
         try:
             found = importlib.import_module(whole)
         except ModuleNotFoundError as error:
@@ -249,21 +251,21 @@ def _module(name: str) -> Any:
     return found if {"Model", "ModelArgs"} <= vars(found).keys() else None
 
 
-def _utils() -> Any:
-    with _doubts("mlx-lm cannot be imported"), _open_files_kept():
+def _import_utils() -> Any:
+    with _as_model_error("mlx-lm cannot be imported"), _keep_open_file_limit():
         from mlx_lm import utils
 
         return utils
 
 
-def _cache() -> Any:
+def _import_cache() -> Any:
     from mlx_lm.models import cache
 
     return cache
 
 
 @contextlib.contextmanager
-def _open_files_kept() -> Generator[None]:
+def _keep_open_file_limit() -> Generator[None]:
     """When it is imported, mlx-lm (0.32) sets how many files the process may open: too few for a
     busy server, and no way back up. Nobody else sets anything meanwhile."""
     setrlimit = resource.setrlimit
@@ -279,7 +281,7 @@ def _open_files_kept() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _doubts(what: str) -> Generator[None]:
+def _as_model_error(message: str) -> Generator[None]:
     """Whatever their code raises over a checkpoint becomes one line."""
     try:
         yield
@@ -288,4 +290,4 @@ def _doubts(what: str) -> Generator[None]:
     except Exception as error:
         # what MLX says of wrong arguments goes on for lines
         said = str(error).partition("\n")[0]
-        raise ModelError(f"{what}: {type(error).__name__}: {said}") from error
+        raise ModelError(f"{message}: {type(error).__name__}: {said}") from error

@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from models.attention import Mask
 from models.base import ModelError
-from models.kv import Buffers, KVCache, LayerCache
+from models.kv import KVBuffers, KVCache, LayerCache
 from models.recurrent import RecurrentCache
 from models.window import RotatingKVCache
 
 
-class _Lent(Buffers):
+class _MlxLmKVMixin(KVBuffers):
     """The methods that both kinds of attention cache have there."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -42,12 +42,12 @@ class _Lent(Buffers):
         self._values = values
 
 
-class WholeKV(_Lent, KVCache):
+class MlxLmKVCache(_MlxLmKVMixin, KVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
         if window_size is not None or (return_array and length > 1):
-            return _mask(self.offset, length, window_size)
+            return _window_mask(self.offset, length, window_size)
         return self.mask(length)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -56,7 +56,7 @@ class WholeKV(_Lent, KVCache):
         return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
 
 
-class WindowKV(_Lent, RotatingKVCache):
+class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
@@ -65,7 +65,7 @@ class WindowKV(_Lent, RotatingKVCache):
         if window_size is not None and window_size < self.window:
             raise ModelError("a sliding window smaller than its cache is not supported")
         if return_array and length > 1:
-            return _mask(min(self._length, self.window - 1), length, self.window)
+            return _window_mask(min(self._length, self.window - 1), length, self.window)
         return self.mask(length)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -73,14 +73,14 @@ class WindowKV(_Lent, RotatingKVCache):
         assert self._values is not None
         return self._keys[..., : self._length, :], self._values[..., : self._length, :]
 
-    def copy(self) -> "WindowKV":
-        plain, twin = super().copy(), WindowKV(self.window)
+    def copy(self) -> "MlxLmRotatingKVCache":
+        plain, twin = super().copy(), MlxLmRotatingKVCache(self.window)
         twin.offset, twin._length, twin._head = plain.offset, plain._length, plain._head
         twin._keys, twin._values = plain._keys, plain._values
         return twin
 
 
-class States(RecurrentCache):
+class MlxLmArraysCache(RecurrentCache):
     """What is an ArraysCache there. Some classes ask for that very type, so for each step one of
     these is filled from here."""
 
@@ -92,123 +92,128 @@ class States(RecurrentCache):
         # often a slice, which would keep a whole chunk's activations in memory
         super().__setitem__(slot, mx.contiguous(value))
 
-    def copy(self) -> "States":
-        plain, twin = super().copy(), States(self.slots)
+    def copy(self) -> "MlxLmArraysCache":
+        plain, twin = super().copy(), MlxLmArraysCache(self.slots)
         twin.offset, twin._slots = plain.offset, plain._slots
         return twin
 
 
-class LayerParts:
+class MlxLmLayerCache:
     """All that one layer remembers: one cache, or several where mlx-lm has a CacheList. They stand
-    at the same position. listed: which of the two."""
+    at the same position. is_cache_list: which of the two."""
 
-    def __init__(self, parts: Sequence[LayerCache], *, listed: bool) -> None:
-        assert parts
-        self.parts = tuple(parts)
-        self.listed = listed
+    def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
+        assert caches
+        self.caches = tuple(caches)
+        self.is_cache_list = is_cache_list
 
     @property
     def offset(self) -> int:
-        return self.parts[0].offset
+        return self.caches[0].offset
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.caches)
 
     @property
-    def divisible(self) -> bool:
-        return all(part.divisible for part in self.parts)
+    def sliceable(self) -> bool:
+        return all(part.sliceable for part in self.caches)
 
     def can_trim(self, count: int) -> bool:
-        return all(part.can_trim(count) for part in self.parts)
+        return all(part.can_trim(count) for part in self.caches)
 
     def trim(self, count: int) -> None:
-        for part in self.parts:
+        for part in self.caches:
             part.trim(count)
 
-    def copy(self) -> "LayerParts":
-        return self._with([part.copy() for part in self.parts])
+    def copy(self) -> "MlxLmLayerCache":
+        return self._copy_with([part.copy() for part in self.caches])
 
-    def piece(self, start: int, end: int) -> "LayerParts":
-        return self._with([part.piece(start, end) for part in self.parts])
+    def slice(self, start: int, end: int) -> "MlxLmLayerCache":
+        return self._copy_with([part.slice(start, end) for part in self.caches])
 
-    def append(self, other: "LayerParts", start: int, end: int) -> None:
-        for part, more in zip(self.parts, other.parts, strict=True):
+    def append(self, other: "MlxLmLayerCache", start: int, end: int) -> None:
+        for part, more in zip(self.caches, other.caches, strict=True):
             part.append(more, start, end)
 
     def reserve(self, length: int) -> None:
-        for part in self.parts:
+        for part in self.caches:
             part.reserve(length)
 
-    def nbytes_at(self, length: int, chunk: int) -> int:
-        return sum(part.nbytes_at(length, chunk) for part in self.parts)
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
+        return sum(part.estimate_nbytes(length, chunk) for part in self.caches)
 
     def state(self) -> list[mx.array]:
-        return [array for part in self.parts for array in part.state()]
+        return [array for part in self.caches for array in part.state()]
 
-    def together(self, rows: Sequence["LayerParts"], offsets: mx.array) -> "Rows":
-        return Rows(rows)
+    def make_batch(self, rows: Sequence["MlxLmLayerCache"], offsets: mx.array) -> "MlxLmBatch":
+        return MlxLmBatch(rows)
 
-    def lent(self, library: Any) -> Any:
+    def to_mlx_lm(self, library: Any) -> Any:
         """What the layer is given in its place for one step."""
-        given = [_lent(part, library) for part in self.parts]
-        return library.CacheList(*given) if self.listed else given[0]
+        given = [_to_mlx_lm(part, library) for part in self.caches]
+        return library.CacheList(*given) if self.is_cache_list else given[0]
 
-    def take_back(self, given: Any, length: int) -> bool:
-        """given: what was lent, `length` positions later. Whether all parts stand where the first
+    def update_from_mlx_lm(self, cache: Any, length: int) -> bool:
+        """cache: what was lent, `length` positions later. Whether all parts stand where the first
         does."""
-        for part, one in zip(self.parts, given.caches if self.listed else [given], strict=True):
-            if isinstance(part, States):
+        for part, one in zip(
+            self.caches, cache.caches if self.is_cache_list else [cache], strict=True
+        ):
+            if isinstance(part, MlxLmArraysCache):
                 for slot in range(part.slots):
                     if one[slot] is not None:
                         part[slot] = one[slot]
                 part.advance(length)
-        return all(part.offset == self.offset for part in self.parts)
+        return all(part.offset == self.offset for part in self.caches)
 
-    def _with(self, parts: Sequence[LayerCache]) -> "LayerParts":
-        return LayerParts(parts, listed=self.listed)
+    def _copy_with(self, parts: Sequence[LayerCache]) -> "MlxLmLayerCache":
+        return MlxLmLayerCache(parts, is_cache_list=self.is_cache_list)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MlxLmBatch:
     """One layer's caches of several sequences, side by side."""
 
-    rows: Sequence[LayerParts]
+    rows: Sequence[MlxLmLayerCache]
 
 
-def adopted(theirs: Any, library: Any) -> LayerParts:
+def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
     """An empty one of ours for an empty one of theirs. library: mlx_lm.models.cache. Raises
     ModelError for a kind that has no like here."""
-    if type(theirs) is library.CacheList:
-        return LayerParts([_part(one, library) for one in theirs.caches], listed=True)
-    return LayerParts([_part(theirs, library)], listed=False)
+    if type(cache) is library.CacheList:
+        return MlxLmLayerCache(
+            [_wrap_one(one, library) for one in cache.caches], is_cache_list=True
+        )
+    return MlxLmLayerCache([_wrap_one(cache, library)], is_cache_list=False)
 
 
-def _part(theirs: Any, library: Any) -> LayerCache:
+def _wrap_one(cache: Any, library: Any) -> LayerCache:
     # by the very type: a descendant may keep what we would lose
-    kind: Any = type(theirs)
+    kind: Any = type(cache)
     if kind is library.KVCache:
-        return WholeKV()
-    if kind is library.RotatingKVCache and not theirs.keep:
-        return WindowKV(theirs.max_size)
+        return MlxLmKVCache()
+    if kind is library.RotatingKVCache and not cache.keep:
+        return MlxLmRotatingKVCache(cache.max_size)
     if kind is library.ArraysCache:
-        return States(len(theirs.cache))
+        return MlxLmArraysCache(len(cache.cache))
     raise ModelError(f"mlx-lm's {kind.__name__} is not supported as a layer's cache")
 
 
-def _lent(part: LayerCache, library: Any) -> Any:
+def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
     """A cache of ours that speaks as theirs do; of states an object of theirs."""
-    if not isinstance(part, States):
-        return part
-    given = library.ArraysCache(part.slots)
-    for slot in range(part.slots):
-        given[slot] = part[slot]
+    if not isinstance(cache, MlxLmArraysCache):
+        return cache
+    given = library.ArraysCache(cache.slots)
+    for slot in range(cache.slots):
+        given[slot] = cache[slot]
     return given
 
 
-def _mask(before: int, length: int, window: int | None) -> mx.array:
-    """[length, before + length], of keys that begin `before` positions ahead of the queries."""
-    queries = mx.arange(before, before + length)[:, None]
-    keys = mx.arange(before + length)[None]
+def _window_mask(past_length: int, length: int, window: int | None) -> mx.array:
+    """[length, before + length], of keys that begin `past_length` positions ahead of the
+    queries."""
+    queries = mx.arange(past_length, past_length + length)[:, None]
+    keys = mx.arange(past_length + length)[None]
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from models import base, decoder
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
-from models.sharding import HEADS, Cut
+from models.sharding import ATTENTION_SHARDS, ShardSpec
 from models.window import RotatingKVCache
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -51,10 +51,10 @@ class Config(decoder.Config):
         # a class with slots is not the one that `super()` would look for
         return super(Config, cls).from_dict({**config, **off})
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return decoder.FULL if layer % 2 else decoder.SLIDING
 
-    def check(self) -> None:
+    def check_supported(self) -> None:
         """Raises ModelError for what the architecture allows and nobody has implemented here."""
         if self.hidden_activation != _ACTIVATION:
             raise base.ModelError(f"hidden_activation {self.hidden_activation!r} is not supported")
@@ -65,7 +65,7 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
-    cut: ClassVar[Cut] = HEADS
+    shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -105,22 +105,22 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         seen = self.self_attn(self.input_layernorm(x), kv)
-        x = _added(x, self.post_attention_layernorm(seen))
+        x = _add_clipped(x, self.post_attention_layernorm(seen))
         found = self.mlp(self.pre_feedforward_layernorm(x))
-        return _added(x, self.post_feedforward_layernorm(found))
+        return _add_clipped(x, self.post_feedforward_layernorm(found))
 
     def make_kv(self) -> LayerCache:
         return self.self_attn.make_kv()
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
-        return self.self_attn.rope.turn(keys, by)
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
+        return self.self_attn.rope.rerotate(keys, positions)
 
 
-class Trunk(decoder.Trunk):
+class ScaledBackbone(decoder.Backbone):
     """scale: of the embeddings; rounded to the type of the activations."""
 
-    def __init__(self, config: Config, blocks: Sequence[Block], scale: float) -> None:
-        super().__init__(config, blocks)
+    def __init__(self, config: Config, layers: Sequence[Block], scale: float) -> None:
+        super().__init__(config, layers)
         self._scale = scale
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
@@ -132,8 +132,8 @@ class Trunk(decoder.Trunk):
 
 
 class CausalLM(decoder.CausalLM):
-    def __init__(self, config: Config, trunk: decoder.Trunk) -> None:
-        super().__init__(config, trunk)
+    def __init__(self, config: Config, backbone: decoder.Backbone) -> None:
+        super().__init__(config, backbone)
         self._softcap = config.final_logit_softcapping or None
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -152,18 +152,18 @@ class CausalLM(decoder.CausalLM):
 
 class Model(CausalLM):
     def __init__(self, config: Config) -> None:
-        config.check()
+        config.check_supported()
         blocks = [
             Block(config, Attention(config, layer)) for layer in range(config.num_hidden_layers)
         ]
-        super().__init__(config, Trunk(config, blocks, config.hidden_size**0.5))
+        super().__init__(config, ScaledBackbone(config, blocks, config.hidden_size**0.5))
 
 
-def _added(x: mx.array, more: mx.array) -> mx.array:
+def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:
     """x + more. Gemma's residuals grow beyond what float16 can hold: there they stop at its ends,
     as in mlx-lm's gemma3."""
     if x.dtype != mx.float16:
-        return x + more
+        return x + residual
     most = mx.finfo(mx.float16).max
-    total = x.astype(mx.float32) + more.astype(mx.float32)
+    total = x.astype(mx.float32) + residual.astype(mx.float32)
     return mx.clip(total, -most, most).astype(mx.float16)

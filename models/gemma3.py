@@ -30,7 +30,7 @@ class Config(gemma2.Config):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
 
     def rope(self, layer_type: str | None = None) -> Rope:
@@ -71,11 +71,11 @@ class Attention(gemma2.Attention):
 
 class Model(gemma2.CausalLM):
     def __init__(self, config: Config) -> None:
-        config.check()
+        config.check_supported()
         blocks = [
             gemma2.Block(config, Attention(config, layer))
             for layer in range(config.num_hidden_layers)
         ]
         # a bfloat16 when Gemma 3 was trained, and so in mlx-lm, whatever the activations are
         scale = mx.array(config.hidden_size**0.5, mx.bfloat16).astype(mx.float32)
-        super().__init__(config, gemma2.Trunk(config, blocks, cast(float, scale.item())))
+        super().__init__(config, gemma2.ScaledBackbone(config, blocks, cast(float, scale.item())))

@@ -14,15 +14,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import decoder
-from models.attention import attention
+from models.attention import scaled_dot_product_attention
 from models.base import ModelError
-from models.experts import Experts, stack_experts, top_experts
+from models.experts import Experts, select_top_experts, stack_experts
 from models.kv import AttentionCache, LayerCache
-from models.latent import HeadLinear, LatentCache, split_projection
-from models.layers import GatedMLP, merge_heads, scores, split_heads
+from models.latent import LatentCache, MultiLinear, split_kv_b_proj
+from models.layers import GatedMLP, merge_heads, router_logits, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Rope, rope_settings
-from models.sharding import WHOLE, Cut
+from models.sharding import REPLICATED, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ class Config(decoder.Config):
 
     def is_sparse(self, layer: int) -> bool:
         if self.mlp_layer_types is not None:
-            return self._told_sparse(self.mlp_layer_types, layer)
+            return self._is_listed_sparse(self.mlp_layer_types, layer)
         late = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
         return self.n_routed_experts > 0 and late
 
-    def _told_sparse(self, types: Sequence[str], layer: int) -> bool:
+    def _is_listed_sparse(self, types: Sequence[str], layer: int) -> bool:
         if len(types) != self.num_hidden_layers:
             raise ModelError("config.json's mlp_layer_types must have one entry per layer")
         if types[layer] not in ("dense", "sparse"):
@@ -88,43 +88,43 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        self.heads, self.latent = heads, config.kv_lora_rank
-        self.plain, self.rotary = config.qk_nope_head_dim, config.qk_rope_head_dim
-        self.value_size, self.scale = config.v_head_dim, config.scale()
-        size, rank = self.plain + self.rotary, config.q_lora_rank
+        self.heads, self.latent_dim = heads, config.kv_lora_rank
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v_dim, self.scale = config.v_head_dim, config.scale()
+        size, rank = self.nope_dim + self.rope_dim, config.q_lora_rank
         if rank is None:
             self.q_proj = nn.Linear(hidden, heads * size, bias=False)
         else:
             self.q_a_proj = nn.Linear(hidden, rank, bias=bias)
             self.q_a_layernorm = nn.RMSNorm(rank, config.rms_norm_eps)
             self.q_b_proj = nn.Linear(rank, heads * size, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent + self.rotary, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(self.latent, config.rms_norm_eps)
-        self.embed_q = HeadLinear(self.plain, self.latent, heads)
-        self.unembed_out = HeadLinear(self.latent, self.value_size, heads)
-        self.o_proj = nn.Linear(heads * self.value_size, hidden, bias=bias)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent_dim + self.rope_dim, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(self.latent_dim, config.rms_norm_eps)
+        self.embed_q = MultiLinear(self.nope_dim, self.latent_dim, heads)
+        self.unembed_out = MultiLinear(self.latent_dim, self.v_dim, heads)
+        self.o_proj = nn.Linear(heads * self.v_dim, hidden, bias=bias)
         self.rope = config.rope()
 
     @property
-    def cut(self) -> Cut:
+    def shard_spec(self) -> ShardSpec:
         """Latents are every head's, and so whole."""
-        return Cut(
-            rows=("q_proj" if "q_proj" in self else "q_b_proj",),
-            columns=("o_proj",),
-            firsts=("embed_q", "unembed_out"),
+        return ShardSpec(
+            column_parallel=("q_proj" if "q_proj" in self else "q_b_proj",),
+            row_parallel=("o_proj",),
+            first_axis=("embed_q", "unembed_out"),
             counts=("heads",),
         )
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        plain, rotary = mx.split(self._queries(x), [self.plain], axis=-1)
-        latents, keys = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.latent], axis=-1)
+        plain, rotary = mx.split(self._queries(x), [self.nope_dim], axis=-1)
+        latents, keys = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.latent_dim], axis=-1)
         latents = self.kv_a_layernorm(latents)
         rotary, keys = self.rope(rotary, kv.offset), self.rope(keys, kv.offset)
-        if self._expands(x.shape[1], kv.offset):
+        if self._prefers_expanded(x.shape[1], kv.offset):
             assert isinstance(kv, LatentCache), "rows of a batch have one query each"
-            seen = self._expanded(plain, rotary, keys, latents, kv)
+            seen = self._attend_expanded(plain, rotary, keys, latents, kv)
         else:
-            seen = self._absorbed(plain, rotary, keys, latents, kv)
+            seen = self._attend_absorbed(plain, rotary, keys, latents, kv)
         return self.o_proj(merge_heads(seen))
 
     def _queries(self, x: mx.array) -> mx.array:
@@ -133,45 +133,45 @@ class Attention(nn.Module):
             return split_heads(self.q_proj(x), self.heads)
         return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
 
-    def _expands(self, length: int, before: int | mx.array) -> bool:
-        """Which way takes fewer multiplications, per head, for `length` queries behind `before`
-        positions, with width = plain + values and total = before + length:
+    def _prefers_expanded(self, length: int, past_length: int | mx.array) -> bool:
+        """Which way takes fewer multiplications, per head, for `length` queries behind
+        `past_length` positions, with width = plain + values and total = before + length:
 
             absorbed   width * latent * length + (2 * latent + rotary) * length * total
             expanded   width * latent * total  + (width + rotary)      * length * total
         """
-        if length == 1 or isinstance(before, mx.array):
+        if length == 1 or isinstance(past_length, mx.array):
             return False
-        width = self.plain + self.value_size
-        more = (2 * self.latent - width) * length * (before + length)
-        return more > width * self.latent * before
+        width = self.nope_dim + self.v_dim
+        more = (2 * self.latent_dim - width) * length * (past_length + length)
+        return more > width * self.latent_dim * past_length
 
-    def _absorbed(
+    def _attend_absorbed(
         self,
-        plain: mx.array,
-        rotary: mx.array,
-        keys: mx.array,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        k_rope: mx.array,
         latents: mx.array,
         kv: AttentionCache,
     ) -> mx.array:
-        queries = mx.concatenate([self.embed_q(plain), rotary], axis=-1)
-        return self.unembed_out(kv.attend(queries, keys, latents, scale=self.scale))
+        queries = mx.concatenate([self.embed_q(q_nope), q_rope], axis=-1)
+        return self.unembed_out(kv.attend(queries, k_rope, latents, scale=self.scale))
 
-    def _expanded(
+    def _attend_expanded(
         self,
-        plain: mx.array,
-        rotary: mx.array,
-        keys: mx.array,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        k_rope: mx.array,
         latents: mx.array,
         kv: LatentCache,
     ) -> mx.array:
-        mask = kv.mask(plain.shape[2])
-        keys, latents = kv.update(keys, latents)
-        own = self.embed_q.transposed(latents)
-        keys = mx.broadcast_to(keys, (*own.shape[:-1], self.rotary))
-        return attention(
-            mx.concatenate([plain, rotary], axis=-1),
-            mx.concatenate([own, keys], axis=-1),
+        mask = kv.mask(q_nope.shape[2])
+        k_rope, latents = kv.update(k_rope, latents)
+        own = self.embed_q.apply_transposed(latents)
+        k_rope = mx.broadcast_to(k_rope, (*own.shape[:-1], self.rope_dim))
+        return scaled_dot_product_attention(
+            mx.concatenate([q_nope, q_rope], axis=-1),
+            mx.concatenate([own, k_rope], axis=-1),
             self.unembed_out(latents),
             scale=self.scale,
             mask=mask,
@@ -182,42 +182,43 @@ class Router(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         experts = config.n_routed_experts
-        self.chosen, self.normalised = config.num_experts_per_tok, config.norm_topk_prob
-        self.factor = config.routed_scaling_factor
-        self.groups, self.kept = config.n_group, config.topk_group
-        if not 0 < self.kept <= self.groups or experts % self.groups:
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.routed_scaling_factor = config.routed_scaling_factor
+        self.n_group, self.topk_group = config.n_group, config.topk_group
+        if not 0 < self.topk_group <= self.n_group or experts % self.n_group:
             raise ModelError(
-                f"n_group {self.groups} and topk_group {self.kept} do not fit {experts} experts"
+                f"n_group {self.n_group} and topk_group {self.topk_group} do not fit "
+                f"{experts} experts"
             )
-        allowed = experts // self.groups * self.kept
-        if not 0 < self.chosen <= allowed:
-            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {allowed}")
+        allowed = experts // self.n_group * self.topk_group
+        if not 0 < self.top_k <= allowed:
+            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {allowed}")
         self.weight = mx.zeros((experts, config.hidden_size))
         self.e_score_correction_bias = mx.zeros((experts,))
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """[..., D] -> [..., k] experts and their shares, in float32 as the makers have it."""
-        found = mx.sigmoid(scores(x, self.weight))
+        found = mx.sigmoid(router_logits(x, self.weight))
         wanted = found + self.e_score_correction_bias
-        chosen = top_experts(self._in_best_groups(wanted), self.chosen)
+        chosen = select_top_experts(self._mask_to_top_groups(wanted), self.top_k)
         shares = mx.take_along_axis(found, chosen, axis=-1)
-        if self.normalised and self.chosen > 1:
+        if self.norm_topk_prob and self.top_k > 1:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
-        return chosen, shares * self.factor
+        return chosen, shares * self.routed_scaling_factor
 
-    def _in_best_groups(self, wanted: mx.array) -> mx.array:
+    def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
         """Rules out all but the groups whose two best experts are the best."""
-        if self.kept == self.groups:
-            return wanted
-        grouped = mx.unflatten(wanted, -1, (self.groups, -1))
+        if self.topk_group == self.n_group:
+            return scores
+        grouped = mx.unflatten(scores, -1, (self.n_group, -1))
         best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)
-        out = mx.argpartition(best, kth=self.groups - self.kept, axis=-1)
-        out = out[..., : self.groups - self.kept, None]
+        out = mx.argpartition(best, kth=self.n_group - self.topk_group, axis=-1)
+        out = out[..., : self.n_group - self.topk_group, None]
         return mx.put_along_axis(grouped, out, mx.array(-mx.inf), axis=-2).flatten(-2)
 
 
 class MoE(nn.Module):
-    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -260,31 +261,31 @@ class Model(decoder.CausalLM):
                     f"glm4_moe_lite with {key} {getattr(config, key)!r} is not supported"
                 )
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))
         self.config: Config = config
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Also: no layers for guessing ahead, stacked experts, and the map from latents to keys and
         values cut in two."""
-        kept = {name: array for name, array in weights.items() if not self._guesses(name)}
-        return super().sanitize(self._split(stack_experts(kept)))
+        kept = {name: array for name, array in weights.items() if not self._is_mtp_weight(name)}
+        return super().sanitize(self._split_kv_b_projs(stack_experts(kept)))
 
-    def _guesses(self, name: str) -> bool:
+    def _is_mtp_weight(self, name: str) -> bool:
         """Layers behind the last predict the token after the next (num_nextn_predict_layers)."""
         number = name.removeprefix("model.layers.").partition(".")[0]
         return number.isdecimal() and int(number) >= self.config.num_hidden_layers
 
-    def _split(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    def _split_kv_b_projs(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         config, split = self.config, dict[str, mx.array]()
         for layer in range(config.num_hidden_layers):
             path = f"model.layers.{layer}.self_attn"
             if f"{path}.kv_b_proj.weight" in weights:
-                halves = split_projection(
+                halves = split_kv_b_proj(
                     f"{path}.kv_b_proj",
                     weights,
                     heads=config.num_attention_heads,
-                    keys=config.qk_nope_head_dim,
-                    latent=config.kv_lora_rank,
+                    key_dim=config.qk_nope_head_dim,
+                    latent_dim=config.kv_lora_rank,
                 )
                 split |= {f"{path}.{name}": array for name, array in halves.items()}
         rest = {name: a for name, a in weights.items() if ".kv_b_proj." not in name}

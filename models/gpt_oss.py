@@ -17,10 +17,10 @@ import mlx.nn as nn
 
 from models import decoder
 from models.base import ModelError
-from models.experts import Experts, Gating, top_experts
-from models.heads import GroupedAttention
+from models.experts import Experts, Gating, select_top_experts
+from models.heads import GroupedQueryAttention
 from models.prenorm import PreNormBlock
-from models.sharding import HEADS, WHOLE, Cut
+from models.sharding import ATTENTION_SHARDS, REPLICATED, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Config(decoder.Config):
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return decoder.FULL if layer % 2 else decoder.SLIDING
 
-    def gating(self) -> Gating:
+    def make_gating(self) -> Gating:
         alpha, limit = self.swiglu_alpha, self.swiglu_limit
 
         def clamped(gate: mx.array, up: mx.array) -> mx.array:
@@ -50,8 +50,8 @@ class Config(decoder.Config):
         return clamped
 
 
-class Attention(GroupedAttention):
-    cut: ClassVar[Cut] = replace(HEADS, firsts=("sinks",))
+class Attention(GroupedQueryAttention):
+    shard_spec: ClassVar[ShardSpec] = replace(ATTENTION_SHARDS, first_axis=("sinks",))
 
     def __init__(self, config: Config) -> None:
         bias = config.attention_bias
@@ -59,22 +59,22 @@ class Attention(GroupedAttention):
 
 
 class MLP(nn.Module):
-    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden, experts = config.hidden_size, config.num_local_experts
-        self.chosen = config.num_experts_per_tok
-        if not 0 < self.chosen <= experts:
-            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {experts}")
+        self.top_k = config.num_experts_per_tok
+        if not 0 < self.top_k <= experts:
+            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {experts}")
         self.router = nn.Linear(hidden, experts, bias=True)
         self.experts = Experts(
-            hidden, config.intermediate_size, experts, bias=True, gating=config.gating()
+            hidden, config.intermediate_size, experts, bias=True, gating=config.make_gating()
         )
 
     def __call__(self, x: mx.array) -> mx.array:
         scores = self.router(x)
-        chosen = top_experts(scores, self.chosen)
+        chosen = select_top_experts(scores, self.top_k)
         best = mx.take_along_axis(scores, chosen, axis=-1)
         return self.experts(x, chosen, mx.softmax(best, axis=-1, precise=True))
 
@@ -89,20 +89,20 @@ class Model(decoder.CausalLM):
         if config.hidden_act != "silu":
             raise ModelError(f"gpt_oss with hidden_act {config.hidden_act!r} is not supported")
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Also parts the makers' fused experts."""
         found: dict[str, mx.array] = {}
         for name, array in weights.items():
-            found.update(_parted(name, array))
+            found.update(_convert_tensor(name, array))
         return super().sanitize(found)
 
 
-_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
+_FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|scales|bias))?")
 
 
-def _parted(name: str, array: mx.array) -> Mapping[str, mx.array]:
+def _convert_tensor(name: str, array: mx.array) -> Mapping[str, mx.array]:
     """One of the makers' tensors -> ours. Rows of gate and up alternate:
 
     X_blocks  [E, rows, groups, 16] bytes of two 4-bit numbers   X.weight [E, rows, groups * 4]
@@ -110,7 +110,7 @@ def _parted(name: str, array: mx.array) -> Mapping[str, mx.array]:
     X_bias    [E, rows]                                          X.bias,   the same
     X         [E, in, rows], where it was dequantised            X.weight [E, rows, in]
     """
-    match = _FUSED.fullmatch(name)
+    match = _FUSED_NAME.fullmatch(name)
     if match is None:
         return {name: array}
     path, projection, kind = match.groups()

@@ -13,19 +13,19 @@ from models.decoder import Config
 from models.kv import AttentionCache
 from models.layers import merge_heads, split_heads
 from models.rope import NoRope, Rope
-from models.sharding import HEADS, Cut
+from models.sharding import ATTENTION_SHARDS, ShardSpec
 
 
-class GroupedAttention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Where a device has one operation for this and what is around it, it stands in the block
     (models/kernels/blocks.py); a descendant with a `__call__` of its own is computed as that says.
 
-    bias, o_bias: of queries, keys and values, and of what comes out. normed: each head's query and
+    bias, o_bias: of queries, keys and values, and of what comes out. qk_norm: each head's query and
     key has the length that a weight gives it, before it is rotated (Dehghani et al. 2023). sinks:
-    each head has one, as `models.attention.attention` takes them.
+    each head has one, as `models.attention.scaled_dot_product_attention` takes them.
     """
 
-    cut: ClassVar[Cut] = HEADS
+    shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GroupedAttention(nn.Module):
         *,
         bias: bool = False,
         o_bias: bool = False,
-        normed: bool = False,
+        qk_norm: bool = False,
         sinks: bool = False,
     ) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class GroupedAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=o_bias)
-        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if normed else None
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if qk_norm else None
         self.sinks = mx.zeros((self.heads,)) if sinks else None
         self.rope = rope
 

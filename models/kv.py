@@ -14,15 +14,15 @@ from typing import Protocol, Self
 
 import mlx.core as mx
 
-from models.attention import Mask, attention
-from models.batch import AttentionRows
-from models.kernels.attending import Lender, Place, attend_in_place
+from models.attention import Mask, scaled_dot_product_attention
+from models.batch import BatchKVCache
+from models.kernels.attending import InPlaceCache, SlotMapping, attend_in_place
 
 STEP = 256
 
 
 class LayerCache(Protocol):
-    """The part of the contract that the prefix cache and the engine need. What `divisible`,
+    """The part of the contract that the prefix cache and the engine need. What `sliceable`,
     `piece`, `append` and `reserve` mean is told in app/core/ports.py, for those who use them."""
 
     @property
@@ -34,7 +34,7 @@ class LayerCache(Protocol):
         ...
 
     @property
-    def divisible(self) -> bool:
+    def sliceable(self) -> bool:
         """Whether any range of positions can be taken out and appended to another cache."""
         ...
 
@@ -48,13 +48,13 @@ class LayerCache(Protocol):
         """An independent cache with the same content and no free room."""
         ...
 
-    def piece(self, start: int, end: int) -> Self: ...
+    def slice(self, start: int, end: int) -> Self: ...
 
     def append(self, other: Self, start: int, end: int) -> None: ...
 
     def reserve(self, length: int) -> None: ...
 
-    def nbytes_at(self, length: int, chunk: int) -> int:
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
         """Bytes that it takes to evaluate `length` positions, at most `chunk` of them at a time.
         Known once something has been evaluated."""
         ...
@@ -63,7 +63,7 @@ class LayerCache(Protocol):
         """The arrays that must be evaluated for the cache to be real."""
         ...
 
-    def together(self, rows: Sequence[Self], offsets: mx.array) -> object:
+    def make_batch(self, rows: Sequence[Self], offsets: mx.array) -> object:
         """What the layer is given in place of one cache when it evaluates one new position of
         several sequences at once; asked of the first. offsets: [B], those of the rows."""
         ...
@@ -78,7 +78,7 @@ class AttentionCache(Protocol):
         ...
 
     @property
-    def lenders(self) -> Sequence[Lender]:
+    def in_place_caches(self) -> Sequence[InPlaceCache]:
         """The caches that are here, one a sequence, where they lend their buffers; else none."""
         ...
 
@@ -94,36 +94,38 @@ class AttentionCache(Protocol):
     ) -> mx.array:
         """Append new keys and values [B, Hkv, L, D]; what the queries [B, Hq, L, D] of the same
         positions see of all that is here: [B, Hq, L, D]. scale, sinks, softcap: as
-        `models.attention.attention` takes them."""
+        `models.attention.scaled_dot_product_attention` takes them."""
         ...
 
 
-def rounded(length: int) -> int:
+def round_up_to_step(length: int) -> int:
     """Up to whole steps, in which buffers grow."""
     return -(-length // STEP) * STEP
 
 
-def grown(buffer: mx.array | None, like: mx.array, length: int, capacity: int) -> mx.array:
+def grow_buffer(
+    buffer: mx.array | None, template: mx.array, length: int, capacity: int
+) -> mx.array:
     """A buffer with room for `capacity` positions, whose first `length` are those of `buffer`."""
-    batch, heads, _, dim = like.shape
+    batch, heads, _, dim = template.shape
     room = capacity - length
     if buffer is None or length == 0:
-        return mx.zeros((batch, heads, room, dim), like.dtype)
+        return mx.zeros((batch, heads, room, dim), template.dtype)
     # what is in free room is never read: anything will do, and a view costs no memory
     filler = buffer[..., :room, :]
     if room > buffer.shape[2]:
-        filler = mx.zeros((batch, heads, room, dim), like.dtype)
+        filler = mx.zeros((batch, heads, room, dim), template.dtype)
     return mx.concatenate([buffer[..., :length, :], filler], axis=2)
 
 
-class Buffers(ABC):
+class KVBuffers(ABC):
     """The keys and values of one layer, and how many positions it has seen.
 
-    lends: whether what they hold are keys and values as attention takes them, so that it may write
-    to the buffers itself.
+    supports_in_place: whether what they hold are keys and values as attention takes them, so that
+    it may write to the buffers itself.
     """
 
-    lends = True
+    supports_in_place = True
 
     def __init__(self) -> None:
         self.offset = 0
@@ -139,15 +141,15 @@ class Buffers(ABC):
         """Append [B, H, L, D] keys and values; return all that the L queries may need."""
 
     @abstractmethod
-    def claim(self, keys: mx.array, values: mx.array) -> Place:
+    def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         """Room for positions like these, [1, H, L, D], which count as here from now on: who asks
         writes them there before anybody reads. Of these arrays only shape and type matter."""
 
     @property
-    def lenders(self) -> Sequence[Lender]:
-        return (self,) if self.lends else ()
+    def in_place_caches(self) -> Sequence[InPlaceCache]:
+        return (self,) if self.supports_in_place else ()
 
-    def taken(self) -> tuple[mx.array, mx.array]:
+    def take_buffers(self) -> tuple[mx.array, mx.array]:
         """The buffers, which nobody else holds then, to be written to and given back by `give`."""
         keys, values = self._keys, self._values
         assert keys is not None
@@ -155,7 +157,7 @@ class Buffers(ABC):
         self._keys = self._values = None
         return keys, values
 
-    def give(self, keys: mx.array, values: mx.array) -> None:
+    def return_buffers(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
 
     def attend(
@@ -175,7 +177,7 @@ class Buffers(ABC):
             return seen
         mask = self.mask(queries.shape[2])
         keys, values = self.update(keys, values)
-        return attention(
+        return scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks, softcap=softcap
         )
 
@@ -192,14 +194,14 @@ class Buffers(ABC):
         return self.nbytes // self._keys.shape[2]
 
 
-class KVCache(Buffers):
+class KVCache(KVBuffers):
     """Every position since the first.
 
     keys, values: [B, H, capacity, D]; positions offset.. are free room. Writing is in place
     as long as nobody else holds the buffer.
     """
 
-    divisible = True
+    sliceable = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,25 +212,27 @@ class KVCache(Buffers):
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, D] keys and values; return all that there are."""
-        place = self.claim(keys, values)
+        place = self.allocate_slots(keys, values)
         assert self._keys is not None
         assert self._values is not None
-        self._keys[..., place.slot : self.offset, :] = keys
-        self._values[..., place.slot : self.offset, :] = values
+        self._keys[..., place.write_slot : self.offset, :] = keys
+        self._values[..., place.write_slot : self.offset, :] = values
         return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
 
-    def claim(self, keys: mx.array, values: mx.array) -> Place:
+    def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         slot, self.offset = self.offset, self.offset + keys.shape[2]
         if self._keys is None or self._values is None or self.offset > self._keys.shape[2]:
             self._grow(slot, keys, values)
-        return Place(slot=slot, length=self.offset, head=0, first=0, window=0)
+        return SlotMapping(
+            write_slot=slot, length=self.offset, head_slot=0, first_position=0, window=0
+        )
 
     def reserve(self, length: int) -> None:
         # taken up by the next write, which knows the shapes
-        self._reserved = max(self._reserved, rounded(length))
+        self._reserved = max(self._reserved, round_up_to_step(length))
 
-    def nbytes_at(self, length: int, chunk: int) -> int:
-        return self.position_bytes() * rounded(length)
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
+        return self.position_bytes() * round_up_to_step(length)
 
     def can_trim(self, count: int) -> bool:
         return count <= self.offset
@@ -238,9 +242,9 @@ class KVCache(Buffers):
         self.offset -= count
 
     def copy(self) -> Self:
-        return self.piece(0, self.offset)
+        return self.slice(0, self.offset)
 
-    def piece(self, start: int, end: int) -> Self:
+    def slice(self, start: int, end: int) -> Self:
         assert 0 <= start <= end <= self.offset
         twin = type(self)()
         twin.offset = end - start
@@ -257,23 +261,23 @@ class KVCache(Buffers):
             assert other._values is not None
             self.update(other._keys[..., start:end, :], other._values[..., start:end, :])
 
-    def remove(self, start: int, end: int, turn: Callable[[mx.array, int], mx.array]) -> None:
+    def remove(self, start: int, end: int, rerotate: Callable[[mx.array, int], mx.array]) -> None:
         """Forget positions [start, end); those behind move up to `start`. turn(keys, n): rotates
         keys [B, H, L, D] by n positions, since a rotary key carries the position it stands at."""
         assert 0 <= start <= end <= self.offset
         if start == end or self._keys is None or self._values is None:
             return
         capacity, moved = self._keys.shape[2], self.offset - end
-        keys = turn(self._keys[..., end : self.offset, :], start - end)
+        keys = rerotate(self._keys[..., end : self.offset, :], start - end)
         values = mx.contiguous(self._values[..., end : self.offset, :])
-        self._keys = grown(self._keys, keys, start, capacity)
-        self._values = grown(self._values, values, start, capacity)
+        self._keys = grow_buffer(self._keys, keys, start, capacity)
+        self._values = grow_buffer(self._values, values, start, capacity)
         self.offset = start
         if moved:
             self.update(keys, values)
 
-    def together(self, rows: Sequence["KVCache"], offsets: mx.array) -> AttentionRows:
-        return AttentionRows(rows, offsets)
+    def make_batch(self, rows: Sequence["KVCache"], offsets: mx.array) -> BatchKVCache:
+        return BatchKVCache(rows, offsets)
 
     def _grow(self, kept: int, keys: mx.array, values: mx.array) -> None:
         """Room for all `offset` positions, of which the first `kept` are here. Half as much again
@@ -282,6 +286,6 @@ class KVCache(Buffers):
         current = 0 if self._keys is None else self._keys.shape[2]
         capacity = self._reserved
         if capacity < needed:
-            capacity = rounded(max(needed, current + current // 2))
-        self._keys = grown(self._keys, keys, kept, capacity)
-        self._values = grown(self._values, values, kept, capacity)
+            capacity = round_up_to_step(max(needed, current + current // 2))
+        self._keys = grow_buffer(self._keys, keys, kept, capacity)
+        self._values = grow_buffer(self._values, values, kept, capacity)

@@ -21,15 +21,15 @@ import mlx.nn as nn
 
 from models.base import ModelError
 from models.kv import KVCache
-from models.layers import PackedStack
-from models.quant import Packing, packing_of
+from models.layers import QuantizedStack
+from models.quant import Packing, infer_packing
 
 
 class LatentCache(KVCache):
     """Every position since the first: its rotary key [B, 1, L, R] in the place of keys, its latent
     [B, 1, L, C] in that of values. So a removal turns what is rotary and moves the rest."""
 
-    lends = False
+    supports_in_place = False
 
     def attend(
         self,
@@ -53,12 +53,14 @@ class LatentCache(KVCache):
         content, turned = mx.split(rows, [latents.shape[-1]], axis=-1)
         scores = content @ latents.swapaxes(-1, -2) + turned @ rotary.swapaxes(-1, -2)
         if length > 1:
-            scores = _causal(scores.reshape(batch, heads, length, -1)).reshape(scores.shape)
+            scores = _apply_causal_mask(scores.reshape(batch, heads, length, -1)).reshape(
+                scores.shape
+            )
         mixed = mx.softmax(scores, axis=-1, precise=True) @ latents
         return mixed.reshape(batch, heads, length, -1)
 
 
-class HeadLinear(nn.Module):
+class MultiLinear(nn.Module):
     """A linear map per head. weight: [H, out, in]."""
 
     def __init__(self, inputs: int, outputs: int, heads: int) -> None:
@@ -69,30 +71,30 @@ class HeadLinear(nn.Module):
         """[B, H or 1, L, in] -> [B, H, L, out]."""
         return x @ self.weight.swapaxes(-1, -2)
 
-    def transposed(self, x: mx.array) -> mx.array:
+    def apply_transposed(self, x: mx.array) -> mx.array:
         """[B, H or 1, L, out] -> [B, H, L, in]: not the inverse, but what makes
         q · transposed(x) = map(q) · x."""
         return x @ self.weight
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
-    ) -> "QuantizedHeadLinear":
+    ) -> "QuantizedMultiLinear":
         """What `nn.quantize` asks of a layer."""
-        return QuantizedHeadLinear(self, group_size, bits, mode)
+        return QuantizedMultiLinear(self, group_size, bits, mode)
 
 
-class QuantizedHeadLinear(PackedStack):
-    """A `HeadLinear` in any of MLX's modes."""
+class QuantizedMultiLinear(QuantizedStack):
+    """A `MultiLinear` in any of MLX's modes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """As `HeadLinear`."""
-        return self._product(x, transpose=True)
+        """As `MultiLinear`."""
+        return self._matmul(x, transpose=True)
 
-    def transposed(self, x: mx.array) -> mx.array:
-        """As `HeadLinear`."""
-        return self._product(x, transpose=False)
+    def apply_transposed(self, x: mx.array) -> mx.array:
+        """As `MultiLinear`."""
+        return self._matmul(x, transpose=False)
 
-    def _product(self, x: mx.array, *, transpose: bool) -> mx.array:
+    def _matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
             x,
             self.weight,
@@ -105,8 +107,8 @@ class QuantizedHeadLinear(PackedStack):
         )
 
 
-def split_projection(
-    path: str, weights: Mapping[str, mx.array], *, heads: int, keys: int, latent: int
+def split_kv_b_proj(
+    path: str, weights: Mapping[str, mx.array], *, heads: int, key_dim: int, latent_dim: int
 ) -> dict[str, mx.array]:
     """The makers' one map from latents to keys and values -> the two that we have.
 
@@ -123,16 +125,16 @@ def split_projection(
         if f"{path}.{kind}" in weights
     }
     # between rows anything can be cut
-    found = {f"unembed_out.{kind}": mx.contiguous(a[:, keys:]) for kind, a in maps.items()}
-    rows = {kind: array[:, :keys] for kind, array in maps.items()}
+    found = {f"unembed_out.{kind}": mx.contiguous(a[:, key_dim:]) for kind, a in maps.items()}
+    rows = {kind: array[:, :key_dim] for kind, array in maps.items()}
     if "scales" in rows:
-        columns = _transposed(rows, packing_of(path, latent, weights))
+        columns = _transpose_quantized(rows, infer_packing(path, latent_dim, weights))
     else:
         columns = {"weight": rows["weight"].swapaxes(1, 2)}
     return found | {f"embed_q.{kind}": mx.contiguous(a) for kind, a in columns.items()}
 
 
-def _transposed(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.array]:
+def _transpose_quantized(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.array]:
     """Groups lie along rows, so that what is quantised cannot simply be transposed: it is
     quantised again, as mlx-lm does, or left plain where columns are no whole groups."""
     settings: Any = asdict(packing)
@@ -144,7 +146,7 @@ def _transposed(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.
     return dict(zip(("weight", "scales", "biases"), parts, strict=False))
 
 
-def _causal(scores: mx.array) -> mx.array:
+def _apply_causal_mask(scores: mx.array) -> mx.array:
     """[..., L, S], the last query aligned with the last key."""
     length, total = scores.shape[-2:]
     seen = mx.arange(total) <= mx.arange(total - length, total)[:, None]

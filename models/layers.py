@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import kernels
-from models.kernels.layers import kind_of
-from models.sharding import INNER, Cut
+from models.kernels.layers import get_activation_name
+from models.sharding import MLP_SHARDS, ShardSpec
 
 Activation = Callable[[mx.array], mx.array]
 
@@ -37,15 +37,15 @@ def merge_heads(x: mx.array) -> mx.array:
     return x.transpose(0, 2, 1, 3).reshape(batch, length, -1)
 
 
-def gated(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
+def apply_glu(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
     """activation(gate) * up."""
-    ops, kind = kernels.ops(gate, up), kind_of(activation)
+    ops, kind = kernels.ops(gate, up), get_activation_name(activation)
     if ops is None or kind is None:
         return activation(gate) * up
     return ops.gate(kind, gate, up)
 
 
-def scores(x: mx.array, weight: mx.array) -> mx.array:
+def router_logits(x: mx.array, weight: mx.array) -> mx.array:
     """[..., in] times [out, in] -> [..., out], in float32: where small differences decide."""
     ops = kernels.ops()
     if ops is None:
@@ -53,44 +53,45 @@ def scores(x: mx.array, weight: mx.array) -> mx.array:
     return ops.Product(ops.strips(weight))(x.astype(mx.float32))
 
 
-class PackedStack(nn.Module):
+class QuantizedStack(nn.Module):
     """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantised in any
-    of MLX's modes. plain: the layer as it was; its bias, if any, stays."""
+    of MLX's modes. layer: the layer as it was; its bias, if any, stays."""
 
-    def __init__(self, plain: Any, group_size: int | None, bits: int | None, mode: str) -> None:
+    def __init__(self, layer: Any, group_size: int | None, bits: int | None, mode: str) -> None:
         super().__init__()
         self.group_size, self.bits, self.mode = group_size, bits, mode
         self.weight, self.scales, *biases = mx.quantize(
-            plain.weight, group_size=group_size, bits=bits, mode=mode
+            layer.weight, group_size=group_size, bits=bits, mode=mode
         )
         if biases:
             self.biases = biases[0]
-        if "bias" in plain:
-            self.bias = plain.bias
+        if "bias" in layer:
+            self.bias = layer.bias
         self.freeze()
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020). names: those of gate, up and down."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: those of gate, up and
+    down."""
 
-    cut: ClassVar[Cut] = INNER
-    names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    shard_spec: ClassVar[ShardSpec] = MLP_SHARDS
+    projection_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(
         self, hidden: int, inner: int, *, bias: bool = False, activation: Activation = nn.silu
     ) -> None:
         super().__init__()
         self.activation = activation
-        gate, up, down = self.names
+        gate, up, down = self.projection_names
         self[gate] = nn.Linear(hidden, inner, bias=bias)
         self[up] = nn.Linear(hidden, inner, bias=bias)
         self[down] = nn.Linear(inner, hidden, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self[self.names[-1]](self.gated(x))
+        return self[self.projection_names[-1]](self.gate_up(x))
 
-    def gated(self, x: mx.array) -> mx.array:
+    def gate_up(self, x: mx.array) -> mx.array:
         """What goes down. Where a device has one operation for all of this, it stands here instead
         (models/layout.py)."""
-        gate, up, _ = self.names
-        return gated(self.activation, self[gate](x), self[up](x))
+        gate, up, _ = self.projection_names
+        return apply_glu(self.activation, self[gate](x), self[up](x))

@@ -30,35 +30,37 @@ from models.quant import replace_leaves
 
 # a weight is held twice while it is laid out: a larger one is left as it is, so that a load takes
 # little more than the weights
-MOST = 192 << 20
+MAX_TRANSPOSED_BYTES = 192 << 20
 
-_TWINS: layers.Twins = {**layers.TWINS, **stacks.TWINS}
+_KERNEL_LAYERS: layers.KernelLayerTable = {**layers.KERNEL_LAYERS, **stacks.STACKED_KERNEL_LAYERS}
 
 
-def suit_device(model: nn.Module) -> None:
+def apply_cpu_layout(model: nn.Module) -> None:
     """In place. On other devices than a CPU the model stays as it is: MLX has kernels for all types
     there."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return
     ops = kernels.ops()
     if ops is not None:
-        replace_leaves(model, lambda _, layer: layers.twin(layer, ops, _TWINS))
+        replace_leaves(model, lambda _, layer: layers.to_kernel_layer(layer, ops, _KERNEL_LAYERS))
     for _, module in model.named_modules():
         if ops is not None and isinstance(module, GatedMLP):
-            gate, up, _ = module.names
-            _stand_in(
-                module, "gated", layers.gating(module.activation, module[gate], module[up], ops)
+            gate, up, _ = module.projection_names
+            _override_method(
+                module,
+                "gate_up",
+                layers.fuse_gate_up(module.activation, module[gate], module[up], ops),
             )
         if ops is not None and isinstance(module, PreNormBlock):
-            _stand_in(module, "attended", blocks.attending(module, ops))
-            _stand_in(module, "fed", blocks.feeding(module, ops))
-        if not isinstance(module, layers.Twin | layers.RMSNorm):
+            _override_method(module, "attention_residual", blocks.fuse_attention(module, ops))
+            _override_method(module, "mlp_residual", blocks.fuse_mlp(module, ops))
+        if not isinstance(module, layers.KernelLayer | layers.KernelRMSNorm):
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
                 _transpose(module)
 
 
-def batch_invariant(model: Model) -> bool:
+def is_batch_invariant(model: Model) -> bool:
     """Whether a position's logits depend on nothing but its sequence, to the bit: not on who else
     is in the batch, nor on what was cached, nor on how the prompt was cut. The kernels promise it
     of each of their operations; a layer whose weights they cannot read computes with MLX's own."""
@@ -67,11 +69,11 @@ def batch_invariant(model: Model) -> bool:
     return (
         kernels.ops() is not None
         and model.batch_invariant
-        and not any(type(module) in _TWINS for _, module in modules)
+        and not any(type(module) in _KERNEL_LAYERS for _, module in modules)
     )
 
 
-def _stand_in(module: nn.Module, method: str, operation: Any) -> None:
+def _override_method(module: nn.Module, method: str, operation: Any) -> None:
     """One operation in the place of a method, where there is one."""
     if operation is not None:
         setattr(module, method, operation)
@@ -87,5 +89,5 @@ def _to_float32(module: Any) -> None:
 def _transpose(module: Any) -> None:
     """MLX hands `x @ weight.T` to BLAS, and OpenBLAS takes a weight stored [in, out] 5 to 10 %
     faster than one stored [out, in] while rows are few (`make bench ARGS=weights`)."""
-    if module.weight.nbytes <= MOST:
+    if module.weight.nbytes <= MAX_TRANSPOSED_BYTES:
         module.weight = mx.contiguous(module.weight.T).T

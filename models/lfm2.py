@@ -15,7 +15,7 @@ from models.conv import CausalConv, channels_last
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.recurrent import RecurrentCache
-from models.sharding import Cut
+from models.sharding import ShardSpec
 
 # what `layer_types` calls a layer with a convolution
 CONV = "conv"
@@ -37,7 +37,7 @@ class Config(decoder.Config):
     conv_L_cache: int = 3
     full_attn_idxs: Sequence[int] | None = None
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         """Where config.json names no layer, all attend."""
         attends = self.full_attn_idxs is None or layer in self.full_attn_idxs
         return decoder.FULL if attends else CONV
@@ -59,8 +59,10 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
-    cut: ClassVar[Cut] = Cut(
-        rows=("q_proj", "k_proj", "v_proj"), columns=("out_proj",), counts=("heads", "kv_heads")
+    shard_spec: ClassVar[ShardSpec] = ShardSpec(
+        column_parallel=("q_proj", "k_proj", "v_proj"),
+        row_parallel=("out_proj",),
+        counts=("heads", "kv_heads"),
     )
 
     def __init__(self, config: Config) -> None:
@@ -95,12 +97,12 @@ class ShortConv(nn.Module):
         self.out_proj = nn.Linear(hidden, hidden, bias=bias)
 
     @property
-    def cut(self) -> Cut:
+    def shard_spec(self) -> ShardSpec:
         hidden = self.conv.weight.shape[0]
-        return Cut(
-            rows=("in_proj",),
-            columns=("out_proj",),
-            firsts=("conv",),
+        return ShardSpec(
+            column_parallel=("in_proj",),
+            row_parallel=("out_proj",),
+            first_axis=("conv",),
             segments={"in_proj": (hidden, 2 * hidden)},
         )
 
@@ -115,8 +117,8 @@ class ShortConv(nn.Module):
 class MLP(GatedMLP):
     """Under the names that LFM2 gives its parts."""
 
-    cut: ClassVar[Cut] = Cut(rows=("w1", "w3"), columns=("w2",))
-    names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
+    shard_spec: ClassVar[ShardSpec] = ShardSpec(column_parallel=("w1", "w3"), row_parallel=("w2",))
+    projection_names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
 
 
 class Block(nn.Module):
@@ -144,19 +146,21 @@ class Block(nn.Module):
     def make_kv(self) -> LayerCache:
         return KVCache() if self.attends else RecurrentCache(1)
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
-        return self.self_attn.rope.turn(keys, by)
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
+        return self.self_attn.rope.rerotate(keys, positions)
 
 
 class CausalLM(decoder.CausalLM):
     """What LFM2's models have in common."""
 
     def __init__(
-        self, config: Config, mlp: Callable[[int], Callable[[mx.array], mx.array]]
+        self, config: Config, make_mlp: Callable[[int], Callable[[mx.array], mx.array]]
     ) -> None:
-        """mlp: makes that of a layer."""
-        blocks = [Block(config, layer, mlp(layer)) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        """make_mlp: makes that of a layer."""
+        blocks = [
+            Block(config, layer, make_mlp(layer)) for layer in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         weights = channels_last(weights, ".conv.conv.weight")

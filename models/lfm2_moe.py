@@ -9,12 +9,12 @@ import mlx.nn as nn
 
 from models import lfm2
 from models.base import ModelError
-from models.experts import Experts, stack_experts, top_experts
+from models.experts import Experts, select_top_experts, stack_experts
 from models.layers import GatedMLP
-from models.sharding import WHOLE, Cut
+from models.sharding import REPLICATED, ShardSpec
 
 # the makers' names of an MLP's parts -> those that converters for MLX give them
-_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,45 +30,48 @@ class Config(lfm2.Config):
     routed_scaling_factor: float = 1.0
 
 
-class SparseMLP(nn.Module):
+class MoE(nn.Module):
     """Each expert is scored by itself; the bias has a say in who is chosen, not in the shares."""
 
-    cut: ClassVar[Cut] = WHOLE  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        experts, self.chosen = config.num_experts, config.num_experts_per_tok
-        if not 0 < self.chosen <= experts:
-            raise ModelError(f"num_experts_per_tok {self.chosen} must be between 1 and {experts}")
-        self.normalised, self.factor = config.norm_topk_prob, config.routed_scaling_factor
-        self.biased = config.use_expert_bias
+        experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        if not 0 < self.top_k <= experts:
+            raise ModelError(f"num_experts_per_tok {self.top_k} must be between 1 and {experts}")
+        self.norm_topk_prob, self.routed_scaling_factor = (
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
+        self.use_expert_bias = config.use_expert_bias
         self.gate = nn.Linear(config.hidden_size, experts, bias=False)
         self.switch_mlp = Experts(config.hidden_size, config.moe_intermediate_size, experts)
-        if self.biased:
+        if self.use_expert_bias:
             self.expert_bias = mx.zeros((experts,))
 
     def __call__(self, x: mx.array) -> mx.array:
         scores = mx.sigmoid(self.gate(x))
-        ranked = scores.astype(mx.float32) + self.expert_bias if self.biased else scores
-        chosen = top_experts(ranked, self.chosen)
+        ranked = scores.astype(mx.float32) + self.expert_bias if self.use_expert_bias else scores
+        chosen = select_top_experts(ranked, self.top_k)
         shares = mx.take_along_axis(scores, chosen, axis=-1)
-        if self.normalised:
+        if self.norm_topk_prob:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-6)
-        return self.switch_mlp(x, chosen, shares * self.factor)
+        return self.switch_mlp(x, chosen, shares * self.routed_scaling_factor)
 
 
 class Model(lfm2.CausalLM):
     def __init__(self, config: Config) -> None:
-        def mlp(layer: int) -> GatedMLP | SparseMLP:
+        def mlp(layer: int) -> GatedMLP | MoE:
             if layer < config.num_dense_layers:
                 return GatedMLP(config.hidden_size, config.intermediate_size)
-            return SparseMLP(config)
+            return MoE(config)
 
         super().__init__(config, mlp)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         weights = {
-            re.sub(r"\.(w[123])(?=\.)", lambda part: "." + _PARTS[part[1]], name): array
+            re.sub(r"\.(w[123])(?=\.)", lambda part: "." + _PROJECTION_NAMES[part[1]], name): array
             for name, array in weights.items()
         }
         return super().sanitize(stack_experts(weights))

@@ -6,7 +6,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gate
 from dataclasses import dataclass
 
 from models import decoder
-from models.heads import GroupedAttention
+from models.heads import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import NoRope, Rope
@@ -24,7 +24,7 @@ class Config(decoder.Config):
         return self.rope()
 
 
-class Attention(GroupedAttention):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config, layer: int) -> None:
         bias = config.attention_bias
         super().__init__(config, config.layer_rope(layer), bias=bias, o_bias=bias)
@@ -44,4 +44,4 @@ class Block(PreNormBlock):
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

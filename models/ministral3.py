@@ -23,7 +23,7 @@ class Config(mistral.Config):
     rms_norm_eps: float = 1e-5
     head_dim: int | None = 128
 
-    def steps(self) -> tuple[float, int]:
+    def query_scaling(self) -> tuple[float, int]:
         """(how much a step weighs, positions in a step), from `rope_parameters`."""
         _, found = self.rope_settings()
         said = found or {}
@@ -42,20 +42,20 @@ class Config(mistral.Config):
 class Attention(llama.Attention):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.beta, self.length = config.steps()
+        self.beta, self.original_length = config.query_scaling()
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
         keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
         values = split_heads(self.v_proj(x), self.kv_heads)
         # before they are appended: it moves the offset on
-        queries = queries * self._weights(x.shape[1], kv.offset).astype(queries.dtype)
+        queries = queries * self._query_scales(x.shape[1], kv.offset).astype(queries.dtype)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 
-    def _weights(self, count: int, offset: int | mx.array) -> mx.array:
+    def _query_scales(self, count: int, offset: int | mx.array) -> mx.array:
         """[B or 1, 1, L, 1]: 1 + beta * log(1 + steps taken) at the positions from `offset` on."""
         positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
-        return (1 + self.beta * mx.log1p(positions // self.length))[:, None, :, None]
+        return (1 + self.beta * mx.log1p(positions // self.original_length))[:, None, :, None]
 
 
 class Block(PreNormBlock):
@@ -67,4 +67,4 @@ class Block(PreNormBlock):
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

@@ -16,7 +16,7 @@ class Config(llama.Config):
     # a multimodal checkpoint leaves out what transformers assumes
     num_attention_heads: int = 32
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return decoder.FULL if self.sliding_window is None else decoder.SLIDING
 
 

@@ -6,11 +6,11 @@ import mlx.core as mx
 
 from models import decoder, llama, mistral
 from models.base import ModelError
-from models.experts import SparseMLP, stack_experts
+from models.experts import SparseMoeBlock, stack_experts
 from models.prenorm import PreNormBlock
 
 # the makers' names of an expert's parts -> those of everybody else
-_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class Config(mistral.Config):
 class Block(PreNormBlock):
     def __init__(self, config: Config, layer: int) -> None:
         # a softmax over the chosen is one over all, scaled to a sum of 1
-        mlp = SparseMLP(
+        mlp = SparseMoeBlock(
             config.hidden_size,
             config.intermediate_size,
             config.num_local_experts,
-            chosen=config.num_experts_per_tok,
-            normalised=True,
+            top_k=config.num_experts_per_tok,
+            norm_topk_prob=True,
         )
         super().__init__(config, llama.Attention(config, layer), mlp, window=config.window(layer))
 
@@ -39,11 +39,11 @@ class Model(decoder.CausalLM):
         if config.hidden_act != "silu":
             raise ModelError(f"mixtral with hidden_act {config.hidden_act!r} is not supported")
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Also stacks experts that were stored one by one, under whatever names."""
         named = {
             name.replace(".block_sparse_moe.", ".mlp."): array for name, array in weights.items()
         }
-        return super().sanitize(stack_experts(stack_experts(named, projections=_PARTS)))
+        return super().sanitize(stack_experts(stack_experts(named, projections=_PROJECTION_NAMES)))

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from models import decoder, llama
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
-from models.sharding import WHOLE, Cut
+from models.sharding import REPLICATED, ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config(llama.Config):
 
 class Attention(llama.Attention):
     # a norm over all heads needs all of them
-    cut: ClassVar[Cut] = WHOLE
+    shard_spec: ClassVar[ShardSpec] = REPLICATED
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
@@ -63,11 +63,11 @@ class Block(nn.Module):
     def make_kv(self) -> LayerCache:
         return KVCache()
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
-        return self.self_attn.rope.turn(keys, by)
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
+        return self.self_attn.rope.rerotate(keys, positions)
 
 
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

@@ -11,10 +11,10 @@ import mlx.nn as nn
 
 from models import decoder
 from models.kv import AttentionCache
-from models.layers import Activation, gated, merge_heads, split_heads
+from models.layers import Activation, apply_glu, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.rope import Scaling
-from models.sharding import Cut
+from models.sharding import ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Config(decoder.Config):
         original = self.original_max_position_embeddings
         return theta, scaling and {**scaling, "original_max_position_embeddings": original}
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return decoder.FULL if self.sliding_window is None else decoder.SLIDING
 
 
@@ -40,22 +40,22 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
         hidden, size = config.hidden_size, config.head_size
         self.scale = size**-0.5
-        self.ends = [self.heads * size, (self.heads + self.kv_heads) * size]
+        self.split_points = [self.heads * size, (self.heads + self.kv_heads) * size]
         self.qkv_proj = nn.Linear(hidden, (self.heads + 2 * self.kv_heads) * size, bias=False)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
         self.rope = config.rope()
 
     @property
-    def cut(self) -> Cut:
-        return Cut(
-            rows=("qkv_proj",),
-            columns=("o_proj",),
-            segments={"qkv_proj": tuple(self.ends)},
+    def shard_spec(self) -> ShardSpec:
+        return ShardSpec(
+            column_parallel=("qkv_proj",),
+            row_parallel=("o_proj",),
+            segments={"qkv_proj": tuple(self.split_points)},
             counts=("heads", "kv_heads", "ends"),
         )
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        queries, keys, values = mx.split(self.qkv_proj(x), self.ends, axis=-1)
+        queries, keys, values = mx.split(self.qkv_proj(x), self.split_points, axis=-1)
         queries = self.rope(split_heads(queries, self.heads), kv.offset)
         keys = self.rope(split_heads(keys, self.kv_heads), kv.offset)
         values = split_heads(values, self.kv_heads)
@@ -70,15 +70,17 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     @property
-    def cut(self) -> Cut:
+    def shard_spec(self) -> ShardSpec:
         inner = self.gate_up_proj.weight.shape[0] // 2
-        return Cut(
-            rows=("gate_up_proj",), columns=("down_proj",), segments={"gate_up_proj": (inner,)}
+        return ShardSpec(
+            column_parallel=("gate_up_proj",),
+            row_parallel=("down_proj",),
+            segments={"gate_up_proj": (inner,)},
         )
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(gated(self.activation, gate, up))
+        return self.down_proj(apply_glu(self.activation, gate, up))
 
 
 class Block(PreNormBlock):
@@ -90,4 +92,4 @@ class Block(PreNormBlock):
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

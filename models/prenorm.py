@@ -16,7 +16,7 @@ from models.rope import NoRope, Rope
 from models.window import RotatingKVCache
 
 
-class Attention(Protocol):
+class AttentionLayer(Protocol):
     """Implementations are mlx.nn.Module."""
 
     @property
@@ -38,7 +38,7 @@ class PreNormBlock(nn.Module):
     def __init__(
         self,
         config: Config,
-        attention: Attention,
+        attention: AttentionLayer,
         mlp: Callable[[mx.array], mx.array],
         *,
         window: int | None = None,
@@ -51,19 +51,19 @@ class PreNormBlock(nn.Module):
         self.post_attention_layernorm = config.norm()
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        return self.fed(self.attended(x, kv))
+        return self.mlp_residual(self.attention_residual(x, kv))
 
     # Where a device has one operation for all of one of these, it stands here instead
     # (models/layout.py).
 
-    def attended(self, x: mx.array, kv: AttentionCache) -> mx.array:
+    def attention_residual(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return x + self.self_attn(self.input_layernorm(x), kv)
 
-    def fed(self, x: mx.array) -> mx.array:
+    def mlp_residual(self, x: mx.array) -> mx.array:
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def make_kv(self) -> LayerCache:
         return KVCache() if self.window is None else RotatingKVCache(self.window)
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
-        return self.self_attn.rope.turn(keys, by)
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
+        return self.self_attn.rope.rerotate(keys, positions)

@@ -19,20 +19,20 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from models.base import ModelError
-from models.scaled import with_global_scale
+from models.scaled import make_nvfp4_layer
 
 # what MLX can compute with; the other modes have one packing each
-_AFFINE_BITS, _AFFINE_GROUPS = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
+_AFFINE_BITS, _AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 _MODES: Mapping[tuple[int, int], str] = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
 # methods whose tensors MLX computes with as they are, once they have MLX's names
-_LIKE_MLX = ("mxfp4", "mxfp8")
+_SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 
 # plain weights are brought to affine ones in groups of this many
-GROUP = 64
+GROUP_SIZE = 64
 
 # which experts a token passes through hangs on small differences of few numbers
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Packing:
     mode: str
 
 
-def check_method(config: Mapping[str, Any]) -> None:
+def check_quant_method(config: Mapping[str, Any]) -> None:
     """Raises ModelError where config.json says that the weights were quantised with something that
     is not MLX's."""
     told = config.get("quantization_config")
@@ -52,7 +52,7 @@ def check_method(config: Mapping[str, Any]) -> None:
     if config.get("quantization") or not isinstance(told, Mapping):
         return
     method = told.get("quant_method")
-    if method is None or method in _LIKE_MLX:
+    if method is None or method in _SUPPORTED_METHODS:
         return
     raise ModelError(
         f"weights quantised with {method!r} are not supported: use an MLX version of the model, or "
@@ -60,7 +60,7 @@ def check_method(config: Mapping[str, Any]) -> None:
     )
 
 
-def adopt(model: nn.Module, weights: dict[str, mx.array]) -> bool:
+def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> bool:
     """Swap in quantised layers wherever the checkpoint has scales for one, in place; whether there
     are any. Global scales in `weights` get the layer's shape. Raises ModelError."""
     found: list[str] = []
@@ -69,11 +69,11 @@ def adopt(model: nn.Module, weights: dict[str, mx.array]) -> bool:
         if not hasattr(layer, "to_quantized") or f"{path}.scales" not in weights:
             return layer
         found.append(path)
-        packing = packing_of(path, layer.weight.shape[-1], weights)
+        packing = infer_packing(path, layer.weight.shape[-1], weights)
         scale = f"{path}.global_scale"
         if scale not in weights:
             return layer.to_quantized(**asdict(packing))
-        scaled = with_global_scale(path, layer, packing.mode)
+        scaled = make_nvfp4_layer(path, layer, packing.mode)
         weights[scale] = scaled.fitted(weights[scale])
         return scaled
 
@@ -81,7 +81,7 @@ def adopt(model: nn.Module, weights: dict[str, mx.array]) -> bool:
     return bool(found)
 
 
-def packing_of(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
+def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
     """Of the layer at `path`, which takes `width` inputs. Raises ModelError where the tensors are
     packed in no way that MLX knows."""
     weight, scales = weights.get(f"{path}.weight"), weights[f"{path}.scales"]
@@ -89,24 +89,26 @@ def packing_of(path: str, width: int, weights: Mapping[str, mx.array]) -> Packin
         raise ModelError(f"the checkpoint has {path}.scales without a weight")
     if weight.dtype != mx.uint32:
         raise ModelError(
-            f"{path}.weight has scales, but is {_name(weight.dtype)} and not packed in uint32 words"
+            f"{path}.weight has scales, but is {_dtype_name(weight.dtype)} and not packed "
+            "in uint32 words"
         )
     words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
     bits, group = words * 32 / width, width / groups if groups else 0
     if mx.issubdtype(scales.dtype, mx.floating):
-        mode = "affine" if bits in _AFFINE_BITS and group in _AFFINE_GROUPS else None
+        mode = "affine" if bits in _AFFINE_BITS and group in _AFFINE_GROUP_SIZES else None
     else:
         mode = _MODES.get((int(bits), int(group))) if scales.dtype == mx.uint8 else None
     if mode is None or bits % 1 or group % 1:
         raise ModelError(
             f"{path}.weight has a packing that MLX does not support: rows of {width} inputs in "
-            f"{words} words with {groups} scales ({_name(scales.dtype)}) are {bits:g} bits in "
+            f"{words} words with {groups} scales ({_dtype_name(scales.dtype)}) are "
+            f"{bits:g} bits in "
             f"groups of {group:g}"
         )
     return Packing(group_size=int(group), bits=int(bits), mode=mode)
 
 
-def reduce(model: nn.Module, bits: int) -> None:
+def quantize_model(model: nn.Module, bits: int) -> None:
     """Bring the model's plain weights to `bits`, in groups of 64, in place; nothing is evaluated.
     Raises ModelError where there is none that can be.
 
@@ -118,26 +120,26 @@ def reduce(model: nn.Module, bits: int) -> None:
     found: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
-        if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTERS:
+        if not hasattr(layer, "to_quantized") or path.rpartition(".")[2] in _ROUTER_NAMES:
             return layer
-        if layer.weight.shape[-1] % GROUP:
+        if layer.weight.shape[-1] % GROUP_SIZE:
             return layer
         found.append(path)
-        return layer.to_quantized(group_size=GROUP, bits=bits, mode="affine")
+        return layer.to_quantized(group_size=GROUP_SIZE, bits=bits, mode="affine")
 
     replace_leaves(model, packed)
     if not found:
         raise ModelError(
-            f"no layer can be quantised: no weight has an input width divisible by {GROUP}"
+            f"no layer can be quantised: no weight has an input width divisible by {GROUP_SIZE}"
         )
 
 
-def replace_leaves(model: nn.Module, replaced: Callable[[str, Any], Any]) -> None:
-    """By what `replaced` makes of a path and the layer there, in place."""
+def replace_leaves(model: nn.Module, replace: Callable[[str, Any], Any]) -> None:
+    """By what `replace` makes of a path and the layer there, in place."""
     is_leaf: Any = nn.Module.is_module
-    leaves: Any = tree_map_with_path(replaced, model.leaf_modules(), is_leaf=is_leaf)
+    leaves: Any = tree_map_with_path(replace, model.leaf_modules(), is_leaf=is_leaf)
     model.update_modules(leaves)
 
 
-def _name(dtype: mx.Dtype) -> str:
+def _dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models import decoder
-from models.heads import GroupedAttention
+from models.heads import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
@@ -16,12 +16,12 @@ class Config(decoder.Config):
     use_sliding_window: bool = False
     max_window_layers: int = 28
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         slides = self.use_sliding_window and layer >= self.max_window_layers
         return decoder.SLIDING if slides else decoder.FULL
 
 
-class Attention(GroupedAttention):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config, config.rope(), bias=True)
 
@@ -35,4 +35,4 @@ class Block(PreNormBlock):
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

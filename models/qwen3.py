@@ -7,7 +7,7 @@ is rotated.
 from dataclasses import dataclass
 
 from models import decoder, qwen2
-from models.heads import GroupedAttention
+from models.heads import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
@@ -20,10 +20,10 @@ class Config(qwen2.Config):
     attention_bias: bool = False
 
 
-class Attention(GroupedAttention):
+class Attention(GroupedQueryAttention):
     def __init__(self, config: Config) -> None:
         bias = config.attention_bias
-        super().__init__(config, config.rope(), bias=bias, o_bias=bias, normed=True)
+        super().__init__(config, config.rope(), bias=bias, o_bias=bias, qk_norm=True)
 
 
 class Block(PreNormBlock):
@@ -35,4 +35,4 @@ class Block(PreNormBlock):
 class Model(decoder.CausalLM):
     def __init__(self, config: Config) -> None:
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))

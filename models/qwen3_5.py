@@ -24,7 +24,7 @@ class Config(qwen3_next.Config):
         return self.num_experts > 0
 
 
-class DeltaNet(qwen3_next.DeltaNet):
+class SplitGatedDeltaNet(qwen3_next.GatedDeltaNet):
     projections: ClassVar[Sequence[str]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
     def __init__(self, config: qwen3_next.Config) -> None:
@@ -45,4 +45,4 @@ class Model(qwen3_next.Model):
             raise base.ModelError(
                 "qwen3_5 is supported with attn_output_gate true and output_gate_type 'swish' only"
             )
-        super().__init__(config, DeltaNet)
+        super().__init__(config, SplitGatedDeltaNet)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from models import decoder, qwen3
 from models.base import ModelError
-from models.experts import SparseMLP, stack_experts
+from models.experts import SparseMoeBlock, stack_experts
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
@@ -31,22 +31,22 @@ class Config(qwen3.Config):
         # a class with slots is not the one that `super()` would look for
         return super(Config, cls).from_dict(named)
 
-    def mlp(self, layer: int) -> Callable[[mx.array], mx.array]:
+    def make_mlp(self, layer: int) -> Callable[[mx.array], mx.array]:
         sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         if not sparse or layer in self.mlp_only_layers:
             return GatedMLP(self.hidden_size, self.intermediate_size)
-        return SparseMLP(
+        return SparseMoeBlock(
             self.hidden_size,
             self.moe_intermediate_size,
             self.num_experts,
-            chosen=self.num_experts_per_tok,
-            normalised=self.norm_topk_prob,
+            top_k=self.num_experts_per_tok,
+            norm_topk_prob=self.norm_topk_prob,
         )
 
 
 class Block(PreNormBlock):
     def __init__(self, config: Config, layer: int) -> None:
-        attention, mlp = qwen3.Attention(config), config.mlp(layer)
+        attention, mlp = qwen3.Attention(config), config.make_mlp(layer)
         super().__init__(config, attention, mlp, window=config.window(layer))
 
 
@@ -55,7 +55,7 @@ class Model(decoder.CausalLM):
         if config.hidden_act != "silu":
             raise ModelError(f"qwen3_moe with hidden_act {config.hidden_act!r} is not supported")
         blocks = [Block(config, layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Also stacks experts that were stored one by one."""

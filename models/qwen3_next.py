@@ -15,12 +15,12 @@ import mlx.nn as nn
 from models import base, decoder
 from models.conv import CausalConv, channels_last, is_channels_first
 from models.delta import gated_delta
-from models.experts import SparseMLP, stack_experts
+from models.experts import SparseMoeBlock, stack_experts
 from models.kv import AttentionCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
-from models.sharding import HEADS, Cut
+from models.sharding import ATTENTION_SHARDS, ShardSpec
 
 # what `layer_types` calls a layer with a gated delta net
 LINEAR = "linear_attention"
@@ -57,7 +57,7 @@ class Config(decoder.Config):
     decoder_sparse_step: int = 1
     mlp_only_layers: Sequence[int] = ()
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         return LINEAR if (layer + 1) % self.full_attention_interval else decoder.FULL
 
     def is_sparse(self, layer: int) -> bool:
@@ -66,17 +66,17 @@ class Config(decoder.Config):
             return False
         return (layer + 1) % self.decoder_sparse_step == 0
 
-    def mlp(self, layer: int) -> GatedMLP | SparseMLP:
+    def make_mlp(self, layer: int) -> GatedMLP | SparseMoeBlock:
         if self.hidden_act != "silu":
             raise base.ModelError(f"hidden_act {self.hidden_act!r} is not supported (known: silu)")
         if self.is_sparse(layer):
-            return SparseMLP(
+            return SparseMoeBlock(
                 self.hidden_size,
                 self.moe_intermediate_size,
                 self.num_experts,
-                chosen=self.num_experts_per_tok,
-                normalised=self.norm_topk_prob,
-                shared=self.shared_expert_intermediate_size,
+                top_k=self.num_experts_per_tok,
+                norm_topk_prob=self.norm_topk_prob,
+                shared_width=self.shared_expert_intermediate_size,
             )
         if self.intermediate_size < 1:
             raise base.ModelError("config.json lacks intermediate_size")
@@ -86,7 +86,7 @@ class Config(decoder.Config):
 class Attention(nn.Module):
     """Each head's query comes with a gate for what the head will say."""
 
-    cut: ClassVar[Cut] = HEADS
+    shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         return self.o_proj(merge_heads(said * mx.sigmoid(gates)))
 
 
-class GatedNorm(nn.Module):
+class GatedRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -122,7 +122,7 @@ class GatedNorm(nn.Module):
         return x.astype(gates.dtype)
 
 
-class DeltaNet(nn.Module):
+class GatedDeltaNet(nn.Module):
     """Keys, values and queries through a short convolution, then the gated delta rule. How they are
     projected is the subclass's. projections: the names of those linear layers."""
 
@@ -147,17 +147,17 @@ class DeltaNet(nn.Module):
         )
         self.A_log = mx.zeros((self.value_heads,))
         self.dt_bias = mx.ones((self.value_heads,))
-        self.norm = GatedNorm(self.value_size, config.rms_norm_eps)
+        self.norm = GatedRMSNorm(self.value_size, config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_width, config.hidden_size, bias=False)
 
     @property
-    def cut(self) -> Cut:
+    def shard_spec(self) -> ShardSpec:
         """Into key heads with all that belongs to them."""
         kinds = (self.key_width, 2 * self.key_width)
-        return Cut(
-            rows=self.projections,
-            columns=("out_proj",),
-            firsts=("conv1d", "A_log", "dt_bias"),
+        return ShardSpec(
+            column_parallel=self.projections,
+            row_parallel=("out_proj",),
+            first_axis=("conv1d", "A_log", "dt_bias"),
             segments={"conv1d": kinds, "in_proj_qkv": kinds},
             counts=("key_heads", "value_heads", "key_width", "value_width"),
         )
@@ -179,8 +179,8 @@ class DeltaNet(nn.Module):
         if state is None:
             state = mx.zeros((batch, self.value_heads, self.value_size, self.key_size))
         said, kv[1] = gated_delta(
-            _sized(queries.reshape(batch, length, self.key_heads, -1), self.key_size**-0.5),
-            _sized(keys.reshape(batch, length, self.key_heads, -1), 1.0),
+            _l2_normalize(queries.reshape(batch, length, self.key_heads, -1), self.key_size**-0.5),
+            _l2_normalize(keys.reshape(batch, length, self.key_heads, -1), 1.0),
             values.reshape(batch, length, self.value_heads, -1),
             -mx.exp(self.A_log.astype(mx.float32))
             * nn.softplus(fading.astype(mx.float32) + self.dt_bias),
@@ -192,7 +192,7 @@ class DeltaNet(nn.Module):
         return self.out_proj(said.reshape(batch, length, -1))
 
 
-class FusedDeltaNet(DeltaNet):
+class FusedGatedDeltaNet(GatedDeltaNet):
     """One matrix for queries, keys, values and gates, one for steps and fading; in each, key head
     after key head with all that belongs to it."""
 
@@ -217,16 +217,16 @@ class FusedDeltaNet(DeltaNet):
         return mx.concatenate(mixed, axis=-1), gates, steps, fading
 
 
-class FullBlock(PreNormBlock):
+class FullAttentionBlock(PreNormBlock):
     def __init__(self, config: Config, layer: int) -> None:
-        super().__init__(config, Attention(config), config.mlp(layer))
+        super().__init__(config, Attention(config), config.make_mlp(layer))
 
 
-class LinearBlock(nn.Module):
-    def __init__(self, config: Config, layer: int, net: DeltaNet) -> None:
+class LinearAttentionBlock(nn.Module):
+    def __init__(self, config: Config, layer: int, net: GatedDeltaNet) -> None:
         super().__init__()
         self.linear_attn = net
-        self.mlp = config.mlp(layer)
+        self.mlp = config.make_mlp(layer)
         self.input_layernorm = config.norm()
         self.post_attention_layernorm = config.norm()
 
@@ -237,7 +237,7 @@ class LinearBlock(nn.Module):
     def make_kv(self) -> LayerCache:
         return RecurrentCache(2)
 
-    def turn(self, keys: mx.array, by: int) -> mx.array:
+    def rerotate(self, keys: mx.array, positions: int) -> mx.array:
         raise AssertionError("a recurrent state has no keys")
 
 
@@ -246,18 +246,18 @@ class Model(decoder.CausalLM):
     batch_invariant: ClassVar[bool] = False
 
     def __init__(
-        self, config: Config, delta_net: Callable[[Config], DeltaNet] = FusedDeltaNet
+        self, config: Config, delta_net: Callable[[Config], GatedDeltaNet] = FusedGatedDeltaNet
     ) -> None:
         def block(layer: int) -> decoder.Block:
             kind = config.layer_type(layer)
             if kind == decoder.FULL:
-                return FullBlock(config, layer)
+                return FullAttentionBlock(config, layer)
             if kind == LINEAR:
-                return LinearBlock(config, layer, delta_net(config))
+                return LinearAttentionBlock(config, layer, delta_net(config))
             raise base.ModelError(f"a layer of type {kind!r} is not supported")
 
         blocks = [block(layer) for layer in range(config.num_hidden_layers)]
-        super().__init__(config, decoder.Trunk(config, blocks))
+        super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Leaves out the heads that predict further tokens (`mtp`). A checkpoint is taken as its
@@ -271,7 +271,7 @@ class Model(decoder.CausalLM):
         return super().sanitize(stack_experts(weights))
 
 
-def _sized(x: mx.array, length: float) -> mx.array:
+def _l2_normalize(x: mx.array, norm: float) -> mx.array:
     """Each [D] to that length."""
     size = x.shape[-1]
-    return mx.fast.rms_norm(x, None, 1e-6 / size) * (length * size**-0.5)
+    return mx.fast.rms_norm(x, None, 1e-6 / size) * (norm * size**-0.5)

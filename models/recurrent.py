@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from models.batch import RecurrentRows
+from models.batch import BatchRecurrentCache
 
 
 class RecurrentCache:
@@ -18,7 +18,7 @@ class RecurrentCache:
     float32, whatever the activations are.
     """
 
-    divisible = False
+    sliceable = False
 
     def __init__(self, slots: int) -> None:
         self.offset = 0
@@ -47,17 +47,19 @@ class RecurrentCache:
     def reserve(self, length: int) -> None:
         """A state does not grow."""
 
-    def nbytes_at(self, length: int, chunk: int) -> int:
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
         return self.nbytes
 
-    def piece(self, start: int, end: int) -> NoReturn:
+    def slice(self, start: int, end: int) -> NoReturn:
         raise AssertionError("a recurrent state is a whole")
 
     def append(self, other: "RecurrentCache", start: int, end: int) -> NoReturn:
         raise AssertionError("a recurrent state is a whole")
 
-    def together(self, rows: Sequence["RecurrentCache"], offsets: mx.array) -> RecurrentRows:
-        return RecurrentRows(rows, offsets)
+    def make_batch(
+        self, rows: Sequence["RecurrentCache"], offsets: mx.array
+    ) -> BatchRecurrentCache:
+        return BatchRecurrentCache(rows, offsets)
 
     def copy(self) -> "RecurrentCache":
         twin = RecurrentCache(len(self._slots))

@@ -40,11 +40,12 @@ class Rope:
         rotated."""
         return self._rotate(x, offset, self.magnitude)
 
-    def turn(self, x: mx.array, by: int) -> mx.array:
-        """x [B, H, L, D], rotated already -> as if each had stood `by` positions further on."""
+    def rerotate(self, x: mx.array, positions: int) -> mx.array:
+        """x [B, H, L, D], rotated already -> as if each had stood `positions` positions further
+        on."""
         # every position alone, as the first of a sequence that begins at `by`
         each = x.reshape(-1, 1, 1, x.shape[-1])
-        return self._rotate(each, by, 1.0).reshape(x.shape)
+        return self._rotate(each, positions, 1.0).reshape(x.shape)
 
     def _rotate(self, x: mx.array, offset: int | mx.array, magnitude: float) -> mx.array:
         ops = kernels.ops(x)
@@ -80,7 +81,7 @@ class NoRope:
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return x
 
-    def turn(self, x: mx.array, by: int) -> mx.array:
+    def rerotate(self, x: mx.array, positions: int) -> mx.array:
         return x
 
 
@@ -100,13 +101,13 @@ def make_rope(
         )
     scaling = scaling or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
         raise ModelError(
-            f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_KINDS))})"
+            f"rope scaling {kind!r} is not supported (known: {', '.join(sorted(_ROPE_TYPES))})"
         )
     try:
-        inverse, magnitude = _KINDS[kind](
-            _inverse(dims, theta), dims, theta, max_positions, scaling
+        inverse, magnitude = _ROPE_TYPES[kind](
+            _inverse_frequencies(dims, theta), dims, theta, max_positions, scaling
         )
         periods = mx.array([1.0 / f for f in inverse])
     except KeyError as missing:
@@ -134,32 +135,36 @@ def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Sc
     return scaling.get("rope_theta", theta), scaling or None
 
 
-Inverse = list[float]
-Scaled = tuple[Inverse, float]
+InverseFrequencies = list[float]
+ScaledFrequencies = tuple[InverseFrequencies, float]
 
 
-def _inverse(dims: int, theta: float) -> Inverse:
+def _inverse_frequencies(dims: int, theta: float) -> InverseFrequencies:
     if not theta > 0:
         raise ValueError(f"rope_theta is {theta!r}")
     return [theta ** (-i / dims) for i in range(0, dims, 2)]
 
 
-def _default(inverse: Inverse, *_: Any) -> Scaled:
+def _default(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
     return inverse, 1.0
 
 
-def _linear(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+def _linear(
+    inverse: InverseFrequencies, _d: int, _t: float, _m: int, scaling: Scaling
+) -> ScaledFrequencies:
     return [f / scaling["factor"] for f in inverse], 1.0
 
 
-def _dynamic(inverse: Inverse, *_: Any) -> Scaled:
+def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
     """Dynamic NTK leaves positions below max_position_embeddings alone and changes all angles
     with each one beyond. We serve the context that the config names, so it never acts: keys
     rotated at different lengths would not be comparable (DECISIONS.md, 2026-11-21)."""
     return inverse, 1.0
 
 
-def _llama3(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> Scaled:
+def _llama3(
+    inverse: InverseFrequencies, _d: int, _t: float, _m: int, scaling: Scaling
+) -> ScaledFrequencies:
     """Long waves are stretched by the factor, short ones kept, those between blended."""
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -178,8 +183,8 @@ def _llama3(inverse: Inverse, _d: int, _t: float, _m: int, scaling: Scaling) -> 
 
 
 def _yarn(
-    inverse: Inverse, dims: int, theta: float, max_positions: int, scaling: Scaling
-) -> Scaled:
+    inverse: InverseFrequencies, dims: int, theta: float, max_positions: int, scaling: Scaling
+) -> ScaledFrequencies:
     """Interpolate the dimensions that turn less than beta_slow times over the original context,
     keep those that turn more than beta_fast times, ramp between."""
     factor = scaling["factor"]
@@ -212,7 +217,9 @@ def _magnitude(factor: float, scaling: Scaling) -> float:
     return mscale(1.0)
 
 
-def _longrope(inverse: Inverse, _d: int, _t: float, max_positions: int, scaling: Scaling) -> Scaled:
+def _longrope(
+    inverse: InverseFrequencies, _d: int, _t: float, max_positions: int, scaling: Scaling
+) -> ScaledFrequencies:
     """Each dimension has its own stretch: a list for contexts up to the original length, another
     for longer ones. We take the long one for all, as mlx-lm does: a key in the cache was rotated
     by one of the two, and queries rotated by the other could not be compared with it.
@@ -228,7 +235,9 @@ def _longrope(inverse: Inverse, _d: int, _t: float, max_positions: int, scaling:
     return [f / stretch for f, stretch in zip(inverse, stretches, strict=True)], float(magnitude)
 
 
-_KINDS: Mapping[str, Callable[[Inverse, int, float, int, Scaling], Scaled]] = {
+_ROPE_TYPES: Mapping[
+    str, Callable[[InverseFrequencies, int, float, int, Scaling], ScaledFrequencies]
+] = {
     "default": _default,
     # a picture's patches have three positions; a text's are one and the same
     "mrope": _default,

@@ -20,20 +20,20 @@ import mlx.nn as nn
 from models.base import ModelError
 from models.experts import ExpertLinear, QuantizedExpertLinear
 
-LARGEST = 6.0 * 448.0
+MAX_NVFP4 = 6.0 * 448.0
 
 _GROUP, _BITS, _MODE = 16, 4, "nvfp4"
 
 
-class Scaled(Protocol):
+class GloballyScaled(Protocol):
     """A quantised layer with a parameter `global_scale`."""
 
-    def fitted(self, scale: mx.array) -> mx.array:
+    def reshape_scale(self, scale: mx.array) -> mx.array:
         """A checkpoint's global scale in the shape of the layer's, where it can have that."""
         ...
 
 
-class ScaledLinear(nn.QuantizedLinear):
+class Nvfp4Linear(nn.QuantizedLinear):
     """global_scale: [1]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,16 +43,16 @@ class ScaledLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] -> [..., out]."""
         product = mx.quantized_matmul(
-            _wide(x), self.weight, self.scales, group_size=_GROUP, bits=_BITS, mode=_MODE
+            _widen_float16(x), self.weight, self.scales, group_size=_GROUP, bits=_BITS, mode=_MODE
         )
-        scaled = (product * (self.global_scale / LARGEST)).astype(x.dtype)
+        scaled = (product * (self.global_scale / MAX_NVFP4)).astype(x.dtype)
         return scaled + self.bias if "bias" in self else scaled
 
-    def fitted(self, scale: mx.array) -> mx.array:
+    def reshape_scale(self, scale: mx.array) -> mx.array:
         return scale.reshape(-1)
 
 
-class ScaledExpertLinear(QuantizedExpertLinear):
+class Nvfp4ExpertLinear(QuantizedExpertLinear):
     """global_scale: [E], each expert's."""
 
     def __init__(self, plain: ExpertLinear) -> None:
@@ -60,41 +60,43 @@ class ScaledExpertLinear(QuantizedExpertLinear):
         self.experts = plain.weight.shape[0]
         self.global_scale = mx.ones((self.experts,))
 
-    def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
         """As `ExpertLinear`."""
         product = mx.gather_qmm(
-            _wide(x),
+            _widen_float16(x),
             self.weight,
             self.scales,
-            rhs_indices=chosen,
+            rhs_indices=expert_ids,
             group_size=_GROUP,
             bits=_BITS,
             mode=_MODE,
-            sorted_indices=ordered,
+            sorted_indices=sorted_indices,
         )
-        scale = self.global_scale[chosen][..., None, None] / LARGEST
+        scale = self.global_scale[expert_ids][..., None, None] / MAX_NVFP4
         scaled = (product * scale).astype(x.dtype)
-        return scaled + self.bias[chosen][..., None, :] if "bias" in self else scaled
+        return scaled + self.bias[expert_ids][..., None, :] if "bias" in self else scaled
 
-    def fitted(self, scale: mx.array) -> mx.array:
+    def reshape_scale(self, scale: mx.array) -> mx.array:
         """One for all experts is each one's."""
         flat = scale.reshape(-1)
         return mx.broadcast_to(flat, (self.experts,)) if flat.size == 1 else flat
 
 
-def with_global_scale(path: str, layer: nn.Module, mode: str) -> Any:
-    """The `Scaled` twin of a plain layer. Raises ModelError where there is none."""
+def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
+    """The `GloballyScaled` twin of a plain layer. Raises ModelError where there is none."""
     if mode != _MODE:
         raise ModelError(f"{path} has a global scale, which {mode} weights do not have")
     match layer:
         case ExpertLinear():
-            return ScaledExpertLinear(layer)
+            return Nvfp4ExpertLinear(layer)
         case nn.Linear():
-            return ScaledLinear.from_linear(layer, _GROUP, _BITS, _MODE)
+            return Nvfp4Linear.from_linear(layer, _GROUP, _BITS, _MODE)
         case _:
             raise ModelError(f"a global scale is not supported for {path}")
 
 
-def _wide(x: mx.array) -> mx.array:
+def _widen_float16(x: mx.array) -> mx.array:
     """Before they are scaled down, sums outgrow float16."""
     return x.astype(mx.float32) if x.dtype == mx.float16 else x

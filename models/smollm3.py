@@ -22,7 +22,7 @@ class Config(llama.Config):
     no_rope_layer_interval: int = 4
     use_sliding_window: bool = False
 
-    def rotates(self, layer: int) -> bool:
+    def uses_rope(self, layer: int) -> bool:
         if self.no_rope_layers is None:
             return (layer + 1) % self.no_rope_layer_interval != 0
         if len(self.no_rope_layers) != self.num_hidden_layers:
@@ -30,11 +30,11 @@ class Config(llama.Config):
         return bool(self.no_rope_layers[layer])
 
     def layer_rope(self, layer: int) -> Rope | NoRope:
-        return self.rope() if self.rotates(layer) else NoRope()
+        return self.rope() if self.uses_rope(layer) else NoRope()
 
-    def usual_layer_type(self, layer: int) -> str:
+    def default_layer_type(self, layer: int) -> str:
         slides = self.use_sliding_window and self.sliding_window is not None
-        return decoder.SLIDING if slides and not self.rotates(layer) else decoder.FULL
+        return decoder.SLIDING if slides and not self.uses_rope(layer) else decoder.FULL
 
 
 Model = llama.Model

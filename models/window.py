@@ -9,12 +9,12 @@ from typing import NoReturn
 import mlx.core as mx
 
 from models.attention import Mask
-from models.batch import AttentionRows
-from models.kernels.attending import Place
-from models.kv import Buffers, grown, rounded
+from models.batch import BatchKVCache
+from models.kernels.attending import SlotMapping
+from models.kv import KVBuffers, grow_buffer, round_up_to_step
 
 
-class RotatingKVCache(Buffers):
+class RotatingKVCache(KVBuffers):
     """The last `window` positions, for layers whose queries see no further back.
 
     A query at position p sees p-window+1 .. p. The buffer is in one of two shapes:
@@ -29,7 +29,7 @@ class RotatingKVCache(Buffers):
     keys' rotation), only the mask needs it, and a mask is needed only in order.
     """
 
-    divisible = False
+    sliceable = False
 
     def __init__(self, window: int) -> None:
         assert window > 0
@@ -51,30 +51,30 @@ class RotatingKVCache(Buffers):
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append [B, H, L, D] keys and values; return all that the L queries may need."""
         count = keys.shape[2]
-        slot = self.claim(keys, values).slot
+        slot = self.allocate_slots(keys, values).write_slot
         assert self._keys is not None
         assert self._values is not None
         self._keys[..., slot : slot + count, :] = keys
         self._values[..., slot : slot + count, :] = values
         return self._keys[..., : self._length, :], self._values[..., : self._length, :]
 
-    def claim(self, keys: mx.array, values: mx.array) -> Place:
+    def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         count = keys.shape[2]
-        slot = self._claim_one(keys, values) if count == 1 else self._claim_many(keys, values)
+        slot = self._allocate_one(keys, values) if count == 1 else self._allocate_many(keys, values)
         self.offset += count
-        return Place(
-            slot=slot,
+        return SlotMapping(
+            write_slot=slot,
             length=self._length,
-            head=self._head,
-            first=self.offset - self._length,
+            head_slot=self._head,
+            first_position=self.offset - self._length,
             window=self.window,
         )
 
     def reserve(self, length: int) -> None:
         """It never holds more than its window for long, whatever the length."""
 
-    def nbytes_at(self, length: int, chunk: int) -> int:
-        most = min(rounded(length + length // 2), rounded(self.window) + chunk)
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
+        most = min(round_up_to_step(length + length // 2), round_up_to_step(self.window) + chunk)
         return self.position_bytes() * most
 
     def can_trim(self, count: int) -> bool:
@@ -90,7 +90,7 @@ class RotatingKVCache(Buffers):
         assert self.can_trim(count)
         if count == 0:
             return
-        self._put_in_order()
+        self._unroll()
         self._length -= count
         self.offset -= count
 
@@ -102,40 +102,40 @@ class RotatingKVCache(Buffers):
             twin._values = mx.contiguous(self._values[..., : self._length, :])
         return twin
 
-    def piece(self, start: int, end: int) -> NoReturn:
+    def slice(self, start: int, end: int) -> NoReturn:
         raise AssertionError("a windowed cache is a whole")
 
     def append(self, other: "RotatingKVCache", start: int, end: int) -> NoReturn:
         raise AssertionError("a windowed cache is a whole")
 
-    def together(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> AttentionRows:
-        return AttentionRows(rows, offsets)
+    def make_batch(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> BatchKVCache:
+        return BatchKVCache(rows, offsets)
 
-    def _claim_one(self, keys: mx.array, values: mx.array) -> int:
+    def _allocate_one(self, keys: mx.array, values: mx.array) -> int:
         """The slot of one position more."""
         if self._length > self.window:
             self._keep_last(self.window)
         if self._length < self.window:
-            self._put_in_order()
-            self._make_room(keys, values)
+            self._unroll()
+            self._grow_for_one(keys, values)
             self._length += 1
             return self._length - 1
-        self._close_ring()
+        self._shrink_to_window()
         slot = self._head
         self._head = (self._head + 1) % self.window
         return slot
 
-    def _claim_many(self, keys: mx.array, values: mx.array) -> int:
+    def _allocate_many(self, keys: mx.array, values: mx.array) -> int:
         """The slot of the first of several."""
         self._keep_last(self.window - 1)
         slot = self._length
         self._length += keys.shape[2]
         if self._keys is None or self._values is None or self._keys.shape[2] < self._length:
-            self._keys = grown(self._keys, keys, slot, self._length)
-            self._values = grown(self._values, values, slot, self._length)
+            self._keys = grow_buffer(self._keys, keys, slot, self._length)
+            self._values = grow_buffer(self._values, values, slot, self._length)
         return slot
 
-    def _close_ring(self) -> None:
+    def _shrink_to_window(self) -> None:
         """A ring has no free room behind its last slot."""
         assert self._keys is not None
         assert self._values is not None
@@ -143,15 +143,17 @@ class RotatingKVCache(Buffers):
             self._keys = mx.contiguous(self._keys[..., : self.window, :])
             self._values = mx.contiguous(self._values[..., : self.window, :])
 
-    def _make_room(self, keys: mx.array, values: mx.array) -> None:
+    def _grow_for_one(self, keys: mx.array, values: mx.array) -> None:
         capacity = 0 if self._keys is None else self._keys.shape[2]
         if self._length < capacity:
             return
-        capacity = min(rounded(max(self._length + 1, capacity + capacity // 2)), self.window)
-        self._keys = grown(self._keys, keys, self._length, capacity)
-        self._values = grown(self._values, values, self._length, capacity)
+        capacity = min(
+            round_up_to_step(max(self._length + 1, capacity + capacity // 2)), self.window
+        )
+        self._keys = grow_buffer(self._keys, keys, self._length, capacity)
+        self._values = grow_buffer(self._values, values, self._length, capacity)
 
-    def _put_in_order(self) -> None:
+    def _unroll(self) -> None:
         if self._head == 0:
             return
         assert self._keys is not None
@@ -162,7 +164,7 @@ class RotatingKVCache(Buffers):
         self._head = 0
 
     def _keep_last(self, count: int) -> None:
-        self._put_in_order()
+        self._unroll()
         drop = self._length - count
         if drop <= 0 or self._keys is None or self._values is None:
             return

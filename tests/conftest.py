@@ -12,13 +12,13 @@ import pytest
 from hypothesis import settings
 
 from tests import tiny
-from tests.machine import Machine, of_this_run
+from tests.machine import MachineLock, machine_lock_of_run
 from tests.throttle import Throttle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 TIES = pytest.StashKey[list[int]]()
-MACHINE = pytest.StashKey[Machine]()
+MACHINE_LOCK = pytest.StashKey[MachineLock]()
 
 # the same examples on every run: a red build must be red again when somebody looks
 settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
@@ -43,7 +43,7 @@ def ties(request: pytest.FixtureRequest) -> list[int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TIES] = []
-    config.stash[MACHINE] = of_this_run()
+    config.stash[MACHINE_LOCK] = machine_lock_of_run()
     if sys.dont_write_bytecode and config.pluginmanager.hasplugin("cacheprovider"):
         _write_bytecode(config.cache.mkdir("bytecode"))
 
@@ -75,7 +75,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    with item.config.stash[MACHINE].shared():
+    with item.config.stash[MACHINE_LOCK].shared():
         return (yield)
 
 
@@ -144,9 +144,9 @@ def _log_levels() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def machine(request: pytest.FixtureRequest) -> Machine:
+def machine(request: pytest.FixtureRequest) -> MachineLock:
     """For tests that measure latencies."""
-    return request.config.stash[MACHINE]
+    return request.config.stash[MACHINE_LOCK]
 
 
 @pytest.fixture

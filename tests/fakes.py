@@ -11,49 +11,49 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from app.api.body import RequestBodies
-from app.api.front_end import FrontEnd
+from app.api.front_end import FrontendStats
 from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
     Finish,
     FinishReason,
-    Prompt,
+    PromptTokenIds,
     TextDelta,
     Timings,
     TokenLogprob,
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
-from app.core.loop_lag import LoopLag
+from app.core.loop_lag import EventLoopLag
 from app.core.ports import ModelCard, RunnerStatus
-from app.core.requests import Conversation, GenerateRequest, Several
+from app.core.requests import Conversation, GenerateRequest, PromptBatch
 from app.core.residents import ModelState
 from app.core.settings import Settings
-from app.core.workers import Workers
+from app.core.workers import ThreadPools
 
 STATS = EngineStats(
-    memory=123_456,
+    allocated_bytes=123_456,
     running=2,
     waiting=3,
     cached_tokens=700,
-    looked_up_tokens=810,
+    prefix_query_tokens=810,
     prefilled_tokens=90,
     generated_tokens=55,
     ledger=Ledger(budget=1000, weights=400, kv=250, prefix=100, working=50),
-    hits=(4, 0, 1, 0, 2, 0, 0, 0, 1),
-    misses=(("empty", 4), ("diverged", 3)),
-    evictions=6,
+    prefix_hit_counts=(4, 0, 1, 0, 2, 0, 0, 0, 1),
+    prefix_miss_counts=(("empty", 4), ("diverged", 3)),
+    prefix_evictions=6,
     preemptions=5,
     failures=1,
     steps=321,
 )
-CAPACITY = Capacity(parallel=2, context=4096, kv_budget=550, kv_bytes=500)
+CAPACITY = Capacity(parallel=2, context_length=4096, kv_budget=550, kv_bytes_per_sequence=500)
 READY = RunnerStatus(state="ready", progress=100, stats=STATS, capacity=CAPACITY, rejected=9)
 CARD = ModelCard(id="fake/model", created=1_700_000_000, context_length=4096)
 
 
-def panic() -> BaseException:
+def make_rust_panic() -> BaseException:
     """What a library written in Rust raises where it panics: nothing else makes one. The expression
     engine gives up after ten million tries."""
     made = tokenizers.Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
@@ -67,10 +67,10 @@ def panic() -> BaseException:
     raise AssertionError("no panic")
 
 
-def front_end() -> FrontEnd:
+def make_front_end() -> FrontendStats:
     """One that is not busy."""
-    workers = Workers()
-    return FrontEnd(RequestBodies(Settings(), workers, lambda: 0), workers, LoopLag())
+    workers = ThreadPools()
+    return FrontendStats(RequestBodies(Settings(), workers, lambda: 0), workers, EventLoopLag())
 
 
 @dataclass(frozen=True)
@@ -94,26 +94,26 @@ def finish(reason: FinishReason = "stop", tokens: int = 2) -> Finish:
     return Finish(
         reason=reason,
         usage=Usage(prompt_tokens=7, completion_tokens=tokens, cached_tokens=3),
-        timings=Timings(prompt_ns=2_000_000, eval_ns=30_000_000, total_ns=35_000_000),
+        timings=Timings(prefill_ns=2_000_000, decode_ns=30_000_000, total_ns=35_000_000),
     )
 
 
 HELLO: Script = (text("Hel"), text("lo"), finish())
 
 
-def greetings(request: GenerateRequest) -> Script:
+def script_greetings(request: GenerateRequest) -> Script:
     """`HELLO` from every choice that was asked for, in turns, behind the ids of its prompt if those
     were asked for too."""
     asked = request.prompt
-    prompts = len(asked.prompts) if isinstance(asked, Several) else 1
-    ids = [Prompt(prompt=place, ids=(72, 105)) for place in range(prompts)]
+    prompts = len(asked.prompts) if isinstance(asked, PromptBatch) else 1
+    ids = [PromptTokenIds(prompt_index=place, token_ids=(72, 105)) for place in range(prompts)]
     hel, lo, end = text("Hel"), text("lo"), finish()
     choices = range(prompts * request.n)
     return [
-        *(ids if request.return_ids else ()),
+        *(ids if request.return_token_ids else ()),
         *(replace(hel, choice=choice) for choice in choices),
         *(replace(lo, choice=choice) for choice in choices),
-        *(replace(end, choice=choice, prompt=choice // request.n) for choice in choices),
+        *(replace(end, choice=choice, prompt_index=choice // request.n) for choice in choices),
     ]
 
 
@@ -122,47 +122,48 @@ class FakeGenerate:
     """`app.core.ports.Generate` from a script: its events happen, its pauses pass, its errors are
     raised. The vocabulary is the 256 bytes.
 
-    script: what every answer does, or a function of the request. refusal: raised by `open`.
-    opened, left: requests whose context was entered, and how many of these contexts were left.
+    script: what every answer does, or a function of the request. open_error: raised by `open`.
+    opened, num_closed: requests whose context was entered, and how many of these contexts were
+    left.
     """
 
-    script: Script | Callable[[GenerateRequest], Script] = greetings
-    refusal: Exception | None = None
-    now: RunnerStatus = READY
+    script: Script | Callable[[GenerateRequest], Script] = script_greetings
+    open_error: Exception | None = None
+    runner_status: RunnerStatus = READY
     cards: Sequence[ModelCard] = (CARD,)
     opened: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
-    left: int = 0
+    num_closed: int = 0
     embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
-    looked: list[str] = field(default_factory=list[str])
+    discovered: list[str] = field(default_factory=list[str])
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
     tokenized: list[tuple[str, str | None, bool]] = field(
         default_factory=list[tuple[str, str | None, bool]]
     )
-    counted: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
+    tokenized_chats: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.open_error is not None:
+            raise self.open_error
         asked = request.prompt
-        for prompt in asked.prompts if isinstance(asked, Several) else (asked,):
+        for prompt in asked.prompts if isinstance(asked, PromptBatch) else (asked,):
             if isinstance(prompt, tuple):
                 await self.detokenize(prompt)
         self.opened.append(request)
         script = self.script(request) if callable(self.script) else self.script
-        events = _play(script)
+        events = _run_script(script)
         try:
             yield events
         finally:
             # Fails if somebody still waits for an event: nobody may hold on to a left context.
             await events.aclose()
-            self.left += 1
+            self.num_closed += 1
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Of each input a vector of four numbers, which say where it stands and how long it is."""
-        if self.refusal is not None:
-            raise self.refusal
+        if self.open_error is not None:
+            raise self.open_error
         for one in request.inputs:
             if isinstance(one.content, tuple):
                 await self.detokenize(one.content)
@@ -172,39 +173,41 @@ class FakeGenerate:
             for place, one in enumerate(request.inputs)
         ]
         tokens = sum(len(one.content) for one in request.inputs)
-        return Embeddings(vectors=tuple(vectors), tokens=tokens)
+        return Embeddings(vectors=tuple(vectors), prompt_tokens=tokens)
 
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special: bool = True
+        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
-        self.tokenized.append((text, model, add_special))
+        self.tokenized.append((text, model, add_special_tokens))
         return list(text.encode())
 
-    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
         """One for each character of the messages."""
-        if self.refusal is not None:
-            raise self.refusal
-        self.counted.append(request)
+        if self.open_error is not None:
+            raise self.open_error
+        self.tokenized_chats.append(request)
         assert isinstance(request.prompt, Conversation)
         return list("".join(m.content or "" for m in request.prompt.messages).encode())
 
-    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+    async def get_token_bytes(
+        self, ids: Sequence[int], model: str | None = None
+    ) -> Sequence[bytes]:
         return [bytes([id_]) for id_ in ids]
 
-    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
         return {"tokenizer_class": "Bytes", "eos_token": None, "bos_token": None}
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         if any(id_ > 255 for id_ in ids):
-            raise AppError(Kind.INVALID, "there are only 256 tokens", param="tokens")
+            raise AppError(ErrorKind.INVALID, "there are only 256 tokens", param="tokens")
         return bytes(ids).decode(errors="replace")
 
-    async def look_for(self, model: str) -> None:
-        self.looked.append(model)
+    async def discover(self, model: str) -> None:
+        self.discovered.append(model)
 
-    def states(self) -> Sequence[ModelState]:
+    def list_model_states(self) -> Sequence[ModelState]:
         """Every model stands as the whole does."""
-        now = self.now
+        now = self.runner_status
         phase = "loading" if now.state == "loading" else now.state
         return [
             ModelState(
@@ -215,7 +218,7 @@ class FakeGenerate:
                 preparing=now.preparing,
                 compiling=now.compiling,
                 rejected=now.rejected,
-                context=card.context_length,
+                context_length=card.context_length,
                 parallel=now.capacity.parallel if now.capacity else None,
                 error=now.error,
             )
@@ -223,26 +226,26 @@ class FakeGenerate:
         ]
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.open_error is not None:
+            raise self.open_error
         self.loaded.append((model, keep_alive))
-        return next(state for state in self.states() if state.name == model)
+        return next(state for state in self.list_model_states() if state.name == model)
 
     async def unload(self, model: str) -> ModelState:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.open_error is not None:
+            raise self.open_error
         self.unloaded.append(model)
-        state = next(state for state in self.states() if state.name == model)
+        state = next(state for state in self.list_model_states() if state.name == model)
         return replace(state, phase="unloaded")
 
-    def models(self) -> Sequence[ModelCard]:
+    def list_models(self) -> Sequence[ModelCard]:
         return self.cards
 
     def status(self) -> RunnerStatus:
-        return self.now
+        return self.runner_status
 
 
-async def _play(script: Script) -> AsyncGenerator[Event]:
+async def _run_script(script: Script) -> AsyncGenerator[Event]:
     for step in script:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)

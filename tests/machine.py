@@ -14,35 +14,37 @@ from pathlib import Path
 from typing import IO
 
 
-class Machine:
+class MachineLock:
     """folder: the same for all workers of a run. One thread of each worker uses this."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._users: IO[str] | None = None
+        self._shared_lock: IO[str] | None = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """While a test runs."""
         with self._locked("turn", fcntl.LOCK_SH):  # not past a measurement that waits
-            self._users = self._lock("users", fcntl.LOCK_SH)
+            self._shared_lock = self._lock("users", fcntl.LOCK_SH)
         try:
             yield
         finally:
-            _unlock(self._users)
+            _unlock(self._shared_lock)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Within `shared`: until no other test runs, and while none does."""
-        assert self._users is not None
-        fcntl.flock(self._users, fcntl.LOCK_UN)  # or two that want to measure wait for each other
+        assert self._shared_lock is not None
+        fcntl.flock(
+            self._shared_lock, fcntl.LOCK_UN
+        )  # or two that want to measure wait for each other
         with self._locked("turn", fcntl.LOCK_EX):
-            fcntl.flock(self._users, fcntl.LOCK_EX)
+            fcntl.flock(self._shared_lock, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(self._users, fcntl.LOCK_SH)
+                fcntl.flock(self._shared_lock, fcntl.LOCK_SH)
 
     @contextmanager
     def _locked(self, name: str, how: int) -> Iterator[None]:
@@ -64,7 +66,7 @@ def _unlock(file: IO[str]) -> None:
     file.close()
 
 
-def of_this_run() -> Machine:
+def machine_lock_of_run() -> MachineLock:
     """The one that all workers of this run share; of a run without workers, its own."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    return Machine(Path(tempfile.gettempdir()) / f"mlxrunner-tests-{run}")
+    return MachineLock(Path(tempfile.gettempdir()) / f"mlxrunner-tests-{run}")

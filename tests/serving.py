@@ -15,58 +15,58 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 # what coverage sets for processes that it is to trace
 UNTRACED = {"COVERAGE_PROCESS_CONFIG": ""}
 
 
-class Served:
-    """A running `mlxrunner serve`. log: what it wrote so far. variables: what its environment holds
-    beside ours. trust: who signed its certificate, for a client. files: how many it may have open,
-    where not as many as we."""
+class ServerProcess:
+    """A running `mlxrunner serve`. log: what it wrote so far. environ: what its environment holds
+    beside ours. ssl_context: who signed its certificate, for a client. max_open_files: how many it
+    may have open, where not as many as we."""
 
     def __init__(
         self,
         arguments: Sequence[str],
-        variables: Mapping[str, str] | None = None,
-        trust: ssl.SSLContext | None = None,
-        files: int | None = None,
+        environ: Mapping[str, str] | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        max_open_files: int | None = None,
     ) -> None:
         command = [sys.executable, "-m", "app", "serve", "--port", "0", *arguments]
-        if files is not None:
-            command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+        if max_open_files is not None:
+            command = ["/bin/sh", "-c", f'ulimit -n {max_open_files}; exec "$@"', "sh", *command]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **(variables or {})},
+            env={**os.environ, **(environ or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         self.log: list[str] = []
         # one for all: a client of its own takes 30 ms to make, most of it for certificates
-        self._http = httpx.Client(verify=True if trust is None else trust)
+        self._http = httpx.Client(verify=True if ssl_context is None else ssl_context)
         self._listening = threading.Event()
         self.port = 0
         self._scheme = "http"
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
 
     @property
     def url(self) -> str:
-        assert self._listening.wait(PATIENCE), self.text()
-        assert self.port, self.text()
+        assert self._listening.wait(TIMEOUT), self.log_text()
+        assert self.port, self.log_text()
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
-    def text(self) -> str:
+    def log_text(self) -> str:
         return "".join(self.log)
 
-    def ready(self) -> "Served":
-        deadline = time.monotonic() + PATIENCE
+    def wait_until_ready(self) -> "ServerProcess":
+        deadline = time.monotonic() + TIMEOUT
         while self._http.get(f"{self.url}/health").status_code != 200:
-            assert time.monotonic() < deadline, self.text()
+            assert time.monotonic() < deadline, self.log_text()
             time.sleep(0.02)
         return self
 
@@ -78,14 +78,14 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(with_signal)
         try:
-            return self.process.wait(PATIENCE)
+            return self.process.wait(TIMEOUT)
         finally:
             self._http.close()
-            self._reader.join(PATIENCE)
+            self._reader.join(TIMEOUT)
             if self.process.stdout is not None:
                 self.process.stdout.close()
 
-    def _read(self) -> None:
+    def _read_log(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
@@ -96,18 +96,18 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(
+def run_server(
     *arguments: str,
-    variables: Mapping[str, str] | None = None,
-    trust: ssl.SSLContext | None = None,
-    files: int | None = None,
-) -> Iterator[Served]:
+    environ: Mapping[str, str] | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+    max_open_files: int | None = None,
+) -> Iterator[ServerProcess]:
     """Arguments of `mlxrunner serve`. It is killed in the end, when what coverage has noted of it
     is lost, so it is not traced either: that takes half as long again. One that ends by itself may
     be, with `variables=os.environ`."""
-    server = Served(arguments, {**UNTRACED, **(variables or {})}, trust, files)
+    server = ServerProcess(arguments, {**UNTRACED, **(environ or {})}, ssl_context, max_open_files)
     try:
-        yield server.ready()
+        yield server.wait_until_ready()
     finally:
         if server.process.poll() is None:
             server.process.kill()

@@ -23,20 +23,20 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from app import store
 from app.api.app import build_app
-from app.catalogue import Catalogue, named
+from app.catalogue import ModelRegistry, build_entry
 from app.core.settings import ModelSettings, Settings
-from app.core.workers import Workers
-from app.engine.describe import complete
-from app.front import Front
-from app.runners.local import LocalRunner
-from app.runners.pool import Pool
-from app.runners.tokenizer_trial import TokenizerTrials
+from app.core.workers import ThreadPools
+from app.engine.describe import complete_config
+from app.front import ModelRouter
+from app.runners.local import ThreadRunner
+from app.runners.pool import ModelPool
+from app.runners.tokenizer_trial import TokenizerChecker
 from app.text import families
 from app.text.family import ChatFamily
 from tests import tiny
 from tests.bfcl import questions
 from tests.conftest import SHARED
-from tests.serving import PATIENCE
+from tests.serving import TIMEOUT
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
@@ -133,23 +133,23 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     """The application with a real engine, without a socket."""
     model = ModelSettings(name=str(folder))
     settings = Settings(models=(model,), parallel=AT_ONCE, memory=1 << 30)
-    entry = named(model, complete(store.resolve(str(folder))), settings)
-    catalogue = Catalogue([entry], settings)
-    pool = Pool(LocalRunner, catalogue.files, None, total=None)
-    front = Front(
+    entry = build_entry(model, complete_config(store.resolve(str(folder))), settings)
+    catalogue = ModelRegistry([entry], settings)
+    pool = ModelPool(ThreadRunner, catalogue.load_verified_files, None, total_bytes=None)
+    front = ModelRouter(
         catalogue,
         pool,
         [entry.served.name],
-        Workers(),
+        ThreadPools(),
         load_wait=60.0,
-        check_tokenizer=TokenizerTrials(store.is_builtin).check,
+        check_tokenizer=TokenizerChecker(store.is_builtin).check,
     )
     await pool.start()
     try:
-        await front.start()
+        await front.preload_models()
         transport = httpx.ASGITransport(build_app(front, settings))
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=PATIENCE
+            transport=transport, base_url="http://localhost", timeout=TIMEOUT
         ) as http:
             yield http
     finally:
@@ -160,7 +160,7 @@ def template_of(family: ChatFamily) -> str | None:
     """A real template of a family."""
     for path in sorted((SHARED / "chat_templates").glob("templates*/*.jinja")):
         template = path.read_text("utf-8")
-        if path.stem not in UNABLE and family.claims(template):
+        if path.stem not in UNABLE and family.matches(template):
             return template
     return None
 
@@ -171,7 +171,10 @@ def spoken() -> dict[str, tuple[ChatFamily, str]]:
     for module in iter_modules(families.__path__):
         family: ChatFamily = import_module(f"{families.__name__}.{module.name}").Family()
         template = template_of(family)
-        if template is not None and type(family).syntax is not ChatFamily.syntax:
+        if (
+            template is not None
+            and type(family).build_tool_call_grammar is not ChatFamily.build_tool_call_grammar
+        ):
             found[module.name] = family, template
     return found
 

@@ -13,22 +13,26 @@ import pytest
 from huggingface_hub import constants
 
 from app import store
-from app.catalogue import Catalogue, named
-from app.core.errors import AppError, Kind
+from app.catalogue import ModelRegistry, build_entry
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import ModelSettings, Settings
-from app.engine.describe import complete
+from app.engine.describe import complete_config
 from tests import tiny
 
 
-def opened(settings: Settings) -> Catalogue:
+def opened(settings: Settings) -> ModelRegistry:
     models = settings.models or (None,)
-    return Catalogue(
-        [named(m, complete(store.find(m.name if m else None)), settings) for m in models], settings
+    return ModelRegistry(
+        [
+            build_entry(m, complete_config(store.find(m.name if m else None)), settings)
+            for m in models
+        ],
+        settings,
     )
 
 
-def looked(catalogue: Catalogue, look: Callable[[Catalogue], Awaitable[Any]]) -> list[str]:
+def looked(catalogue: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[Any]]) -> list[str]:
     """The names that can be asked for afterwards."""
 
     async def run() -> None:
@@ -82,7 +86,7 @@ def test_two_models_of_one_name_are_refused(tiny_model: Path):
     twice = Settings(models=tuple(ModelSettings(name=f"{tiny_model}{end}") for end in ("", "/")))
     with pytest.raises(AppError, match="alias") as caught:
         opened(twice)
-    assert caught.value.kind is Kind.INVALID
+    assert caught.value.kind is ErrorKind.INVALID
 
 
 def test_the_tag_that_ollamas_clients_write_out_is_none():
@@ -93,7 +97,7 @@ def test_the_tag_that_ollamas_clients_write_out_is_none():
 
 def test_what_is_installed_is_only_served_where_that_was_asked_for(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
-    look = lambda c: c.look_for("org/tiny")  # noqa: E731
+    look = lambda c: c.discover("org/tiny")  # noqa: E731
     assert looked(opened(Settings()), look) == ["builtin"]
     assert looked(opened(Settings(installed=True)), look) == ["builtin", "org/tiny"]
 
@@ -101,20 +105,20 @@ def test_what_is_installed_is_only_served_where_that_was_asked_for(hub: Path, ti
 def test_a_model_that_was_installed_meanwhile_is_found_by_its_name(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("app.catalogue._RESCAN_INTERVAL", 0.0)
     catalogue = opened(Settings(installed=True))
 
-    async def look(catalogue: Catalogue) -> None:
-        await catalogue.look_for("org/tiny")
+    async def look(catalogue: ModelRegistry) -> None:
+        await catalogue.discover("org/tiny")
         assert catalogue.find("org/tiny") is None
         install(hub, tiny_model, "org/tiny")
-        await asyncio.gather(*(catalogue.look_for("org/tiny") for _ in range(5)))
+        await asyncio.gather(*(catalogue.discover("org/tiny") for _ in range(5)))
 
     assert looked(catalogue, look) == ["builtin", "org/tiny"]
     entry = catalogue.find("org/tiny")
     assert entry is not None
     assert entry.served.keep_alive == 300
-    assert asyncio.run(catalogue.files(entry.served)).name == "org/tiny"
+    assert asyncio.run(catalogue.load_verified_files(entry.served)).name == "org/tiny"
 
 
 def test_a_name_is_never_a_path(hub: Path, tiny_model: Path):
@@ -123,7 +127,7 @@ def test_a_name_is_never_a_path(hub: Path, tiny_model: Path):
     catalogue = opened(Settings(installed=True))
     relative = os.path.relpath(tiny_model)
     for name in (str(tiny_model), relative, "./", "..", "org/../org/tiny", "/etc/passwd", "~"):
-        looked(catalogue, lambda c, name=name: c.look_for(name))
+        looked(catalogue, lambda c, name=name: c.discover(name))
         assert catalogue.find(name) is None
 
 
@@ -133,36 +137,36 @@ def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
     (config,) = (hub / "models--org--broken").rglob("config.json")
     config.write_text("{")
     catalogue = opened(Settings(installed=True))
-    assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
 
 def test_a_disk_that_cannot_be_read_takes_nothing_away(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("app.catalogue._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
     catalogue = opened(Settings(installed=True))
-    assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
-    def broken() -> Iterator[store.Installed]:
-        raise AppError(Kind.MODEL_FILES, "the cache cannot be read: Input/output error")
+    def broken() -> Iterator[store.InstalledModel]:
+        raise AppError(ErrorKind.MODEL_FILES, "the cache cannot be read: Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "installed", broken)
+        patch.setattr(store, "list_installed", broken)
         for _ in range(2):
-            names = looked(catalogue, lambda c: c.look_for("org/other"))
+            names = looked(catalogue, lambda c: c.discover("org/other"))
         assert names == ["builtin", "org/tiny"]
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert "Input/output error" in caplog.text
     shutil.rmtree(hub)
-    assert looked(catalogue, lambda c: c.refresh()) == ["builtin"]
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin"]
 
 
 def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
     mine = ModelSettings(name=str(tiny_model), alias="org/tiny")
     catalogue = opened(Settings(installed=True, models=(mine,)))
-    assert looked(catalogue, lambda c: c.refresh()) == ["org/tiny", "builtin"]
+    assert looked(catalogue, lambda c: c.rescan()) == ["org/tiny", "builtin"]
     entry = catalogue.find("org/tiny")
     assert entry is not None
     assert entry.served.source == str(tiny_model)
@@ -171,16 +175,16 @@ def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model:
 def test_an_entry_is_the_same_as_long_as_its_files_are(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("app.catalogue._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
     catalogue = opened(Settings(installed=True))
     seen: list[object] = []
     for _ in range(2):
-        looked(catalogue, lambda c: c.refresh())
+        looked(catalogue, lambda c: c.rescan())
         seen.append(catalogue.find("org/tiny"))
     [config] = (hub / "models--org--tiny").rglob("config.json")
     (config.parent / "generation_config.json").write_text('{"top_k": 7}')
-    looked(catalogue, lambda c: c.refresh())
+    looked(catalogue, lambda c: c.rescan())
     assert seen[0] is seen[1] is not catalogue.find("org/tiny")
 
 
@@ -198,24 +202,26 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
         reading.set()
         let.wait(10)
         if len(begun) == 1:
-            raise AppError(Kind.MODEL_FILES, "a digest is wrong")
+            raise AppError(ErrorKind.MODEL_FILES, "a digest is wrong")
         return entry.files
 
-    monkeypatch.setattr("app.catalogue._verified", slow)
+    monkeypatch.setattr("app.catalogue._resolve_verified", slow)
 
     async def run() -> None:
         for _ in range(5):
-            asking = asyncio.create_task(catalogue.files(entry.served))
+            asking = asyncio.create_task(catalogue.load_verified_files(entry.served))
             assert await asyncio.to_thread(reading.wait, 10)
             asking.cancel()
         assert len(begun) == 1
-        waiting = [asyncio.create_task(catalogue.files(entry.served)) for _ in range(2)]
+        waiting = [
+            asyncio.create_task(catalogue.load_verified_files(entry.served)) for _ in range(2)
+        ]
         await asyncio.sleep(0)
         let.set()
         assert {str(e) for e in await asyncio.gather(*waiting, return_exceptions=True)} == {
             "a digest is wrong"
         }
-        assert (await catalogue.files(entry.served)).name == entry.served.name
+        assert (await catalogue.load_verified_files(entry.served)).name == entry.served.name
 
     asyncio.run(run())
 
@@ -224,22 +230,22 @@ def test_files_are_read_anew_for_each_load(tmp_path: Path):
     folder = tiny.write(tmp_path / "model")
     catalogue = opened(Settings(models=(ModelSettings(name=str(folder)),)))
     (entry,) = catalogue.entries()
-    assert asyncio.run(catalogue.files(entry.served)) == entry.files
+    assert asyncio.run(catalogue.load_verified_files(entry.served)) == entry.files
     (folder / "model.safetensors").unlink()
     with pytest.raises(AppError) as caught:
-        asyncio.run(catalogue.files(entry.served))
-    assert caught.value.kind is Kind.MODEL_FILES
+        asyncio.run(catalogue.load_verified_files(entry.served))
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     shutil.rmtree(folder)
     with pytest.raises(AppError, match="the files of model no longer exist") as caught:
-        asyncio.run(catalogue.files(entry.served))
-    assert caught.value.kind is Kind.MODEL_FILES, "it is still served, and listed"
+        asyncio.run(catalogue.load_verified_files(entry.served))
+    assert caught.value.kind is ErrorKind.MODEL_FILES, "it is still served, and listed"
 
 
 def test_that_installed_models_are_broken_is_told_once(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Whoever misses one in GET /v1/models finds no other trace of it."""
-    monkeypatch.setattr("app.catalogue._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("app.catalogue._RESCAN_INTERVAL", 0.0)
     caplog.set_level("INFO", logger="app.catalogue")
     install(hub, tiny_model, "org/tiny")
     install(hub, tiny_model, "org/broken")
@@ -247,6 +253,6 @@ def test_that_installed_models_are_broken_is_told_once(
     config.write_text("{")
     catalogue = opened(Settings(installed=True))
     for _ in range(3):
-        assert looked(catalogue, lambda c: c.refresh()) == ["builtin", "org/tiny"]
+        assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
     told = "1 installed models cannot be served: `mlxrunner list` shows why"
     assert caplog.messages == [told]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.judge import MOST_GROWTH, Report, complaints
+from tests.chaos.judge import MAX_RSS_GROWTH, ChaosReport, find_violations
 from tests.chaos.load import Outcome
-from tests.chaos.machine import Resources
-from tests.chaos.questions import Question, answers, questions, write_models
-from tests.chaos.run import run
+from tests.chaos.machine import ProcessResources
+from tests.chaos.questions import ChaosQuestion, compute_answers, make_questions, write_models
+from tests.chaos.run import run_chaos
 
-ANNA, BERT = Question("anna", "hello", None), Question("bert", "hello", None)
+ANNA, BERT = ChaosQuestion("anna", "hello", None), ChaosQuestion("bert", "hello", None)
 EXPECTED = {ANNA: "from anna", BERT: "from bert"}
 ANSWER = Outcome(question=ANNA, streamed=True, text="from anna")
 ERROR = Outcome(
@@ -26,14 +26,14 @@ ERROR = Outcome(
     code="engine_error",
     message="the engine stopped: its process was killed by SIGKILL",
 )
-FRONT = Resources(rss=1 << 26, descriptors=("pipe", "socket"), threads=4)
-WELL = Report(
-    asked=(ANSWER, ERROR, Outcome(question=ANNA, streamed=True, left=True)),
+FRONT = ProcessResources(rss=1 << 26, descriptors=("pipe", "socket"), threads=4)
+WELL = ChaosReport(
+    outcomes=(ANSWER, ERROR, Outcome(question=ANNA, streamed=True, disconnected=True)),
     afterwards=(ANSWER,),
     before=FRONT,
     after=FRONT,
-    orphans=(),
-    status=-signal.SIGTERM,
+    orphan_pids=(),
+    exit_status=-signal.SIGTERM,
     faults=Counter(kill=1),
     log="",
 )
@@ -47,7 +47,7 @@ WRONG = {
     ),
     "half an answer": ({"asked": [replace(ANSWER, text="from a")]}, "expected 'from anna'"),
     "a stream that broke off": (
-        {"asked": [ANSWER, replace(ANSWER, text=None, broken="silence")]},
+        {"asked": [ANSWER, replace(ANSWER, text=None, failure="silence")]},
         "ended in silence",
     ),
     "an error without a cause": (
@@ -65,7 +65,7 @@ WRONG = {
         {"after": replace(FRONT, descriptors=("pipe", "socket", "socket"))},
         "left open: {'socket': 1}",
     ),
-    "memory that grew": ({"after": replace(FRONT, rss=FRONT.rss + MOST_GROWTH + 1)}, "grew"),
+    "memory that grew": ({"after": replace(FRONT, rss=FRONT.rss + MAX_RSS_GROWTH + 1)}, "grew"),
     "threads that grew": ({"after": replace(FRONT, threads=99)}, "threads grew"),
     "a bad end": ({"status": 1}, "status 1"),
     "a traceback": ({"log": "x\nTraceback (most recent call last)"}, "a traceback"),
@@ -73,20 +73,20 @@ WRONG = {
 
 
 def test_a_run_in_which_all_is_well_gives_no_cause_for_complaint() -> None:
-    assert complaints(WELL, EXPECTED) == []
+    assert find_violations(WELL, EXPECTED) == []
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG.values(), ids=WRONG)
 def test_the_judge_sees_what_is_wrong(change: dict[str, object], said: str) -> None:
-    [complaint] = complaints(replace(WELL, **change), EXPECTED)
+    [complaint] = find_violations(replace(WELL, **change), EXPECTED)
     assert said in complaint
 
 
 def test_five_models_sixteen_clients_and_whatever_can_happen(tmp_path: Path) -> None:
-    asked = questions(3, seed=6)
+    asked = make_questions(3, seed=6)
     write_models(tmp_path)
-    expected = answers(tmp_path, asked)
+    expected = compute_answers(tmp_path, asked)
     assert len(set(expected.values())) == len(asked), "else a wrong answer could go unseen"
-    report = run(tmp_path, asked, seconds=6, clients=16, pause=(0.2, 0.8), seed=6)
-    assert complaints(report, expected) == [], report.counts()
+    report = run_chaos(tmp_path, asked, seconds=6, clients=16, pause=(0.2, 0.8), seed=6)
+    assert find_violations(report, expected) == [], report.counts()
     assert report.faults.total() > 3

@@ -12,25 +12,25 @@ import pytest
 
 from app import generation, store
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
-    CallDelta,
     Event,
     Finish,
-    Prompt,
+    PromptTokenIds,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
+    ToolCallDelta,
 )
 from app.core.files import ModelFiles
-from app.core.jobs import Ended, EngineStats, Job, PromptScores, Started, Token, Update
+from app.core.jobs import Ended, EngineStats, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.ports import RunnerStatus
-from app.core.requests import Conversation, Message, Several, Tool
+from app.core.requests import Conversation, Message, PromptBatch, Tool
 from app.core.settings import Settings
-from app.generation import Generation, fingerprint
+from app.generation import Generation, compute_fingerprint
 from app.runners.admission import Admission
-from app.runners.local import LocalRunner
-from app.text.answer import scored
+from app.runners.local import ThreadRunner
+from app.text.answer import build_token_logprob
 from app.text.tokenizer import Tokenizer
 from tests.test_generation import PLAIN, FakeRunner, capacity, events, refusal, request, text_of
 
@@ -59,7 +59,7 @@ class Lines:
     @contextmanager
     def reserve(self, count: int = 1) -> Iterator["Lines"]:
         if count > self.room:
-            raise AppError(Kind.BUSY, "full", retry_after=1)
+            raise AppError(ErrorKind.BUSY, "full", retry_after=1)
         yield self
 
     @asynccontextmanager
@@ -83,34 +83,34 @@ class Lines:
 
 
 class Line:
-    started: int | None = None
-    ended: int | None = None
+    started_ns: int | None = None
+    ended_ns: int | None = None
 
     def __init__(self, runner: Lines, number: int) -> None:
         self.runner = runner
         self.number = number
 
-    def keep(self, tokens: int) -> None:
+    def limit_cached_tokens(self, tokens: int) -> None:
         self.runner.kept[self.number] = tokens
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         runner, number = self.runner, self.number
         job = runner.jobs[number]
-        yield Started(job=job.id, cached=0, at=1000)
+        yield Started(job_id=job.id, cached_tokens=0, timestamp_ns=1000)
         if job.prompt_logprobs is not None:
-            scores = ((-0.5, ((65, -0.5),)),) * (len(job.ids) - 1)
-            yield PromptScores(job=job.id, scores=scores)
+            scores = ((-0.5, ((65, -0.5),)),) * (len(job.prompt_token_ids) - 1)
+            yield PromptLogprobs(job_id=job.id, logprobs=scores)
         text = runner.texts[number % len(runner.texts)]
         for place, id in enumerate(text.encode()[: job.max_tokens]):
             await asyncio.sleep(0)
             if number == runner.fails and place == 1:
-                yield Ended(job=job.id, reason="error", at=3000, error="planted")
+                yield Ended(job_id=job.id, reason="error", timestamp_ns=3000, error="planted")
                 return
             runner.said.append((number, chr(id)))
             logprob = None if job.top_logprobs is None else -0.25
-            yield Token(job=job.id, id=id, at=2000 + place, logprob=logprob)
+            yield Token(job_id=job.id, id=id, timestamp_ns=2000 + place, logprob=logprob)
         reason = "length" if len(text.encode()) >= job.max_tokens else "stop"
-        yield Ended(job=job.id, reason=reason, at=5000)
+        yield Ended(job_id=job.id, reason=reason, timestamp_ns=5000)
 
 
 def spoken(found: list[Event], choice: int) -> str:
@@ -126,12 +126,12 @@ def finishes(found: list[Event]) -> dict[int, Finish]:
 class TestSeveralChoices:
     def test_they_are_numbered_through_all_prompts(self, files: ModelFiles) -> None:
         runner = Lines("aa", "bb", "cc", "dd", "ee", "ff")
-        asked = Several(prompts=("one", (1, 2), "three"))
+        asked = PromptBatch(prompts=("one", (1, 2), "three"))
         found = events(files, runner, prompt=asked, n=2)
         assert [spoken(found, choice) for choice in range(6)] == list(runner.texts)
         ends = finishes(found)
-        assert [ends[choice].prompt for choice in range(6)] == [0, 0, 1, 1, 2, 2]
-        assert [len(job.ids) for job in runner.jobs] == [3, 3, 2, 2, 5, 5]
+        assert [ends[choice].prompt_index for choice in range(6)] == [0, 0, 1, 1, 2, 2]
+        assert [len(job.prompt_token_ids) for job in runner.jobs] == [3, 3, 2, 2, 5, 5]
         assert len({job.id for job in runner.jobs}) == 6
 
     @pytest.mark.parametrize(
@@ -148,19 +148,22 @@ class TestSeveralChoices:
         """A prompt among several is answered as it is alone."""
         runner = Lines("x")
         sampling = {} if seed is None else {"seed": seed}
-        events(files, runner, prompt=Several(prompts=("a", "b")), n=3, sampling=sampling)
+        events(files, runner, prompt=PromptBatch(prompts=("a", "b")), n=3, sampling=sampling)
         assert [job.sampling.seed for job in runner.jobs] == [*drawn, *drawn]
 
     def test_ids_of_a_prompt_are_told_once_and_before_its_choices(self, files: ModelFiles) -> None:
-        asked = Several(prompts=("hi", (1, 2)))
-        found = events(files, Lines("x", "y"), prompt=asked, n=2, return_ids=True)
-        told = [event for event in found if isinstance(event, Prompt)]
-        assert told == [Prompt(prompt=0, ids=tuple(b"hi")), Prompt(prompt=1, ids=(1, 2))]
+        asked = PromptBatch(prompts=("hi", (1, 2)))
+        found = events(files, Lines("x", "y"), prompt=asked, n=2, return_token_ids=True)
+        told = [event for event in found if isinstance(event, PromptTokenIds)]
+        assert told == [
+            PromptTokenIds(prompt_index=0, token_ids=tuple(b"hi")),
+            PromptTokenIds(prompt_index=1, token_ids=(1, 2)),
+        ]
         for prompt in told:
             spoke = [
                 place
                 for place, event in enumerate(found)
-                if isinstance(event, TextDelta) and event.choice // 2 == prompt.prompt
+                if isinstance(event, TextDelta) and event.choice // 2 == prompt.prompt_index
             ]
             assert found.index(prompt) < min(spoke)
 
@@ -182,14 +185,14 @@ class TestSeveralChoices:
         assert seen == [0]
         assert (spoken(found, 0), spoken(found, 1)) == ("ab", "c" * 40)
         assert runner.kept == {0: 2}
-        assert (finishes(found)[0].stop, finishes(found)[1].stop) == ("!", None)
+        assert (finishes(found)[0].stop_string, finishes(found)[1].stop_string) == ("!", None)
         assert sum(number == 0 for number, _ in runner.said) == 3
 
     def test_one_that_fails_ends_all(self, files: ModelFiles) -> None:
         runner = Lines("a" * 500, fails=1)
         with pytest.raises(AppError, match="planted") as caught:
             events(files, runner, n=3)
-        assert caught.value.kind is Kind.ENGINE
+        assert caught.value.kind is ErrorKind.ENGINE
         assert sorted(runner.left) == [0, 1, 2]
         assert len(runner.said) < 50
 
@@ -211,7 +214,7 @@ class TestSeveralChoices:
         runner = Lines("a", room=2)
         with pytest.raises(AppError) as caught:
             events(files, runner, n=4)
-        assert caught.value.kind is Kind.BUSY
+        assert caught.value.kind is ErrorKind.BUSY
         assert runner.jobs == []
 
     def test_more_than_can_ever_be_here_are_refused_for_good(self, files: ModelFiles) -> None:
@@ -219,15 +222,15 @@ class TestSeveralChoices:
         room = capacity(100)  # two run
         assert events(files, FakeRunner("x", capacity=room), settings, n=5)
         error = refusal(files, settings, room, n=6)
-        assert (error.kind, error.param) == (Kind.INVALID, "n")
+        assert (error.kind, error.param) == (ErrorKind.INVALID, "n")
         assert "at most 5: ask for fewer" in error.message
-        error = refusal(files, settings, room, prompt=Several(prompts=("a",) * 6))
+        error = refusal(files, settings, room, prompt=PromptBatch(prompts=("a",) * 6))
         assert error.param == "prompt"
 
 
 class TestEcho:
     def test_the_prompt_stands_before_each_answer(self, files: ModelFiles) -> None:
-        asked = Several(prompts=("one ", tuple(b"two ")))
+        asked = PromptBatch(prompts=("one ", tuple(b"two ")))
         found = events(files, Lines("a", "b", "c", "d"), prompt=asked, n=2, echo=True)
         assert [spoken(found, n) for n in range(4)] == ["one a", "one b", "two c", "two d"]
 
@@ -248,9 +251,9 @@ class TestEcho:
 
         def noting(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
             spelled.append(threading.get_ident())
-            return scored(tokenizer, token)
+            return build_token_logprob(tokenizer, token)
 
-        monkeypatch.setattr(generation, "scored", noting)
+        monkeypatch.setattr(generation, "compute_prompt_logprobs", noting)
         events(files, Lines("xy"), prompt="abc", echo=True, top_logprobs=1)
         assert len(spelled) == 3
         assert threading.get_ident() not in spelled
@@ -287,7 +290,7 @@ class TestCallsAndReasoning:
             ", {{ t.function.parameters | tojson }}{% endfor %}"
             "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
         )
-        return replace(files, template=template)
+        return replace(files, chat_template=template)
 
     CALL = '<tool_call>{"name": "paint", "arguments": {}}</tool_call>'
     PAINT = Tool(name="paint", description=None, parameters={"type": "object"})
@@ -299,7 +302,7 @@ class TestCallsAndReasoning:
         runner = Lines(self.CALL)
         asked = {"prompt": SPEAKS, "tools": (self.PAINT,), "max_tokens": limit}
         found = events(hermes, runner, **asked)
-        assert [e.name for e in found if isinstance(e, CallDelta) and e.name] == ["paint"]
+        assert [e.name for e in found if isinstance(e, ToolCallDelta) and e.name] == ["paint"]
         assert finishes(found)[0].reason == reason
         assert text_of(found) == ""
 
@@ -315,7 +318,7 @@ class TestCallsAndReasoning:
         ends = finishes(found)
         assert [ends[n].reason for n in range(3)] == ["tool_calls", "stop", "stop"]
         assert [spoken(found, n) for n in range(3)] == ["", "yes", "no"]
-        assert {e.choice for e in found if isinstance(e, CallDelta)} == {0}
+        assert {e.choice for e in found if isinstance(e, ToolCallDelta)} == {0}
         assert {e.choice for e in found if isinstance(e, ReasoningDelta)} == {1}
 
     @pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}])
@@ -325,18 +328,18 @@ class TestCallsAndReasoning:
         """The dialect does not see the grammar that is made of strict tools."""
         strict = replace(self.PAINT, strict=True)
         error = refusal(hermes, prompt=SPEAKS, tools=(strict,), **field)
-        assert (error.kind, error.param) == (Kind.INVALID, next(iter(field)))
+        assert (error.kind, error.param) == (ErrorKind.INVALID, next(iter(field)))
 
 
 def test_the_fingerprint_changes_with_what_changes_answers(files: ModelFiles) -> None:
     def told(files: ModelFiles, settings: Settings = PLAIN) -> str:
-        return fingerprint(files, settings)
+        return compute_fingerprint(files, settings)
 
     assert told(files) == told(files)
     others = {
         told(replace(files, config={**files.config, "rms_norm_eps": 1e-6})),
         told(replace(files, name="other")),
-        told(replace(files, weights="other")),
+        told(replace(files, weights_digest="other")),
         told(files, Settings(parallel=3)),
     }
     assert len({told(files), *others}) == 5
@@ -358,7 +361,7 @@ def test_choices_share_their_prompt_as_far_as_the_cache_can(
 ) -> None:
     async def count() -> EngineStats:
         settings = Settings(cache=cache, parallel=1 if cache == "single" else 4, context=512)
-        runner = LocalRunner(settings)
+        runner = ThreadRunner(settings)
         await runner.start(files)
         try:
             engine = Admission(runner, settings.max_queue)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import cli, server
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 
 
@@ -202,7 +202,7 @@ def test_an_error_while_serving_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve(_: Settings) -> int:
-        raise AppError(Kind.MODEL_FILES, "planted")
+        raise AppError(ErrorKind.MODEL_FILES, "planted")
 
     monkeypatch.setattr(server, "serve", serve)
     assert cli.main(["serve"]) == 1
@@ -269,7 +269,7 @@ def test_an_interrupted_command_that_downloads_nothing_speaks_of_no_download(
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("app.commands.config.tell", interrupted)
+    monkeypatch.setattr("app.commands.config.show_config", interrupted)
     assert cli.main(["config"]) == 130
     assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import _parser
+from app.cli import _build_parser
 from app.configuration import flags
 from app.configuration.options import (
-    COMPUTING_VARIABLES,
+    BACKEND_VARIABLES,
     CONFIG_VARIABLE,
     MODEL_OPTIONS,
     MODELS_VARIABLE,
     OPTIONS,
     SECRET_VARIABLES,
 )
-from app.configuration.precedence import decide
+from app.configuration.precedence import resolve_config
 from app.core.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +88,7 @@ def anchors(markdown: str) -> set[str]:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
 def test_the_readme_tells_each_setting_with_its_default(option):
     """The words may be other ones than those of --help."""
-    words = option.flag if option.is_switch else f"{option.flag} {option.form.metavar}"
+    words = option.flag if option.is_boolean else f"{option.flag} {option.form.metavar}"
     default = option.shown(option.default)
     words, default = words.replace("|", r"\|"), "" if default == "none" else default
     assert f"\n| `{words}` | {default} | " in read("README.md")
@@ -99,23 +99,23 @@ def test_the_readme_tells_no_option_that_there_is_not():
     known = {option.flag for option in OPTIONS} | {"--config", "--no", "--no-access-log"}
     of_config = {"--toml", "--json"}
     assert set(re.findall(r"--[a-z][a-z-]*[a-z]", code(section))) == known | of_config
-    variables = {option.variable for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
+    variables = {option.env_var for option in OPTIONS} | {CONFIG_VARIABLE, MODELS_VARIABLE}
     told = set(re.findall(r"MLXRUNNER_[A-Z_]+", code(section)))
-    assert told <= variables | {*SECRET_VARIABLES, *COMPUTING_VARIABLES}
-    assert told >= set(COMPUTING_VARIABLES)
+    assert told <= variables | {*SECRET_VARIABLES, *BACKEND_VARIABLES}
+    assert told >= set(BACKEND_VARIABLES)
 
 
 def test_the_example_in_the_readme_can_be_used(tmp_path):
     [example] = re.findall(r"^```toml\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
     (tmp_path / "a.toml").write_text(example)
-    assert len(decide({}, str(tmp_path / "a.toml"), {}).settings.models) == 2
+    assert len(resolve_config({}, str(tmp_path / "a.toml"), {}).settings.models) == 2
 
 
 EXAMPLE = "deploy/mlxrunner.toml"
 
 
 def test_the_example_file_is_as_if_there_were_none():
-    assert decide({}, str(ROOT / EXAMPLE), {}).settings == Settings()
+    assert resolve_config({}, str(ROOT / EXAMPLE), {}).settings == Settings()
 
 
 def test_the_example_file_names_every_key_with_its_default(tmp_path):
@@ -127,9 +127,9 @@ def test_the_example_file_names_every_key_with_its_default(tmp_path):
     assert list(model) == [option.field for option in MODEL_OPTIONS]
     for option in OPTIONS:
         if option.default not in (None, ()):
-            assert option.take(document[option.field]) == option.default, option.field
+            assert option.from_toml(document[option.field]) == option.default, option.field
     (tmp_path / "a.toml").write_text(keys)
-    decide({}, str(tmp_path / "a.toml"), {})
+    resolve_config({}, str(tmp_path / "a.toml"), {})
 
 
 COMMANDS = [
@@ -143,7 +143,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_in_the_readme_is_one(command):
     words = shlex.split(command, comments=True)[1:]
-    assert flags.parsed(_parser(), words).command == words[0]
+    assert flags.parse_arguments(_build_parser(), words).command == words[0]
 
 
 # The column of the tree at which it says what a file is.

@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 
 from app import store
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,
     Finish,
-    Progress,
+    PrefillProgress,
     TextDelta,
     Timings,
     Usage,
 )
 from app.core.files import ModelFiles
 from app.core.jobs import (
+    CacheMiss,
     Capacity,
     Ended,
     EngineStats,
     Job,
-    Miss,
+    JobUpdate,
     Prefilled,
     Started,
     Token,
-    Update,
 )
 from app.core.ports import Engine, RunnerStatus
 from app.core.requests import (
@@ -41,16 +41,16 @@ from app.core.requests import (
     GenerateRequest,
     JsonSchema,
     Message,
+    PromptBatch,
     Regex,
-    Sampling,
-    Several,
+    SamplingParams,
 )
 from app.core.settings import Settings
 from app.engine import compiling
 from app.generation import Generation
-from app.preparation import KEEP
+from app.preparation import DEFAULT_NUM_KEEP
 from app.runners.admission import Admission
-from app.runners.local import LocalRunner
+from app.runners.local import ThreadRunner
 from tests import tiny
 
 
@@ -64,7 +64,7 @@ class FakeRunner:
         reason: Any = "stop",
         logprobs: bool = False,
         capacity: Capacity | None = None,
-        miss: Miss | None = None,
+        miss: CacheMiss | None = None,
     ) -> None:
         self.capacity = capacity
         self.miss = miss
@@ -75,28 +75,28 @@ class FakeRunner:
         self.kept: int | None = None
         self.left = 0
 
-    def updates(self, job: Job) -> Sequence[Update]:
+    def updates(self, job: Job) -> Sequence[JobUpdate]:
         tokens = [
             Token(
-                job=job.id,
+                job_id=job.id,
                 id=id,
-                at=2000 + 10 * i,
+                timestamp_ns=2000 + 10 * i,
                 logprob=-0.5 if self.logprobs else None,
-                top=((id, -0.5), (65, -1.5)) if self.logprobs else (),
+                top_logprobs=((id, -0.5), (65, -1.5)) if self.logprobs else (),
             )
             for i, id in enumerate(self.bytes)
         ]
         error = "planted" if self.reason == "error" else None
         return [
-            Started(job=job.id, cached=3, at=1000, miss=self.miss),
-            Prefilled(job=job.id, done=len(job.ids)),
+            Started(job_id=job.id, cached_tokens=3, timestamp_ns=1000, miss=self.miss),
+            Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)),
             *tokens,
-            Ended(job=job.id, reason=self.reason, at=5000, error=error),
+            Ended(job_id=job.id, reason=self.reason, timestamp_ns=5000, error=error),
         ]
 
     # as a submission
-    started: int | None = None
-    ended: int | None = None
+    started_ns: int | None = None
+    ended_ns: int | None = None
 
     @contextmanager
     def reserve(self, count: int = 1) -> Iterator["FakeRunner"]:
@@ -111,11 +111,11 @@ class FakeRunner:
         finally:
             self.left += 1
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         for update in self.updates(self.jobs[-1]):
             yield update
 
-    def keep(self, tokens: int) -> None:
+    def limit_cached_tokens(self, tokens: int) -> None:
         self.kept = tokens
 
     async def start(self, files: ModelFiles) -> None: ...
@@ -173,7 +173,7 @@ def refusal(
 
 def test_a_name_with_the_tag_latest_is_the_name_without(files: ModelFiles) -> None:
     assert text_of(events(files, FakeRunner("hi"), model=f"{files.name}:latest")) == "hi"
-    assert refusal(files, model=f"{files.name}:8b").kind is Kind.MODEL_NOT_FOUND
+    assert refusal(files, model=f"{files.name}:8b").kind is ErrorKind.MODEL_NOT_FOUND
 
 
 def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
@@ -184,8 +184,12 @@ def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
 
 
 def test_progress_says_of_which_prompt(files: ModelFiles) -> None:
-    said = events(files, FakeRunner("hi"), prompt=Several(prompts=("hello", "good day")), n=2)
-    totals = {(event.prompt, event.total) for event in said if isinstance(event, Progress)}
+    said = events(files, FakeRunner("hi"), prompt=PromptBatch(prompts=("hello", "good day")), n=2)
+    totals = {
+        (event.prompt_index, event.total_tokens)
+        for event in said
+        if isinstance(event, PrefillProgress)
+    }
     assert {prompt for prompt, _ in totals} == {0, 1}
     assert len(totals) == 2
 
@@ -193,14 +197,16 @@ def test_progress_says_of_which_prompt(files: ModelFiles) -> None:
 def test_events_come_in_their_order(files: ModelFiles) -> None:
     runner = FakeRunner("hi")
     assert events(files, runner) == [
-        Progress(done=3, total=5),
-        Progress(done=5, total=5),
+        PrefillProgress(computed_tokens=3, total_tokens=5),
+        PrefillProgress(computed_tokens=5, total_tokens=5),
         TextDelta(text="h"),
         TextDelta(text="i"),
         Finish(
             reason="stop",
             usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3),
-            timings=Timings(prompt_ns=1000, eval_ns=3000, total_ns=_any(int), gaps_ns=(10,)),
+            timings=Timings(
+                prefill_ns=1000, decode_ns=3000, total_ns=_any(int), inter_token_ns=(10,)
+            ),
         ),
     ]
     assert runner.left == 1
@@ -269,27 +275,27 @@ def test_logprobs_belong_to_the_tokens_in_sight(
     runner = FakeRunner(text, logprobs=True)
     found = events(files, runner, stop=tuple(stops), top_logprobs=2)
     entries = [entry for e in found if isinstance(e, TextDelta) for entry in e.logprobs]
-    assert b"".join(entry.raw for entry in entries) == text_of(found).encode()
+    assert b"".join(entry.token_bytes for entry in entries) == text_of(found).encode()
     for entry in entries:
-        assert [top.logprob for top in entry.top] == [-0.5, -1.5]
-        assert entry.top[1].text == "A"
+        assert [top.logprob for top in entry.top_logprobs] == [-0.5, -1.5]
+        assert entry.top_logprobs[1].text == "A"
 
 
 def test_an_engine_error_is_raised_to_whoever_listens(files: ModelFiles) -> None:
     runner = FakeRunner("half an ans", reason="error")
     with pytest.raises(AppError, match="planted") as caught:
         events(files, runner)
-    assert (caught.value.kind, runner.left) == (Kind.ENGINE, 1)
+    assert (caught.value.kind, runner.left) == (ErrorKind.ENGINE, 1)
 
 
 def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_LEXER_STATES", -50)
-    many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10, at="guided_regex")
+    monkeypatch.setattr(compiling, "_MAX_LEXER_STATES", -50)
+    many_states = Regex(pattern="[ab]*a[ab]{14}" + "c{0,3}" * 10, param="guided_regex")
 
     async def answer() -> None:
-        runner = LocalRunner(PLAIN)
+        runner = ThreadRunner(PLAIN)
         await runner.start(files)
         try:
             asked = request(grammar=many_states, max_tokens=200, sampling={"seed": 3})
@@ -301,7 +307,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_the_request(
 
     with pytest.raises(AppError, match="too many states: simplify") as caught:
         asyncio.run(answer())
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "guided_regex")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "guided_regex")
 
 
 def test_leaving_early_leaves_the_runner(files: ModelFiles) -> None:
@@ -327,17 +333,17 @@ def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
         reuse=False,
     )
     job = runner.jobs[0]
-    assert job.ids == (1, 2, 3)
-    assert job.sampling == Sampling(temperature=0.5, logit_bias=((7, 1.0),))
-    assert (job.max_tokens, job.top_logprobs, job.reuse) == (9, 4, False)
-    assert job.stop_ids == {tiny.END}
+    assert job.prompt_token_ids == (1, 2, 3)
+    assert job.sampling == SamplingParams(temperature=0.5, logit_bias=((7, 1.0),))
+    assert (job.max_tokens, job.top_logprobs, job.cache_prompt) == (9, 4, False)
+    assert job.stop_token_ids == {tiny.END}
 
 
 def test_conversations_go_through_the_models_template(files: ModelFiles) -> None:
     runner = FakeRunner("x")
     said = Conversation(messages=(Message(role="user", content="hi"),))
     events(files, runner, prompt=said)
-    assert bytes(runner.jobs[0].ids) == b"user: hi\nassistant: "
+    assert bytes(runner.jobs[0].prompt_token_ids) == b"user: hi\nassistant: "
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(None, 4091), (5000, 4091), (10, 10)])
@@ -351,7 +357,7 @@ def test_answers_end_where_the_context_ends(
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(files: ModelFiles) -> None:
     error = refusal(files, prompt="x" * 4096)
-    assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
+    assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
     assert "4096 tokens, but the model's context is 4096" in error.message
     runner = FakeRunner("x")
     events(files, runner, prompt="x" * 4095)
@@ -360,22 +366,22 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers(files: Mod
 
 def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(files: ModelFiles) -> None:
     error = refusal(files, prompt="x" * 5_000_000)
-    assert error.kind is Kind.CONTEXT_LENGTH
+    assert error.kind is ErrorKind.CONTEXT_LENGTH
     assert "more than 32768 tokens, but the model's context is 4096" in error.message
 
 
 @pytest.mark.parametrize(
     ("changes", "kind", "param"),
     [
-        ({"model": "gpt-4"}, Kind.MODEL_NOT_FOUND, "model"),
-        ({"prompt": ""}, Kind.INVALID, "prompt"),
-        ({"prompt": (1, tiny.VOCAB)}, Kind.INVALID, "prompt"),
-        ({"prompt": (-1,)}, Kind.INVALID, "prompt"),
-        ({"sampling": {"logit_bias": ((tiny.VOCAB, 1.0),)}}, Kind.INVALID, "logit_bias"),
+        ({"model": "gpt-4"}, ErrorKind.MODEL_NOT_FOUND, "model"),
+        ({"prompt": ""}, ErrorKind.INVALID, "prompt"),
+        ({"prompt": (1, tiny.VOCAB)}, ErrorKind.INVALID, "prompt"),
+        ({"prompt": (-1,)}, ErrorKind.INVALID, "prompt"),
+        ({"sampling": {"logit_bias": ((tiny.VOCAB, 1.0),)}}, ErrorKind.INVALID, "logit_bias"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(
-    files: ModelFiles, changes: dict[str, Any], kind: Kind, param: str
+    files: ModelFiles, changes: dict[str, Any], kind: ErrorKind, param: str
 ) -> None:
     error = refusal(files, **changes)
     assert (error.kind, error.param) == (kind, param)
@@ -390,7 +396,7 @@ def test_the_models_defaults_stand_between_ours_and_the_request(
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
     files, runner = store.resolve(str(tmp_path)), FakeRunner("x")
     events(files, runner, model=files.name, sampling={"top_p": 1.0})
-    assert runner.jobs[0].sampling == Sampling(temperature=0.6, top_k=20, top_p=1.0)
+    assert runner.jobs[0].sampling == SamplingParams(temperature=0.6, top_k=20, top_p=1.0)
 
 
 def test_a_broken_recommendation_is_told_before_anything_is_served(files: ModelFiles) -> None:
@@ -416,7 +422,7 @@ def test_the_models_stop_strings_end_an_answer_beside_the_requests(files: ModelF
     assert text_of(events(ending, runner, stop=("e",))) == "on"
     assert text_of(events(ending, runner, stop=("three",))) == "one "
     # a special token is no text that could be found
-    assert runner.jobs[0].stop_ids == {tiny.BOS, tiny.END}
+    assert runner.jobs[0].stop_token_ids == {tiny.BOS, tiny.END}
 
 
 def said(*roles: str) -> Conversation:
@@ -435,20 +441,20 @@ def said(*roles: str) -> Conversation:
 def test_the_models_system_prompt_is_for_conversations_without_one(
     files: ModelFiles, roles: tuple[str, ...], prompt: bytes
 ) -> None:
-    told, runner = replace(files, system="Be kind."), FakeRunner("x")
+    told, runner = replace(files, system_prompt="Be kind."), FakeRunner("x")
     events(told, runner, prompt=said(*roles))
-    assert bytes(runner.jobs[0].ids) == prompt + b"assistant: "
+    assert bytes(runner.jobs[0].prompt_token_ids) == prompt + b"assistant: "
     events(told, runner, prompt="hi")
-    assert bytes(runner.jobs[1].ids) == b"hi"
+    assert bytes(runner.jobs[1].prompt_token_ids) == b"hi"
 
 
 def test_the_context_that_the_makers_want_is_promised_until_the_model_is_loaded(
     files: ModelFiles,
 ) -> None:
-    short = replace(files, context=64)
-    assert Generation(short, FakeRunner("x"), PLAIN).context == 64
+    short = replace(files, recommended_context=64)
+    assert Generation(short, FakeRunner("x"), PLAIN).context_length == 64
     longer = Generation(short, FakeRunner("x"), Settings(context=128))
-    assert longer.context == 128
+    assert longer.context_length == 128
     message = refusal(short, prompt="x" * 64).message
     assert "the server's context is 64 tokens" in message
     assert "--context" in message
@@ -461,7 +467,7 @@ class TestIdsThatOnlyOneSideHas:
         padded = replace(files, config={**files.config, "vocab_size": 320})
         bias = {"logit_bias": ((tiny.VOCAB, 1.0),)}
         error = refusal(padded, sampling=bias)
-        assert (error.kind, error.param) == (Kind.INVALID, "logit_bias")
+        assert (error.kind, error.param) == (ErrorKind.INVALID, "logit_bias")
         assert f"whose ids are 0 to {tiny.VOCAB - 1}" in error.message
 
     def test_they_may_be_read(self, files: ModelFiles) -> None:
@@ -469,21 +475,21 @@ class TestIdsThatOnlyOneSideHas:
         padded = replace(files, config={**files.config, "vocab_size": 320})
         runner = FakeRunner("x")
         events(padded, runner, prompt=(1, 319))
-        assert runner.jobs[0].ids == (1, 319)
-        assert refusal(padded, prompt=(1, 320)).kind is Kind.INVALID
+        assert runner.jobs[0].prompt_token_ids == (1, 319)
+        assert refusal(padded, prompt=(1, 320)).kind is ErrorKind.INVALID
 
     def test_tokens_that_the_model_has_no_rows_for_are_refused(self, files: ModelFiles) -> None:
         small = replace(files, config={**files.config, "vocab_size": tiny.END})
         events(small, FakeRunner("x"), prompt="hello<s>")
         error = refusal(small, prompt="hello</s>")
-        assert (error.kind, error.param) == (Kind.INVALID, "prompt")
+        assert (error.kind, error.param) == (ErrorKind.INVALID, "prompt")
         assert "the prompt contains '</s>', a token that the tokenizer has" in error.message
-        assert refusal(small, prompt=(tiny.END,)).kind is Kind.INVALID
+        assert refusal(small, prompt=(tiny.END,)).kind is ErrorKind.INVALID
 
     def test_an_end_that_is_no_token_is_left_out(self, files: ModelFiles) -> None:
         runner = FakeRunner("x")
         events(replace(files, config={**files.config, "eos_token_id": [tiny.END, 999]}), runner)
-        assert runner.jobs[0].stop_ids == {tiny.END}
+        assert runner.jobs[0].stop_token_ids == {tiny.END}
 
 
 def run(files: ModelFiles, use: Callable[[Generation], Any]) -> Any:
@@ -504,17 +510,17 @@ def test_text_becomes_ids_and_text_again(files: ModelFiles) -> None:
 def test_special_tokens_are_added_or_not(files: ModelFiles) -> None:
     begun = replace(files, tokenizer_config={**files.tokenizer_config, "add_bos_token": True})
     assert run(begun, lambda g: g.tokenize("h")) == [tiny.BOS, 104]
-    assert run(begun, lambda g: g.tokenize("h", add_special=False)) == [104]
-    assert run(begun, lambda g: g.tokenize("</s>", add_special=False)) == [tiny.END]
+    assert run(begun, lambda g: g.tokenize("h", add_special_tokens=False)) == [104]
+    assert run(begun, lambda g: g.tokenize("</s>", add_special_tokens=False)) == [tiny.END]
 
 
 def test_a_conversations_prompt_has_the_ids_that_are_evaluated(files: ModelFiles) -> None:
     runner, messages = FakeRunner("x"), (Message(role="user", content="hé"),)
     events(files, runner, prompt=Conversation(messages=messages))
     request = GenerateRequest(model=files.name, prompt=Conversation(messages=messages))
-    assert run(files, lambda g: g.prompt_ids(request)) == [*runner.jobs[0].ids]
-    open_ended = replace(request, template_options={"add_generation_prompt": False})
-    found = run(files, lambda g: g.prompt_ids(open_ended))
+    assert run(files, lambda g: g.tokenize_chat(request)) == [*runner.jobs[0].prompt_token_ids]
+    open_ended = replace(request, chat_template_kwargs={"add_generation_prompt": False})
+    found = run(files, lambda g: g.tokenize_chat(open_ended))
     assert bytes(found).decode() == "user: hé\n"
 
 
@@ -522,7 +528,7 @@ def test_a_conversation_longer_than_the_context_is_counted_too(files: ModelFiles
     long = Conversation(messages=(Message(role="user", content="x" * 9000),))
     request = GenerateRequest(model=files.name, prompt=long)
     assert (
-        len(run(files, lambda g: g.prompt_ids(request)))
+        len(run(files, lambda g: g.tokenize_chat(request)))
         > 9000
         > tiny.CONFIG["max_position_embeddings"]
     )
@@ -530,11 +536,11 @@ def test_a_conversation_longer_than_the_context_is_counted_too(files: ModelFiles
 
 def test_tokens_have_bytes(files: ModelFiles) -> None:
     ids = [104, 195, tiny.END, 9999]
-    assert run(files, lambda g: g.token_bytes(ids)) == [b"h", b"\xc3", b"</s>", b""]
+    assert run(files, lambda g: g.get_token_bytes(ids)) == [b"h", b"\xc3", b"</s>", b""]
 
 
 def test_the_tokenizer_is_described_with_the_context_that_is_served(files: ModelFiles) -> None:
-    found = run(files, lambda g: g.tokenizer_info())
+    found = run(files, lambda g: g.get_tokenizer_info())
     assert (found["eos_token"], found["model_max_length"]) == ("</s>", 4096)
     assert found["chat_template"] == tiny.CHAT_TEMPLATE
 
@@ -547,7 +553,7 @@ def capacity(context: int, **changes: Any) -> Capacity:
 
 def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=100))
-    assert generation.context == 100
+    assert generation.context_length == 100
     error = refusal(files, Settings(context=100), prompt="x" * 100)
     assert "100 tokens, but the server's context is 100 tokens" in error.message
     assert "the model's own is 4096" in error.message
@@ -556,12 +562,12 @@ def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) 
 
 def test_a_context_beyond_the_models_own_does_not_stretch_it(files: ModelFiles) -> None:
     generation = Generation(files, FakeRunner("x"), Settings(context=9999))
-    assert generation.context == 4096
+    assert generation.context_length == 4096
 
 
 def test_what_the_engine_can_do_is_what_is_promised_and_granted(files: ModelFiles) -> None:
     runner = FakeRunner("x", capacity=capacity(50))
-    assert Generation(files, runner, PLAIN).context == 50
+    assert Generation(files, runner, PLAIN).context_length == 50
     events(files, runner, prompt="x" * 20)
     events(files, runner, prompt="x" * 20, max_tokens=1000)
     assert [job.max_tokens for job in runner.jobs] == [30, 30]
@@ -570,7 +576,7 @@ def test_what_the_engine_can_do_is_what_is_promised_and_granted(files: ModelFile
 def test_a_prompt_that_never_fits_memory_is_refused_with_both_numbers(files: ModelFiles) -> None:
     scarce = capacity(2048, limited_by_memory=True)
     error = refusal(files, capacity=scarce, prompt="x" * 3071)
-    assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
+    assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
     assert "has 3071 tokens, but only 2048 tokens fit in memory" in error.message
     assert "about 3.0 MiB" in error.message
     assert "a request can have 2.0 MiB" in error.message
@@ -590,22 +596,22 @@ def test_a_prompt_beyond_a_context_that_shifts_loses_its_middle(files: ModelFile
     runner = FakeRunner("x")
     text = "abcdefghij" * 20
     events(files, runner, SHIFTING, prompt=tuple(range(200)), keep=10)
-    assert runner.jobs[0].ids == (*range(10), *range(200 - 53, 200))
-    assert (len(runner.jobs[0].ids), runner.jobs[0].keep) == (63, 10)
+    assert runner.jobs[0].prompt_token_ids == (*range(10), *range(200 - 53, 200))
+    assert (len(runner.jobs[0].prompt_token_ids), runner.jobs[0].num_keep) == (63, 10)
     events(files, runner, SHIFTING, prompt=text, keep=0)
-    assert bytes(runner.jobs[1].ids).decode() == text[-63:]
+    assert bytes(runner.jobs[1].prompt_token_ids).decode() == text[-63:]
 
 
 def test_the_end_of_a_very_long_prompt_is_read_where_contexts_shift(files: ModelFiles) -> None:
     runner = FakeRunner("x")
     events(files, runner, SHIFTING, prompt="x" * 5000 + "the end")
-    assert bytes(runner.jobs[0].ids).endswith(b"xthe end")
+    assert bytes(runner.jobs[0].prompt_token_ids).endswith(b"xthe end")
 
 
 @pytest.mark.parametrize(
     ("prompt", "keep", "kept"),
     [
-        ((1, 2, 3, 4, 5, 6), None, KEEP),
+        ((1, 2, 3, 4, 5, 6), None, DEFAULT_NUM_KEEP),
         ((1, 2, 3, 4, 5, 6), 0, 0),
         ((1, 2, 3, 4, 5, 6), 2, 2),
         ((tiny.BOS, 2, 3, 4, 5, 6), 2, 3),  # whoever counts, counts text
@@ -619,12 +625,12 @@ def test_what_a_shift_never_discards(
 ) -> None:
     runner = FakeRunner("x")
     events(files, runner, SHIFTING, prompt=prompt, keep=keep)
-    assert runner.jobs[0].keep == kept
-    assert runner.jobs[0].ids[-1] == prompt[-1]
+    assert runner.jobs[0].num_keep == kept
+    assert runner.jobs[0].prompt_token_ids[-1] == prompt[-1]
 
 
 def test_an_empty_prompt_is_refused_where_contexts_shift_too(files: ModelFiles) -> None:
-    assert refusal(files, SHIFTING, prompt="").kind is Kind.INVALID
+    assert refusal(files, SHIFTING, prompt="").kind is ErrorKind.INVALID
 
 
 @pytest.mark.parametrize(("most", "text"), [(0.0, "a"), (25e-9, "abcd"), (1.0, "abcdef")])
@@ -646,7 +652,7 @@ def test_what_is_held_back_when_time_is_up_is_told(files: ModelFiles) -> None:
     assert text_of(found) == "abcd"
 
 
-DIVERGED = Miss(at=3, reason="diverged", had=(*b"p!", tiny.END, 70_000))
+DIVERGED = CacheMiss(position=3, reason="diverged", cached_ids=(*b"p!", tiny.END, 70_000))
 
 
 def test_the_reason_of_a_miss_is_logged_for_whoever_debugs(

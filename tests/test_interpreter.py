@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, Served, serving
+from tests.serving import TIMEOUT, ServerProcess, run_server
 
 CITY = {
     "type": "object",
@@ -22,18 +22,18 @@ CITY = {
 }
 
 
-def ask(server: Served, **fields: Any) -> httpx.Response:
+def ask(server: ServerProcess, **fields: Any) -> httpx.Response:
     body = {"model": "builtin", "messages": [{"role": "user", "content": "Hello"}], **fields}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
 
 
-def logged(server: Served, pattern: str) -> None:
+def logged(server: ServerProcess, pattern: str) -> None:
     """Wait until a whole line of the log matches."""
     wait_until(lambda: any(re.fullmatch(pattern, line.rstrip("\n")) for line in server.log))
 
 
 def test_a_server_answers_and_logs_its_start_its_requests_and_its_end() -> None:
-    with serving() as server:
+    with run_server() as server:
         logged(server, r"[-\d]+ [\d:,]+ INFO \S+: .*running on http://127\.0\.0\.1:\d+.*")
         answer = ask(server, max_tokens=8)
         assert answer.status_code == 200, answer.text
@@ -48,11 +48,11 @@ def test_a_server_answers_and_logs_its_start_its_requests_and_its_end() -> None:
         logged(server, rf"{access} 404 ms=.*")
         assert server.stop() == -signal.SIGTERM
         assert sum(" app.access " in line for line in server.log) == 4
-        assert "Traceback" not in server.text()
+        assert "Traceback" not in server.log_text()
 
 
 def test_a_server_logs_a_model_process_that_died_and_replaces_it() -> None:
-    with serving() as server:
+    with run_server() as server:
         status: Any = server.status()
         os.kill(status["Models"][0]["Pid"], signal.SIGKILL)
         logged(server, r"[-\d]+ [\d:,]+ ERROR \S+: .*")

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.embeddings import EmbedInput, EmbedRequest
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
-from app.core.requests import Conversation, GenerateRequest, Message, Several
+from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
 from app.core.settings import Settings
-from app.limits import Limited
+from app.limits import LimitedGenerate
 from tests import tiny
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, finish, text
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, serving
+from tests.serving import TIMEOUT, run_server
 
-STOPPING = AppError(Kind.STOPPING, "the server is shutting down")
+STOPPING = AppError(ErrorKind.STOPPING, "the server is shutting down")
 
 
 def asked(caller: str = "ann", **changes: Any) -> GenerateRequest:
@@ -32,11 +32,11 @@ def asked(caller: str = "ann", **changes: Any) -> GenerateRequest:
 
 
 def embedding(caller: str = "ann") -> EmbedRequest:
-    one = EmbedInput(content="hi", at="input")
+    one = EmbedInput(content="hi", param="input")
     return EmbedRequest(model="fake/model", inputs=(one,), caller=caller)
 
 
-async def read(limited: Limited, request: GenerateRequest) -> list[Event]:
+async def read(limited: LimitedGenerate, request: GenerateRequest) -> list[Event]:
     async with limited.open(request) as events:
         return [event async for event in events]
 
@@ -56,7 +56,7 @@ async def settled() -> None:
 class Held:
     """Answers that stay in the making."""
 
-    def __init__(self, limited: Limited) -> None:
+    def __init__(self, limited: LimitedGenerate) -> None:
         self._limited = limited
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -77,23 +77,23 @@ class Held:
 def test_without_limits_everything_passes():
     async def run() -> None:
         generate = FakeGenerate(HELLO)
-        limited = Limited(generate, Settings())
+        limited = LimitedGenerate(generate, Settings())
         assert await read(limited, asked()) == list(HELLO)
         assert (await limited.embed(embedding())).vectors
-        assert limited.models() == generate.cards
-        assert limited.status() == generate.now
-        assert limited.states() == generate.states()
+        assert limited.list_models() == generate.cards
+        assert limited.status() == generate.runner_status
+        assert limited.list_model_states() == generate.list_model_states()
         assert await limited.tokenize("A") == [65]
         assert await limited.detokenize([65]) == "A"
-        assert await limited.token_bytes([65]) == [b"A"]
-        assert (await limited.tokenizer_info())["tokenizer_class"] == "Bytes"
+        assert await limited.get_token_bytes([65]) == [b"A"]
+        assert (await limited.get_tokenizer_info())["tokenizer_class"] == "Bytes"
         said = Conversation(messages=(Message(role="user", content="A"),))
-        assert await limited.prompt_ids(replace(asked(), prompt=said)) == [65]
+        assert await limited.tokenize_chat(replace(asked(), prompt=said)) == [65]
         assert (await limited.load("fake/model", 5.0)).name == "fake/model"
         assert (await limited.unload("fake/model")).phase == "unloaded"
-        await limited.look_for("other")
+        await limited.discover("other")
         assert generate.loaded == [("fake/model", 5.0)]
-        assert generate.looked == ["other"]
+        assert generate.discovered == ["other"]
 
     asyncio.run(run())
 
@@ -103,17 +103,17 @@ def test_without_limits_everything_passes():
 
 def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
     async def run() -> None:
-        limited = Limited(FakeGenerate([FOREVER]), Settings(max_per_key=2))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=2))
         async with Held(limited) as hold:
             await hold(asked())
             last = await hold(asked())
             refused = await refusal(read(limited, asked()))
-            assert (refused.kind, refused.code) == (Kind.BUSY, "too_many_requests")
+            assert (refused.kind, refused.code) == (ErrorKind.BUSY, "too_many_requests")
             assert refused.retry_after == 1
             assert not (await hold(asked("bob"))).done()
             # who has no key is a caller too
             assert not (await hold(asked("", n=2))).done()
-            assert (await refusal(read(limited, asked("")))).kind is Kind.BUSY
+            assert (await refusal(read(limited, asked("")))).kind is ErrorKind.BUSY
             last.cancel()
             await asyncio.gather(last, return_exceptions=True)
             assert not (await hold(asked())).done()
@@ -123,14 +123,14 @@ def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
 
 @pytest.mark.parametrize(
     "request_",
-    [asked(n=3), asked(prompt=Several(prompts=("a", "b", "c"))), asked(n=4)],
+    [asked(n=3), asked(prompt=PromptBatch(prompts=("a", "b", "c"))), asked(n=4)],
     ids=["choices", "prompts", "more"],
 )
 def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: GenerateRequest):
     async def run() -> None:
-        limited = Limited(FakeGenerate(), Settings(max_per_key=2))
+        limited = LimitedGenerate(FakeGenerate(), Settings(max_per_key=2))
         refused = await refusal(read(limited, request_))
-        assert refused.kind is Kind.INVALID
+        assert refused.kind is ErrorKind.INVALID
         assert refused.param == ("n" if request_.n > 1 else "prompt")
         assert "--max-per-key" in refused.message
 
@@ -139,10 +139,10 @@ def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: Ge
 
 def test_vectors_take_a_place_too():
     async def run() -> None:
-        limited = Limited(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
         async with Held(limited) as hold:
             await hold(asked())
-            assert (await refusal(limited.embed(embedding()))).kind is Kind.BUSY
+            assert (await refusal(limited.embed(embedding()))).kind is ErrorKind.BUSY
             assert (await limited.embed(embedding("bob"))).vectors
 
     asyncio.run(run())
@@ -159,7 +159,7 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = Limited(generate, Settings(max_per_key=most))
+        limited = LimitedGenerate(generate, Settings(max_per_key=most))
         here = dict.fromkeys("abc", 0)
         stayed: list[asyncio.Task[Any]] = []
         try:
@@ -182,7 +182,7 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
         for caller in here:
             async with limited.open(asked(caller, n=most)):
                 pass
-        assert len(generate.opened) == generate.left
+        assert len(generate.opened) == generate.num_closed
 
     asyncio.run(run())
 
@@ -194,11 +194,11 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
 def test_an_answer_that_takes_too_long_ends_in_an_error(script: Any):
     async def run() -> None:
         generate = FakeGenerate(script)
-        limited = Limited(generate, Settings(deadline=0.2))
+        limited = LimitedGenerate(generate, Settings(deadline=0.2))
         refused = await refusal(read(limited, asked()))
-        assert refused.kind is Kind.DEADLINE
+        assert refused.kind is ErrorKind.DEADLINE
         assert "0.2 s" in refused.message
-        assert generate.left == 1
+        assert generate.num_closed == 1
 
     asyncio.run(run())
 
@@ -217,16 +217,16 @@ class Slow(FakeGenerate):
 @pytest.mark.parametrize("ends", [False, True], ids=["deadline", "stopping"])
 def test_waiting_to_be_opened_counts_too(ends: bool):
     async def run() -> None:
-        limited = Limited(Slow(), Settings(deadline=None if ends else 0.1))
+        limited = LimitedGenerate(Slow(), Settings(deadline=None if ends else 0.1))
         waits = [
             asyncio.create_task(refusal(limited.embed(embedding()))),
             asyncio.create_task(refusal(read(limited, asked(prompt=(1, 2))))),
         ]
         await settled()
         if ends:
-            limited.end(STOPPING)
+            limited.abort_all(STOPPING)
         for refused in await asyncio.gather(*waits):
-            assert refused.kind is (Kind.STOPPING if ends else Kind.DEADLINE)
+            assert refused.kind is (ErrorKind.STOPPING if ends else ErrorKind.DEADLINE)
 
     asyncio.run(run())
 
@@ -235,18 +235,18 @@ def test_a_client_that_reads_slowly_gets_no_more_time():
     """What is there already needs no waiting, so nothing waited too long."""
 
     async def run() -> None:
-        limited = Limited(FakeGenerate(HELLO), Settings(deadline=0.5))
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=0.5))
         async with limited.open(asked()) as events:
             await anext(aiter(events))
             await asyncio.sleep(0.6)
-            assert (await refusal(anext(aiter(events)))).kind is Kind.DEADLINE
+            assert (await refusal(anext(aiter(events)))).kind is ErrorKind.DEADLINE
 
     asyncio.run(run())
 
 
 def test_a_deadline_is_no_business_of_an_answer_that_keeps_it():
     async def run() -> None:
-        limited = Limited(FakeGenerate(HELLO), Settings(deadline=60))
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=60))
         assert await read(limited, asked()) == list(HELLO)
 
     asyncio.run(run())
@@ -256,7 +256,7 @@ def test_time_limits_of_others_are_left_alone():
     """A TimeoutError from below is a fault, not this limit."""
 
     async def run() -> None:
-        limited = Limited(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
+        limited = LimitedGenerate(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
         with pytest.raises(TimeoutError, match="a disk"):
             await read(limited, asked())
 
@@ -270,26 +270,26 @@ def test_all_answers_end_with_the_reason_and_none_begins():
     async def run() -> None:
         script = [text("so"), FOREVER, finish()]
         generate = FakeGenerate(script)
-        limited = Limited(generate, Settings())
+        limited = LimitedGenerate(generate, Settings())
         async with Held(limited) as hold:
             answers = [await hold(asked()) for _ in range(3)]
-            limited.end(STOPPING)
+            limited.abort_all(STOPPING)
             for answer in answers:
                 assert await refusal(answer) is STOPPING
             assert await refusal(read(limited, asked())) is STOPPING
             assert await refusal(limited.embed(embedding())) is STOPPING
             assert await refusal(limited.load("fake/model")) is STOPPING
-            assert len(generate.opened) == generate.left
+            assert len(generate.opened) == generate.num_closed
 
     asyncio.run(run())
 
 
 def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
     async def run() -> None:
-        limited = Limited(FakeGenerate(HELLO), Settings())
+        limited = LimitedGenerate(FakeGenerate(HELLO), Settings())
         async with limited.open(asked()) as events:
             await anext(aiter(events))
-            limited.end(STOPPING)
+            limited.abort_all(STOPPING)
             assert await refusal(anext(aiter(events))) is STOPPING
 
     asyncio.run(run())
@@ -298,13 +298,13 @@ def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
 def test_a_client_that_leaves_is_no_mistake_of_anybody():
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = Limited(generate, Settings(deadline=60))
+        limited = LimitedGenerate(generate, Settings(deadline=60))
         task = asyncio.create_task(read(limited, asked()))
         await settled()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert generate.left == 1
+        assert generate.num_closed == 1
 
     asyncio.run(run())
 
@@ -314,40 +314,40 @@ BODY: Any = {"model": "tiny", "prompt": "x", **tiny.UNENDING}
 
 def test_the_real_server_refuses_more_than_one_caller_may_have(long_model: Path):
     limits = ("--max-per-key", "2", "--max-tokens", str(tiny.LONG // 2))
-    with serving(str(long_model), "--runner", "thread", *limits) as server, ExitStack() as open_:
+    with run_server(str(long_model), "--runner", "thread", *limits) as server, ExitStack() as open_:
         url = f"{server.url}/v1/completions"
         stream = {**BODY, "stream": True}
         streams = [
-            open_.enter_context(httpx.stream("POST", url, json=stream, timeout=PATIENCE))
+            open_.enter_context(httpx.stream("POST", url, json=stream, timeout=TIMEOUT))
             for _ in range(2)
         ]
         assert [reply.status_code for reply in streams] == [200, 200]
-        refused = httpx.post(url, json=BODY, timeout=PATIENCE)
+        refused = httpx.post(url, json=BODY, timeout=TIMEOUT)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         open_.close()
         wait_until(lambda: server.status()["Running"] == 0)
-        short = httpx.post(url, json={**BODY, "max_tokens": 20}, timeout=PATIENCE).json()
+        short = httpx.post(url, json={**BODY, "max_tokens": 20}, timeout=TIMEOUT).json()
         assert short["choices"][0]["finish_reason"] == "length"
 
 
 def test_the_real_server_ends_what_misses_its_deadline(long_model: Path):
     # time enough to begin on a busy machine, since an answer that did not begin has a status
-    with serving(str(long_model), "--runner", "thread", "--deadline", "3") as server:
+    with run_server(str(long_model), "--runner", "thread", "--deadline", "3") as server:
         url = f"{server.url}/v1/completions"
-        httpx.post(url, json={**BODY, "max_tokens": 2}, timeout=PATIENCE)
-        with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=PATIENCE) as stream:
+        httpx.post(url, json={**BODY, "max_tokens": 2}, timeout=TIMEOUT)
+        with httpx.stream("POST", url, json={**BODY, "stream": True}, timeout=TIMEOUT) as stream:
             *_, told, done = filter(None, stream.iter_lines())
         assert json.loads(told.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         assert done == "data: [DONE]"
-        late = httpx.post(url, json=BODY, timeout=PATIENCE)
+        late = httpx.post(url, json=BODY, timeout=TIMEOUT)
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "deadline_exceeded"
         assert late.headers["x-should-retry"] == "false"
 
 
 def test_the_real_server_cuts_what_takes_too_long(long_model: Path):
-    with serving(str(long_model), "--runner", "thread", "--max-time", "0.3") as server:
-        reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=PATIENCE)
+    with run_server(str(long_model), "--runner", "thread", "--max-time", "0.3") as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=TIMEOUT)
         found = reply.json()
         assert found["choices"][0]["finish_reason"] == "length"
         assert 1 <= found["usage"]["completion_tokens"] < tiny.LONG // 2

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.log_writing import Queued
-from tests.serving import PATIENCE, ROOT
+from app.log_writing import QueuedLogHandler
+from tests.serving import ROOT, TIMEOUT
 
 # a pipe's size, and more
 MUCH = 1 << 17
@@ -26,7 +26,7 @@ class Pipe:
     """log: writes into a pipe, which is read when this is asked for what came."""
 
     log: logging.Logger
-    handler: Queued
+    handler: QueuedLogHandler
     into: int
     end: int
 
@@ -59,14 +59,14 @@ class _Reader:
 
     def stop(self) -> bytes:
         self._over = True
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         return bytes(self._read)
 
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
     end, into = os.pipe()
-    handler = Queued(into)
+    handler = QueuedLogHandler(into)
     log = logging.Logger("tested")
     log.addHandler(handler)
     yield Pipe(log, handler, into, end)
@@ -126,7 +126,7 @@ def test_to_flush_ends_though_nobody_reads(pipe: Pipe):
     pipe.log.info("x" * MUCH)
     begun = time.monotonic()
     pipe.handler.flush()
-    assert 0.5 < time.monotonic() - begun < PATIENCE
+    assert 0.5 < time.monotonic() - begun < TIMEOUT
 
 
 def test_a_reader_that_is_gone_stops_nothing(pipe: Pipe):
@@ -195,7 +195,7 @@ def test_a_process_ends_though_nobody_reads():
     """Python waits for sys.stderr, which a thread that writes into it would hold, and aborts."""
     command = [sys.executable, "-c", CRASHING.format(end="")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
-        assert process.wait(PATIENCE) == 0
+        assert process.wait(TIMEOUT) == 0
 
 
 def test_a_server_whose_log_nobody_reads_serves_and_ends(tiny_model: Path):
@@ -214,6 +214,6 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(tiny_model: Path):
                 for _ in range(400):  # of 250 bytes each, at least, and a pipe holds 64 KiB
                     assert client.get("/v1/models", headers=headers).status_code == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE) == -signal.SIGTERM
+            assert process.wait(TIMEOUT) == -signal.SIGTERM
         finally:
             process.kill()

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.app import build_app
-from app.api.request_id import RequestIds
-from app.core.errors import AppError, Kind
-from app.core.events import Loading, Progress
+from app.api.request_id import RequestIdMiddleware
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ModelLoading, PrefillProgress
 from app.core.settings import Settings
-from app.core.visit import VISIT, Visit
+from app.core.visit import REQUEST_CONTEXT, RequestContext
 from app.door.keyring import Keyring
-from app.door.keys import Key, digest
-from app.logs import Human, Lines, configure, visible
+from app.door.keys import ApiKey, hash_key
+from app.logs import HumanFormatter, JsonFormatter, configure_logging, escape_control_characters
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FOREVER, FakeGenerate, finish, text
 
@@ -56,7 +56,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO]]
     def begin(**settings: Any) -> io.StringIO:
         written = io.StringIO()
         monkeypatch.setattr(sys, "stderr", written)
-        configure(Settings(**settings))
+        configure_logging(Settings(**settings))
         return written
 
     yield begin
@@ -95,7 +95,7 @@ def told(written: io.StringIO) -> list[Any]:
 
 @pytest.mark.parametrize("nasty", NASTY)
 def test_no_text_leaves_its_line(nasty: str):
-    for formatter in (Human(), Lines()):
+    for formatter in (HumanFormatter(), JsonFormatter()):
         line = formatter.format(record("the client said %s", nasty))
         assert len(line.splitlines()) == 1
         assert line.isprintable()
@@ -104,8 +104,8 @@ def test_no_text_leaves_its_line(nasty: str):
 
 @given(st.text(st.characters(codec=None)))
 def test_what_is_written_is_seen(anything: str):
-    assert visible(anything).isprintable()
-    line = Lines().format(record("%s", anything))
+    assert escape_control_characters(anything).isprintable()
+    line = JsonFormatter().format(record("%s", anything))
     assert line.isascii()
     assert line.isprintable()
     assert json.loads(line)["message"] == anything
@@ -117,11 +117,11 @@ def test_no_text_leaves_a_traceback(nasty: str):
         raise KeyError(nasty) from ValueError(nasty)
     except KeyError as error:
         found = record("it broke", error=error)
-    human = Human().format(found)
+    human = HumanFormatter().format(found)
     first, *rest = human.split("\n")
     assert first.endswith("it broke")
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
-    line = Lines().format(found)
+    line = JsonFormatter().format(found)
     assert line.isprintable()
     assert "Traceback" in json.loads(line)["exception"]
 
@@ -129,7 +129,7 @@ def test_no_text_leaves_a_traceback(nasty: str):
 def test_a_json_line_is_an_object_with_a_time_in_utc():
     found = record("%d of %d", 3, 4)
     found.created = 1_763_744_400.25
-    assert json.loads(Lines().format(found)) == {
+    assert json.loads(JsonFormatter().format(found)) == {
         "time": "2025-11-21T17:00:00.250Z",
         "level": "info",
         "logger": "app.x",
@@ -139,16 +139,16 @@ def test_a_json_line_is_an_object_with_a_time_in_utc():
 
 def test_every_line_of_a_request_has_its_name_in_threads_too():
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        lines.append(Lines().format(record("here")))
-        await asyncio.to_thread(lambda: lines.append(Lines().format(record("there"))))
+        lines.append(JsonFormatter().format(record("here")))
+        await asyncio.to_thread(lambda: lines.append(JsonFormatter().format(record("there"))))
         scope["state"]["caller"] = "ada"  # as whoever asks for keys does
-        lines.append(Human().format(record("human")))
-        task = asyncio.create_task(asyncio.to_thread(Lines().format, record("later")))
+        lines.append(HumanFormatter().format(record("human")))
+        task = asyncio.create_task(asyncio.to_thread(JsonFormatter().format, record("later")))
         lines.append(await task)
 
     async def run() -> None:
         headers = {"x-request-id": "mine"}
-        await Conversation(RequestIds(application), "GET", "/", headers=headers).task
+        await Conversation(RequestIdMiddleware(application), "GET", "/", headers=headers).task
 
     lines: list[str] = []
     asyncio.run(run())
@@ -157,18 +157,18 @@ def test_every_line_of_a_request_has_its_name_in_threads_too():
         assert json.loads(line)["request_id"] == "mine"
     assert "app.x [mine]: human" in human
     assert json.loads(later)["caller"] == "ada"
-    assert "request_id" not in json.loads(Lines().format(record("of no request")))
+    assert "request_id" not in json.loads(JsonFormatter().format(record("of no request")))
 
 
 def test_two_requests_do_not_take_each_others_names():
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.01)
-        visit = VISIT.get()
+        visit = REQUEST_CONTEXT.get()
         assert visit is not None
         seen.append((scope["path"], visit.id))
 
     async def run() -> None:
-        app = RequestIds(application)
+        app = RequestIdMiddleware(application)
         paths = [f"/{n}" for n in range(20)]
         talks = [Conversation(app, "GET", p, headers={"x-request-id": p[1:]}) for p in paths]
         await asyncio.gather(*(talk.task for talk in talks))
@@ -214,8 +214,8 @@ def test_people_read_the_same(log: Any):
 @pytest.mark.parametrize(
     ("generate", "finish"),
     [
-        (FakeGenerate(refusal=AppError(Kind.BUSY, "no")), "server_busy"),
-        (FakeGenerate([text("a"), AppError(Kind.ENGINE, "no")]), "engine_error"),
+        (FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no")), "server_busy"),
+        (FakeGenerate([text("a"), AppError(ErrorKind.ENGINE, "no")]), "engine_error"),
         (FakeGenerate([text("a"), KeyError("no")]), "internal_error"),
     ],
 )
@@ -241,10 +241,10 @@ def hang_up_after(script: Any, part: bytes, **changes: Any) -> None:
 def test_a_request_cancelled_during_prefill_has_its_prompt_tokens(log: Any):
     written = log(log_format="json")
     script = [
-        Progress(done=3, total=500),
-        Progress(prompt=1, done=0, total=20),
-        Progress(done=256, total=500),
-        Loading(progress=7),
+        PrefillProgress(computed_tokens=3, total_tokens=500),
+        PrefillProgress(prompt_index=1, computed_tokens=0, total_tokens=20),
+        PrefillProgress(computed_tokens=256, total_tokens=500),
+        ModelLoading(progress=7),
         FOREVER,
     ]
     hang_up_after(script, b"loading 7 %")
@@ -257,7 +257,12 @@ def test_a_request_cancelled_during_prefill_has_its_prompt_tokens(log: Any):
 def test_prompts_that_finished_count_as_their_usage_says(log: Any):
     written = log(log_format="json")
     # 7 tokens, 3 of them cached; the second prompt is cancelled
-    script = [Progress(done=1, total=7), Progress(prompt=1, done=2, total=20), finish(), FOREVER]
+    script = [
+        PrefillProgress(computed_tokens=1, total_tokens=7),
+        PrefillProgress(prompt_index=1, computed_tokens=2, total_tokens=20),
+        finish(),
+        FOREVER,
+    ]
     hang_up_after(script, b'"finish_reason":"stop"', n=2)
     [line] = told(written)
     assert (line["prompt_tokens"], line["cached_tokens"]) == (27, 5)
@@ -300,16 +305,16 @@ def test_probes_are_told_to_those_who_debug(log: Any, path: str):
 @pytest.mark.parametrize(
     ("kind", "level"),
     [
-        (Kind.ENGINE, "error"),
-        (Kind.LOADING, "info"),
-        (Kind.STOPPING, "info"),
-        (Kind.DEADLINE, "info"),
-        (Kind.INVALID, "info"),
+        (ErrorKind.ENGINE, "error"),
+        (ErrorKind.LOADING, "info"),
+        (ErrorKind.STOPPING, "info"),
+        (ErrorKind.DEADLINE, "info"),
+        (ErrorKind.INVALID, "info"),
     ],
 )
-def test_a_fault_is_an_error_and_a_refusal_is_none(log: Any, kind: Kind, level: str):
+def test_a_fault_is_an_error_and_a_refusal_is_none(log: Any, kind: ErrorKind, level: str):
     written = log(log_format="json")
-    ask(CHAT, FakeGenerate(refusal=AppError(kind, "no")))
+    ask(CHAT, FakeGenerate(open_error=AppError(kind, "no")))
     assert [line["level"] for line in told(written)] == [level]
 
 
@@ -354,8 +359,8 @@ def test_an_unknown_model_is_named_in_the_line_of_its_error(log: Any):
 @pytest.mark.parametrize("log_format", ["human", "json"])
 def test_a_reason_is_short_and_stays_within_its_line(log: Any, log_format: Any, nasty: str):
     written = log(log_format=log_format)
-    error = AppError(Kind.BUSY, f"busy {nasty}")
-    ask(CHAT, FakeGenerate(refusal=error))
+    error = AppError(ErrorKind.BUSY, f"busy {nasty}")
+    ask(CHAT, FakeGenerate(open_error=error))
     [line] = written.getvalue().splitlines()
     assert "reason" in line
     assert line.isprintable()
@@ -365,12 +370,12 @@ def test_a_reason_is_short_and_stays_within_its_line(log: Any, log_format: Any, 
 def test_a_reply_without_an_error_has_no_reason(log: Any):
     written = log(log_format="json")
     ask(CHAT)
-    ask(CHAT, FakeGenerate([text("a"), AppError(Kind.ENGINE, "no")]), {**BODY, "stream": True})
+    ask(CHAT, FakeGenerate([text("a"), AppError(ErrorKind.ENGINE, "no")]), {**BODY, "stream": True})
     assert all("error" not in line and "reason" not in line for line in told(written))
 
 
 def test_a_request_without_a_key_has_its_reason(log: Any):
-    keyring = Keyring((Key(name="ada", digest=digest("mr-secret")),))
+    keyring = Keyring((ApiKey(name="ada", digest=hash_key("mr-secret")),))
 
     async def run() -> None:
         app = build_app(FakeGenerate(), Settings(), keyring=keyring)
@@ -388,7 +393,7 @@ def test_without_an_access_log_faults_are_told_all_the_same(log: Any):
     written = log(access_log=False)
     ask(CHAT)
     assert written.getvalue() == ""
-    ask(CHAT, FakeGenerate(refusal=AppError(Kind.ENGINE, "no")))
+    ask(CHAT, FakeGenerate(open_error=AppError(ErrorKind.ENGINE, "no")))
     assert f"POST {CHAT} 500" in written.getvalue()
 
 
@@ -396,7 +401,7 @@ def test_neither_the_query_nor_the_prompt_nor_a_key_is_told(log: Any):
     written = log(log_level="debug")
     headers = {"authorization": "Bearer mr-secret", "x-api-key": "mr-secret"}
     ask(CHAT, headers=headers)
-    ask(CHAT, FakeGenerate(refusal=AppError(Kind.INVALID, "no")), headers=headers)
+    ask(CHAT, FakeGenerate(open_error=AppError(ErrorKind.INVALID, "no")), headers=headers)
     ask(CHAT, FakeGenerate([text("a"), KeyError("no")]), headers=headers)
     assert written.getvalue().count(f"POST {CHAT}") == 3
     assert "secret" not in written.getvalue()
@@ -459,5 +464,5 @@ def test_uvicorns_own_access_log_is_silent(log: Any):
 
 
 def test_a_visit_without_a_key_has_no_caller():
-    assert Visit(id="x").caller == ""
-    assert Visit(id="x", state={"caller": "ada"}).caller == "ada"
+    assert RequestContext(id="x").caller == ""
+    assert RequestContext(id="x", state={"caller": "ada"}).caller == "ada"

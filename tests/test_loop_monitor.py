@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from app.core.loop_lag import BOUNDS, LoopLag
-from app.loop_monitor import LoopMonitor
+from app.core.loop_lag import LAG_BUCKETS, EventLoopLag
+from app.loop_monitor import EventLoopWatchdog
 
 PATIENCE = 10.0
 
@@ -20,14 +20,14 @@ def block(until: threading.Event) -> None:
 def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ):
-    lag, reported = LoopLag(), threading.Event()
+    lag, reported = EventLoopLag(), threading.Event()
 
     class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             reported.set()
 
     async def run() -> None:
-        async with LoopMonitor(lag, watchdog=60).watching():
+        async with EventLoopWatchdog(lag, watchdog=60).run():
             await asyncio.sleep(0.2)
             block(reported)  # until the log says so: this is what blocks
             await asyncio.sleep(0.5)
@@ -39,19 +39,19 @@ def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
     finally:
         logging.getLogger("app.loop_monitor").removeHandler(noting)
     assert lag.worst >= 0.9
-    assert lag.last < 0.9
-    assert sum(lag.counts[BOUNDS.index(0.5) + 1 :]) == 1
+    assert lag.latest < 0.9
+    assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) == 1
     assert "the event loop has been blocked for" in caplog.text
     assert "in block" in caplog.text
     assert "the event loop resumed after" in caplog.text
 
 
 def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.loop_monitor._LEAST", 0.0)
+    monkeypatch.setattr("app.loop_monitor._MIN_TIMEOUT", 0.0)
     hung = threading.Event()
 
     async def run() -> None:
-        async with LoopMonitor(LoopLag(), watchdog=0.5, hung=hung.set).watching():
+        async with EventLoopWatchdog(EventLoopLag(), watchdog=0.5, on_hang=hung.set).run():
             await asyncio.sleep(0.1)
             block(hung)
 
@@ -60,12 +60,14 @@ def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_idle_loop_is_not_hung(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.loop_monitor._LEAST", 0.0)
+    monkeypatch.setattr("app.loop_monitor._MIN_TIMEOUT", 0.0)
     hung: list[float] = []
 
     async def run() -> None:
-        monitor = LoopMonitor(LoopLag(), watchdog=0.75, hung=lambda: hung.append(time.time()))
-        async with monitor.watching():
+        monitor = EventLoopWatchdog(
+            EventLoopLag(), watchdog=0.75, on_hang=lambda: hung.append(time.time())
+        )
+        async with monitor.run():
             await asyncio.sleep(2)
 
     asyncio.run(run())
@@ -73,11 +75,11 @@ def test_an_idle_loop_is_not_hung(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_worst_lag_is_that_of_the_last_minute():
-    lag = LoopLag()
-    lag.note(3.0)
-    assert (lag.last, lag.worst) == (3.0, 3.0)
+    lag = EventLoopLag()
+    lag.observe(3.0)
+    assert (lag.latest, lag.worst) == (3.0, 3.0)
     for _ in range(1200):
-        lag.note(0.002)
-    assert (lag.last, lag.worst) == (0.002, 0.002)
-    assert sum(lag.counts) == 1201
-    assert lag.total == pytest.approx(3.0 + 1200 * 0.002)
+        lag.observe(0.002)
+    assert (lag.latest, lag.worst) == (0.002, 0.002)
+    assert sum(lag.bucket_counts) == 1201
+    assert lag.sum_seconds == pytest.approx(3.0 + 1200 * 0.002)

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.machine import Machine
-from tests.serving import PATIENCE, ROOT
+from tests.machine import MachineLock
+from tests.serving import ROOT, TIMEOUT
 
 WORKER = """
 import sys, time
@@ -40,7 +40,7 @@ def test_no_test_runs_beside_a_measurement_and_none_waits_for_ever(tmp_path: Pat
         for kind in ("measures", "measures", "tests", "tests")
     ]
     for worker in workers:
-        assert worker.wait(PATIENCE) == 0
+        assert worker.wait(TIMEOUT) == 0
     running, measuring, measured = 0, False, 0
     for what in log.read_text().split():
         match what:
@@ -64,7 +64,7 @@ def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
         subprocess.Popen([sys.executable, "-c", WORKER, locks, log, "endless", stop], cwd=ROOT)
         for _ in range(2)
     ]
-    machine = Machine(locks)
+    machine = MachineLock(locks)
     with machine.shared():
         while not log.exists():
             time.sleep(0.005)
@@ -74,16 +74,16 @@ def test_a_measurement_does_not_wait_for_tests_that_keep_coming(tmp_path: Path):
             assert log.read_text() == before
     stop.touch()
     for worker in busy:
-        assert worker.wait(PATIENCE) == 0
+        assert worker.wait(TIMEOUT) == 0
 
 
 def test_a_child_that_outlives_its_test_keeps_no_lock(tmp_path: Path):
     """Locks belong to the open file, which a fork shares."""
-    machine = Machine(tmp_path / "locks")
+    machine = MachineLock(tmp_path / "locks")
     with machine.shared():
         child = os.fork()
         if child == 0:
-            time.sleep(PATIENCE)
+            time.sleep(TIMEOUT)
             os._exit(0)
     try:
         with machine.shared(), machine.exclusive():

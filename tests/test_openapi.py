@@ -10,20 +10,22 @@ import pytest
 import yaml
 from starlette.routing import Route
 
-from app.api import routes
-from app.api.wire import MANNERS
-from app.core.errors import AppError, Kind
-from app.core.loop_lag import LoopLag
+from app.api import build_routes
+from app.api.wire import ERROR_FORMATS
+from app.core.errors import AppError, ErrorKind
+from app.core.loop_lag import EventLoopLag
 from app.core.settings import Settings
-from app.core.traffic import Traffic
-from app.core.workers import Workers
+from app.core.traffic import ConnectionStats
+from app.core.workers import ThreadPools
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 DOCUMENT: Any = yaml.safe_load((Path(__file__).parents[1] / "openapi.yaml").read_text("utf-8"))
 FOUND_BELOW = [
-    kind for kind in Kind if kind not in (Kind.METHOD, Kind.NOT_FOUND, Kind.MODEL_NOT_FOUND)
+    kind
+    for kind in ErrorKind
+    if kind not in (ErrorKind.METHOD_NOT_ALLOWED, ErrorKind.NOT_FOUND, ErrorKind.MODEL_NOT_FOUND)
 ]
 COMMENT_OR_END = (b": ", b"data: [DONE]")
 
@@ -47,7 +49,9 @@ def documented() -> set[tuple[str, str]]:
 
 def served() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for route in routes(FakeGenerate(), Settings(), Traffic(), Workers(), LoopLag()):
+    for route in build_routes(
+        FakeGenerate(), Settings(), ConnectionStats(), ThreadPools(), EventLoopLag()
+    ):
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.
@@ -150,7 +154,7 @@ def examples() -> list[tuple[str, str, Any, str]]:
 
 def with_model(body: Any) -> Any:
     """The examples name a model of their own."""
-    served = FakeGenerate().models()[0].id
+    served = FakeGenerate().list_models()[0].id
     return {**body, "model": served} if isinstance(body, dict) and "model" in body else body
 
 
@@ -168,7 +172,7 @@ def test_the_documented_examples_are_answered_as_documented(
         pytest.skip("is always refused: see tests/api/test_responses.py")
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
-    url = path.replace("{id}", generate.models()[0].id)
+    url = path.replace("{id}", generate.list_models()[0].id)
     reply = ask(generate, method, url, data, {"content-type": kind})
     assert reply.status == 200
     contents = DOCUMENT["paths"][path][method.lower()]["responses"]["200"]["content"]
@@ -182,12 +186,12 @@ def test_the_documented_examples_are_answered_as_documented(
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/completion"]
 )
-def test_every_mistake_that_is_found_below_is_documented(path: str, kind: Kind):
-    generate = FakeGenerate(refusal=AppError(kind, "what", param="where"))
+def test_every_mistake_that_is_found_below_is_documented(path: str, kind: ErrorKind):
+    generate = FakeGenerate(open_error=AppError(kind, "what", param="where"))
     operation = DOCUMENT["paths"][path]["post"]
     body = operation["requestBody"]["content"]["application/json"]["example"]
     reply = ask(generate, "POST", path, with_model(body))
-    assert reply.status == MANNERS[kind].status
+    assert reply.status == ERROR_FORMATS[kind].status
     assert str(reply.status) in operation["responses"]
     named("Error").validate(reply.json)
     documented = DOCUMENT["components"]["responses"]

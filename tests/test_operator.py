@@ -13,11 +13,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, Served, serving
+from tests.serving import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 
-def scrape(server: Served) -> dict[tuple[str, ...], float]:
+def scrape(server: ServerProcess) -> dict[tuple[str, ...], float]:
     """Samples of the one model by name, vLLM's without its prefix and ours without ours, and by the
     values of the labels that it has besides."""
     text = httpx.get(f"{server.url}/metrics").text
@@ -32,10 +32,10 @@ def scrape(server: Served) -> dict[tuple[str, ...], float]:
     return found
 
 
-async def crowd(server: Served, count: int, **body: Any) -> list[httpx.Response]:
+async def crowd(server: ServerProcess, count: int, **body: Any) -> list[httpx.Response]:
     """So many completions at the same moment."""
     asked = {"model": "tiny", "temperature": 0, **body}
-    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         one = (
             client.post(f"{server.url}/v1/completions", json={**asked, "prompt": f"number {n}"})
             for n in range(count)
@@ -46,7 +46,7 @@ async def crowd(server: Served, count: int, **body: Any) -> list[httpx.Response]
 def test_a_crowd_is_served_refused_and_counted(tiny_model: Path, throttle: Throttle) -> None:
     """Slow until all are here, so that places and queue are full when the others come."""
     arguments = (str(tiny_model), "--parallel", "2", "--max-queue", "3")
-    with serving(*arguments, variables=throttle.on().variables) as server:
+    with run_server(*arguments, environ=throttle.on().variables) as server:
         with ThreadPoolExecutor(1) as pool:
             asked = {"max_tokens": 100, "logit_bias": {"257": -100}}
             replying = pool.submit(lambda: asyncio.run(crowd(server, 20, **asked)))
@@ -68,7 +68,7 @@ def test_a_crowd_is_served_refused_and_counted(tiny_model: Path, throttle: Throt
 
 
 def test_the_figures_of_both_routes_are_the_same_and_add_up(tiny_model: Path) -> None:
-    with serving(str(tiny_model), "--parallel", "4", "--context", "256") as server:
+    with run_server(str(tiny_model), "--parallel", "4", "--context", "256") as server:
         replies = [
             *asyncio.run(crowd(server, 8, max_tokens=8)),
             *asyncio.run(crowd(server, 8, max_tokens=8)),
@@ -100,8 +100,8 @@ def test_counters_go_on_when_a_runner_is_replaced(tiny_model: Path) -> None:
         return {key: told[key] for key in told if key[0].endswith("_tokens_total")}
 
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 8}
-    with serving(str(tiny_model)) as server:
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+    with run_server(str(tiny_model)) as server:
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT)
         before = counted()
         status: Any = server.status()
         [model] = status["Models"]
@@ -110,7 +110,7 @@ def test_counters_go_on_when_a_runner_is_replaced(tiny_model: Path) -> None:
         reply = None
         while reply is None or reply.status_code != 200:
             reply = httpx.post(
-                f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=PATIENCE
+                f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=TIMEOUT
             )
         after = counted()
         assert after["generation_tokens_total",] >= before["generation_tokens_total",] + 1
@@ -119,12 +119,12 @@ def test_counters_go_on_when_a_runner_is_replaced(tiny_model: Path) -> None:
 
 
 def test_the_log_is_for_programs_too_and_names_each_request(tiny_model: Path) -> None:
-    with serving(str(tiny_model), "--log-format", "json") as server:
+    with run_server(str(tiny_model), "--log-format", "json") as server:
         reply = httpx.post(
             f"{server.url}/v1/completions?key=secret",
             json={"model": "tiny", "prompt": "nobody may read this", "max_tokens": 4},
             headers={"x-request-id": "mine", "authorization": "Bearer secret"},
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
         assert reply.status_code == 200
         server.stop()
@@ -137,7 +137,7 @@ def test_the_log_is_for_programs_too_and_names_each_request(tiny_model: Path) ->
 
 
 def test_a_context_that_was_asked_for_is_the_one_that_counts(tiny_model: Path) -> None:
-    with serving(str(tiny_model), "--context", "64") as server:
+    with run_server(str(tiny_model), "--context", "64") as server:
         body = {"model": "tiny", "prompt": "x" * 64}
         reply = httpx.post(f"{server.url}/v1/completions", json=body)
         assert reply.status_code == 400
@@ -148,7 +148,7 @@ def test_a_context_that_was_asked_for_is_the_one_that_counts(tiny_model: Path) -
 
 def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
     options = ("--context", "64", "--context-shift", "--cache", "slots", "--parallel", "1")
-    with serving(str(tiny_model), *options) as server:
+    with run_server(str(tiny_model), *options) as server:
         body = {
             "model": "tiny",
             "prompt": "x" * 100,
@@ -156,7 +156,7 @@ def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
             "temperature": 0,
             "logit_bias": {"257": -100},
         }
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT)
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] == 150
         assert reply.json()["usage"]["prompt_tokens"] == 63
@@ -164,22 +164,22 @@ def test_a_context_that_shifts_is_no_end(tiny_model: Path) -> None:
 
 def test_debug_tells_where_a_prompt_left_the_cached_ones(tiny_model: Path) -> None:
     body = {"model": "tiny", "max_tokens": 2, "temperature": 0}
-    with serving(str(tiny_model), "--debug") as server:
+    with run_server(str(tiny_model), "--debug") as server:
         for prompt in ("once upon a time", "once upon a hill"):
             httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": prompt})
         # which is killed then, and may have answered before it wrote
-        wait_until(lambda: "the cached prefix with 'time" in server.text())
-    assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.text()
+        wait_until(lambda: "the cached prefix with 'time" in server.log_text())
+    assert "12 of 16 prompt tokens were cached (diverged at 12)" in server.log_text()
     told = "after ' upon a ' the prompt continues with 'hill', and the cached prefix with 'time"
-    assert told in server.text()
-    with serving(str(tiny_model)) as quiet:
+    assert told in server.log_text()
+    with run_server(str(tiny_model)) as quiet:
         httpx.post(f"{quiet.url}/v1/completions", json={**body, "prompt": "once upon a time"})
-    assert "upon" not in quiet.text()
+    assert "upon" not in quiet.log_text()
 
 
 def test_too_little_memory_is_told_before_anything_is_served(tiny_model: Path) -> None:
-    server = Served([str(tiny_model), "--memory", "0.0001"])
-    assert server.process.wait(PATIENCE) == 1
+    server = ServerProcess([str(tiny_model), "--memory", "0.0001"])
+    assert server.process.wait(TIMEOUT) == 1
     server.stop()
-    assert "mlxrunner: " in server.text()
-    assert "Traceback" not in server.text()
+    assert "mlxrunner: " in server.log_text()
+    assert "Traceback" not in server.log_text()

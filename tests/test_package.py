@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.api.meta import STATUS
+from app.api.meta import OLLAMA_STATUS_CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -153,9 +153,9 @@ def until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) 
         assert server.poll() is None, "the server has ended"
         try:
             status = fetch(f"{url}/v1/status")["Status"]
-            if status == STATUS["ready"]:
+            if status == OLLAMA_STATUS_CODES["ready"]:
                 return
-            assert status == STATUS["loading"], "the model could not be loaded"
+            assert status == OLLAMA_STATUS_CODES["loading"], "the model could not be loaded"
         except urllib.error.URLError:
             pass
         time.sleep(0.05)

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.requests import Conversation, GenerateRequest, Message, Several
-from app.core.room import Room
+from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
+from app.core.room import ContextLimit
 from app.core.settings import Settings
-from app.preparation import Preparation, Prepared
+from app.preparation import JobBuilder, PreparedChoice
 from tests import tiny
 
-ROOM = Room(model=256, asked=None, capacity=None)
+ROOM = ContextLimit(model_context=256, configured_context=None, capacity=None)
 PLAIN = Settings()
 SHIFTING = Settings(cache="slots", context_shift=True, context=256)
 
@@ -32,16 +32,18 @@ def filling(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Mode
     inner = tiny.tokenizer()
     inner.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
     inner.save(str(path))
-    return replace(files, tokenizer=path, config={**files.config, "vocab_size": tiny.VOCAB + 4})
+    return replace(
+        files, tokenizer_path=path, config={**files.config, "vocab_size": tiny.VOCAB + 4}
+    )
 
 
 def prepared(
     files: ModelFiles,
     settings: Settings = PLAIN,
     **changes: Any,
-) -> list[Prepared]:
+) -> list[PreparedChoice]:
     request = GenerateRequest(**{"model": "tiny", "prompt": "hello", **changes})
-    return Preparation(files, settings).prepare(request, ROOM)
+    return JobBuilder(files, settings).prepare(request, ROOM)
 
 
 def refusal(files: ModelFiles, **changes: Any) -> AppError:
@@ -53,18 +55,18 @@ def refusal(files: ModelFiles, **changes: Any) -> AppError:
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        ("", Kind.INVALID),
-        ((), Kind.INVALID),
-        ((1, 10**6), Kind.INVALID),
-        ((-1,), Kind.INVALID),
-        ("x" * 300, Kind.CONTEXT_LENGTH),
-        ((1,) * 300, Kind.CONTEXT_LENGTH),
+        ("", ErrorKind.INVALID),
+        ((), ErrorKind.INVALID),
+        ((1, 10**6), ErrorKind.INVALID),
+        ((-1,), ErrorKind.INVALID),
+        ("x" * 300, ErrorKind.CONTEXT_LENGTH),
+        ((1,) * 300, ErrorKind.CONTEXT_LENGTH),
     ],
 )
 def test_the_one_of_several_prompts_that_is_wrong_is_named(
-    files: ModelFiles, bad: Any, kind: Kind
+    files: ModelFiles, bad: Any, kind: ErrorKind
 ) -> None:
-    error = refusal(files, prompt=Several(prompts=("fine", bad, "fine")))
+    error = refusal(files, prompt=PromptBatch(prompts=("fine", bad, "fine")))
     assert (error.kind, error.param) == (kind, "prompt.1")
     assert refusal(files, prompt=bad).param == "prompt"
 
@@ -72,11 +74,11 @@ def test_the_one_of_several_prompts_that_is_wrong_is_named(
 def test_a_conversation_is_named_by_where_it_stood(files: ModelFiles) -> None:
     said = (Message(role="user", content="x" * 300),)
     assert refusal(files, prompt=Conversation(messages=said)).param == "messages"
-    assert refusal(files, prompt=Conversation(messages=said, at="input")).param == "input"
+    assert refusal(files, prompt=Conversation(messages=said, param="input")).param == "input"
 
 
 def test_half_a_character_is_refused_with_its_place(files: ModelFiles) -> None:
-    error = refusal(files, prompt=Several(prompts=("fine", "\ud800")))
+    error = refusal(files, prompt=PromptBatch(prompts=("fine", "\ud800")))
     assert error.param == "prompt.1"
     assert "surrogate" in error.message
 
@@ -85,21 +87,24 @@ class TestFillingIn:
     def test_the_prompt_and_its_suffix_become_one_prompt(self, filling: ModelFiles) -> None:
         (one,) = prepared(filling, prompt="ab", suffix="cd")
         fim = tiny.VOCAB
-        assert one.job.ids == (fim, *b"ab", fim + 1, *b"cd", fim + 2)
-        assert fim + 3 in one.job.stop_ids
+        assert one.job.prompt_token_ids == (fim, *b"ab", fim + 1, *b"cd", fim + 2)
+        assert fim + 3 in one.job.stop_token_ids
 
     def test_an_empty_suffix_is_none(self, filling: ModelFiles) -> None:
         (one,) = prepared(filling, prompt="ab", suffix="")
-        assert one.job.ids == tuple(b"ab")
-        assert one.job.stop_ids == {tiny.END}
+        assert one.job.prompt_token_ids == tuple(b"ab")
+        assert one.job.stop_token_ids == {tiny.END}
 
     def test_an_echo_is_the_prompt_alone(self, filling: ModelFiles) -> None:
         assert prepared(filling, prompt="ab", suffix="cd", echo=True)[0].echo == "ab"
 
     def test_the_suffix_takes_room_too(self, filling: ModelFiles) -> None:
-        assert len(prepared(filling, prompt="a" * 100, suffix="b" * 152)[0].job.ids) == 255
+        assert (
+            len(prepared(filling, prompt="a" * 100, suffix="b" * 152)[0].job.prompt_token_ids)
+            == 255
+        )
         error = refusal(filling, prompt="a" * 100, suffix="b" * 153)
-        assert (error.kind, error.param) == (Kind.CONTEXT_LENGTH, "prompt")
+        assert (error.kind, error.param) == (ErrorKind.CONTEXT_LENGTH, "prompt")
         assert "the prompt with its suffix has 256 tokens" in error.message
 
     @pytest.mark.parametrize(("prompt", "suffix"), [("a", "b" * 10**7), ("a" * 10**7, "b")])
@@ -107,7 +112,7 @@ class TestFillingIn:
         self, filling: ModelFiles, prompt: str, suffix: str
     ) -> None:
         error = refusal(filling, prompt=prompt, suffix=suffix)
-        assert error.kind is Kind.CONTEXT_LENGTH
+        assert error.kind is ErrorKind.CONTEXT_LENGTH
         assert "has more than 2052 tokens" in error.message
 
     def test_a_model_that_does_not_says_so(self, files: ModelFiles) -> None:
@@ -122,20 +127,20 @@ def test_an_echo_of_ids_is_their_text(files: ModelFiles) -> None:
 def test_the_shift_of_a_context_cuts_the_prompt_and_not_its_echo(files: ModelFiles) -> None:
     (one,) = prepared(files, SHIFTING, prompt="x" * 400 + "end", echo=True)
     assert one.echo == "x" * 400 + "end"
-    assert len(one.job.ids) < 256
-    assert bytes(one.job.ids).endswith(b"end")
+    assert len(one.job.prompt_token_ids) < 256
+    assert bytes(one.job.prompt_token_ids).endswith(b"end")
 
 
 def test_nothing_wanted_is_one_token_that_nobody_sees(files: ModelFiles) -> None:
     (one,) = prepared(files, max_tokens=0, echo=True)
-    assert (one.silent, one.job.max_tokens) == (True, 1)
+    assert (one.discard_output, one.job.max_tokens) == (True, 1)
 
 
 def test_only_the_first_choice_tells_the_ids(files: ModelFiles) -> None:
-    asked = Several(prompts=("a", "b"))
-    made = prepared(files, prompt=asked, n=2, return_ids=True)
-    assert [one.tell_ids for one in made] == [True, False, True, False]
-    assert [(one.choice, one.prompt) for one in made] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    asked = PromptBatch(prompts=("a", "b"))
+    made = prepared(files, prompt=asked, n=2, return_token_ids=True)
+    assert [one.return_token_ids for one in made] == [True, False, True, False]
+    assert [(one.choice, one.prompt_index) for one in made] == [(0, 0), (1, 0), (2, 1), (3, 1)]
 
 
 @pytest.mark.parametrize(("asked", "job"), [(None, 50), (50, 50), (51, 50), (7, 7), (10**6, 50)])

@@ -22,41 +22,41 @@ import schemathesis
 from app.core.errors import AppError
 from app.core.files import ModelFiles
 from app.core.settings import ModelSettings, Settings
-from app.front import Front
-from app.runners.local import LocalRunner
+from app.front import ModelRouter
+from app.runners.local import ThreadRunner
 from app.server import serve
 from tests import tiny
 from tests.api.fuzzed import CHECKS, document, examples
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, Served, serving
+from tests.serving import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[Served]:
-    with serving(str(tiny_model)) as running:
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    with run_server(str(tiny_model)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def long_server(long_model: Path) -> Iterator[Served]:
-    with serving(str(long_model)) as running:
+def long_server(long_model: Path) -> Iterator[ServerProcess]:
+    with run_server(str(long_model)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def builtin() -> Iterator[Served]:
-    with serving() as running:
+def builtin() -> Iterator[ServerProcess]:
+    with run_server() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A context so short that an answer without a limit soon ends."""
     folder = tiny.write(tmp_path_factory.mktemp("small") / "tiny", max_position_embeddings=96)
-    with serving(str(folder)) as running:
+    with run_server(str(folder)) as running:
         yield running
 
 
@@ -65,26 +65,26 @@ DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 
 @DESCRIBED.parametrize()
 @examples(10)
-def test_the_real_server_answers_as_documented(case: Any, small: Served) -> None:
+def test_the_real_server_answers_as_documented(case: Any, small: ServerProcess) -> None:
     """Nothing faked. What is given for each field, each left out, each made wrong, and ten drawn at
     random for each operation come to some 2,500 requests; the fake of tests/api takes more."""
-    case.call_and_validate(base_url=small.url, checks=CHECKS)
+    case.call_and_validate(base_url=small.url, check_invariants=CHECKS)
     assert small.status()["Status"] == 0
 
 
-def client(server: Served) -> openai.OpenAI:
+def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def complete(server: Served, prompt: Any, **body: Any) -> dict[str, Any]:
+def complete(server: ServerProcess, prompt: Any, **body: Any) -> dict[str, Any]:
     """One plain completion, greedy unless told otherwise."""
     asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 16, **body}
-    reply = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE)
+    reply = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def test_the_official_sdk_talks_to_the_built_in_model(builtin: Served) -> None:
+def test_the_official_sdk_talks_to_the_built_in_model(builtin: ServerProcess) -> None:
     sdk = client(builtin)
     assert [model.id for model in sdk.models.list()] == ["builtin"]
     plain = sdk.chat.completions.create(model="builtin", messages=HELLO)
@@ -95,7 +95,9 @@ def test_the_official_sdk_talks_to_the_built_in_model(builtin: Served) -> None:
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "stop"
 
 
-def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(builtin: Served) -> None:
+def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(
+    builtin: ServerProcess,
+) -> None:
     """What guidellm asks for."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = client(builtin).chat.completions.create(
@@ -116,7 +118,7 @@ def test_counts_so_far_grow_with_every_chunk_up_to_those_of_the_whole(builtin: S
 
 @pytest.mark.parametrize("over", [False, True])
 def test_a_scored_text_has_an_entry_for_the_one_token_behind_it(
-    builtin: Served, over: bool
+    builtin: ServerProcess, over: bool
 ) -> None:
     """Whichever that token is. lm-evaluation-harness takes away the last entry, and scored one
     token too few where the model would have ended its answer."""
@@ -126,10 +128,10 @@ def test_a_scored_text_has_an_entry_for_the_one_token_behind_it(
     scored = httpx.post(
         f"{builtin.url}/v1/completions",
         json={**body, "max_tokens": 1, "logprobs": 1, "echo": True},
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
     ).json()
     (choice,) = scored["choices"]
-    ids = httpx.post(f"{builtin.url}/tokenize", json={"prompt": text}, timeout=PATIENCE).json()
+    ids = httpx.post(f"{builtin.url}/tokenize", json={"prompt": text}, timeout=TIMEOUT).json()
     names = choice["logprobs"]["tokens"]
     assert len(names) == ids["count"] + 1 == len(choice["logprobs"]["token_logprobs"])
     assert "".join(names[:-1]) == text
@@ -138,7 +140,7 @@ def test_a_scored_text_has_an_entry_for_the_one_token_behind_it(
     assert choice["finish_reason"] == "length"
 
 
-def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: Served) -> None:
+def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: ServerProcess) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}},
@@ -159,7 +161,7 @@ def test_the_official_sdk_gets_the_json_that_it_asked_for(builtin: Served) -> No
     assert isinstance(value["sure"], bool)
 
 
-def test_the_official_async_sdk_talks_to_it_too(builtin: Served) -> None:
+def test_the_official_async_sdk_talks_to_it_too(builtin: ServerProcess) -> None:
     async def talk() -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=f"{builtin.url}/v1", api_key="none") as sdk:
             plain = await sdk.chat.completions.create(model="builtin", messages=HELLO)
@@ -178,7 +180,7 @@ def test_greedy_text_is_that_of_the_published_runs(shared: Path, name: str) -> N
     documented = folder / "anchors/upstream_documented.jsonl"
     strict = [row for row in rows if row.get("strict")]
     assert len(strict) > 5
-    with serving(str(folder), "--parallel", str(len(strict))) as running:
+    with run_server(str(folder), "--parallel", str(len(strict))) as running:
 
         def ask(row: dict[str, Any]) -> dict[str, Any]:
             asked = {"model": name, "max_tokens": row["max_tokens"], "logprobs": 0}
@@ -217,7 +219,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         {"temperature": 1, "seed": 8, "max_tokens": 1},
     ],
 )
-def test_streamed_equals_collected_to_the_byte(server: Served, body: dict[str, Any]) -> None:
+def test_streamed_equals_collected_to_the_byte(server: ServerProcess, body: dict[str, Any]) -> None:
     whole = (
         complete(server, "once upon", max_tokens=64, **{"logprobs": 2, **body})
         if ("max_tokens" not in body)
@@ -249,7 +251,7 @@ def test_streamed_equals_collected_to_the_byte(server: Served, body: dict[str, A
         assert usage[count] == whole["usage"][count]
 
 
-def test_a_warm_prompt_is_told_to_be_cached(server: Served) -> None:
+def test_a_warm_prompt_is_told_to_be_cached(server: ServerProcess) -> None:
     prompt = "the very same words " * 20
     cold, warm = (complete(server, prompt) for _ in range(2))
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
@@ -257,12 +259,12 @@ def test_a_warm_prompt_is_told_to_be_cached(server: Served) -> None:
     assert warm["prompt_eval_count"] == len(prompt)
 
 
-def hang_up(server: Served, path: str, body: dict[str, Any], after: bytes | None) -> None:
+def hang_up(server: ServerProcess, path: str, body: dict[str, Any], after: bytes | None) -> None:
     """Send a request, read until `after` has come, and cut the line. None: cut it when the engine
     runs the request, of which nothing is read."""
     payload = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as line:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as line:
         line.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
         seen = b""
         while after is not None and after not in seen:
@@ -278,7 +280,7 @@ LONG = "all work and no play makes jack a dull boy. " * 90  # 3960 bytes, a toke
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_while_decoding_frees_the_engine(
-    long_server: Served, stream: bool
+    long_server: ServerProcess, stream: bool
 ) -> None:
     complete(long_server, "something else")
     body = {"model": "tiny", "prompt": "never ending", **tiny.UNENDING, "stream": stream}
@@ -293,7 +295,7 @@ def test_a_client_that_leaves_while_prefilling_leaves_its_work_to_the_next(
 ) -> None:
     # one entry, so that the second request forgets the first
     arguments = ("--cache", "single", "--parallel", "1", "--prefill-chunk", "16")
-    with serving(str(tiny_model), *arguments, variables=throttle.variables) as running:
+    with run_server(str(tiny_model), *arguments, environ=throttle.variables) as running:
         fresh = complete(running, LONG)
         complete(running, "something else")
         body = {"model": "tiny", "prompt": LONG, "stream": True}
@@ -309,15 +311,15 @@ def test_a_client_that_leaves_while_prefilling_leaves_its_work_to_the_next(
 
 def test_a_run_after_a_cancel_is_a_run_on_a_fresh_server(long_model: Path) -> None:
     asked = {"temperature": 1, "seed": 3, "max_tokens": 40}
-    with serving(str(long_model)) as running:
+    with run_server(str(long_model)) as running:
         fresh = complete(running, "it was a dark", **asked)["choices"][0]["text"]
-    with serving(str(long_model)) as running:
+    with run_server(str(long_model)) as running:
         body = {"model": "tiny", "prompt": "it was a bright", **tiny.UNENDING, "stream": True}
         hang_up(running, "/v1/completions", body, b"data: ")
         assert complete(running, "it was a dark", **asked)["choices"][0]["text"] == fresh
 
 
-def test_requests_at_once_get_their_own_answers(server: Served) -> None:
+def test_requests_at_once_get_their_own_answers(server: ServerProcess) -> None:
     bodies: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1, "seed": 1},
@@ -338,18 +340,18 @@ def test_requests_at_once_get_their_own_answers(server: Served) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
         assert together == alone
 
 
-def test_status_answers_at_once_while_a_long_prompt_is_read(long_server: Served) -> None:
+def test_status_answers_at_once_while_a_long_prompt_is_read(long_server: ServerProcess) -> None:
     # a hundred times as much as is read while this looks
     body = {"model": "tiny", "prompt": LONG * 100, "stream": True}
     url = f"{long_server.url}/v1/completions"
     times: list[float] = []
     with (
         httpx.Client(base_url=long_server.url) as http,
-        httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply,
+        httpx.stream("POST", url, json=body, timeout=TIMEOUT) as reply,
     ):
         comments = reply.iter_lines()
         assert next(comments).startswith(": prefill")
@@ -364,7 +366,7 @@ def test_status_answers_at_once_while_a_long_prompt_is_read(long_server: Served)
     wait_until(lambda: long_server.status()["Running"] == 0)
 
 
-def test_the_seeds_client_finds_what_it_reads(server: Served) -> None:
+def test_the_seeds_client_finds_what_it_reads(server: ServerProcess) -> None:
     status = server.status()
     # Go's decoder matches names whatever their case, and skips those it does not know
     read = {"status": int, "progress": int, "contextlength": int, "memory": int}
@@ -390,34 +392,34 @@ def test_the_seeds_client_finds_what_it_reads(server: Served) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_even_while_it_streams(long_model: Path, sent: int) -> None:
-    with serving(str(long_model), "--drain", "0.5", variables=os.environ) as running:
+    with run_server(str(long_model), "--drain", "0.5", environ=os.environ) as running:
         body = {"model": "tiny", "prompt": "x", **tiny.UNENDING, "stream": True}
         with httpx.stream(
-            "POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE
+            "POST", f"{running.url}/v1/completions", json=body, timeout=TIMEOUT
         ) as reply:
             lines = reply.iter_lines()
             next(lines)
             code = running.stop(sent)
         assert code == (0 if sent == signal.SIGINT else -sent)
-        assert "Traceback" not in running.text()
+        assert "Traceback" not in running.log_text()
 
 
-def test_a_port_that_is_taken_gives_status_1(server: Served, tiny_model: Path) -> None:
-    second = Served([str(tiny_model), "--port", str(server.port)])
-    second.process.wait(PATIENCE)
+def test_a_port_that_is_taken_gives_status_1(server: ServerProcess, tiny_model: Path) -> None:
+    second = ServerProcess([str(tiny_model), "--port", str(server.port)])
+    second.process.wait(TIMEOUT)
     assert second.stop() == 1
     told = f"mlxrunner: cannot listen on 127.0.0.1:{server.port}: the port is in use"
-    assert second.text().startswith(told), "one line, and nothing was begun"
-    assert "Traceback" not in second.text()
+    assert second.log_text().startswith(told), "one line, and nothing was begun"
+    assert "Traceback" not in second.log_text()
 
 
 def test_a_load_that_breaks_ends_the_server(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(_: LocalRunner, __: ModelFiles) -> None:
+    async def broken(_: ThreadRunner, __: ModelFiles) -> None:
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(LocalRunner, "start", broken)
+    monkeypatch.setattr(ThreadRunner, "start", broken)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="tiny could not be loaded: of all things"):
         serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
@@ -428,10 +430,10 @@ def test_a_fault_of_ours_at_the_start_is_told_and_ends_a_server_that_would_serve
 ) -> None:
     """Of all tasks, this one's errors nobody would look at before the server ends."""
 
-    async def broken(_: Front) -> None:
+    async def broken(_: ModelRouter) -> None:
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(Front, "start", broken)
+    monkeypatch.setattr(ModelRouter, "preload_models", broken)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     with pytest.raises(AppError, match="models could not be loaded: of all things"):
         serve(Settings(models=(ModelSettings(name=str(tiny_model)),), port=0, runner="thread"))
@@ -439,9 +441,9 @@ def test_a_fault_of_ours_at_the_start_is_told_and_ends_a_server_that_would_serve
 
 
 def test_a_context_beyond_the_models_is_told_to_be_less(tiny_model: Path) -> None:
-    with serving(str(tiny_model), "--context", "9999") as running:
-        assert running.ready().status()["ContextLength"] == 4096
-    assert "--context 9999 exceeds the context length of tiny, which is 4096" in running.text()
+    with run_server(str(tiny_model), "--context", "9999") as running:
+        assert running.wait_until_ready().status()["ContextLength"] == 4096
+    assert "--context 9999 exceeds the context length of tiny, which is 4096" in running.log_text()
 
 
 CHAT = b'{"model":"tiny","max_tokens":2,"messages":'
@@ -486,7 +488,7 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
     ("body", "status", "code"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
 )
 def test_bad_input_gets_an_error_object_and_harms_nobody(
-    server: Served, body: bytes, status: int, code: str | None
+    server: ServerProcess, body: bytes, status: int, code: str | None
 ) -> None:
     path = "completions" if b'"prompt"' in body else "chat/completions"
     reply = httpx.post(
@@ -500,13 +502,13 @@ def test_bad_input_gets_an_error_object_and_harms_nobody(
     assert complete(server, "fine", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_garbage_on_the_wire_harms_nobody(server: Served) -> None:
+def test_garbage_on_the_wire_harms_nobody(server: ServerProcess) -> None:
     for garbage in (
         b"\x00" * 4096,
         b"GET / HTTP/9.9\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\n",
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as line:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as line:
             line.sendall(garbage)
     assert complete(server, "still there")["choices"][0]["finish_reason"]
 
@@ -514,9 +516,9 @@ def test_garbage_on_the_wire_harms_nobody(server: Served) -> None:
 def test_a_broken_folder_gives_one_line_and_status_1(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"garbage")
-    running = Served([str(folder)])
-    running.process.wait(PATIENCE)
+    running = ServerProcess([str(folder)])
+    running.process.wait(TIMEOUT)
     assert running.stop() == 1
     assert running.log[-1].startswith("mlxrunner: ")
     assert "is not a valid safetensors file" in running.log[-1]
-    assert "Traceback" not in running.text()
+    assert "Traceback" not in running.log_text()

@@ -19,16 +19,16 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from app.core.embeddings import EmbedInput, EmbedRequest
-from app.core.errors import AppError, Kind
-from app.core.events import Event, Loading, Timings
-from app.core.requests import Conversation, GenerateRequest, Message, Several
+from app.core.errors import AppError, ErrorKind
+from app.core.events import Event, ModelLoading, Timings
+from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
 from app.core.settings import Settings
-from app.core.visit import VISIT, Visit
-from app.core.watched import Watched
-from app.spans import Spans, stretches
-from app.tracing import tracing_of
+from app.core.visit import REQUEST_CONTEXT, RequestContext
+from app.core.watched import ObservedGenerate
+from app.spans import OtelTracing, split_phases
+from app.tracing import create_tracing
 from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, Script, text
-from tests.serving import PATIENCE, ROOT, serving
+from tests.serving import ROOT, TIMEOUT, run_server
 
 SECRET = "what nobody may read"
 CHAT = GenerateRequest(
@@ -122,12 +122,12 @@ def after(
     *,
     refusal: Exception | None = None,
     leave: bool = False,
-    visit: Visit | None = None,
+    visit: RequestContext | None = None,
 ) -> Told:
     """One request, and what the collector knows when the server has stopped."""
-    generate = FakeGenerate(refusal=refusal) if script is None else FakeGenerate(script)
+    generate = FakeGenerate(open_error=refusal) if script is None else FakeGenerate(script)
 
-    async def one(traced: Watched) -> None:
+    async def one(traced: ObservedGenerate) -> None:
         if isinstance(request, EmbedRequest):
             await traced.embed(request)
             return
@@ -138,11 +138,11 @@ def after(
             await drain(events)
 
     async def run() -> None:
-        VISIT.set(visit)
+        REQUEST_CONTEXT.set(visit)
         settings = Settings(otlp=collector.address, host="127.0.0.1", port=8123)
-        spans = Spans(settings)
+        spans = OtelTracing(settings)
         try:
-            await one(Watched(generate, spans.watch))
+            await one(ObservedGenerate(generate, spans.observe))
         except (AppError, KeyError):
             pass
         finally:
@@ -161,7 +161,7 @@ def after(
 
 
 def test_a_request_is_a_span_with_the_words_of_the_conventions(collector: Collector):
-    told = after(collector, HELLO, visit=Visit(id="mine"))
+    told = after(collector, HELLO, visit=RequestContext(id="mine"))
     assert told.root.name == f"chat {CARD.id}"
     assert told.root.status.code == Status.STATUS_CODE_UNSET
     assert not told.root.parent_span_id
@@ -190,7 +190,7 @@ def test_a_request_is_a_span_with_the_words_of_the_conventions(collector: Collec
 
 
 def test_the_phases_are_spans_behind_each_other(collector: Collector):
-    told = after(collector, [Loading(progress=1), *HELLO])
+    told = after(collector, [ModelLoading(progress=1), *HELLO])
     assert [span.name for span in told.children] == ["load", "queue", "prefill", "decode"]
     durations = {
         span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
@@ -205,15 +205,15 @@ def test_the_phases_are_spans_behind_each_other(collector: Collector):
 
 
 def test_stretches_cover_a_choice_from_its_arrival_to_its_end():
-    timings = Timings(prompt_ns=20, eval_ns=300, total_ns=1000)
-    found = stretches(5000, timings)
+    timings = Timings(prefill_ns=20, decode_ns=300, total_ns=1000)
+    found = split_phases(5000, timings)
     assert found == [("queue", 5000, 5680), ("prefill", 5680, 5700), ("decode", 5700, 6000)]
 
 
 @pytest.mark.parametrize("flags", ["01", "00"])
 def test_a_trace_of_the_client_goes_on(collector: Collector, flags: str):
     """W3C Trace Context. A client that does not sample its trace does not want ours either."""
-    visit = Visit(id="x", traceparent=f"00-{TRACE}-{PARENT}-{flags}")
+    visit = RequestContext(id="x", traceparent=f"00-{TRACE}-{PARENT}-{flags}")
     if flags == "00":
         with pytest.raises(AssertionError):
             after(collector, HELLO, visit=visit)
@@ -226,7 +226,7 @@ def test_a_trace_of_the_client_goes_on(collector: Collector, flags: str):
 
 @pytest.mark.parametrize("header", ["", "x", "00-0-0-01", f"ff-{TRACE}-{PARENT}-01", "\x1b" * 999])
 def test_a_broken_traceparent_begins_a_trace(collector: Collector, header: str):
-    told = after(collector, HELLO, visit=Visit(id="x", traceparent=header))
+    told = after(collector, HELLO, visit=RequestContext(id="x", traceparent=header))
     assert not told.root.parent_span_id
     assert told.root.trace_id.hex() != TRACE
 
@@ -234,9 +234,9 @@ def test_a_broken_traceparent_begins_a_trace(collector: Collector, header: str):
 @pytest.mark.parametrize(
     ("error", "type_", "status"),
     [
-        (AppError(Kind.BUSY, SECRET), "server_busy", Status.STATUS_CODE_UNSET),
-        (AppError(Kind.INVALID, SECRET), "invalid_request", Status.STATUS_CODE_UNSET),
-        (AppError(Kind.ENGINE, SECRET), "engine_error", Status.STATUS_CODE_ERROR),
+        (AppError(ErrorKind.BUSY, SECRET), "server_busy", Status.STATUS_CODE_UNSET),
+        (AppError(ErrorKind.INVALID, SECRET), "invalid_request", Status.STATUS_CODE_UNSET),
+        (AppError(ErrorKind.ENGINE, SECRET), "engine_error", Status.STATUS_CODE_ERROR),
         (KeyError(SECRET), "KeyError", Status.STATUS_CODE_ERROR),
     ],
 )
@@ -250,7 +250,7 @@ def test_an_error_is_told_by_its_kind(
 
 
 def test_an_answer_that_breaks_off_is_an_error(collector: Collector):
-    told = after(collector, [text("a"), AppError(Kind.ENGINE, SECRET)])
+    told = after(collector, [text("a"), AppError(ErrorKind.ENGINE, SECRET)])
     assert told.attributes["error.type"] == "engine_error"
 
 
@@ -261,7 +261,7 @@ def test_a_client_that_left_is_no_fault_of_the_server(collector: Collector):
 
 
 def test_each_choice_has_its_phases_and_a_prompt_counts_once(collector: Collector):
-    request = replace(CHAT, n=2, prompt=Several(prompts=(SECRET, SECRET)))
+    request = replace(CHAT, n=2, prompt=PromptBatch(prompts=(SECRET, SECRET)))
     generate = FakeGenerate()
     script = generate.script(request) if callable(generate.script) else ()
     told = after(collector, script, request)
@@ -275,7 +275,7 @@ def test_each_choice_has_its_phases_and_a_prompt_counts_once(collector: Collecto
 
 
 def test_vectors_are_an_operation_of_their_own(collector: Collector):
-    inputs = (EmbedInput(content=SECRET, at="input"),)
+    inputs = (EmbedInput(content=SECRET, param="input"),)
     request = EmbedRequest(model=CARD.id, inputs=inputs, dimensions=2)
     told = after(collector, HELLO, request)
     assert told.root.name == f"embeddings {CARD.id}"
@@ -292,7 +292,7 @@ from app.tracing import tracing_of
 from tests.fakes import FakeGenerate, finish
 from tests.test_tracing import CHAT, drain
 
-app.spans._LAST_WORDS = 0.5  # so that this test is not long
+app.spans._SHUTDOWN_TIMEOUT = 0.5  # so that this test is not long
 
 async def main():
     spans = tracing_of(Settings(otlp=sys.argv[1]))
@@ -323,14 +323,14 @@ def test_a_collector_that_does_not_answer_costs_no_request_anything():
 @pytest.mark.parametrize("address", ["", "127.0.0.1:4318", "grpc://x:4317", "http://"])
 def test_an_address_that_is_none_is_refused(address: str):
     with pytest.raises(AppError, match="--otlp must be the URL of a collector") as refused:
-        tracing_of(Settings(otlp=address))
+        create_tracing(Settings(otlp=address))
     assert refused.value.param == "otlp"
 
 
 def test_a_collector_may_say_the_path_itself(collector: Collector):
     async def run() -> None:
-        spans = Spans(Settings(otlp=f"{collector.address}/here"))
-        async with Watched(FakeGenerate(HELLO), spans.watch).open(CHAT) as events:
+        spans = OtelTracing(Settings(otlp=f"{collector.address}/here"))
+        async with ObservedGenerate(FakeGenerate(HELLO), spans.observe).open(CHAT) as events:
             await drain(events)
         await spans.stop()
 
@@ -339,7 +339,7 @@ def test_a_collector_may_say_the_path_itself(collector: Collector):
 
 
 def test_without_the_option_nothing_of_it_is_imported():
-    assert tracing_of(Settings()) is None
+    assert create_tracing(Settings()) is None
     program = "import sys, app.server, app.tracing; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
@@ -348,17 +348,17 @@ def test_what_is_not_installed_is_told_with_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "app.spans")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(AppError, match="pip install opentelemetry-sdk") as refused:
-        tracing_of(Settings(otlp="http://127.0.0.1:4318"))
+        create_tracing(Settings(otlp="http://127.0.0.1:4318"))
     assert refused.value.param == "otlp"
 
 
 def test_a_real_server_goes_on_with_its_clients_trace(collector: Collector, tiny_model: Path):
-    with serving(str(tiny_model), "--otlp", collector.address) as server:
+    with run_server(str(tiny_model), "--otlp", collector.address) as server:
         reply = httpx.post(
             f"{server.url}/v1/completions?{SECRET}",
             json={"model": "tiny", "prompt": SECRET, "max_tokens": 3, "stop": [SECRET]},
             headers={"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"},
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
         assert reply.status_code == 200
         server.stop()

@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.serving import ROOT
 
 # Seconds for a step of a throttled engine: 900 tokens take longer than any test waits.
-STEP = 0.1
+STEP_SECONDS = 0.1
 
-_PLANTED = """
+_SITECUSTOMIZE = """
 import os, time
 from app.engine.loop import Loop
 
@@ -33,7 +33,7 @@ class Throttle:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._file = folder / "on"
-        planted = _PLANTED.format(file=str(self._file), seconds=STEP)
+        planted = _SITECUSTOMIZE.format(file=str(self._file), seconds=STEP_SECONDS)
         (folder / "sitecustomize.py").write_text(planted)
         # what is planted imports our package, which may be installed from other sources than these
         self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}

@@ -21,7 +21,7 @@ DIST = ROOT / "dist"
 BIN = Path(sys.executable).parent
 
 # Run in the new environment. Products of whole numbers this small are exact in every format.
-TRIAL = """
+CHECK_SCRIPT = """
 import shutil
 
 from models import backend, kernels
@@ -65,7 +65,7 @@ def run(*command: str | Path, **options) -> None:
         raise WheelError(f"{' '.join(map(str, command))}\n{done.stdout}")
 
 
-def built(folder: Path) -> Path:
+def build_wheel(folder: Path) -> Path:
     """A wheel for this machine, made from an sdist."""
     hook = "from scikit_build_core.setuptools.build_meta import build_sdist as build"
     run(sys.executable, "-c", f"{hook}; build({str(folder)!r})", cwd=ROOT)
@@ -84,7 +84,7 @@ def built(folder: Path) -> Path:
     return wheel
 
 
-def platform() -> str:
+def manylinux_tag() -> str:
     """Where MLX's own library runs: manylinux_2_35_x86_64 and the like."""
     told = importlib.metadata.distribution("mlx-cpu").read_text("WHEEL") or ""
     tags = re.findall(r"^Tag: .*-(manylinux_\d+_\d+_\w+)$", told, re.MULTILINE)
@@ -93,7 +93,7 @@ def platform() -> str:
     return tags[0]
 
 
-def tagged(wheel: Path, tag: str) -> Path:
+def tag_wheel(wheel: Path, tag: str) -> Path:
     """In dist, under the tag, if its libraries keep what that promises. libmlx.so is not ours to
     bring: it is found beside us."""
     made = DIST / re.sub(r"-linux_\w+[.]whl$", f"-{tag}.whl", wheel.name)
@@ -107,7 +107,7 @@ def tagged(wheel: Path, tag: str) -> Path:
     return made
 
 
-def tried(wheel: Path, folder: Path) -> str:
+def install_and_check(wheel: Path, folder: Path) -> str:
     """Installs it as anybody would, and lets it multiply. Returns what it says of itself."""
     place = folder / "environment"
     venv.create(place, with_pip=True)
@@ -119,7 +119,12 @@ def tried(wheel: Path, folder: Path) -> str:
         env=around,
     )
     done = subprocess.run(
-        [python, "-c", TRIAL], cwd=folder, env=around, capture_output=True, text=True, check=False
+        [python, "-c", CHECK_SCRIPT],
+        cwd=folder,
+        env=around,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise WheelError(done.stderr)
@@ -130,14 +135,14 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            wheel = built(folder)
+            wheel = build_wheel(folder)
             print(f"built from an sdist: {wheel.name}", flush=True)
-            made = tagged(wheel, platform())
+            made = tag_wheel(wheel, manylinux_tag())
             print(
                 f"tagged: {made.relative_to(ROOT)}, {made.stat().st_size / 2**20:.1f} MiB",
                 flush=True,
             )
-            print(tried(made, folder), flush=True)
+            print(install_and_check(made, folder), flush=True)
     except WheelError as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,25 +11,29 @@ from starlette.routing import BaseRoute
 
 from app.api import dialects, meta
 from app.api.body import RequestBodies
-from app.api.front_end import FrontEnd
+from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
-from app.core.loop_lag import LoopLag
+from app.core.loop_lag import EventLoopLag
 from app.core.ports import Generate
 from app.core.settings import Settings
-from app.core.traffic import Traffic
-from app.core.visit import VisitWatch
-from app.core.watched import Watched
-from app.core.workers import Workers
+from app.core.traffic import ConnectionStats
+from app.core.visit import RequestContextObserver
+from app.core.watched import ObservedGenerate
+from app.core.workers import ThreadPools
 
 
-def routes(
-    generate: Generate, settings: Settings, traffic: Traffic, workers: Workers, lag: LoopLag
+def build_routes(
+    generate: Generate,
+    settings: Settings,
+    traffic: ConnectionStats,
+    workers: ThreadPools,
+    lag: EventLoopLag,
 ) -> list[BaseRoute]:
-    bodies = RequestBodies(settings, workers, lambda: _longest_prompt(generate))
-    front_end = FrontEnd(bodies, workers, lag)
+    bodies = RequestBodies(settings, workers, lambda: _max_context_length(generate))
+    front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(generate, traffic, front_end)
-    watched = Watched(generate, metrics.watch, VisitWatch)
-    found: list[BaseRoute] = [*meta.routes(generate, settings, front_end), *metrics.routes()]
+    watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
+    found: list[BaseRoute] = [*meta.health_routes(generate, settings, front_end), *metrics.routes()]
     for module in pkgutil.iter_modules(dialects.__path__):
         dialect = import_module(f"{dialects.__name__}.{module.name}")
         if hasattr(dialect, "routes"):
@@ -37,6 +41,6 @@ def routes(
     return found
 
 
-def _longest_prompt(generate: Generate) -> int:
+def _max_context_length(generate: Generate) -> int:
     """Tokens that a prompt to any of the models may have."""
-    return max((card.context_length for card in generate.models()), default=0)
+    return max((card.context_length for card in generate.list_models()), default=0)

@@ -16,20 +16,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan
 
-from app.api import routes
-from app.api.fields import shown
-from app.api.request_id import HEADER, RequestIds
-from app.api.wire import ClientLeft, problem_reply
-from app.core.errors import AppError, Kind
-from app.core.loop_lag import LoopLag
+from app.api import build_routes
+from app.api.fields import quote_value
+from app.api.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
+from app.api.wire import ClientDisconnected, error_response
+from app.core.errors import AppError, ErrorKind
+from app.core.loop_lag import EventLoopLag
 from app.core.ports import Generate
-from app.core.settings import LOOPBACK_ORIGINS, Settings
-from app.core.traffic import Traffic
-from app.core.workers import Workers
-from app.door.access import Access
-from app.door.hosts import AllowedHosts, HostCheck
+from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings
+from app.core.traffic import ConnectionStats
+from app.core.workers import ThreadPools
+from app.door.access import AuthMiddleware
+from app.door.hosts import AllowedHosts, HostCheckMiddleware
 from app.door.keyring import Keyring
-from app.door.origins import AllowedOrigins, OriginCheck
+from app.door.origins import AllowedOrigins, OriginCheckMiddleware
 
 # The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them,
 # and the one by which a request names itself.
@@ -42,7 +42,7 @@ SDK_HEADERS = (
     "OpenAI-Project",
     "User-Agent",
     "X-API-Key",
-    HEADER,
+    REQUEST_ID_HEADER,
     "X-Stainless-Arch",
     "X-Stainless-Async",
     "X-Stainless-Custom-Poll-Interval",
@@ -60,27 +60,28 @@ SDK_HEADERS = (
 
 
 # What of an answer's headers a page may read: the SDK looks at both.
-TOLD_HEADERS = (HEADER, "Retry-After")
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, "Retry-After")
 
 
 class _Application(Starlette):
-    """outer: middlewares that every reply passes. Starlette's own list stands within its handler of
-    faults, whose replies would reach nobody of another origin, and would have no name."""
+    """outer_middleware: middlewares that every reply passes. Starlette's own list stands within its
+    handler of faults, whose replies would reach nobody of another origin, and would have no
+    name."""
 
     def __init__(
         self,
         *,
         routes: Sequence[BaseRoute],
-        outer: Sequence[Middleware],
+        outer_middleware: Sequence[Middleware],
         exception_handlers: Mapping[Any, Any],
         lifespan: Lifespan[Starlette] | None,
     ) -> None:
         super().__init__(routes=routes, exception_handlers=exception_handlers, lifespan=lifespan)
-        self._outer = outer
+        self._outer_middleware = outer_middleware
 
     def build_middleware_stack(self) -> ASGIApp:
         app = super().build_middleware_stack()
-        for middleware, arguments, options in reversed(self._outer):
+        for middleware, arguments, options in reversed(self._outer_middleware):
             app = middleware(app, *arguments, **options)
         return app
 
@@ -90,41 +91,43 @@ def build_app(
     settings: Settings,
     lifespan: Lifespan[Starlette] | None = None,
     keyring: Keyring | None = None,
-    traffic: Traffic | None = None,
-    workers: Workers | None = None,
-    lag: LoopLag | None = None,
+    traffic: ConnectionStats | None = None,
+    workers: ThreadPools | None = None,
+    lag: EventLoopLag | None = None,
 ) -> Starlette:
     """keyring: None is one without keys. traffic: where answers are counted; None is nowhere.
     workers: None makes some. lag: the event loop's; None is one that nothing measures.
     Raises AppError(INVALID) for names and origins in settings that are none."""
-    origins = AllowedOrigins.of(settings)
-    counted = Traffic() if traffic is None else traffic
+    origins = AllowedOrigins.from_settings(settings)
+    counted = ConnectionStats() if traffic is None else traffic
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
-        allow_origin_regex=LOOPBACK_ORIGINS,
+        allow_origin_regex=LOOPBACK_ORIGIN_REGEX,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=SDK_HEADERS,
-        expose_headers=TOLD_HEADERS,
+        expose_headers=EXPOSED_HEADERS,
         # a page that may call us may do so from a network that is not ours
         allow_private_network=True,
     )
     app = _Application(
-        routes=routes(generate, settings, counted, workers or Workers(), lag or LoopLag()),
+        routes=build_routes(
+            generate, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
+        ),
         # CORS before the keys: browsers send none with a preflight, and a page that may call us
         # may also read why it was refused
-        outer=[
-            Middleware(RequestIds, counted),
-            Middleware(HostCheck, AllowedHosts.of(settings)),
+        outer_middleware=[
+            Middleware(RequestIdMiddleware, counted),
+            Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
             cors,
-            Middleware(OriginCheck, origins),
-            Middleware(Access, Keyring() if keyring is None else keyring),
+            Middleware(OriginCheckMiddleware, origins),
+            Middleware(AuthMiddleware, Keyring() if keyring is None else keyring),
         ],
         exception_handlers={
-            AppError: _problem,
-            ClientLeft: _nobody,
-            HTTPException: _from_starlette,
-            Exception: _unexpected,
+            AppError: _handle_app_error,
+            ClientDisconnected: _handle_disconnect,
+            HTTPException: _handle_http_exception,
+            Exception: _handle_unexpected,
         },
         lifespan=lifespan,
     )
@@ -133,34 +136,35 @@ def build_app(
     return app
 
 
-async def _problem(request: Request, error: Exception) -> Response:
+async def _handle_app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
-    return problem_reply(error)
+    return error_response(error)
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
+async def _handle_disconnect(request: Request, error: Exception) -> Response:
     """Never sent to anyone; the status, nginx's for a client that left, is for the access log."""
     return Response(status_code=499)
 
 
-async def _from_starlette(request: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, the only two that the router raises by itself."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method[:20]} {shown(request.url.path)}"
+    where = f"{request.method[:20]} {quote_value(request.url.path)}"
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         told = AppError(
-            Kind.METHOD, f"method not allowed: {where}; this endpoint accepts {allowed}"
+            ErrorKind.METHOD_NOT_ALLOWED,
+            f"method not allowed: {where}; this endpoint accepts {allowed}",
         )
-        return problem_reply(told, headers={"Allow": allowed})
+        return error_response(told, headers={"Allow": allowed})
     assert error.status_code == 404
-    return problem_reply(
-        AppError(Kind.NOT_FOUND, f"no such endpoint: {where}; the API is under /v1")
+    return error_response(
+        AppError(ErrorKind.NOT_FOUND, f"no such endpoint: {where}; the API is under /v1")
     )
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _handle_unexpected(request: Request, error: Exception) -> Response:
     """A fault of ours. Starlette raises it again for the server to log, so nothing is told here
     that could only be of use to someone who may read the log."""
     told = "internal error: see the server's log"
-    return problem_reply(AppError(Kind.ENGINE, told, code="internal_error"))
+    return error_response(AppError(ErrorKind.ENGINE, told, code="internal_error"))

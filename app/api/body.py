@@ -20,34 +20,34 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from app.api.wire import ClientLeft, caller_of, model_named_in
-from app.core.allocator import release_free_memory
-from app.core.errors import AppError, Kind, quote_client
+from app.api.wire import ClientDisconnected, get_caller, peek_model
+from app.core.allocator import trim_malloc
+from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.settings import MEBIBYTE, Settings
-from app.core.workers import Workers, WorkQueue
+from app.core.workers import FairThreadPool, ThreadPools
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
 
 # JSON values of one body, keys included: 2,048 embedding inputs of 100 token ids each have 207,000.
 # Building so many takes 30 ms. A prompt of ids may have more, where a model has a longer context.
-MOST_VALUES = 262_144
+MAX_VALUES = 262_144
 
 # Values of a conversation, which has no ids. Ten times the largest request recorded of a coding
 # agent has 12,000, a schema of 5,000 properties 40,000. Each of them costs more than an id does:
 # templates and schemas go through all of them.
-MOST_CHAT_VALUES = 65_536
+MAX_CHAT_VALUES = 65_536
 
 # Values that a request may have besides a prompt of ids.
-_BESIDE_PROMPT = 16_384
+_VALUES_BESIDE_PROMPT = 16_384
 
 # Bytes that all bodies in flight may take together, beyond _UNCOUNTED of each, or so many of the
 # largest ones if that is more. One caller with a key gets at most half of it.
-_BUDGET, _LARGEST = 128 * MEBIBYTE, 8
+_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
 
 # Bytes of each body that do not count against the budget: small requests are served though large
 # ones have used it up. --max-connections bounds them.
-_UNCOUNTED = 64 * 1024
+_UNCOUNTED_BYTES = 64 * 1024
 
 # What a parsed JSON value takes on average, in bytes, and what it weighs when its work is compared
 # with that of reading bytes.
@@ -57,7 +57,7 @@ _VALUE_BYTES, _VALUE_WEIGHT = 64, 16
 _LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
 
 # Seconds after a large body until free memory is given back, once for all bodies of that time.
-_RELEASE_AFTER = 1.0
+_RELEASE_DELAY = 1.0
 
 _SEPARATORS = (b",", b":", b"[", b"{")
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
@@ -106,7 +106,7 @@ class ValueCounter:
         self.count += len(data)
 
 
-class BodyBudget:
+class BodyMemoryBudget:
     """Memory of the bodies in flight. total: bytes."""
 
     def __init__(self, total: int) -> None:
@@ -117,21 +117,21 @@ class BodyBudget:
     def used(self) -> int:
         return self._used.total()
 
-    def take(self, caller: str, count: int) -> None:
+    def reserve(self, caller: str, nbytes: int) -> None:
         """Raises AppError(OVERLOADED) if so many bytes are not left."""
         share = self._total // 2 if caller else self._total
-        if self.used + count > self._total or self._used[caller] + count > share:
+        if self.used + nbytes > self._total or self._used[caller] + nbytes > share:
             raise AppError(
-                Kind.OVERLOADED,
+                ErrorKind.OVERLOADED,
                 "the request bodies in flight use all of the memory reserved for them "
                 f"({self._total // MEBIBYTE} MiB): try again in a moment",
                 code="too_many_bodies",
                 retry_after=1,
             )
-        self._used[caller] += count
+        self._used[caller] += nbytes
 
-    def give_back(self, caller: str, count: int) -> None:
-        self._used[caller] -= count
+    def release(self, caller: str, nbytes: int) -> None:
+        self._used[caller] -= nbytes
         if not self._used[caller]:
             del self._used[caller]
 
@@ -139,26 +139,26 @@ class BodyBudget:
 class Body:
     """One request's body, complete. data: its bytes, none any more once it was parsed."""
 
-    def __init__(self, bodies: "RequestBodies", caller: str, most_values: int) -> None:
+    def __init__(self, bodies: "RequestBodies", caller: str, max_values: int) -> None:
         self._bodies = bodies
         self.caller = caller
         self.data = bytearray()
         self.size = 0
-        self.most_values = most_values
-        self.values = ValueCounter(exact_from=most_values)
-        self.charged = 0
+        self.max_values = max_values
+        self.value_counter = ValueCounter(exact_from=max_values)
+        self.reserved_bytes = 0
 
     @property
     def large(self) -> bool:
         """Whether it is parsed on a thread."""
-        return self.size > _LARGE_BYTES or self.values.count > _LARGE_VALUES
+        return self.size > _LARGE_BYTES or self.value_counter.count > _LARGE_VALUES
 
     @property
     def weight(self) -> int:
         """What reading it costs, in bytes that cost as much."""
-        return self.size + _VALUE_WEIGHT * self.values.count
+        return self.size + _VALUE_WEIGHT * self.value_counter.count
 
-    def take(self) -> bytearray:
+    def take_data(self) -> bytearray:
         """All bytes, which this does not keep."""
         data, self.data = self.data, bytearray()
         return data
@@ -179,23 +179,25 @@ class Body:
 
 
 class RequestBodies:
-    """All bodies of one server. longest_prompt: tokens that a prompt may have, asked when a body
+    """All bodies of one server. max_prompt_tokens: tokens that a prompt may have, asked when a body
     has more values than any other body needs."""
 
     def __init__(
-        self, settings: Settings, workers: Workers, longest_prompt: Callable[[], int]
+        self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
     ) -> None:
         self.workers = workers
         self._limit = settings.max_body
-        self._longest_prompt = longest_prompt
-        self._budget = BodyBudget(max(_BUDGET, _LARGEST * settings.max_body))
+        self._max_prompt_tokens = max_prompt_tokens
+        self._budget = BodyMemoryBudget(
+            max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
+        )
         # one thread: the parser holds the interpreter
-        self._parser = WorkQueue(1, "parse", rest=1.0)
-        self._release: asyncio.TimerHandle | None = None
+        self._parser = FairThreadPool(1, "parse", rest=1.0)
+        self._release_timer: asyncio.TimerHandle | None = None
         self.in_flight = 0
 
     @property
-    def memory(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes that count against the budget."""
         return self._budget.used
 
@@ -213,18 +215,18 @@ class RequestBodies:
         AppError(OVERLOADED) when bodies in flight take too much memory. What is left of the body is
         the server's to discard, and how long it may take too (app/door/connections.py). ClientLeft
         if the client disconnects before its body is complete."""
-        async with self._receiving(scope, receive) as body:
+        async with self._receive_body(scope, receive) as body:
             yield body
 
     @asynccontextmanager
     async def receive_json(
-        self, scope: Scope, receive: Receive, most_values: int = MOST_VALUES
+        self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
     ) -> AsyncGenerator[Body]:
         """As `receive`; AppError(MEDIA_TYPE) also for what is not sent as JSON, AppError(INVALID)
         for more values than a request can need. MOST_VALUES admits prompts of ids as long as the
         longest context too."""
         check_json(scope)
-        async with self._receiving(scope, receive, most_values) as body:
+        async with self._receive_body(scope, receive, max_values) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
@@ -236,7 +238,7 @@ class RequestBodies:
     async def parse(self, body: Body) -> object:
         """See `Body.json`."""
         data = self._take(body)
-        return await self._parsed(body, data) if body.large else _parse(data)
+        return await self._parsed(body, data) if body.large else _parse_json(data)
 
     async def read(
         self,
@@ -248,18 +250,18 @@ class RequestBodies:
         until its model is found and a thread is free, those of all bodies that wait."""
         data = self._take(body)
         if not body.large:
-            content = _parse(data)
-            found = await find(model_named_in(content))
+            content = _parse_json(data)
+            found = await find(peek_model(content))
             work = partial(read, content, found)
             return await self.workers.run(work, size=body.weight, key=body.caller)
-        found = await find(await self._parsed(body, data, model_named_in))
+        found = await find(await self._parsed(body, data, peek_model))
         return await self._parsed(body, data, lambda content: read(content, found))
 
     def _take(self, body: Body) -> bytearray:
         """All bytes, to be parsed."""
         if body.large:
-            self._charge(body, _VALUE_BYTES * body.values.count)
-        return body.take()
+            self._reserve(body, _VALUE_BYTES * body.value_counter.count)
+        return body.take_data()
 
     async def _parsed(
         self,
@@ -268,59 +270,59 @@ class RequestBodies:
         work: Callable[[object], Result] = lambda content: content,
     ) -> Result:
         """What `work` makes of the JSON of a large body, both on the parser's thread."""
-        return await self._parser.run(lambda: work(_parse(data)), key=body.caller)
+        return await self._parser.run(lambda: work(_parse_json(data)), key=body.caller)
 
     @asynccontextmanager
-    async def _receiving(
-        self, scope: Scope, receive: Receive, most_values: int = 0
+    async def _receive_body(
+        self, scope: Scope, receive: Receive, max_values: int = 0
     ) -> AsyncGenerator[Body]:
-        """most_values: 0 for a body that is no JSON."""
-        _check_length(scope, self._limit)
-        body = Body(self, caller_of(scope), most_values)
+        """max_values: 0 for a body that is no JSON."""
+        _check_headers(scope, self._limit)
+        body = Body(self, get_caller(scope), max_values)
         self.in_flight += 1
         try:
             more = True
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientLeft
+                    raise ClientDisconnected
                 data, more = message.get("body", b""), message.get("more_body", False)
-                self._add(body, data)
+                self._append(body, data)
             yield body
         finally:
             self.in_flight -= 1
-            self._budget.give_back(body.caller, body.charged)
-            if body.charged > _LARGE_BYTES and self._release is None:
+            self._budget.release(body.caller, body.reserved_bytes)
+            if body.reserved_bytes > _LARGE_BYTES and self._release_timer is None:
                 loop = asyncio.get_running_loop()
-                self._release = loop.call_later(_RELEASE_AFTER, self._release_memory)
+                self._release_timer = loop.call_later(_RELEASE_DELAY, self._release_memory)
 
     def _release_memory(self) -> None:
-        self._release = None
-        asyncio.get_running_loop().run_in_executor(None, release_free_memory)
+        self._release_timer = None
+        asyncio.get_running_loop().run_in_executor(None, trim_malloc)
 
-    def _add(self, body: Body, data: bytes) -> None:
+    def _append(self, body: Body, data: bytes) -> None:
         body.size += len(data)
         if body.size > self._limit:
             raise _too_large(self._limit)
-        self._charge(body, min(len(data), max(0, body.size - _UNCOUNTED)))
-        if body.most_values:
-            self._count(body, data)
+        self._reserve(body, min(len(data), max(0, body.size - _UNCOUNTED_BYTES)))
+        if body.max_values:
+            self._count_values(body, data)
         body.data += data
 
-    def _charge(self, body: Body, count: int) -> None:
-        if count:
-            self._budget.take(body.caller, count)
-            body.charged += count
+    def _reserve(self, body: Body, nbytes: int) -> None:
+        if nbytes:
+            self._budget.reserve(body.caller, nbytes)
+            body.reserved_bytes += nbytes
 
-    def _count(self, body: Body, data: bytes) -> None:
-        body.values.feed(data, before=body.data)
-        if body.values.count > body.most_values:
-            most = body.most_values
-            if most == MOST_VALUES:
-                most = max(most, self._longest_prompt() + _BESIDE_PROMPT)
-            if body.values.count > most:
+    def _count_values(self, body: Body, data: bytes) -> None:
+        body.value_counter.feed(data, before=body.data)
+        if body.value_counter.count > body.max_values:
+            most = body.max_values
+            if most == MAX_VALUES:
+                most = max(most, self._max_prompt_tokens() + _VALUES_BESIDE_PROMPT)
+            if body.value_counter.count > most:
                 message = f"the body contains more than {most:,} JSON values: send fewer at a time"
-                raise AppError(Kind.INVALID, message, code="too_many_values")
+                raise AppError(ErrorKind.INVALID, message, code="too_many_values")
 
 
 def is_json(scope: Scope) -> bool:
@@ -337,22 +339,22 @@ def check_json(scope: Scope) -> None:
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
-        named = quote_client(given[:200]) if given else "missing"
+        named = mark_client_text(given[:200]) if given else "missing"
         raise AppError(
-            Kind.MEDIA_TYPE,
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
             f"the Content-Type must be application/json, but is {named}; "
             "with curl, add: -H 'Content-Type: application/json'",
         )
 
 
-def _check_length(scope: Scope, limit: int) -> None:
+def _check_headers(scope: Scope, limit: int) -> None:
     headers = Headers(scope=scope)
     coding = headers.get("content-encoding", "identity")
     if coding.strip().lower() != "identity":
         raise AppError(
-            Kind.MEDIA_TYPE,
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
             f"compressed bodies are not supported, but the Content-Encoding is "
-            f"{quote_client(coding[:200])}",
+            f"{mark_client_text(coding[:200])}",
             code="unsupported_content_encoding",
         )
     length = headers.get("content-length", "")
@@ -361,14 +363,14 @@ def _check_length(scope: Scope, limit: int) -> None:
 
 
 def _too_large(limit: int) -> AppError:
-    return AppError(Kind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
+    return AppError(ErrorKind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
 
 
-def _parse(data: bytearray) -> object:
+def _parse_json(data: bytearray) -> object:
     try:
         # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         reason = str(error)
     # Outside of the handler: the parser's error, which holds the whole text, is not its context.
-    raise AppError(Kind.INVALID, f"the body is not valid JSON: {reason}")
+    raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

@@ -9,22 +9,22 @@ from typing import Any, cast
 
 import orjson
 
-from app.core.errors import AppError, Kind, quote_client
+from app.core.errors import AppError, ErrorKind, mark_client_text
 
 INT32_MAX = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
 
 # Integers which every JSON writer can spell as a float and every reader gets back exactly.
-_EXACT = 2**53
+_MAX_EXACT_INTEGER = 2**53
 
-_ECHO = 200
-
-
-def invalid(param: str | None, message: str) -> AppError:
-    return AppError(Kind.INVALID, message, param=param or None)
+_MAX_ECHO_CHARS = 200
 
 
-def shown(value: object) -> str:
+def invalid_request(param: str | None, message: str) -> AppError:
+    return AppError(ErrorKind.INVALID, message, param=param or None)
+
+
+def quote_value(value: object) -> str:
     """A value as a message may repeat it: short, and never walking into nested containers. Marked
     as the client's, unless it is JSON's own word or a number."""
     match value:
@@ -33,7 +33,9 @@ def shown(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return quote_client(repr(value[:_ECHO]) + ("…" if len(value) > _ECHO else ""))
+            return mark_client_text(
+                repr(value[:_MAX_ECHO_CHARS]) + ("…" if len(value) > _MAX_ECHO_CHARS else "")
+            )
         case list():
             return "an array" if value else "an empty array"
         case dict():
@@ -55,33 +57,37 @@ class Fields:
         self._known: set[str] = set()
 
     @staticmethod
-    def of(value: object, at: str = "") -> "Fields":
+    def from_value(value: object, at: str = "") -> "Fields":
         """Raises AppError(INVALID) if the value is no object."""
         if not isinstance(value, dict):
-            raise invalid(at, f"{at or 'the body'} must be an object, not {shown(value)}")
+            raise invalid_request(
+                at, f"{at or 'the body'} must be an object, not {quote_value(value)}"
+            )
         return Fields(cast("dict[str, object]", value), at)
 
     def path(self, name: str) -> str:
         return f"{self._at}.{name}" if self._at else name
 
-    def close(self) -> None:
+    def reject_unknown(self) -> None:
         """Raises AppError(INVALID) for a field that is not null and that no reader asked for."""
         for name, value in self._values.items():
             if name not in self._known and value is not None:
-                path = self.path(name[:_ECHO])
-                raise invalid(path, f"unknown field {shown(path)}")
+                path = self.path(name[:_MAX_ECHO_CHARS])
+                raise invalid_request(path, f"unknown field {quote_value(path)}")
 
-    def refuse(self, name: str, *harmless: object, instead: str = "leave it out") -> None:
+    def reject(self, name: str, *neutral: object, instead: str = "leave it out") -> None:
         """A field that we know and do not offer: only values without any effect may stand.
         instead: what to do, where that is not to leave it out."""
         value = self.value(name)
-        if value is None or any(_same(value, allowed) for allowed in harmless):
+        if value is None or any(_json_equal(value, allowed) for allowed in neutral):
             return
         path = self.path(name)
-        if not harmless:
-            raise invalid(path, f"{path} is not supported: {instead}")
-        only = " or ".join(orjson.dumps(allowed).decode() for allowed in harmless)
-        raise invalid(path, f"{path} does not support {shown(value)}: leave it out, or use {only}")
+        if not neutral:
+            raise invalid_request(path, f"{path} is not supported: {instead}")
+        only = " or ".join(orjson.dumps(allowed).decode() for allowed in neutral)
+        raise invalid_request(
+            path, f"{path} does not support {quote_value(value)}: leave it out, or use {only}"
+        )
 
     def value(self, name: str) -> Any:
         self._known.add(name)
@@ -91,20 +97,20 @@ class Fields:
         value = self.value(name)
         if value is None:
             path = self.path(name)
-            raise invalid(path, f"{path} is missing")
+            raise invalid_request(path, f"{path} is missing")
         return value
 
     def boolean(self, name: str) -> bool | None:
         value = self.value(name)
         if value is None or isinstance(value, bool):
             return value
-        raise self._wrong(name, "true or false", value)
+        raise self._invalid_value(name, "true or false", value)
 
     def string(self, name: str) -> str | None:
         value = self.value(name)
         if value is None or isinstance(value, str):
             return value
-        raise self._wrong(name, "a string", value)
+        raise self._invalid_value(name, "a string", value)
 
     def required_string(self, name: str) -> str:
         self.required(name)
@@ -112,30 +118,36 @@ class Fields:
         assert value is not None
         return value
 
-    def word(self, name: str, words: Sequence[str]) -> str | None:
+    def one_of(self, name: str, choices: Sequence[str]) -> str | None:
         """One of these."""
         value = self.value(name)
-        if value is None or value in words:
+        if value is None or value in choices:
             return value
-        *most, last = map(repr, words)
+        *most, last = map(repr, choices)
         wanted = f"{', '.join(most)} or {last}" if most else last
-        raise self._wrong(name, wanted, value)
+        raise self._invalid_value(name, wanted, value)
 
-    def required_word(self, name: str, words: Sequence[str]) -> str:
+    def required_one_of(self, name: str, choices: Sequence[str]) -> str:
         self.required(name)
-        word = self.word(name, words)
+        word = self.one_of(name, choices)
         assert word is not None
         return word
 
-    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
-        """low..high, both included; with `above`, low itself is excluded."""
+    def number(
+        self, name: str, low: float, high: float, *, exclusive_low: bool = False
+    ) -> float | None:
+        """low..high, both included; with `exclusive_low`, low itself is excluded."""
         value = self.value(name)
         if value is None:
             return None
         number = as_number(value)
-        if number is None or not low <= number <= high or (above and number == low):
-            range_ = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-            raise self._wrong(name, f"a number {range_}", value)
+        if number is None or not low <= number <= high or (exclusive_low and number == low):
+            range_ = (
+                f"above {low:g} and at most {high:g}"
+                if exclusive_low
+                else f"from {low:g} to {high:g}"
+            )
+            raise self._invalid_value(name, f"a number {range_}", value)
         return number
 
     def integer(self, name: str, low: int, high: int = INT64[1]) -> int | None:
@@ -145,35 +157,37 @@ class Fields:
             return None
         number = as_integer(value)
         if number is None or not low <= number <= high:
-            raise self._wrong(name, _integers(low, high), value)
+            raise self._invalid_value(name, _describe_integer_range(low, high), value)
         return number
 
     def array(self, name: str) -> list[object] | None:
         value = self.value(name)
         array = as_array(value)
         if array is None and value is not None:
-            raise self._wrong(name, "an array", value)
+            raise self._invalid_value(name, "an array", value)
         return array
 
-    def strings(self, name: str, most: int) -> tuple[str, ...]:
-        """One string or an array of them, at most `most` and none empty; () when absent."""
+    def strings(self, name: str, max_items: int) -> tuple[str, ...]:
+        """One string or an array of them, at most `max_items` and none empty; () when absent."""
         value = self.value(name)
         if value is None:
             return ()
         array = as_array(value)
         given = [value] if array is None else array
         path = self.path(name)
-        if len(given) > most:
-            raise invalid(path, f"{path} must hold at most {most} strings, not {len(given)}")
+        if len(given) > max_items:
+            raise invalid_request(
+                path, f"{path} must hold at most {max_items} strings, not {len(given)}"
+            )
         for item in given:
             if not isinstance(item, str) or not item:
                 wanted = "a string or an array of strings, none of them empty"
-                raise invalid(path, f"{path} must be {wanted}, not {shown(item)}")
+                raise invalid_request(path, f"{path} must be {wanted}, not {quote_value(item)}")
         return tuple(cast("list[str]", given))
 
     def nested(self, name: str) -> "Fields | None":
         value = self.value(name)
-        return None if value is None else Fields.of(value, self.path(name))
+        return None if value is None else Fields.from_value(value, self.path(name))
 
     def mapping(self, name: str) -> dict[str, Any] | None:
         """An object whose keys are data, nested no deeper than whoever walks it may recurse."""
@@ -185,24 +199,24 @@ class Fields:
         self._known.update(self._values)
         return [(name, value) for name, value in self._values.items() if value is not None]
 
-    def any_case(self) -> "Fields":
+    def case_insensitive(self) -> "Fields":
         """The same object with its names in lower case; of two that then agree, the later one that
         is not null."""
         return Fields({name.lower(): value for name, value in self.items()}, self._at)
 
-    def _wrong(self, name: str, wanted: str, value: object) -> AppError:
+    def _invalid_value(self, name: str, expected: str, value: object) -> AppError:
         path = self.path(name)
-        return invalid(path, f"{path} must be {wanted}, not {shown(value)}")
+        return invalid_request(path, f"{path} must be {expected}, not {quote_value(value)}")
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """JSON without the fields that are null, which are absent."""
     match value:
         case dict():
             held = cast("dict[str, Any]", value)
-            return {name: without_nulls(one) for name, one in held.items() if one is not None}
+            return {name: drop_nulls(one) for name, one in held.items() if one is not None}
         case list():
-            return [without_nulls(one) for one in cast("list[Any]", value)]
+            return [drop_nulls(one) for one in cast("list[Any]", value)]
         case _:
             return value
 
@@ -221,7 +235,7 @@ def as_integer(value: object) -> int | None:
         return None
     if isinstance(value, int):
         return value
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT_INTEGER:
         return int(value)
     return None
 
@@ -233,15 +247,15 @@ def as_array(value: object) -> list[object] | None:
 def as_mapping(value: object, path: str) -> dict[str, Any]:
     """Raises AppError(INVALID) for what is no object, or is nested more deeply than whoever walks
     it may recurse."""
-    Fields.of(value, path)
+    Fields.from_value(value, path)
     try:
         orjson.dumps(value)  # gives up at 254 levels
     except orjson.JSONEncodeError as error:
-        raise invalid(path, f"{path} is nested too deeply") from error
+        raise invalid_request(path, f"{path} is nested too deeply") from error
     return cast("dict[str, Any]", value)
 
 
-def as_ids(values: list[object], path: str) -> tuple[int, ...]:
+def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
     """Token ids, not yet held against a vocabulary. Raises AppError(INVALID)."""
     # a prompt may have a million: in C where nothing is wrong, one by one to say what is
     if set(map(type, values)) == {int}:
@@ -252,12 +266,14 @@ def as_ids(values: list[object], path: str) -> tuple[int, ...]:
     for n, value in enumerate(values):
         id_ = as_integer(value)
         if id_ is None or not 0 <= id_ <= INT32_MAX:
-            raise invalid(f"{path}.{n}", f"{path} must hold token ids, not {shown(value)}")
+            raise invalid_request(
+                f"{path}.{n}", f"{path} must hold token ids, not {quote_value(value)}"
+            )
         ids.append(id_)
     return tuple(ids)
 
 
-def _integers(low: int, high: int) -> str:
+def _describe_integer_range(low: int, high: int) -> str:
     if (low, high) == INT64:
         return "a 64-bit integer"
     if high == INT64[1]:
@@ -265,6 +281,6 @@ def _integers(low: int, high: int) -> str:
     return f"an integer from {low} to {high}"
 
 
-def _same(value: object, allowed: object) -> bool:
+def _json_equal(value: object, allowed: object) -> bool:
     """JSON equality: 1 and 1.0 are the same, 1 and true are not."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 from app.api.body import RequestBodies
 from app.api.wire import JsonObject
-from app.core.loop_lag import LoopLag
-from app.core.workers import Workers
+from app.core.loop_lag import EventLoopLag
+from app.core.workers import ThreadPools
 
 
 @dataclass(frozen=True, slots=True)
-class FrontEnd:
+class FrontendStats:
     """Of one server."""
 
     bodies: RequestBodies
-    workers: Workers
-    lag: LoopLag
+    workers: ThreadPools
+    lag: EventLoopLag
 
-    def status(self) -> JsonObject:
+    def render(self) -> JsonObject:
         """LoopLag and LoopLagWorst in seconds, now and in the last minute; BodyBytes as far as they
         count against the budget."""
         return {
-            "LoopLag": round(self.lag.last, 4),
+            "LoopLag": round(self.lag.latest, 4),
             "LoopLagWorst": round(self.lag.worst, 4),
             "Bodies": self.bodies.in_flight,
-            "BodyBytes": self.bodies.memory,
+            "BodyBytes": self.bodies.reserved_bytes,
             "BodiesParsing": self.bodies.parsing,
             "WorkRunning": self.workers.running,
             "WorkQueued": self.workers.queued,

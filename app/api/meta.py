@@ -15,44 +15,57 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.front_end import FrontEnd
-from app.api.wire import JsonObject, json_reply, problem_reply
-from app.core.errors import AppError, Kind
-from app.core.jobs import HIT_BOUNDS, EngineStats
+from app.api.front_end import FrontendStats
+from app.api.wire import JsonObject, error_response, json_response
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
 from app.core.ports import Generate, RunnerState, RunnerStatus
 from app.core.residents import ModelState
 from app.core.settings import Settings
 
 # Of the numbers that Ollama's llm.ServerStatus gives to states, those which we can be in. The
 # fourth is its "not responding", which is what a stalled engine is: loaded, alive, and no answer.
-STATUS: Mapping[RunnerState, int] = {"ready": 0, "loading": 3, "stalled": 4, "failed": 5}
+OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
+    "ready": 0,
+    "loading": 3,
+    "stalled": 4,
+    "failed": 5,
+}
 
 
-def routes(generate: Generate, settings: Settings, front_end: FrontEnd) -> list[Route]:
+def health_routes(generate: Generate, settings: Settings, frontend: FrontendStats) -> list[Route]:
     async def status(request: Request) -> Response:
         now = generate.status()
-        cards = generate.models()
+        cards = generate.list_models()
         told: JsonObject = {
-            "Status": STATUS[now.state],
+            "Status": OLLAMA_STATUS_CODES[now.state],
             "Progress": now.progress if now.state in ("loading", "failed") else 100,
             "ContextLength": cards[0].context_length if cards else 0,
-            "Memory": now.stats.memory,
+            "Memory": now.stats.allocated_bytes,
         }
         # app/door/access.py says it; where nobody did, it is not so
         if getattr(request.state, "admin", False):
-            told |= {"Error": now.error, **_requests(now, settings.max_queue), **_engine(now.stats)}
-            told["FrontEnd"] = front_end.status()
-            told["Models"] = [_model(state) for state in generate.states()]
-        return json_reply(told)
+            told |= {
+                "Error": now.error,
+                **_render_requests(now, settings.max_queue),
+                **_render_engine(now.stats),
+            }
+            told["FrontEnd"] = frontend.render()
+            told["Models"] = [_render_model(state) for state in generate.list_model_states()]
+        return json_response(told)
 
     async def health(request: Request) -> Response:
         now = generate.status()
         if now.state == "ready":
-            return json_reply({"status": "ok"})
+            return json_response({"status": "ok"})
         if now.state == "loading":
-            return problem_reply(AppError(Kind.LOADING, f"the model is loading ({now.progress} %)"))
+            return error_response(
+                AppError(ErrorKind.LOADING, f"the model is loading ({now.progress} %)")
+            )
         # 503 whatever the kind: to those who ask, a server without an engine is an absent one.
-        return problem_reply(AppError(Kind.ENGINE, now.error or "the engine failed"), status=503)
+        return error_response(
+            AppError(ErrorKind.ENGINE, now.error or "the engine failed"), status=503
+        )
 
     return [
         Route("/v1/status", status, methods=["GET"]),
@@ -60,7 +73,7 @@ def routes(generate: Generate, settings: Settings, front_end: FrontEnd) -> list[
     ]
 
 
-def _requests(now: RunnerStatus, max_queue: int) -> JsonObject:
+def _render_requests(now: RunnerStatus, max_queue: int) -> JsonObject:
     """Ollama's client reads the four fields before these, and no others."""
     return {
         "Parallel": 0 if now.capacity is None else now.capacity.parallel,
@@ -73,7 +86,7 @@ def _requests(now: RunnerStatus, max_queue: int) -> JsonObject:
     }
 
 
-def _engine(stats: EngineStats) -> JsonObject:
+def _render_engine(stats: EngineStats) -> JsonObject:
     ledger = stats.ledger
     return {
         "Ledger": {
@@ -89,16 +102,16 @@ def _engine(stats: EngineStats) -> JsonObject:
             "prefilled": stats.prefilled_tokens,
             "generated": stats.generated_tokens,
         },
-        "Hits": dict(zip(hit_classes(), stats.hits, strict=True)),
-        "Misses": dict(stats.misses),
-        "Evictions": stats.evictions,
+        "Hits": dict(zip(hit_bucket_labels(), stats.prefix_hit_counts, strict=True)),
+        "Misses": dict(stats.prefix_miss_counts),
+        "Evictions": stats.prefix_evictions,
         "Preemptions": stats.preemptions,
         "Failures": stats.failures,
         "Steps": stats.steps,
     }
 
 
-def _model(state: ModelState) -> JsonObject:
+def _render_model(state: ModelState) -> JsonObject:
     """One of those that a request may name."""
     return {
         "Name": state.name,
@@ -110,12 +123,12 @@ def _model(state: ModelState) -> JsonObject:
         "Preparing": state.preparing,
         "Compiling": state.compiling,
         "Rejected": state.rejected,
-        "Memory": state.stats.memory,
-        "Share": state.share,
-        "ContextLength": state.context,
+        "Memory": state.stats.allocated_bytes,
+        "Share": state.allocation,
+        "ContextLength": state.context_length,
         "Parallel": state.parallel,
         "Pinned": state.pinned,
-        "Expires": state.expires,
+        "Expires": state.expires_at,
         "Loads": state.loads,
         "Evictions": state.evictions,
         "Restarts": state.restarts,
@@ -125,7 +138,8 @@ def _model(state: ModelState) -> JsonObject:
     }
 
 
-def hit_classes() -> list[str]:
-    """Names of the classes that `EngineStats.hits` counts: "0", "1-16", …, "65537+"."""
-    between = [f"{low + 1}-{high}" for low, high in pairwise(HIT_BOUNDS)]
-    return [str(HIT_BOUNDS[0]), *between, f"{HIT_BOUNDS[-1] + 1}+"]
+def hit_bucket_labels() -> list[str]:
+    """Names of the classes that `EngineStats.prefix_hit_counts` counts: "0", "1-16", …,
+    "65537+"."""
+    between = [f"{low + 1}-{high}" for low, high in pairwise(PREFIX_HIT_BUCKETS)]
+    return [str(PREFIX_HIT_BUCKETS[0]), *between, f"{PREFIX_HIT_BUCKETS[-1] + 1}+"]

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from app import store
 from app.configuration.options import BUILD_VARIABLE
-from app.core.amounts import in_memory
+from app.core.amounts import format_memory
 from app.core.errors import AppError
-from app.engine.computing import gigaflops, in_use
+from app.engine.computing import detect_backend, measure_gigaflops
 from app.engine.device import device_budget
-from app.runners.scratch import private_scratch
+from app.runners.scratch import prepare_compile_dir
 from models import backend, kernels
 
 # bytes with which hardly any model is served
-_LITTLE = 256 << 20
+_MIN_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +55,19 @@ class Findings:
 
 def diagnose(*, as_json: bool) -> int:
     """The exit status: 1 where something is lost that this machine could have."""
-    found = _examined()
-    lost = list(losses(found, os.environ))
+    found = _examine()
+    lost = list(find_problems(found, os.environ))
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), "lost": lost}, indent=2))
         return 1 if lost else 0
-    for label, value in lines(found):
+    for label, value in render_lines(found):
         print(f"{label:<10} {value}")
     for loss in lost or ["no problems found"]:
         print(f"\n{loss}")
     return 1 if lost else 0
 
 
-def lines(found: Findings) -> Iterator[tuple[str, str]]:
+def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """A word and what is to be said of it."""
     yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
     yield "MLX", f"{found.mlx}, on the {found.device.upper()}"
@@ -78,21 +78,23 @@ def lines(found: Findings) -> Iterator[tuple[str, str]]:
         yield "kernels", found.kernels or f"none: {found.kernels_why}"
     else:
         yield "matmul", f"{found.gigaflops:.3g} GFLOP/s"
-    yield "memory", f"{in_memory(found.memory)} available"
+    yield "memory", f"{format_memory(found.memory)} available"
     yield "scratch", found.scratch or "none"
     counts = (f"{count} {source}" for source, count in found.models.items())
     yield "models", found.stores or ", ".join(counts)
 
 
-def losses(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
+def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     """What this machine could have and has not, each with what to do. What somebody has turned off
     is no loss."""
-    if found.device == "cpu" and found.blas_why == backend.CUDA:
+    if found.device == "cpu" and found.blas_why == backend.USES_CUDA:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
-        yield from _slow_on_cpu(found, environ)
-    if found.memory < _LITTLE:
-        yield f"only {in_memory(found.memory)} are available: stop other programs or raise limits"
+        yield from _find_cpu_problems(found, environ)
+    if found.memory < _MIN_MEMORY:
+        yield (
+            f"only {format_memory(found.memory)} are available: stop other programs or raise limits"
+        )
     if found.scratch is None:
         yield (
             "no private folder allows executable files, so MLX cannot compile fused operations: "
@@ -102,7 +104,7 @@ def losses(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"models could not be listed: {found.stores}"
 
 
-def _slow_on_cpu(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
+def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     why = found.blas_why or ""
     if why == backend.NOT_FOUND or why.startswith(backend.NOT_BUILT):
         yield (
@@ -118,31 +120,31 @@ def _slow_on_cpu(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
         yield f"the CPU kernels are not in use, so decoding is slower: {found.kernels_why}"
 
 
-def _examined() -> Findings:
-    using = in_use()
-    reached = gigaflops()
-    products = backend.products()
-    models, stores = _models()
+def _examine() -> Findings:
+    using = detect_backend()
+    reached = measure_gigaflops()
+    products = backend.count_blas_calls()
+    models, stores = _count_models()
     return Findings(
         python=platform.python_version(),
         mlx=version("mlx"),
         device=using.device,
-        cpu=_processor(),
-        threads=backend.IN_USE.threads,
+        cpu=_read_cpu_name(),
+        threads=backend.ACTIVE.threads,
         gigaflops=round(reached, 1),
         blas=using.blas,
-        blas_why=backend.IN_USE.why,
+        blas_why=backend.ACTIVE.why,
         called=None if products is None else products > 0,
         kernels=using.kernels,
         kernels_why=kernels.describe().why,
         memory=device_budget(),
-        scratch=_scratch(),
+        scratch=_find_compile_dir(),
         models=models,
         stores=stores,
     )
 
 
-def _processor() -> str:
+def _read_cpu_name() -> str:
     """As it calls itself; what tells that on Linux is silent on most arm64 machines."""
     try:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
@@ -152,18 +154,18 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _scratch() -> str | None:
+def _find_compile_dir() -> str | None:
     """As a runner's process finds it."""
-    found = private_scratch()
+    found = prepare_compile_dir()
     if "MLX_DISABLE_COMPILE" in found:
         return None
     return found.get("TMPDIR") or os.environ.get("TMPDIR") or tempfile.gettempdir()
 
 
-def _models() -> tuple[Mapping[str, int], str | None]:
+def _count_models() -> tuple[Mapping[str, int], str | None]:
     """How many each source has, broken ones too, and what is wrong with the sources."""
     try:
-        found = Counter(entry.source for entry in store.installed())
+        found = Counter(entry.source for entry in store.list_installed())
     except AppError as error:
         return {}, error.message
     return {source: found[source] for source in ("built in", "hub", "ollama")}, None

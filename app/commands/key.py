@@ -11,7 +11,7 @@ import stat
 import sys
 from pathlib import Path
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.door import keys
 
 
@@ -19,13 +19,13 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
     """The exit status. The key goes to stdout and everything else to stderr, so that a program may
     take it. Raises AppError(INVALID) for a name that is none, and for a file that cannot be used;
     then there is no key."""
-    fresh = keys.fresh()
-    key = keys.Key(name=keys.checked_name(name), digest=keys.digest(fresh), admin=admin)
-    table = keys.written(key, f"created {datetime.date.today().isoformat()}")
+    fresh = keys.generate_key()
+    key = keys.ApiKey(name=keys.validate_name(name), digest=keys.hash_key(fresh), admin=admin)
+    table = keys.format_entry(key, f"created {datetime.date.today().isoformat()}")
     if file is None:
         told = f"Save the key: it is not shown again. Add this to the --api-keys file:\n\n{table}"
     else:
-        before = append(file, table)
+        before = append_key(file, table)
         told = f"Save the key: it is not shown again. Its digest was added to {file}."
         if any(other.name == key.name for other in before):
             told += f" {name} has another key in it, which stays valid until you remove it."
@@ -34,7 +34,7 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
     return 0
 
 
-def append(file: Path, table: str) -> tuple[keys.Key, ...]:
+def append_key(file: Path, table: str) -> tuple[keys.ApiKey, ...]:
     """Adds a table to the file, which is made where there is none; the keys that it held before.
 
     It is written in one piece behind what stands there, and taken back if that fails, so that a
@@ -45,40 +45,40 @@ def append(file: Path, table: str) -> tuple[keys.Key, ...]:
         # a pipe would wait for its reader
         line = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        raise _problem(file, error) from None
+        raise _write_error(file, error) from None
     try:
         fcntl.flock(line, fcntl.LOCK_EX)
-        return _append(line, file, table)
+        return _append_locked(line, file, table)
     except OSError as error:
-        raise _problem(file, error) from None
+        raise _write_error(file, error) from None
     finally:
         os.close(line)
 
 
-def _append(line: int, file: Path, table: str) -> tuple[keys.Key, ...]:
-    status = os.fstat(line)
+def _append_locked(descriptor: int, file: Path, table: str) -> tuple[keys.ApiKey, ...]:
+    status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise AppError(Kind.INVALID, f"{file} is not a file")
+        raise AppError(ErrorKind.INVALID, f"{file} is not a file")
     size = status.st_size
-    content = os.pread(line, size, 0)
+    content = os.pread(descriptor, size, 0)
     lead = b"" if not content else b"\n" if content.endswith(b"\n") else b"\n\n"
     whole = lead + table.encode()
     try:
-        *before, _ = keys.from_file((content + whole).decode())
+        *before, _ = keys.parse_key_file((content + whole).decode())
     except AppError as error:
-        raise AppError(Kind.INVALID, f"{file} {error.message}") from None
+        raise AppError(ErrorKind.INVALID, f"{file} {error.message}") from None
     except UnicodeDecodeError:
-        raise AppError(Kind.INVALID, f"{file} is not valid UTF-8") from None
+        raise AppError(ErrorKind.INVALID, f"{file} is not valid UTF-8") from None
     try:
-        if os.write(line, whole) != len(whole):
+        if os.write(descriptor, whole) != len(whole):
             raise OSError("only a part was written")
-        os.fsync(line)
+        os.fsync(descriptor)
     except OSError:
-        os.ftruncate(line, size)
+        os.ftruncate(descriptor, size)
         raise
     return tuple(before)
 
 
-def _problem(file: Path, error: OSError) -> AppError:
+def _write_error(file: Path, error: OSError) -> AppError:
     why = (error.strerror or str(error)).lower()
-    return AppError(Kind.INVALID, f"{file} cannot be written: {why}")
+    return AppError(ErrorKind.INVALID, f"{file} cannot be written: {why}")

@@ -10,20 +10,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from app import store
-from app.core.amounts import in_bytes
+from app.core.amounts import format_bytes
 from app.core.errors import AppError
 from app.core.files import ModelFiles
-from app.engine.describe import complete
-from models.checkpoint import text_config
+from app.engine.describe import complete_config
+from models.checkpoint import get_text_config
 
-_HEAD = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
+_HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
 
 # the widest name that still leaves room for the other columns on a line of 80
-_NAME = 33
+_MAX_NAME_WIDTH = 33
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ListedModel:
     """bytes: of all tensors. modified: Unix time. problem: why it cannot be served, in which case
     the rest is not known."""
 
@@ -36,57 +36,57 @@ class Row:
     problem: str | None = None
 
 
-def show_all(*, as_json: bool) -> int:
+def list_models(*, as_json: bool) -> int:
     """The exit status, 0 also where some model is broken: the list is what was asked for."""
-    rows = list(_rows())
+    rows = list(_collect_models())
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return 0
-    for line in table(rows):
+    for line in render_table(rows):
         print(line)
     return 0
 
 
-def table(rows: Iterable[Row]) -> Iterator[str]:
+def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
     """Lines of at most 80 columns, but for a long name, which has a line of its own, and for what
     is wrong with a model."""
     rows = list(rows)
-    width = min(_NAME, max([len(row.name) for row in rows] + [len(_HEAD[0])]))
-    yield _line(_HEAD, width)
+    width = min(_MAX_NAME_WIDTH, max([len(row.name) for row in rows] + [len(_HEADER[0])]))
+    yield _format_line(_HEADER, width)
     for row in rows:
         if row.problem is None:
             day = time.strftime("%Y-%m-%d", time.localtime(row.modified))
-            cells = (row.name, row.source, in_bytes(row.bytes), row.architecture, day)
+            cells = (row.name, row.source, format_bytes(row.bytes), row.architecture, day)
             if len(row.name) > width:
                 yield row.name
                 cells = ("", *cells[1:])
-            yield _line(cells, width)
+            yield _format_line(cells, width)
     for row in rows:
         if row.problem is not None:
             yield f"{row.name} ({row.source}) cannot be served: {row.problem}"
 
 
-def architecture(files: ModelFiles) -> str:
+def get_architecture(files: ModelFiles) -> str:
     """The model_type, of a multimodal model that of its text."""
-    return str(text_config(files.config).get("model_type"))
+    return str(get_text_config(files.config).get("model_type"))
 
 
-def _rows() -> Iterator[Row]:
-    for entry in store.installed():
-        row = Row(name=entry.name, source=entry.source, path=str(entry.path))
+def _collect_models() -> Iterator[ListedModel]:
+    for entry in store.list_installed():
+        row = ListedModel(name=entry.name, source=entry.source, path=str(entry.path))
         try:
-            files = complete(entry.read())
+            files = complete_config(entry.read())
         except AppError as error:
             yield dataclasses.replace(row, problem=error.message)
             continue
         yield dataclasses.replace(
             row,
-            bytes=files.stored,
-            architecture=architecture(files),
+            bytes=files.weight_bytes,
+            architecture=get_architecture(files),
             modified=files.created,
         )
 
 
-def _line(cells: tuple[str, ...], width: int) -> str:
+def _format_line(cells: tuple[str, ...], width: int) -> str:
     name, source, size, kind, day = cells
     return f"{name:<{width}}  {source:<8}  {size:>7}  {kind:<13}  {day}".rstrip()

@@ -6,35 +6,35 @@ Knows: when a download may begin. Must not know: how it is done.
 import sys
 
 from app import store
-from app.core.amounts import in_bytes
+from app.core.amounts import format_bytes
 from app.core.files import ModelFiles
 from app.core.settings import Settings
-from app.store.names import NotHere
+from app.store.names import ModelNotFoundError
 
 
-def obtain(settings: Settings) -> ModelFiles:
-    """settings: of one model, as `Settings.of` gives them. What is not here is downloaded where
-    --pull says so, or a person at the terminal. Raises AppError."""
+def resolve_or_download(settings: Settings) -> ModelFiles:
+    """settings: of one model, as `Settings.for_model` gives them. What is not here is downloaded
+    where --pull says so, or a person at the terminal. Raises AppError."""
     try:
         return store.resolve(settings.models[0].name if settings.models else None)
-    except NotHere as missing:
+    except ModelNotFoundError as missing:
         # nothing is asked, of a person or of the hub, where nobody sits
-        if missing.hub is None or not (settings.pull or _somebody_sits_here()):
+        if missing.hub is None or not (settings.pull or _is_interactive()):
             raise
         # huggingface_hub takes a sixth of a second to import, which most starts need not spend
-        from app.commands.pull import fetched, offered
+        from app.commands.pull import download_model, plan_model_download
 
-        offer = offered(missing.hub)
-        question = f"download {offer.name} ({in_bytes(offer.missing)})?"
-        if not settings.pull and not _agreed(missing.message, question):
+        offer = plan_model_download(missing.hub)
+        question = f"download {offer.name} ({format_bytes(offer.missing_bytes)})?"
+        if not settings.pull and not _confirm(missing.message, question):
             raise
-        return fetched(offer)
+        return download_model(offer)
 
 
-def _somebody_sits_here() -> bool:
+def _is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def _agreed(why: str, question: str) -> bool:
-    print(f"mlxrunner: {why}\n{question} [y/N] ", end="", file=sys.stderr, flush=True)
+def _confirm(reason: str, question: str) -> bool:
+    print(f"mlxrunner: {reason}\n{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -6,51 +6,52 @@ Knows: what is told before and after. Must not know: how files get here.
 import sys
 
 import models
-from app.core.amounts import in_bytes
-from app.core.errors import AppError, Kind
+from app.core.amounts import format_bytes
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.store.hub import cached
-from app.store.hub.download import fetch
-from app.store.hub.offer import Offer, look
-from app.store.names import HubName, hub_name, is_revision
+from app.store.hub.download import download
+from app.store.hub.offer import DownloadPlan, plan_download
+from app.store.names import HubName, is_revision, parse_hub_name
 from models.base import ModelError
 
 
 def pull(name: str, revision: str | None) -> int:
     """Download a model, or what is missing of it, and check all of it. The exit status; raises
     AppError."""
-    wanted = _wanted(name, revision)
-    files = fetched(offered(wanted))
-    print(f"{wanted} is complete: {in_bytes(files.stored)} of weights in {files.path}")
+    wanted = _parse_hub_name(name, revision)
+    files = download_model(plan_model_download(wanted))
+    print(f"{wanted} is complete: {format_bytes(files.weight_bytes)} of weights in {files.path}")
     return 0
 
 
-def offered(name: HubName) -> Offer:
+def plan_model_download(name: HubName) -> DownloadPlan:
     """What the hub has. Raises AppError for what could not be served: better now than after the
     download."""
-    offer = look(name)
+    offer = plan_download(name)
     try:
-        models.facts(offer.config)
+        models.read_info(offer.config)
     except ModelError as error:
-        raise AppError(Kind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
+        raise AppError(ErrorKind.MODEL_FILES, f"{name}: {error}; nothing was downloaded") from error
     return offer
 
 
-def fetched(offer: Offer) -> ModelFiles:
+def download_model(offer: DownloadPlan) -> ModelFiles:
     """Download it, telling what and how far. Raises AppError."""
     name = offer.name
     left = (
-        f"{in_bytes(offer.missing)} to download"
-        if offer.missing
+        f"{format_bytes(offer.missing_bytes)} to download"
+        if offer.missing_bytes
         else "already downloaded, verifying"
     )
     print(
-        f"{name} at commit {offer.commit[:12]}: {len(offer.files)} files, {in_bytes(offer.size)}, "
+        f"{name} at commit {offer.commit[:12]}: {len(offer.files)} files, "
+        f"{format_bytes(offer.total_bytes)}, "
         f"{left}",
         file=sys.stderr,
     )
     try:
-        fetch(offer)
+        download(offer)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the command again to resume the download") from None
     files = cached.find(name)
@@ -58,18 +59,22 @@ def fetched(offer: Offer) -> ModelFiles:
     return files
 
 
-def _wanted(text: str, revision: str | None) -> HubName:
-    name = hub_name(text)
+def _parse_hub_name(text: str, revision: str | None) -> HubName:
+    name = parse_hub_name(text)
     if name is None:
         raise AppError(
-            Kind.MODEL_NOT_FOUND,
+            ErrorKind.MODEL_NOT_FOUND,
             f"{text!r} is not a model name of the hub (org/name or org/name@revision); "
             "use `ollama pull` for Ollama models",
         )
     if revision is None:
         return name
     if name.revision not in (None, revision):
-        raise AppError(Kind.INVALID, f"{text} and --revision {revision} are different revisions")
+        raise AppError(
+            ErrorKind.INVALID, f"{text} and --revision {revision} are different revisions"
+        )
     if not is_revision(revision):
-        raise AppError(Kind.INVALID, f"{revision!r} is not the name of a branch, tag or commit")
-    return HubName(repo=name.repo, revision=revision)
+        raise AppError(
+            ErrorKind.INVALID, f"{revision!r} is not the name of a branch, tag or commit"
+        )
+    return HubName(repo_id=name.repo_id, revision=revision)

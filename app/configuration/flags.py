@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from app.configuration.forms import Misread, nearest
+from app.configuration.forms import InvalidOptionValue, suggest
 from app.configuration.option import Option
 from app.configuration.options import GROUPS, OPTIONS
-from app.configuration.sources import Found, Given
+from app.configuration.sources import SourcedValue, SourcedValues
 from app.core.settings import ModelSettings
 
 
-def add_settings(command: argparse.ArgumentParser) -> None:
+def add_setting_flags(command: argparse.ArgumentParser) -> None:
     """Every setting. What is not given leaves no trace, so that another source may give it."""
     command.add_argument(
         "models",
@@ -33,40 +33,40 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     for group in GROUPS:
         section = command.add_argument_group(group.title)
         for option in group.options:
-            _add(section.add_argument, option)
+            _add_flag(section.add_argument, option)
 
 
-def given(arguments: argparse.Namespace) -> Given:
+def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
     found = {
-        option.field: Found(value=_value(option, arguments), place=option.flag)
+        option.field: SourcedValue(value=_flag_value(option, arguments), source=option.flag)
         for option in OPTIONS
         if hasattr(arguments, option.field)
     }
     if arguments.models:
         models = tuple(ModelSettings(name=name) for name in arguments.models)
-        found["models"] = Found(value=models, place="command line")
+        found["models"] = SourcedValue(value=models, source="command line")
     return found
 
 
-class Parser(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """Exits with status 2 and one line for a bad command line; argparse would print all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
 
 
-def parsed(
-    parser: Parser, words: Sequence[str] | None, commands: Sequence[str] = ()
+def parse_arguments(
+    parser: CommandLineParser, argv: Sequence[str] | None, commands: Sequence[str] = ()
 ) -> argparse.Namespace:
     """Models may stand between flags, which argparse does not allow for; a flag that there is not
     is refused with the one that was perhaps meant, and so is a command. Exits with 2 for what
     cannot be read. commands: the known ones; the first word must be one of them or a flag."""
-    words = sys.argv[1:] if words is None else words
-    first = next(iter(words), "")
+    argv = sys.argv[1:] if argv is None else argv
+    first = next(iter(argv), "")
     if commands and not first.startswith("-") and first not in commands:
-        listed = f"the commands are {', '.join(commands)}{nearest(first, commands)}"
+        listed = f"the commands are {', '.join(commands)}{suggest(first, commands)}"
         parser.error(f"unknown command {first!r}: {listed}" if first else f"no command: {listed}")
-    arguments, rest = parser.parse_known_args(words)
+    arguments, rest = parser.parse_known_args(argv)
     models: list[str] | None = getattr(arguments, "models", None)
     strange = [word for word in rest if word.startswith("-") or models is None]
     if strange:
@@ -76,7 +76,7 @@ def parsed(
         help_ = " ".join(part for part in ("mlxrunner", command, "--help") if part)
         if name.startswith("-"):
             flags = (option.flag for option in OPTIONS) if models is not None else ()
-            why = f"unknown option {name}{nearest(name, flags)}"
+            why = f"unknown option {name}{suggest(name, flags)}"
         else:
             why = f"unexpected argument {name!r}"
         parser.error(f"{why} (`{help_}` lists what is accepted)")
@@ -85,9 +85,9 @@ def parsed(
     return arguments
 
 
-def _add(add_argument: Callable[..., argparse.Action], option: Option) -> None:
-    words = f"{option.help} (default: {option.shown(option.default)})".replace("%", "%%")
-    if option.is_switch:
+def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> None:
+    words = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
+    if option.is_boolean:
         add_argument(
             option.flag,
             action=argparse.BooleanOptionalAction,
@@ -98,25 +98,25 @@ def _add(add_argument: Callable[..., argparse.Action], option: Option) -> None:
         return
     add_argument(
         option.flag,
-        action="extend" if option.form.many else "store",
-        type=_reader(option),
+        action="extend" if option.value_type.is_list else "store",
+        type=_make_argparse_type(option),
         default=argparse.SUPPRESS,
-        metavar=option.form.metavar,
+        metavar=option.value_type.metavar,
         help=words,
         dest=option.field,
     )
 
 
-def _reader(option: Option) -> Callable[[str], Any]:
+def _make_argparse_type(option: Option) -> Callable[[str], Any]:
     def read(word: str) -> Any:
         try:
-            return option.read(word)
-        except Misread as problem:
+            return option.parse_text(word)
+        except InvalidOptionValue as problem:
             raise argparse.ArgumentTypeError(str(problem)) from None
 
     return read
 
 
-def _value(option: Option, arguments: argparse.Namespace) -> Any:
+def _flag_value(option: Option, arguments: argparse.Namespace) -> Any:
     value = getattr(arguments, option.field)
-    return tuple(value) if option.form.many else value
+    return tuple(value) if option.value_type.is_list else value

@@ -8,82 +8,84 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from app.configuration.forms import Form
+from app.configuration.forms import ValueType
 from app.core.settings import ModelSettings, Settings
 
-PREFIX = "MLXRUNNER_"
+ENV_PREFIX = "MLXRUNNER_"
 
 # what undoes a setting of a source that counts less, in every form
-DEFAULT = "default"
+DEFAULT_WORD = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """field: of Settings, and the key in a file. default: its value there. help: what it does.
-    unset: what holds where the default is None. variable: in the environment."""
+    unset_label: what holds where the default is None. env_var: in the environment."""
 
     field: str
-    form: Form
+    value_type: ValueType
     default: Any
     help: str
-    unset: str
-    variable: str
+    unset_label: str
+    env_var: str
 
     @property
-    def is_switch(self) -> bool:
-        return bool in self.form.types
+    def is_boolean(self) -> bool:
+        return bool in self.value_type.types
 
     @property
     def flag(self) -> str:
-        name = self.field.removesuffix("s") if self.form.many else self.field
+        name = self.field.removesuffix("s") if self.value_type.is_list else self.field
         return "--" + name.replace("_", "-")
 
-    def read(self, word: str) -> Any:
+    def parse_text(self, word: str) -> Any:
         """Raises Misread."""
-        return self.default if word == DEFAULT else self.form.read(word)
+        return self.default if word == DEFAULT_WORD else self.value_type.parse_text(word)
 
-    def take(self, value: object) -> Any:
+    def from_toml(self, value: object) -> Any:
         """From a file. Raises Misread."""
-        return self.default if value == DEFAULT else self.form.take(value)
+        return self.default if value == DEFAULT_WORD else self.value_type.from_toml(value)
 
-    def give(self, value: Any) -> Any:
+    def to_toml(self, value: Any) -> Any:
         """For a file, where nothing stands for None."""
-        return DEFAULT if value is None else self.form.give(value)
+        return DEFAULT_WORD if value is None else self.value_type.to_toml(value)
 
-    def shown(self, value: Any) -> str:
+    def format_value(self, value: Any) -> str:
         """For people."""
         if value is None:
-            return self.unset
-        given = self.form.give(value)
+            return self.unset_label
+        given = self.value_type.to_toml(value)
         if isinstance(given, bool):
             return "on" if given else "off"
-        if self.form.many:
-            return ", ".join(map(str, given)) or self.unset
-        unit = self.form.unit if isinstance(given, (int, float)) else ""
+        if self.value_type.is_list:
+            return ", ".join(map(str, given)) or self.unset_label
+        unit = self.value_type.unit if isinstance(given, (int, float)) else ""
         return f"{given} {unit}".rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class OptionGroup:
     title: str
     options: tuple[Option, ...]
 
 
-def option(
+def make_option(
     field: str,
-    form: Form,
+    form: ValueType,
     help: str,
     *,
     unset: str = "none",
     variable: str | None = None,
-    of: type[Settings] | type[ModelSettings] = Settings,
+    settings_class: type[Settings] | type[ModelSettings] = Settings,
 ) -> Option:
-    [default] = [known.default for known in dataclasses.fields(of) if known.name == field]
+    [default] = [
+        known.default for known in dataclasses.fields(settings_class) if known.name == field
+    ]
     return Option(
         field=field,
-        form=form,
+        value_type=form,
         default=None if default is dataclasses.MISSING else default,
         help=help,
-        unset=unset,
-        variable=variable or PREFIX + field.upper(),
+        unset_label=unset,
+        env_var=variable or ENV_PREFIX + field.upper(),
     )

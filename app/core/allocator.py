@@ -12,7 +12,7 @@ from contextlib import suppress
 _MMAP_THRESHOLD, _ARENA_MAX = (-3, 512 * 1024), (-8, 1)
 
 
-def keep_heap_small() -> None:
+def limit_malloc_retention() -> None:
     """For a process that handles large buffers now and then and is idle in between: each of them is
     mapped on its own, and threads share one arena. By itself glibc stops mapping them after the
     first one, keeps an arena for each thread, and returns little of either. Not for a process that
@@ -21,7 +21,7 @@ def keep_heap_small() -> None:
     _call("mallopt", *_ARENA_MAX)
 
 
-def release_free_memory() -> None:
+def trim_malloc() -> None:
     """Give free pages back to the system. glibc keeps most of what threads have freed; other
     allocators return it by themselves. Takes some milliseconds, without the interpreter."""
     _call("malloc_trim", 0)

@@ -3,27 +3,27 @@
 Knows: units. Must not know: what is counted.
 """
 
-_BYTES = ("B", "kB", "MB", "GB", "TB")
-_COUNTS = ("", "K", "M", "B", "T")
-_MEMORY = ("B", "KiB", "MiB", "GiB", "TiB")
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB")
+_COUNT_SUFFIXES = ("", "K", "M", "B", "T")
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def in_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Decimal, as the hub, Ollama and the Finder count: 1.23 GB. Three digits at least."""
-    return _scaled(count, _BYTES, " ")
+    return _format_scaled(count, _DECIMAL_UNITS, " ")
 
 
-def in_memory(count: float) -> str:
+def format_memory(count: float) -> str:
     """Bytes as `--memory` counts them: 1.23 GiB. So whoever gave it 6 reads of 6."""
-    return _scaled(count, _MEMORY, " ", step=1024)
+    return _format_scaled(count, _BINARY_UNITS, " ", base=1024)
 
 
-def in_short(count: float) -> str:
+def format_count(count: float) -> str:
     """Parameters: 1.24B, 8.03B, 355M."""
-    return _scaled(count, _COUNTS, "")
+    return _format_scaled(count, _COUNT_SUFFIXES, "")
 
 
-def in_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """12 s, 3 min, 2 h 05 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -31,11 +31,11 @@ def in_time(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
-def _scaled(count: float, units: tuple[str, ...], gap: str, step: int = 1000) -> str:
+def _format_scaled(count: float, units: tuple[str, ...], separator: str, base: int = 1000) -> str:
     unit = 0
     # 999.5 would be written as 1000
     while count >= 999.5 and unit < len(units) - 1:
-        count /= step
+        count /= base
         unit += 1
     digits = 0 if unit == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
-    return f"{count:.{digits}f}{gap}{units[unit]}".rstrip()
+    return f"{count:.{digits}f}{separator}{units[unit]}".rstrip()

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 # mean: of the hidden states of all positions · last: the hidden state of the last one
-Pooling = Literal["mean", "last"]
+PoolingType = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """A text or its ids, not empty. at: where it stood in the request, dotted."""
+    """A text or its ids, not empty. param: where it stood in the request, dotted."""
 
     content: str | tuple[int, ...]
-    at: str
+    param: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class EmbedRequest:
 
     model: str
     inputs: tuple[EmbedInput, ...]
-    pooling: Pooling | None = None
+    pooling: PoolingType | None = None
     dimensions: int | None = None
     keep_alive: float | None = None
     caller: str = ""
@@ -36,10 +36,11 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """vectors: in the order of the inputs, each of Euclidean length one. tokens: of all inputs."""
+    """vectors: in the order of the inputs, each of Euclidean length one. prompt_tokens: of all
+    inputs."""
 
     vectors: tuple[bytes, ...]
-    tokens: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +50,14 @@ class EmbedJob:
 
     id: str
     inputs: tuple[tuple[int, ...], ...]
-    pooling: Pooling
+    pooling: PoolingType
     dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
+class EmbedResult:
     """The job is over. vectors: as in `Embeddings`. error: a sentence, where there are none."""
 
-    job: str
+    job_id: str
     vectors: tuple[bytes, ...] = ()
     error: str | None = None

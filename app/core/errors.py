@@ -1,6 +1,6 @@
 """The world's mistakes. Ours are assertions.
 
-Knows: what can go wrong, in words. Must not know: status codes or JSON; dialects map `Kind`.
+Knows: what can go wrong, in words. Must not know: status codes or JSON; dialects map `ErrorKind`.
 """
 
 import re
@@ -9,24 +9,24 @@ from types import TracebackType
 
 # Unicode noncharacters around a client's text within a message. `repr` escapes them, and JSON keeps
 # them, so that marks survive the way between processes.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
-_MARKED = re.compile(f"{_OPEN}[^{_CLOSE}]*{_CLOSE}?")
+_CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
+_STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
+_CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
 
 
-class Kind(StrEnum):
+class ErrorKind(StrEnum):
     """What went wrong. Each dialect maps these to its status codes and type names."""
 
     INVALID = "invalid_request"
     CONTEXT_LENGTH = "context_length_exceeded"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
-    METHOD = "method_not_allowed"
-    MEDIA_TYPE = "unsupported_media_type"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     TOO_LARGE = "request_too_large"
     UNAUTHORIZED = "invalid_api_key"
     FORBIDDEN = "forbidden"
-    TIMEOUT = "request_timeout"
+    REQUEST_TIMEOUT = "request_timeout"
     DEADLINE = "deadline_exceeded"
     LOADING = "model_loading"
     STOPPING = "server_stopping"
@@ -36,41 +36,41 @@ class Kind(StrEnum):
     MODEL_FILES = "bad_model_files"
 
 
-def quote_client(text: str) -> str:
+def mark_client_text(text: str) -> str:
     """Marks a part of an AppError's message that repeats what the client sent, or that another
     program made of it: the client reads it, the log does not."""
-    return f"{_OPEN}{text.translate(_MARKS)}{_CLOSE}"
+    return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 
 class AppError(Exception):
     """A mistake to be told to whoever made it.
 
-    message: says what is wrong and what to do. marked: the same with the marks of `quote_client`,
-    for code that builds another AppError of it. param: the request field, dotted
-    (`messages.0.role`). code: a stable word for programs, where `kind` is not precise enough.
-    retry_after: seconds after which trying again makes sense, where it does.
+    message: says what is wrong and what to do. marked_message: the same with the marks of
+    `mark_client_text`, for code that builds another AppError of it. param: the request field,
+    dotted (`messages.0.role`). code: a stable word for programs, where `kind` is not precise
+    enough. retry_after: seconds after which trying again makes sense, where it does.
     """
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ErrorKind,
         message: str,
         *,
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        self.marked = message
-        self.message = message.translate(_MARKS)
+        self.marked_message = message
+        self.message = message.translate(_STRIP_MARKS)
         super().__init__(self.message)
         self.kind = kind
         self.param = param
         self.code = code
         self.retry_after = retry_after
 
-    def loggable(self) -> str:
+    def redact(self) -> str:
         """The message without what the client sent: that may be a prompt or a key."""
-        return _MARKED.sub("…", self.marked)
+        return _CLIENT_TEXT.sub("…", self.marked_message)
 
 
 class LibraryPanic(Exception):
@@ -92,11 +92,14 @@ class PanicGuard:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exception_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None or issubclass(kind, Exception):
+        if exception_type is None or issubclass(exception_type, Exception):
             return
-        if (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException"):
+        if (exception_type.__module__, exception_type.__name__) == (
+            "pyo3_runtime",
+            "PanicException",
+        ):
             raise LibraryPanic(" ".join(str(error).split())) from error

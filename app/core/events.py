@@ -1,9 +1,9 @@
 """What happens while an answer is made, in the order in which it happens.
 
 Knows: the alphabet that generation speaks and dialects translate. A stream is, for each choice,
-`Prompt? (TextDelta | ReasoningDelta | CallDelta)* Finish`, with `Progress` in between, and the
-choices in any order beside each other; a collected answer is a fold over the same events.
-Must not know: SSE, JSON, how ids are made.
+`PromptTokenIds? (TextDelta | ReasoningDelta | CallDelta)* Finish`, with `PrefillProgress` in
+between, and the choices in any order beside each other; a collected answer is a fold over the same
+events. Must not know: SSE, JSON, how ids are made.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """`text` may hold U+FFFD where the token is not whole UTF-8; `raw` is its exact bytes."""
+    """`text` may hold U+FFFD where the token is not whole UTF-8; `token_bytes` is its exact
+    bytes."""
 
     text: str
-    raw: bytes
+    token_bytes: bytes
     logprob: float
 
 
@@ -28,29 +29,29 @@ class TokenLogprob:
     likely first."""
 
     text: str
-    raw: bytes
+    token_bytes: bytes
     logprob: float | None
-    top: tuple[TopLogprob, ...]
+    top_logprobs: tuple[TopLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PrefillProgress:
     """Prompt tokens that are in the KV cache so far (cached ones included), of how many. prompt:
-    which one of the request. The first of a choice comes when its job starts, and its `done` is
-    what the prefix cache had."""
+    which one of the request. The first of a choice comes when its job starts, and its
+    `computed_tokens` is what the prefix cache had."""
 
-    prompt: int = 0
-    done: int
-    total: int
+    prompt_index: int = 0
+    computed_tokens: int
+    total_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class PromptTokenIds:
     """The ids that a prompt came to. Told where they were asked for, before anything is said.
-    prompt: which one of the request."""
+    prompt_index: which one of the request."""
 
-    prompt: int = 0
-    ids: tuple[int, ...]
+    prompt_index: int = 0
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +60,14 @@ class TextDelta:
     character.
 
     logprobs: the tokens read since the last delta, when the request asked for them, those of
-    reasoning and of calls too. ids: the same tokens, when it asked for ids. Their text and the
-    delta's text need not line up (a stop string or a character may be held back).
+    reasoning and of calls too. token_ids: the same tokens, when it asked for ids. Their text and
+    the delta's text need not line up (a stop string or a character may be held back).
     """
 
     choice: int = 0
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
-    ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,14 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallDelta:
-    """The next piece of a tool call. call: 0, 1, 2 … in the order in which they begin; one is over
-    before the next one begins. id, name: with the first piece of each, and only there. arguments:
-    the next piece of their JSON text; joined, it is an object, unless the answer was cut by length
-    or the model made a mistake in it."""
+class ToolCallDelta:
+    """The next piece of a tool call. call_index: 0, 1, 2 … in the order in which they begin; one is
+    over before the next one begins. id, name: with the first piece of each, and only there.
+    arguments: the next piece of their JSON text; joined, it is an object, unless the answer was cut
+    by length or the model made a mistake in it."""
 
     choice: int = 0
-    call: int
+    call_index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
@@ -109,36 +110,36 @@ class Timings:
     the last; total: from the arrival of the request, so that waiting is in it. gaps: between each
     two tokens that followed each other."""
 
-    prompt_ns: int
-    eval_ns: int
+    prefill_ns: int
+    decode_ns: int
     total_ns: int
-    gaps_ns: tuple[int, ...] = ()
+    inter_token_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The last event of every choice that ended by itself. prompt: which one of the request it
-    answers. stop: the stop string that ended it, if one of the request's did."""
+    """The last event of every choice that ended by itself. prompt_index: which one of the request
+    it answers. stop_string: the stop string that ended it, if one of the request's did."""
 
     choice: int = 0
-    prompt: int = 0
+    prompt_index: int = 0
     reason: FinishReason
     usage: Usage
     timings: Timings
-    stop: str | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
+class ModelLoading:
     """The model is not in memory yet; told now and then while the request waits for it. progress:
-    0 to 100. waits: whether it has not begun, because another model is loaded before it or has to
+    0 to 100. queued: whether it has not begun, because another model is loaded before it or has to
     leave first."""
 
     progress: int
-    waits: bool = False
+    queued: bool = False
 
 
 # what an answer is made of
-Spoken = Prompt | TextDelta | ReasoningDelta | CallDelta | Finish
+OutputEvent = PromptTokenIds | TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
-Event = Progress | Loading | Spoken
+Event = PrefillProgress | ModelLoading | OutputEvent

@@ -11,31 +11,31 @@ last one allowed is. So: every `Token` is text, and nothing else is.
 from dataclasses import dataclass
 from typing import Literal
 
-from app.core.embeddings import Embedded
-from app.core.requests import Grammar, Sampling
+from app.core.embeddings import EmbedResult
+from app.core.requests import Grammar, SamplingParams
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sequence to generate. ids: the prompt, at least one. max_tokens: at least one, and
-    prompt plus max_tokens never exceeds the context. stop_ids: end-of-sequence ids.
-    top_logprobs: None for no logprobs. reuse: whether the prefix cache may serve the prompt. keep:
-    ids at the beginning that a context shift never discards. grammar: what the sampled ids must
-    spell; a sequence that can only end ends there, with "stop". min_tokens: so many are sampled
-    before one of stop_ids may be; 0 with a grammar. prompt_logprobs: like top_logprobs, for the
-    prompt's own ids: then `PromptScores` come before the first token. caller: whose it is; those
-    who wait take turns by it."""
+    """One sequence to generate. prompt_token_ids: the prompt, at least one. max_tokens: at least
+    one, and prompt plus max_tokens never exceeds the context. stop_token_ids: end-of-sequence ids.
+    top_logprobs: None for no logprobs. cache_prompt: whether the prefix cache may serve the prompt.
+    keep: ids at the beginning that a context shift never discards. grammar: what the sampled ids
+    must spell; a sequence that can only end ends there, with "stop". min_tokens: so many are
+    sampled before one of stop_ids may be; 0 with a grammar. prompt_logprobs: like top_logprobs, for
+    the prompt's own prompt_token_ids: then `PromptLogprobs` come before the first token. caller:
+    whose it is; those who wait take turns by it."""
 
     id: str
-    ids: tuple[int, ...]
-    sampling: Sampling
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     max_tokens: int
-    stop_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
     top_logprobs: int | None = None
-    reuse: bool = True
-    keep: int = 0
+    cache_prompt: bool = True
+    num_keep: int = 0
     grammar: Grammar | None = None
     min_tokens: int = 0
     prompt_logprobs: int | None = None
@@ -44,74 +44,75 @@ class Job:
 
 # nothing cached begins like it · other ids follow · the ids match, but a layer has no state to go
 # back to · the request wanted no reuse
-MissReason = Literal["empty", "diverged", "no_state", "unwanted"]
+CacheMissReason = Literal["empty", "diverged", "no_state", "unwanted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
-    """Why the prefix cache did not serve more. at: the first position that was not served. had: a
-    few of the ids that are cached there, if other ones are."""
+class CacheMiss:
+    """Why the prefix cache did not serve more. position: the first position that was not served.
+    cached_ids: a few of the ids that are cached there, if other ones are."""
 
-    at: int
-    reason: MissReason
-    had: tuple[int, ...] = ()
+    position: int
+    reason: CacheMissReason
+    cached_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The job left the queue; `cached` prompt tokens need no evaluation. at: monotonic ns.
-    miss: None when everything was cached that can be."""
+    """The job left the queue; `cached_tokens` prompt tokens need no evaluation. timestamp_ns:
+    monotonic ns. miss: None when everything was cached that can be."""
 
-    job: str
-    cached: int
-    at: int
-    miss: Miss | None = None
+    job_id: str
+    cached_tokens: int
+    timestamp_ns: int
+    miss: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """`done` prompt tokens are in the KV cache, cached ones included."""
+    """`computed_tokens` prompt tokens are in the KV cache, cached ones included."""
 
-    job: str
-    done: int
+    job_id: str
+    computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """One sampled id. logprob and top (id, logprob; most likely first) are from the raw logits in
-    float32, and None and empty unless the job asked. at: monotonic ns when its value was known."""
+    float32, and None and empty unless the job asked. timestamp_ns: monotonic ns when its value was
+    known."""
 
-    job: str
+    job_id: str
     id: int
-    at: int
+    timestamp_ns: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
+class PromptLogprobs:
     """The prompt's ids as if they had been sampled, all but the first: one (logprob, top) each, as
     in `Token`."""
 
-    job: str
-    scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+    job_id: str
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """The job is over and its place is free. error: a sentence, only when reason is "error".
-    at: monotonic ns. lost: the error is that the engine ended before the job did, though nothing
-    stopped it. invalid: the error is of what the request asked for."""
+    timestamp_ns: monotonic ns. engine_lost: the error is that the engine ended before the job did,
+    though nothing stopped it. invalid_request: the error is of what the request asked for."""
 
-    job: str
+    job_id: str
     reason: EndReason
-    at: int
+    timestamp_ns: int
     error: str | None = None
-    lost: bool = False
-    invalid: bool = False
+    engine_lost: bool = False
+    invalid_request: bool = False
 
 
-Update = Started | Prefilled | PromptScores | Token | Ended
+JobUpdate = Started | Prefilled | PromptLogprobs | Token | Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,41 +137,42 @@ class Ledger:
 
 
 # upper bounds of the prefix lengths that hits are counted by; the last class has none
-HIT_BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+PREFIX_HIT_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started, and gauges of now. memory: bytes held by the allocator,
-    its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt token that
-    was ever started on; the first is work skipped, the second work done (again, for a sequence that
-    was preempted). looked_up_tokens: of prompts that were looked up in the prefix cache, whole.
-    generated_tokens: reported ones. embedding: jobs whose inputs are embedded or
-    wait for it; embedded_tokens: computed for such. hits: lookups by cached length, one count for
-    each of HIT_BOUNDS and one beyond. misses: lookups by the reason why they did not get more.
-    evictions: cached prefixes given up for room. preemptions: sequences that had to begin again
-    for room. failures: jobs that ended in an error of the engine."""
+    """Counters since the engine started, and gauges of now. allocated_bytes: bytes held by the
+    allocator, its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt
+    token that was ever started on; the first is work skipped, the second work done (again, for a
+    sequence that was preempted). prefix_query_tokens: of prompts that were looked up in the prefix
+    cache, whole. generated_tokens: reported ones. embedding_jobs: jobs whose inputs are embedded or
+    wait for it; embedded_tokens: computed for such. prefix_hit_counts: lookups by cached length,
+    one count for each of HIT_BOUNDS and one beyond. prefix_miss_counts: lookups by the reason why
+    they did not get more. prefix_evictions: cached prefixes given up for room. preemptions:
+    sequences that had to begin again for room. failures: jobs that ended in an error of the
+    engine."""
 
-    memory: int = 0
+    allocated_bytes: int = 0
     running: int = 0
     waiting: int = 0
     cached_tokens: int = 0
-    looked_up_tokens: int = 0
+    prefix_query_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
-    embedding: int = 0
+    embedding_jobs: int = 0
     embedded_tokens: int = 0
     ledger: Ledger = Ledger()
-    hits: tuple[int, ...] = (0,) * (len(HIT_BOUNDS) + 1)
-    misses: tuple[tuple[MissReason, int], ...] = ()
-    evictions: int = 0
+    prefix_hit_counts: tuple[int, ...] = (0,) * (len(PREFIX_HIT_BUCKETS) + 1)
+    prefix_miss_counts: tuple[tuple[CacheMissReason, int], ...] = ()
+    prefix_evictions: int = 0
     preemptions: int = 0
     failures: int = 0
     steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
+class ComputeBackend:
     """What a model is computed with. kernels: the instruction set of our own operations; None where
     all are MLX's. blas: the library behind MLX's products on the CPU; None for the one that MLX
     was built with. threads: that compute one operation. A GPU has no use for any of them."""
@@ -183,27 +185,27 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a loaded engine can do. parallel: sequences at once. context: positions that one
+    """What a loaded engine can do. parallel: sequences at once. context_length: positions that one
     sequence may have, by the model and by memory. kv_budget: bytes for KV caches and cached
-    prefixes. kv_bytes: what a sequence of `context` positions takes of it. limited_by_memory:
-    whether memory, not the model, sets the context. width: numbers of
-    a hidden state, of which vectors of inputs are made; None where the model gives only logits.
+    prefixes. kv_bytes_per_sequence: what a sequence of `context_length` positions takes of it.
+    limited_by_memory: whether memory, not the model, sets the context. hidden_size: numbers of a
+    hidden state, of which vectors of inputs are made; None where the model gives only logits.
     backend: None where nobody knows."""
 
     parallel: int
-    context: int
+    context_length: int
     kv_budget: int
-    kv_bytes: int
+    kv_bytes_per_sequence: int
     limited_by_memory: bool = False
-    width: int | None = None
-    backend: Backend | None = None
+    hidden_size: int | None = None
+    backend: ComputeBackend | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Everything one turn of the engine loop has to say, in order. embedded: jobs of inputs that
-    are over."""
+class StepOutput:
+    """Everything one turn of the engine loop has to say, in order. embed_results: jobs of inputs
+    that are over."""
 
-    updates: tuple[Update, ...]
+    updates: tuple[JobUpdate, ...]
     stats: EngineStats
-    embedded: tuple[Embedded, ...] = ()
+    embed_results: tuple[EmbedResult, ...] = ()

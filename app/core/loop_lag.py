@@ -7,31 +7,31 @@ from bisect import bisect_left
 from collections import deque
 
 # Upper bounds of the histogram, in seconds; the last bucket has none.
-BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 # Measurements that `worst` looks back on: a minute of them.
-_REMEMBERED = 1200
+_WINDOW = 1200
 
 
-class LoopLag:
-    """Written by one task, on the event loop. counts: measurements in each bucket. total: their sum
-    in seconds."""
+class EventLoopLag:
+    """Written by one task, on the event loop. bucket_counts: measurements in each bucket.
+    sum_seconds: their sum in seconds."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)
-        self.total = 0.0
-        self._lately: deque[float] = deque([0.0], maxlen=_REMEMBERED)
+        self.bucket_counts = [0] * (len(LAG_BUCKETS) + 1)
+        self.sum_seconds = 0.0
+        self._recent: deque[float] = deque([0.0], maxlen=_WINDOW)
 
-    def note(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total += seconds
-        self._lately.append(seconds)
+    def observe(self, seconds: float) -> None:
+        self.bucket_counts[bisect_left(LAG_BUCKETS, seconds)] += 1
+        self.sum_seconds += seconds
+        self._recent.append(seconds)
 
     @property
-    def last(self) -> float:
-        return self._lately[-1]
+    def latest(self) -> float:
+        return self._recent[-1]
 
     @property
     def worst(self) -> float:
         """In the last minute, or as long as there are measurements."""
-        return max(self._lately)
+        return max(self._recent)

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
+class _StreamEnd:
     """A stream has ended; error: what it broke off with."""
 
     error: Exception | None = None
 
 
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """What all of them bring, as it comes, each in its own order; over when all are. The first that
     fails ends it. Closing it closes the streams, and returns when they are closed."""
     if len(streams) == 1:
@@ -27,7 +27,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
             async for item in only:
                 yield item
         return
-    heard: asyncio.Queue[tuple[T] | _Over] = asyncio.Queue()
+    heard: asyncio.Queue[tuple[T] | _StreamEnd] = asyncio.Queue()
 
     async def listen(stream: AsyncGenerator[T]) -> None:
         error: Exception | None = None
@@ -37,7 +37,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
                     heard.put_nowait((item,))
         except Exception as raised:
             error = raised
-        heard.put_nowait(_Over(error))
+        heard.put_nowait(_StreamEnd(error))
 
     listeners = [asyncio.create_task(listen(stream)) for stream in streams]
     try:
@@ -46,7 +46,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
             match await heard.get():
                 case (item,):
                     yield item
-                case _Over(error=error):
+                case _StreamEnd(error=error):
                     if error is not None:
                         raise error
                     left -= 1

@@ -8,31 +8,34 @@ Plain data, because an engine may live in another process. A clock reading is
 
 from dataclasses import dataclass
 
-from app.core.errors import Kind
-from app.core.jobs import Capacity, EngineStats, Step
+from app.core.errors import ErrorKind
+from app.core.jobs import Capacity, EngineStats, StepOutput
 
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """at: monotonic ns. doing: what the thread began then, such as "decode of 8 sequences"; `IDLE`
+    """timestamp_ns: monotonic ns. stage: what the thread began then, such as (
+        "decode of 8 "
+        "sequences"
+    ); `IDLE`
     while it waits for something to do, for as long as that takes."""
 
-    at: int
-    doing: str
+    timestamp_ns: int
+    stage: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """progress: 0 to 100. memory: bytes held by the allocator."""
+class LoadProgress:
+    """progress: 0 to 100. allocated_bytes: bytes held by the allocator."""
 
     progress: int
-    memory: int
+    allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class EngineReady:
     """stats: those of an engine that has done nothing yet, its ledger above all."""
 
     stats: EngineStats
@@ -40,13 +43,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The thread has ended. ours: whether it was a fault of ours, an assertion for example, whose
-    traceback is in the log; else `kind` and `message` are those of the AppError."""
+class EngineFailed:
+    """The thread has ended. is_internal_error: whether it was a fault of ours, an assertion for
+    example, whose traceback is in the log; else `kind` and `message` are those of the AppError."""
 
-    kind: Kind
+    kind: ErrorKind
     message: str
-    ours: bool = False
+    is_internal_error: bool = False
 
 
-Message = Loading | Ready | Failed | Step
+EngineMessage = LoadProgress | EngineReady | EngineFailed | StepOutput

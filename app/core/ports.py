@@ -8,10 +8,10 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
 from app.core.files import ModelFiles
-from app.core.jobs import Capacity, EngineStats, Job, Miss, Update
+from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelState
-from app.core.shift import Shifted
+from app.core.shift import ShiftResult
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
 
@@ -40,23 +40,23 @@ class Submission(Protocol):
     """A job on its way. Iterate to get its updates, `Ended` last."""
 
     @property
-    def started(self) -> int | None:
+    def started_ns(self) -> int | None:
         """When the job left the engine's queue; monotonic ns."""
         ...
 
     @property
-    def ended(self) -> int | None:
+    def ended_ns(self) -> int | None:
         """When its place in the engine was free again; known before `Ended` is read."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[Update]: ...
+    def __aiter__(self) -> AsyncIterator[JobUpdate]: ...
 
-    def keep(self, tokens: int) -> None:
+    def limit_cached_tokens(self, tokens: int) -> None:
         """The client saw only the first `tokens` sampled tokens: cache no more than those."""
         ...
 
 
-class Places(Protocol):
+class ReservedSlots(Protocol):
     """Room for a request's jobs in a model's queue. Each job takes one place."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
@@ -71,7 +71,7 @@ class Places(Protocol):
 class Engine(Protocol):
     """What generation knows of whatever runs jobs of one model."""
 
-    def reserve(self, count: int = 1) -> AbstractContextManager[Places]:
+    def reserve(self, count: int = 1) -> AbstractContextManager[ReservedSlots]:
         """Places for so many jobs until the context is left, to be reserved before any work is done
         for them. Raises AppError(BUSY) when too many are here already."""
         ...
@@ -79,18 +79,18 @@ class Engine(Protocol):
     def status(self) -> RunnerStatus: ...
 
 
-LossCause = Literal["fault", "unknown", "outside"]
+FailureCause = Literal["fault", "unknown", "outside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLoss:
+class RunnerFailure:
     """Why a runner that was ready serves no more, though nothing stopped it. message: one sentence.
     cause: "fault" is what it computed: an error, a hang, a fault signal. "outside" is a signal that
     a person or a program sent. "unknown" is one that the system may have sent because memory ran
     out."""
 
     message: str
-    cause: LossCause = "fault"
+    cause: FailureCause = "fault"
 
 
 class Runner(Protocol):
@@ -114,7 +114,7 @@ class Runner(Protocol):
 
     def status(self) -> RunnerStatus: ...
 
-    async def lost(self) -> RunnerLoss:
+    async def wait_for_failure(self) -> RunnerFailure:
         """Returns when a runner that was ready can serve no more, though nothing stopped it. Any
         number may wait."""
         ...
@@ -126,13 +126,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What is told about a model. created: Unix time. fingerprint: changes with whatever may change
-    answers to one and the same seed: the model's files, versions, settings."""
+    """What is told about a model. created: Unix time. system_fingerprint: changes with whatever may
+    change answers to one and the same seed: the model's files, versions, settings."""
 
     id: str
     created: int
     context_length: int
-    fingerprint: str = "fp_mlxrunner"
+    system_fingerprint: str = "fp_mlxrunner"
 
 
 class Generate(Protocol):
@@ -150,37 +150,39 @@ class Generate(Protocol):
         ...
 
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special: bool = True
+        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         """The ids of a text: with add_special those which it would be evaluated as, were it a plain
         prompt, else those of the text alone. model: None is the server's own choice; it need not be
         loaded."""
         ...
 
-    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
         """The ids of the prompt of a request whose prompt is a conversation, also of one that has
         more than the context has room for. The model need not be loaded. Raises AppError as `open`
         does for a conversation or tools that it refuses."""
         ...
 
-    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
+    async def get_token_bytes(
+        self, ids: Sequence[int], model: str | None = None
+    ) -> Sequence[bytes]:
         """What each token spells, alone; b"" for an id that is no token."""
         ...
 
-    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
-        """What a client needs to know of a tokenizer: see `app.text.chat.tokenizer_info`."""
+    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        """What a client needs to know of a tokenizer: see `app.text.chat.build_tokenizer_info`."""
         ...
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         """Raises AppError(INVALID) for an id outside the vocabulary."""
         ...
 
-    async def look_for(self, model: str) -> None:
+    async def discover(self, model: str) -> None:
         """To be called with the name in a request before `models` is asked: what was installed
         since the last look is found now. Finding nothing is no error yet."""
         ...
 
-    def models(self) -> Sequence[ModelCard]:
+    def list_models(self) -> Sequence[ModelCard]:
         """Those that a request may name, the first one being the server's own choice."""
         ...
 
@@ -189,7 +191,7 @@ class Generate(Protocol):
         figures of all that are."""
         ...
 
-    def states(self) -> Sequence[ModelState]:
+    def list_model_states(self) -> Sequence[ModelState]:
         """In the order of `models`."""
         ...
 
@@ -222,7 +224,7 @@ class LayerKV(Protocol):
         ...
 
     @property
-    def divisible(self) -> bool: ...
+    def sliceable(self) -> bool: ...
 
     def can_trim(self, count: int) -> bool: ...
 
@@ -234,7 +236,7 @@ class LayerKV(Protocol):
         """An independent one with the same content and no free room."""
         ...
 
-    def piece(self, start: int, end: int) -> Self:
+    def slice(self, start: int, end: int) -> Self:
         """An independent one that holds positions [start, end) only, and no free room. Its own
         offset is end - start. Only of a divisible one."""
         ...
@@ -266,17 +268,17 @@ class Lease(Protocol[Layer_co]):
         ...
 
     @property
-    def miss(self) -> Miss | None:
+    def miss(self) -> CacheMiss | None:
         """Why it is not more; None when only the last id is left."""
         ...
 
     @property
-    def pauses(self) -> Sequence[int]:
+    def checkpoint_positions(self) -> Sequence[int]:
         """Positions of the prompt, ascending, each beyond `cached`, where prefill should stop for
         a moment and call `reached`: the cache wants to keep the layers' state there."""
         ...
 
-    def reached(self, ids: Sequence[int]) -> None:
+    def publish(self, ids: Sequence[int]) -> None:
         """The caches stand for exactly these ids now. Others may copy from them."""
         ...
 
@@ -300,10 +302,10 @@ class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
         self,
         ids: Sequence[int],
         *,
-        keep: int,
+        num_keep: int,
         remove: Callable[[Sequence[Layer_co], int, int], bool],
-    ) -> Shifted:
-        """Forget the older half of what follows the first `keep` ids, once the context is full.
+    ) -> ShiftResult:
+        """Forget the older half of what follows the first `num_keep` ids, once the context is full.
 
         ids: everything that was evaluated into the layers, in order. remove(kv, start, end): makes
         the layers forget positions [start, end) and moves those behind up; False, with nothing
@@ -315,18 +317,23 @@ class PrefixCache(Protocol[Layer_co]):
     """Remembers what was evaluated, so that a prompt which begins the same way skips it."""
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        turn_ends: Sequence[int] = (),
+        reuse: bool = True,
+        reserve_length: int = 0,
     ) -> Lease[Layer_co]:
         """Caches for a prompt. At least one id is always left to evaluate.
 
-        marks: positions, ascending, where prompts often part: the ends of turns. reuse: False
+        turn_ends: positions, ascending, where prompts often part: the ends of turns. reuse: False
         serves nothing that is cached (and still remembers what this prompt will leave). room:
         positions to make room for, if that is more than the prompt and one id take.
         """
         ...
 
     @property
-    def lends(self) -> bool:
+    def shares_live(self) -> bool:
         """Whether what a sequence has computed serves others while it still runs."""
         ...
 
@@ -340,8 +347,8 @@ class PrefixCache(Protocol[Layer_co]):
         """How often something was given up for room."""
         ...
 
-    def shrink(self, count: int) -> int:
-        """Give up what is least likely to be missed until at least `count` bytes are free, or
+    def evict(self, num_bytes: int) -> int:
+        """Give up what is least likely to be missed until at least `num_bytes` bytes are free, or
         nothing is left that is not on loan. How many bytes it came to."""
         ...
 

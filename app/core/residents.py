@@ -6,7 +6,7 @@ Knows: names, bytes, seconds. Must not know: who loads them, how they generate.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from app.core.jobs import Backend, EngineStats
+from app.core.jobs import ComputeBackend, EngineStats
 from app.core.settings import Settings
 
 # unloaded: on disk only · queued: to be loaded, but another one is before it or has to leave first
@@ -17,10 +17,10 @@ ModelPhase = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model that clients may name. name: what they call it. source: what `store.find` finds it
-    by; None is the built-in model. settings: what holds for it, `Settings.of`. keep_alive: seconds
-    that it stays without requests, math.inf for ever. pinned: never evicted."""
+    by; None is the built-in model. settings: what holds for it, `Settings.for_model`. keep_alive:
+    seconds that it stays without requests, math.inf for ever. pinned: never evicted."""
 
     name: str
     source: str | None
@@ -30,14 +30,15 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Bytes that a model asks for before it is loaded, KV caches included. least: with less it
-    cannot be served as it was asked for. wanted: what suits it; more helps only the prefix cache.
-    budget: what the device can give to all our models together, as things stand now."""
+class MemoryRequirement:
+    """Bytes that a model asks for before it is loaded, KV caches included. min_bytes: with less it
+    cannot be served as it was asked for. preferred_bytes: what suits it; more helps only the prefix
+    cache. device_budget: what the device can give to all our models together, as things stand
+    now."""
 
-    least: int
-    wanted: int
-    budget: int
+    min_bytes: int
+    preferred_bytes: int
+    device_budget: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +46,28 @@ class ModelState:
     """One model, now. stats: counters since the server started, of all its runners together; gauges
     of the present one. progress: 0 to 100 while loading. leases: requests that hold it or wait for
     it. preparing, compiling: admitted jobs whose prompt, or whose grammar, is being prepared.
-    rejected: jobs that were refused because too many were here. share: bytes that it may use; None
-    while it is not loaded, or has the whole device. expires: Unix time at which it will be unloaded
-    if nobody asks for it; None while somebody does, while it is not loaded, and for ever. loads:
-    times that it was ready. evictions: times that it had to leave for another one before its time.
-    restarts: times that its runner had to be started again. backend: while it is loaded."""
+    rejected: jobs that were refused because too many were here. allocation: bytes that it may use;
+    None while it is not loaded, or has the whole device. expires_at: Unix time at which it will be
+    unloaded if nobody asks for it; None while somebody does, while it is not loaded, and for ever.
+    loads: times that it was ready. evictions: times that it had to leave for another one before its
+    time. restarts: times that its runner had to be started again. backend: while it is loaded."""
 
     name: str
     phase: ModelPhase
     progress: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    context: int | None = None
+    context_length: int | None = None
     parallel: int | None = None
     leases: int = 0
     preparing: int = 0
     compiling: int = 0
     rejected: int = 0
     pinned: bool = False
-    share: int | None = None
-    expires: float | None = None
+    allocation: int | None = None
+    expires_at: float | None = None
     loads: int = 0
     evictions: int = 0
     restarts: int = 0
     error: str | None = None
     pid: int | None = None
-    backend: Backend | None = None
+    backend: ComputeBackend | None = None

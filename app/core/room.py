@@ -10,35 +10,48 @@ from app.core.settings import MEBIBYTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """How long a request may be, and what sets it. model: positions that the model was made for.
-    asked: Settings.context. capacity: None until the model is loaded."""
+class ContextLimit:
+    """How long a request may be, and what sets it. model_context: positions that the model was made
+    for. configured_context: Settings.context. capacity: None until the model is loaded."""
 
-    model: int
-    asked: int | None
+    model_context: int
+    configured_context: int | None
     capacity: Capacity | None
 
     @property
-    def context(self) -> int:
+    def context_length(self) -> int:
         if self.capacity is not None:
-            return self.capacity.context
-        return self.model if self.asked is None else min(self.model, self.asked)
+            return self.capacity.context_length
+        return (
+            self.model_context
+            if self.configured_context is None
+            else min(self.model_context, self.configured_context)
+        )
 
-    def refusal(self, length: int) -> str:
-        """Why a prompt of `length` tokens cannot be served, and what to do. Such a prompt will not
-        fit later either: it is not others that stand in its way."""
+    def explain_too_long(self, num_tokens: int) -> str:
+        """Why a prompt of `num_tokens` tokens cannot be served, and what to do. Such a prompt will
+        not fit later either: it is not others that stand in its way."""
         capacity = self.capacity
         need = "at least one of which is needed for the output"
         if capacity is not None and capacity.limited_by_memory:
-            wanted = (length + 1) / capacity.context * capacity.kv_bytes / MEBIBYTE
+            wanted = (
+                (num_tokens + 1)
+                / capacity.context_length
+                * capacity.kv_bytes_per_sequence
+                / MEBIBYTE
+            )
             return (
-                f"but only {capacity.context} tokens fit in memory, {need} (it needs about "
+                f"but only {capacity.context_length} tokens fit in memory, {need} (it needs about "
                 f"{wanted:.1f} MiB of KV cache, and a request can have "
-                f"{capacity.kv_bytes / MEBIBYTE:.1f} MiB): shorten the prompt, or increase --memory"
+                f"{capacity.kv_bytes_per_sequence / MEBIBYTE:.1f} MiB): shorten the "
+                "prompt, or increase --memory"
             )
-        if self.context < self.model:
+        if self.context_length < self.model_context:
             return (
-                f"but the server's context is {self.context} tokens, {need} (the model's own is "
-                f"{self.model}): shorten the prompt, or increase --context"
+                f"but the server's context is {self.context_length} tokens, {need} (the "
+                "model's own is "
+                f"{self.model_context}): shorten the prompt, or increase --context"
             )
-        return f"but the model's context is {self.context} tokens, {need}: shorten the prompt"
+        return (
+            f"but the model's context is {self.context_length} tokens, {need}: shorten the prompt"
+        )

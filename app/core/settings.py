@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
-LOOPBACK_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+LOOPBACK_ORIGIN_REGEX = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 # of a page: lower case, without the default port · of a program with an embedded browser, such as
 # app://obsidian.md
@@ -22,18 +22,18 @@ _ORIGIN = re.compile(
 )
 
 _HOST_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
-_LONGEST_NAME = 255
+_MAX_HOST_NAME_LENGTH = 255
 
 MEBIBYTE = 1 << 20
 
 
 CachePolicy = Literal["single", "slots", "radix"]
-Bits = Literal[4, 8]
+QuantizationBits = Literal[4, 8]
 RunnerKind = Literal["process", "thread"]
 LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-FOREVER = math.inf
+KEEP_ALIVE_FOREVER = math.inf
 
 
 def is_origin(text: str) -> bool:
@@ -43,7 +43,7 @@ def is_origin(text: str) -> bool:
 
 def is_host_name(text: str) -> bool:
     """Whether `text` is a host name in any case, or, with a leading dot, a domain."""
-    return len(text) <= _LONGEST_NAME and _HOST_NAME.fullmatch(text.lower()) is not None
+    return len(text) <= _MAX_HOST_NAME_LENGTH and _HOST_NAME.fullmatch(text.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ModelSettings:
     preload: bool = False
     pinned: bool = False
     keep_alive: float | None = None
-    quantize: Bits | None = None
+    quantize: QuantizationBits | None = None
     parallel: int | None = None
     context: int | None = None
     memory: int | None = None
@@ -123,7 +123,7 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     api_keys: str | None = None
     allow_anyone: bool = False
-    quantize: Bits | None = None
+    quantize: QuantizationBits | None = None
     parallel: int | None = None
     max_queue: int = 64
     context: int | None = None
@@ -153,24 +153,24 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises AppError(INVALID), whose param is the field to begin with, where settings exclude
         each other: whoever holds Settings holds some that can be obeyed."""
-        for field, why in (*_conflicts(self), *_conflicts_of_models(self)):
-            raise AppError(Kind.INVALID, why, param=field)
+        for field, why in (*_find_conflicts(self), *_find_model_conflicts(self)):
+            raise AppError(ErrorKind.INVALID, why, param=field)
 
     @property
-    def several(self) -> bool:
+    def multi_model(self) -> bool:
         """Whether more than one model may be in memory, so that they share the device."""
         return self.installed or len(self.models) > 1
 
-    def of(self, model: ModelSettings) -> "Settings":
+    def for_model(self, model: ModelSettings) -> "Settings":
         """What holds for one model: its own where it has some, else everybody's. The memory of all
         is not that of one, where there are several."""
-        own = _own(model)
-        if self.several:
+        own = _model_overrides(model)
+        if self.multi_model:
             own.setdefault("memory", None)
         return replace(self, models=(model,), installed=False, **own)
 
 
-def _own(model: ModelSettings) -> dict[str, Any]:
+def _model_overrides(model: ModelSettings) -> dict[str, Any]:
     """What is said of it alone, of that which may be said of all."""
     return {
         name: value
@@ -179,7 +179,7 @@ def _own(model: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
+def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
     """A field, and why it cannot be obeyed beside the others."""
     if settings.context_shift and settings.cache != "slots":
         why = "--context-shift needs --cache slots"
@@ -205,7 +205,7 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "runner", "--runner thread supports one model: use --runner process for several"
 
 
-def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
+def _find_model_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for model in settings.models:
         name = model.alias or model.name
@@ -216,7 +216,7 @@ def _conflicts_of_models(settings: Settings) -> Iterator[tuple[str, str]]:
         if model.memory is not None and model.memory > (settings.memory or math.inf):
             yield "models", f"{name}: its memory exceeds --memory, the budget of all models"
         try:
-            replace(settings, models=(), **_own(model))
+            replace(settings, models=(), **_model_overrides(model))
         except AppError as error:
             yield "models", f"{name}: {error.message}"
     always = sum(model.preload or model.pinned for model in settings.models)

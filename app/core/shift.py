@@ -15,43 +15,44 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shifted:
-    """What a sequence goes on with after its context was shifted. evaluated: how many of `ids` its
-    caches stand for: all, or none where the layers could not be shifted, so that all of them must
-    be evaluated again."""
+class ShiftResult:
+    """What a sequence goes on with after its context was shifted. num_computed: how many of `ids`
+    its caches stand for: all, or none where the layers could not be shifted, so that all of them
+    must be evaluated again."""
 
     ids: tuple[int, ...]
-    evaluated: int
+    num_computed: int
 
 
-def kept(keep: int, *, length: int, context: int) -> int:
-    """How many ids at the beginning are never forgotten. keep: as the request says; negative means
-    the whole prompt, which has `length` ids. A beginning-of-sequence id that the caller puts in
-    front must be counted by the caller. At least one position of `context` stays free to shift."""
+def resolve_num_keep(num_keep: int, *, length: int, context: int) -> int:
+    """How many ids at the beginning are never forgotten. num_keep: as the request says; negative
+    means the whole prompt, which has `length` ids. A beginning-of-sequence id that the caller puts
+    in front must be counted by the caller. At least one position of `context` stays free to
+    shift."""
     assert context > 0
-    return min(length if keep < 0 else keep, context - 1)
+    return min(length if num_keep < 0 else num_keep, context - 1)
 
 
-def truncated(ids: Sequence[int], *, context: int, keep: int) -> Sequence[int]:
-    """A prompt that leaves room for one more id: `ids` if they do, else the first `keep` of them
-    (as `kept` reads it) and as many of the last as fit behind.
+def truncate_prompt(ids: Sequence[int], *, context: int, num_keep: int) -> Sequence[int]:
+    """A prompt that leaves room for one more id: `ids` if they do, else the first `num_keep` of
+    them (as `kept` reads it) and as many of the last as fit behind.
 
-    The last id always stays, whatever `keep` says: it is where the answer begins.
+    The last id always stays, whatever `num_keep` says: it is where the answer begins.
     """
     assert context > 1, "a context of one position has no room for an answer"
     room = context - 1
     excess = len(ids) - room
     if excess <= 0:
         return ids
-    start = min(kept(keep, length=len(ids), context=context), room - 1)
+    start = min(resolve_num_keep(num_keep, length=len(ids), context=context), room - 1)
     return [*ids[:start], *ids[start + excess :]]
 
 
-def shift_discard(*, context: int, length: int, keep: int) -> int:
-    """How many ids behind the first `keep` to discard, so that half of what is not kept becomes
+def count_discarded(*, context: int, length: int, num_keep: int) -> int:
+    """How many ids behind the first `num_keep` to discard, so that half of what is not kept becomes
     free (at least one position). Zero while that much is free already. length: ids held now; the
     result never exceeds length - keep."""
-    assert 0 <= keep < context, "nothing could ever be discarded"
+    assert 0 <= num_keep < context, "nothing could ever be discarded"
     assert length <= context
-    wanted_free = max((context - keep) // 2, 1)
+    wanted_free = max((context - num_keep) // 2, 1)
     return max(wanted_free - (context - length), 0)

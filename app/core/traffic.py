@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 # Why a connection was ended by us before it got the answer that it came for, or had read it.
-Reason = Literal[
+CloseReason = Literal[
     "handshake_timeout",
     "head_timeout",
     "body_timeout",
@@ -19,22 +19,25 @@ Reason = Literal[
     "head_too_large",
     "invalid_http",
 ]
-REASONS: Sequence[Reason] = get_args(Reason)
+CLOSE_REASONS: Sequence[CloseReason] = get_args(CloseReason)
 
 # An answer's method, route template and class of status (2xx).
-Answer = tuple[str, str, str]
+ResponseKey = tuple[str, str, str]
 
 
 @dataclass(slots=True)
-class Traffic:
-    """open: sockets at this moment, of whatever standing. opened: since the start."""
+class ConnectionStats:
+    """open_connections: sockets at this moment, of whatever standing. accepted_connections: since
+    the start."""
 
-    open: int = 0
-    opened: int = 0
-    turned_away: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    answered: dict[Answer, int] = field(default_factory=dict[Answer, int])
+    open_connections: int = 0
+    accepted_connections: int = 0
+    closed_by_reason: dict[CloseReason, int] = field(
+        default_factory=lambda: dict.fromkeys(CLOSE_REASONS, 0)
+    )
+    responses: dict[ResponseKey, int] = field(default_factory=dict[ResponseKey, int])
 
-    def answer(self, method: str, route: str, status: int) -> None:
+    def count_response(self, method: str, route: str, status: int) -> None:
         """method, route: of a route of ours, so that their number is bounded; status: 100-599."""
         key = (method, route, f"{status // 100}xx")
-        self.answered[key] = self.answered.get(key, 0) + 1
+        self.responses[key] = self.responses.get(key, 0) + 1

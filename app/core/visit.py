@@ -14,12 +14,12 @@ from typing import Any
 
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
-from app.core.events import Event, Finish, Progress
+from app.core.events import Event, Finish, PrefillProgress
 from app.core.requests import GenerateRequest
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
+class RequestContext:
     """One request. id: its name, fit for a header. traceparent: what the client sent under that
     name (W3C Trace Context), unread. state: what others noted of the request as it went by.
     finish: finish reasons, an error's kind or "cancelled"; "" for one that generates nothing. The
@@ -45,32 +45,34 @@ class Visit:
         return self.state.get("caller", "")
 
 
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("visit", default=None)
 
 
-class VisitWatch:
-    """Notes what comes of a generating request (`app.core.watched.Watch`)."""
+class RequestContextObserver:
+    """Notes what comes of a generating request (`app.core.watched.RequestObserver`)."""
 
     def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
-        self._visit = VISIT.get() or Visit(id="")
-        self._visit.model = request.model
+        self._context = REQUEST_CONTEXT.get() or RequestContext(id="")
+        self._context.model = request.model
         # of each prompt: its tokens, and those that were cached
-        self._begun: dict[int, tuple[int, int]] = {}
-        self._finished: dict[int, tuple[int, int]] = {}
+        self._started_prompts: dict[int, tuple[int, int]] = {}
+        self._finished_prompts: dict[int, tuple[int, int]] = {}
         self._reasons: list[str] = []
         self._error: str | None = None
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
-            case Progress(prompt=prompt, done=done, total=total):
-                self._note_prompt(self._begun, prompt, total, done)
-            case Finish(prompt=prompt, usage=usage):
-                self._note_prompt(self._finished, prompt, usage.prompt_tokens, usage.cached_tokens)
-                self._finish(event)
+            case PrefillProgress(prompt_index=prompt, computed_tokens=done, total_tokens=total):
+                self._count_prompt(self._started_prompts, prompt, total, done)
+            case Finish(prompt_index=prompt, usage=usage):
+                self._count_prompt(
+                    self._finished_prompts, prompt, usage.prompt_tokens, usage.cached_tokens
+                )
+                self._on_finish(event)
             case _:
                 pass
 
-    def _note_prompt(
+    def _count_prompt(
         self, seen: dict[int, tuple[int, int]], prompt: int, tokens: int, cached: int
     ) -> None:
         """A prompt counts once, however many answers it gets, as in the usage of the reply. Its
@@ -78,25 +80,25 @@ class VisitWatch:
         if prompt in seen:
             return
         seen[prompt] = (tokens, cached)
-        counts = (self._begun | self._finished).values()
-        self._visit.prompt_tokens = sum(tokens for tokens, _ in counts)
-        self._visit.cached_tokens = sum(cached for _, cached in counts)
+        counts = (self._started_prompts | self._finished_prompts).values()
+        self._context.prompt_tokens = sum(tokens for tokens, _ in counts)
+        self._context.cached_tokens = sum(cached for _, cached in counts)
 
-    def _finish(self, event: Finish) -> None:
-        self._visit.completion_tokens += event.usage.completion_tokens
+    def _on_finish(self, event: Finish) -> None:
+        self._context.completion_tokens += event.usage.completion_tokens
         if event.reason not in self._reasons:
             self._reasons.append(event.reason)
 
-    def embedded(self, found: Embeddings) -> None:
-        self._visit.prompt_tokens = found.tokens
+    def on_embeddings(self, found: Embeddings) -> None:
+        self._context.prompt_tokens = found.prompt_tokens
         self._reasons.append("embedded")
 
-    def fail(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         kind = error.kind.value if isinstance(error, AppError) else "internal_error"
         self._error = self._error or kind
 
-    def end(self, *, complete: bool) -> None:
+    def on_end(self, *, complete: bool) -> None:
         if self._error is None and not complete:
             self._error = "cancelled"
         told = self._reasons if self._error is None else [*self._reasons, self._error]
-        self._visit.finish = ",".join(told)
+        self._context.finish = ",".join(told)

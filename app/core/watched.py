@@ -10,91 +10,93 @@ from typing import Any, Protocol
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.events import Event, Finish
 from app.core.ports import Generate, ModelCard, RunnerStatus
-from app.core.requests import GenerateRequest, Several
+from app.core.requests import GenerateRequest, PromptBatch
 from app.core.residents import ModelState
 
 
-class Watch(Protocol):
+class RequestObserver(Protocol):
     """One request, as it is watched. Nothing here may take long, or raise."""
 
-    def note(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None: ...
 
-    def embedded(self, found: Embeddings) -> None: ...
+    def on_embeddings(self, found: Embeddings) -> None: ...
 
-    def fail(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """The first error is how it ended; the same one may be told again."""
         ...
 
-    def end(self, *, complete: bool) -> None:
+    def on_end(self, *, complete: bool) -> None:
         """It is over: told last, and once. complete: whether all choices have finished, or all
         vectors are there. One that is not, and told no error, was left by its client."""
         ...
 
 
-Watcher = Callable[[GenerateRequest | EmbedRequest], Watch]
+ObserverFactory = Callable[[GenerateRequest | EmbedRequest], RequestObserver]
 
 
-def choices_of(request: GenerateRequest) -> int:
+def count_choices(request: GenerateRequest) -> int:
     """How many answers it asks for."""
     prompt = request.prompt
-    return request.n * (len(prompt.prompts) if isinstance(prompt, Several) else 1)
+    return request.n * (len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1)
 
 
-class Watched:
+class ObservedGenerate:
     """Implements `Generate`. watchers: called at the arrival of each request."""
 
-    def __init__(self, generate: Generate, *watchers: Watcher) -> None:
+    def __init__(self, generate: Generate, *watchers: ObserverFactory) -> None:
         self._generate = generate
-        self._watchers = watchers
+        self._observer_factories = watchers
 
     def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        return self._watched(request)
+        return self._open_observed(request)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        watches = [watcher(request) for watcher in self._watchers]
+        watches = [watcher(request) for watcher in self._observer_factories]
         complete = False
         try:
             found = await self._generate.embed(request)
             complete = True
             for watch in watches:
-                watch.embedded(found)
+                watch.on_embeddings(found)
             return found
         except Exception as error:
             for watch in watches:
-                watch.fail(error)
+                watch.on_error(error)
             raise
         finally:
             for watch in watches:
-                watch.end(complete=complete)
+                watch.on_end(complete=complete)
 
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special: bool = True
+        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
-        return await self._generate.tokenize(text, model, add_special=add_special)
+        return await self._generate.tokenize(text, model, add_special_tokens=add_special_tokens)
 
-    async def prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
-        return await self._generate.prompt_ids(request)
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._generate.tokenize_chat(request)
 
-    async def token_bytes(self, ids: Sequence[int], model: str | None = None) -> Sequence[bytes]:
-        return await self._generate.token_bytes(ids, model)
+    async def get_token_bytes(
+        self, ids: Sequence[int], model: str | None = None
+    ) -> Sequence[bytes]:
+        return await self._generate.get_token_bytes(ids, model)
 
-    async def tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
-        return await self._generate.tokenizer_info(model)
+    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._generate.get_tokenizer_info(model)
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
         return await self._generate.detokenize(ids, model)
 
-    async def look_for(self, model: str) -> None:
-        await self._generate.look_for(model)
+    async def discover(self, model: str) -> None:
+        await self._generate.discover(model)
 
-    def models(self) -> Sequence[ModelCard]:
-        return self._generate.models()
+    def list_models(self) -> Sequence[ModelCard]:
+        return self._generate.list_models()
 
     def status(self) -> RunnerStatus:
         return self._generate.status()
 
-    def states(self) -> Sequence[ModelState]:
-        return self._generate.states()
+    def list_model_states(self) -> Sequence[ModelState]:
+        return self._generate.list_model_states()
 
     async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
         return await self._generate.load(model, keep_alive)
@@ -103,47 +105,51 @@ class Watched:
         return await self._generate.unload(model)
 
     @asynccontextmanager
-    async def _watched(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
-        seen = _Seen([watcher(request) for watcher in self._watchers], choices_of(request))
+    async def _open_observed(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[AsyncIterator[Event]]:
+        seen = _ObserverGroup(
+            [watcher(request) for watcher in self._observer_factories], count_choices(request)
+        )
         try:
             async with self._generate.open(request) as events:
-                yield _Events(events, seen)
+                yield _ObservedEvents(events, seen)
         except Exception as error:
-            seen.fail(error)
+            seen.on_error(error)
             raise
         finally:
-            seen.end()
+            seen.on_end()
 
 
-class _Seen:
+class _ObserverGroup:
     """What all who watch one request are told."""
 
-    def __init__(self, watches: Sequence[Watch], choices: int) -> None:
-        self._watches = watches
-        self._left = choices
+    def __init__(self, watches: Sequence[RequestObserver], choices: int) -> None:
+        self._observers = watches
+        self._unfinished_choices = choices
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Finish):
-            self._left -= 1
-        for watch in self._watches:
-            watch.note(event)
+            self._unfinished_choices -= 1
+        for watch in self._observers:
+            watch.on_event(event)
 
-    def fail(self, error: Exception) -> None:
-        for watch in self._watches:
-            watch.fail(error)
+    def on_error(self, error: Exception) -> None:
+        for watch in self._observers:
+            watch.on_error(error)
 
-    def end(self) -> None:
-        for watch in self._watches:
-            watch.end(complete=self._left <= 0)
+    def on_end(self) -> None:
+        for watch in self._observers:
+            watch.on_end(complete=self._unfinished_choices <= 0)
 
 
-class _Events:
+class _ObservedEvents:
     """Events on their way up. An iterator and no generator: leaving one half-way leaves nothing
     behind that would have to be closed."""
 
-    def __init__(self, events: AsyncIterator[Event], seen: _Seen) -> None:
+    def __init__(self, events: AsyncIterator[Event], seen: _ObserverGroup) -> None:
         self._events = events
-        self._seen = seen
+        self._observers = seen
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
@@ -154,7 +160,7 @@ class _Events:
         except StopAsyncIteration:
             raise
         except Exception as error:  # a stream tells its client, and leaves as if all were well
-            self._seen.fail(error)
+            self._observers.on_error(error)
             raise
-        self._seen.note(event)
+        self._observers.on_event(event)
         return event

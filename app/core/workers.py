@@ -27,17 +27,17 @@ Result = TypeVar("Result")
 _SMALL_THREADS = 4
 
 # Threads for large work, at most. Tokenizing releases the interpreter.
-_MOST_LARGE_THREADS = 8
+_MAX_LARGE_THREADS = 8
 
 # Bytes or characters from which work is large. Tokenizing that many takes about 20 ms.
-_LARGE = 64 * 1024
+_LARGE_WORK_SIZE = 64 * 1024
 
 
 # Seconds that a thread rests at most.
-_LONGEST_REST = 1.0
+_MAX_REST_SECONDS = 1.0
 
 
-class Cancelled(Exception):
+class WorkCancelled(Exception):
     """The work was given up: its result is not needed any more."""
 
 
@@ -53,11 +53,11 @@ class CancelToken:
     def check(self) -> None:
         """Raises Cancelled."""
         if self._cancelled:
-            raise Cancelled
+            raise WorkCancelled
 
 
 @dataclass(eq=False, slots=True)
-class _Item:
+class _WorkItem:
     """Work in a queue. done: settled on the event loop."""
 
     key: str
@@ -65,7 +65,7 @@ class _Item:
     done: asyncio.Future[Any]
 
 
-class WorkQueue:
+class FairThreadPool:
     """Runs work on threads, in turns by key. Everything but the work runs on one event loop.
 
     The threads are daemons: a process that ends does not wait for them. rest: seconds that a thread
@@ -73,13 +73,13 @@ class WorkQueue:
 
     def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._name = name
-        self._threads = threads
+        self._max_threads = threads
         self._rest = rest
-        self._started = 0
-        self._per_key = max(1, threads // 2)
-        self._queues: dict[str, deque[_Item]] = {}
+        self._started_threads = 0
+        self._max_per_key = max(1, threads // 2)
+        self._queues: dict[str, deque[_WorkItem]] = {}
         self._running: Counter[str] = Counter()
-        self._inbox: SimpleQueue[_Item] = SimpleQueue()
+        self._inbox: SimpleQueue[_WorkItem] = SimpleQueue()
 
     @property
     def running(self) -> int:
@@ -94,7 +94,7 @@ class WorkQueue:
         """The result of `work`, called on a thread with a copy of this task's context. Raises what
         it raises. Cancelling drops work that has not started; a started one runs to its end."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        item = _Item(key, partial(copy_context().run, work), done)
+        item = _WorkItem(key, partial(copy_context().run, work), done)
         self._queues.setdefault(key, deque()).append(item)
         self._dispatch()
         try:
@@ -105,7 +105,7 @@ class WorkQueue:
             # the work held would stay in memory until the garbage collector finds both.
             del done, item
 
-    def _drop(self, item: _Item) -> None:
+    def _drop(self, item: _WorkItem) -> None:
         queue = self._queues.get(item.key)
         if queue is not None and item in queue:
             queue.remove(item)
@@ -113,17 +113,17 @@ class WorkQueue:
                 del self._queues[item.key]
 
     def _dispatch(self) -> None:
-        while self.running < self._threads and (item := self._next()) is not None:
+        while self.running < self._max_threads and (item := self._pop_next()) is not None:
             self._running[item.key] += 1
-            if self.running > self._started:
-                self._started += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            if self.running > self._started_threads:
+                self._started_threads += 1
+                threading.Thread(target=self._run_thread, name=self._name, daemon=True).start()
             self._inbox.put(item)
 
-    def _next(self) -> _Item | None:
+    def _pop_next(self) -> _WorkItem | None:
         """From the key whose turn it is: keys stand in the order of their last turn."""
         for key, queue in self._queues.items():
-            if self._running[key] < self._per_key:
+            if self._running[key] < self._max_per_key:
                 item = queue.popleft()
                 del self._queues[key]
                 if queue:
@@ -131,7 +131,7 @@ class WorkQueue:
                 return item
         return None
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             item = self._inbox.get()
             result: Any = None
@@ -148,9 +148,9 @@ class WorkQueue:
             # or this thread would keep them in memory until its next work
             del item, result, error
             if self._rest:
-                time.sleep(min(_LONGEST_REST, self._rest * used))
+                time.sleep(min(_MAX_REST_SECONDS, self._rest * used))
 
-    def _finish(self, item: _Item, result: Any, error: BaseException | None) -> None:
+    def _finish(self, item: _WorkItem, result: Any, error: BaseException | None) -> None:
         self._running[item.key] -= 1
         if not self._running[item.key]:
             del self._running[item.key]
@@ -162,13 +162,13 @@ class WorkQueue:
         self._dispatch()
 
 
-class Workers:
+class ThreadPools:
     """The threads of one server."""
 
     def __init__(self) -> None:
-        large = min(_MOST_LARGE_THREADS, max(2, os.cpu_count() or 2))
-        self.small = WorkQueue(_SMALL_THREADS, "work")
-        self.large = WorkQueue(large, "large-work", rest=1.0)
+        large = min(_MAX_LARGE_THREADS, max(2, os.cpu_count() or 2))
+        self.small = FairThreadPool(_SMALL_THREADS, "work")
+        self.large = FairThreadPool(large, "large-work", rest=1.0)
 
     @property
     def running(self) -> int:
@@ -179,9 +179,9 @@ class Workers:
         return self.small.queued + self.large.queued
 
     async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
-        """As `WorkQueue.run`. size: bytes or characters that the work goes through. key: whose work
-        it is; keys take turns."""
-        queue = self.large if size >= _LARGE else self.small
+        """As `FairThreadPool.run`. size: bytes or characters that the work goes through. key: whose
+        work it is; keys take turns."""
+        queue = self.large if size >= _LARGE_WORK_SIZE else self.small
         return await queue.run(work, key=key)
 
     async def run_cancellable(

@@ -10,9 +10,9 @@ import os
 import socket
 from typing import Any
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
-_WHY = {
+_BIND_HINTS = {
     errno.EADDRINUSE: "the port is in use: stop the other program or choose another --port",
     errno.EACCES: "permission denied: choose a --port above 1023, or run a reverse proxy in "
     "front of the server",
@@ -20,7 +20,7 @@ _WHY = {
 }
 
 
-def check_address(host: str, port: int) -> None:
+def check_bind_address(host: str, port: int) -> None:
     """port: 0 is any that is free. Raises AppError(INVALID)."""
     try:
         # as asyncio asks, for which an empty name is every address
@@ -30,12 +30,12 @@ def check_address(host: str, port: int) -> None:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         message = f"--host: cannot listen on {host!r}: {why}"
-        raise AppError(Kind.INVALID, message, param="host") from None
+        raise AppError(ErrorKind.INVALID, message, param="host") from None
     for family, kind, protocol, _, address in found:
-        _try(family, kind, protocol, address)
+        _try_bind(family, kind, protocol, address)
 
 
-def _try(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
+def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
     try:
         probe = socket.socket(family, kind, protocol)
     except OSError:  # a kernel without IPv6: the server does without it too
@@ -49,7 +49,7 @@ def _try(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> Non
             probe.bind(address)
         except OSError as error:
             where = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
-            why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())
+            why = _BIND_HINTS.get(error.errno or 0, os.strerror(error.errno or 0).lower())
             message = f"cannot listen on {where}:{address[1]}: {why}"
             param = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
-            raise AppError(Kind.INVALID, message, param=param) from None
+            raise AppError(ErrorKind.INVALID, message, param=param) from None

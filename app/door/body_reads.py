@@ -13,77 +13,77 @@ from collections import deque
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from app.core.loop_share import LoopShare
+from app.core.loop_share import LoopTimeBudget
 
 # Bytes of one body that are read without waiting for a turn: most requests are shorter.
-FREE = 16 * 1024
+UNSCHEDULED_BYTES = 16 * 1024
 
 # 8 KiB take 0.03 ms here, and as long again outside of what is measured: 50 MB/s at most.
-_SHARE = 0.2
+_LOOP_SHARE = 0.2
 
 
-class ReadingFlow(FlowControl):
+class ScheduledFlowControl(FlowControl):
     """uvicorn's flow control, with a second reason not to read: it is another connection's turn."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
-        self._held = self._stopped = False
+        self._held = self._transport_paused = False
 
     def pause_reading(self) -> None:
         self.read_paused = True
-        self._apply()
+        self._update_transport()
 
     def resume_reading(self) -> None:
         self.read_paused = False
-        self._apply()
+        self._update_transport()
 
     def hold_reading(self) -> None:
         self._held = True
-        self._apply()
+        self._update_transport()
 
     def release_reading(self) -> None:
         self._held = False
-        self._apply()
+        self._update_transport()
 
-    def _apply(self) -> None:
+    def _update_transport(self) -> None:
         stop = self._held or self.read_paused
-        if stop != self._stopped:
-            self._stopped = stop
+        if stop != self._transport_paused:
+            self._transport_paused = stop
             if stop:
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
 
 
-class BodyReads:
+class BodyReadScheduler:
     """The connections of one server that read long bodies, in the order of their turns."""
 
     def __init__(self) -> None:
-        self._share = LoopShare(_SHARE)
-        self._waiting: deque[ReadingFlow] = deque()
+        self._share = LoopTimeBudget(_LOOP_SHARE)
+        self._queue: deque[ScheduledFlowControl] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    def queue(self, flow: ReadingFlow, seconds: float) -> None:
+    def enqueue(self, flow: ScheduledFlowControl, seconds: float) -> None:
         """A piece of a long body was read, which took so long: the next one waits for its turn."""
-        self._share.charge(seconds)
+        self._share.consume(seconds)
         flow.hold_reading()
-        self._waiting.append(flow)
+        self._queue.append(flow)
         self._schedule()
 
-    def remove(self, flow: ReadingFlow) -> None:
+    def remove(self, flow: ScheduledFlowControl) -> None:
         """Its connection is closed, or reads no body any more."""
-        if flow in self._waiting:
-            self._waiting.remove(flow)
+        if flow in self._queue:
+            self._queue.remove(flow)
             flow.release_reading()
 
     def _schedule(self) -> None:
-        if self._timer is None and self._waiting:
+        if self._timer is None and self._queue:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._share.delay, self._release)
+            self._timer = loop.call_later(self._share.delay_seconds, self._release_next)
 
-    def _release(self) -> None:
+    def _release_next(self) -> None:
         """What is released is read in the loop's next turn, before timers are looked at again."""
         self._timer = None
-        if not self._share.delay and self._waiting:
-            self._waiting.popleft().release_reading()
+        if not self._share.delay_seconds and self._queue:
+            self._queue.popleft().release_reading()
         self._schedule()

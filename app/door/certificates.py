@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 _DAY = 24 * 60 * 60
 
 # Days before its end at which it is spoken of. Those who renew by themselves do so earlier.
-_SOON = 14
+_EXPIRY_WARNING_DAYS = 14
 
 
 def check_certificate(cert: str, key: str, *, now: float | None = None) -> Sequence[str]:
@@ -26,37 +26,37 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
 
     cert: PEM, the server's certificate first, then those between it and the root. key: PEM, without
     a passphrase. now: Unix time. Raises AppError(INVALID) if it cannot be served with."""
-    server = loaded(cert, key)
+    server = create_ssl_context(cert, key)
     told: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         told.append(f"--tls-key: {key} is readable by other users: chmod 600 {key}")
-    problem, ends = _tried(server, cert)
+    problem, ends = _verify_by_handshake(server, cert)
     if problem:
         told.append(f"--tls-cert: clients that verify certificates will reject {cert}: {problem}")
-    elif ends - (time.time() if now is None else now) < _SOON * _DAY:
+    elif ends - (time.time() if now is None else now) < _EXPIRY_WARNING_DAYS * _DAY:
         day = time.strftime("%Y-%m-%d", time.gmtime(ends))
         told.append(f"--tls-cert: {cert} expires on {day}: renew it and restart the server")
     return told
 
 
-def loaded(cert: str, key: str) -> ssl.SSLContext:
+def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
     """What a server speaks TLS with. Raises AppError(INVALID) as `check_certificate` does."""
     for option, file in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             content = Path(file).read_bytes()
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise AppError(Kind.INVALID, f"{option}: {file} cannot be read: {why}") from None
+            raise AppError(ErrorKind.INVALID, f"{option}: {file} cannot be read: {why}") from None
         wanted = b"CERTIFICATE-----" if file == cert else b"PRIVATE KEY-----"
         if wanted not in content and b"CERTIFICATE-----" not in content:
             raise AppError(
-                Kind.INVALID,
+                ErrorKind.INVALID,
                 f"{option}: {file} is not a PEM file: it must contain a line -----BEGIN …"
                 f"{wanted.decode()}",
             )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(cert, key, password=_no_passphrase)
+        context.load_cert_chain(cert, key, password=_reject_passphrase)
     except AppError:
         raise
     except ssl.SSLError as error:
@@ -64,20 +64,20 @@ def loaded(cert: str, key: str) -> ssl.SSLContext:
             why = f"--tls-key: {key} does not match the certificate in {cert}"
         else:
             why = f"--tls-cert, --tls-key: {cert} and {key} cannot be used: {error.reason or error}"
-        raise AppError(Kind.INVALID, why) from None
+        raise AppError(ErrorKind.INVALID, why) from None
     return context
 
 
-def _no_passphrase() -> str:
+def _reject_passphrase() -> str:
     # OpenSSL would ask at the terminal, where nobody may be
     raise AppError(
-        Kind.INVALID,
+        ErrorKind.INVALID,
         "--tls-key: keys with a passphrase are not supported: remove the passphrase "
         "(openssl pkey -in KEY -out NEW) and restrict the permissions of the file",
     )
 
 
-def _tried(server: ssl.SSLContext, cert: str) -> tuple[str, float]:
+def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]:
     """What a client that trusts the certificate itself finds wrong with it, and the Unix time at
     which it ends."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

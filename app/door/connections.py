@@ -25,40 +25,40 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.api.request_id import HEADER, RequestIds, new_id
-from app.api.wire import problem_reply
-from app.core.errors import AppError, Kind
-from app.core.traffic import Reason
-from app.door.body_reads import FREE, ReadingFlow
-from app.door.hall import Hall
-from app.door.outlet import Outlet
-from app.door.pieces import Pieces
-from app.door.strict import StrictConnection
-from app.door.unread import Unread, queued
-from app.door.waiting import Waiting
+from app.api.request_id import REQUEST_ID_HEADER, RequestIdMiddleware, new_request_id
+from app.api.wire import error_response
+from app.core.errors import AppError, ErrorKind
+from app.core.traffic import CloseReason
+from app.door.body_reads import UNSCHEDULED_BYTES, ScheduledFlowControl
+from app.door.hall import ConnectionLimiter
+from app.door.outlet import ResponseTransport
+from app.door.pieces import BoundedReadProtocol
+from app.door.strict import LimitedH11Connection
+from app.door.unread import WriteStallTimer, get_unacked_bytes
+from app.door.waiting import PhaseTimer
 
 # Seconds in which the rest of a request that was answered is read and thrown away, and in which a
 # client that was refused here may read why.
-_REST_SECONDS, _LEAVING_SECONDS = 5.0, 2.0
+_DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
 
 # Seconds in which a request that was under way when the server began to stop is still answered.
-_LAST_LOOK = 0.05
-STOPPING = "the server is shutting down: try again in a moment"
-_CLOSE = {"Connection": "close"}
+_SHUTDOWN_GRACE_SECONDS = 0.05
+SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
+_CLOSE_HEADERS = {"Connection": "close"}
 
-Waits = Literal["handshake", "head", "body", "rest", "leaving"]
+ConnectionPhase = Literal["handshake", "head", "body", "rest", "leaving"]
 
-_TOO_LATE: Mapping[Waits | None, Reason] = {
+_TIMEOUT_REASONS: Mapping[ConnectionPhase | None, CloseReason] = {
     "handshake": "handshake_timeout",
     "head": "head_timeout",
     "body": "body_timeout",
 }
 
 
-class Connection(H11Protocol, Pieces):
+class Connection(H11Protocol, BoundedReadProtocol):
     """One client's. Everything here runs on the event loop."""
 
-    conn: StrictConnection
+    conn: LimitedH11Connection
 
     def __init__(
         self,
@@ -66,106 +66,110 @@ class Connection(H11Protocol, Pieces):
         server_state: ServerState,
         app_state: dict[str, Any],
         loop: asyncio.AbstractEventLoop,
-        hall: Hall,
+        limiter: ConnectionLimiter,
     ) -> None:
         super().__init__(config, server_state, app_state, loop)
-        self.conn = StrictConnection()
-        self._hall = hall
-        self._out = Outlet(self)
-        self._unread = Unread(
+        self.conn = LimitedH11Connection()
+        self._limiter = limiter
+        self._response_transport = ResponseTransport(self)
+        self._write_stall = WriteStallTimer(
             loop,
-            hall.body_timeout,
-            lambda: self._unsent() + queued(self.transport),
-            self._give_up_reader,
+            limiter.body_timeout,
+            lambda: self._count_unsent() + get_unacked_bytes(self.transport),
+            self._on_write_stall,
         )
-        self._below: asyncio.Transport | None = None
-        self._waiting = Waiting[Waits](loop, self._expire)
-        self._reading: ReadingFlow | None = None  # while it reads HTTP
-        self._thrown_away = 0
-        self._body_read = 0  # bytes that came since the last request was whole
+        self._tcp_transport: asyncio.Transport | None = None
+        self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
+        self._read_flow: ScheduledFlowControl | None = None  # while it reads HTTP
+        self._discarded_bytes = 0
+        self._body_bytes = 0  # bytes that came since the last request was whole
         # left: nothing more is answered here. closes: as soon as all is out
-        self._stops = self._left = self._closes = False
+        self._shutting_down = self._finished = self._close_when_drained = False
 
-    # What asyncio calls, or `Handshake` in its place
+    # What asyncio calls, or `TlsProtocol` in its place
 
-    def begin(self, transport: asyncio.Transport) -> None:
-        self.transport = self._below = transport
-        self._waiting.begin("handshake", self._hall.header_timeout)
-        self._hall.enter(self)
+    def handshake_started(self, transport: asyncio.Transport) -> None:
+        self.transport = self._tcp_transport = transport
+        self._phase_timer.start("handshake", self._limiter.header_timeout)
+        self._limiter.add(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
-        self.flow = self._reading = ReadingFlow(transport)
+        self.flow = self._read_flow = ScheduledFlowControl(transport)
         # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
-        transport.set_write_buffer_limits(high=0 if self._below is None else 1)
-        self._waiting.begin("head", self._hall.header_timeout)
-        if self._below is None:
-            self._hall.enter(self)
+        transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
+        self._phase_timer.start("head", self._limiter.header_timeout)
+        if self._tcp_transport is None:
+            self._limiter.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.gone()
+        self.socket_closed()
         super().connection_lost(exc)
 
-    def gone(self) -> None:
-        self._hall.leave(self)
-        if self._reading is not None:
-            self._hall.body_reads.remove(self._reading)
-        self._waiting.end()
-        self._unread.stop()
+    def socket_closed(self) -> None:
+        self._limiter.remove(self)
+        if self._read_flow is not None:
+            self._limiter.body_reads.remove(self._read_flow)
+        self._phase_timer.stop()
+        self._write_stall.stop()
 
     def data_received(self, data: bytes) -> None:
         began = time.monotonic()
-        self._read(data)
-        self._body_read = self._body_read + len(data) if self._reads_body else 0
-        if self._body_read > FREE and self._reading is not None and not self.parted:
-            self._hall.body_reads.queue(self._reading, time.monotonic() - began)
+        self._feed(data)
+        self._body_bytes = self._body_bytes + len(data) if self._reading_body else 0
+        if (
+            self._body_bytes > UNSCHEDULED_BYTES
+            and self._read_flow is not None
+            and not self.closing
+        ):
+            self._limiter.body_reads.enqueue(self._read_flow, time.monotonic() - began)
 
-    def _read(self, data: bytes) -> None:
-        unwanted = self._left or self._waiting.what == "rest"
-        self._thrown_away = self._thrown_away + len(data) if unwanted else 0
-        if self._thrown_away > self._hall.rest:
-            self.cut()
-        elif not self._left:
+    def _feed(self, data: bytes) -> None:
+        unwanted = self._finished or self._phase_timer.phase == "rest"
+        self._discarded_bytes = self._discarded_bytes + len(data) if unwanted else 0
+        if self._discarded_bytes > self._limiter.max_discard_bytes:
+            self.abort()
+        elif not self._finished:
             super().data_received(data)
-            self._look()
+            self._update_phase()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._below is None:
-            self.stuck()
+        if self._tcp_transport is None:
+            self.write_stalled()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._below is None:
-            self.flows()
+        if self._tcp_transport is None:
+            self.write_drained()
 
-    def stuck(self) -> None:
-        self._unread.watch()
+    def write_stalled(self) -> None:
+        self._write_stall.start()
 
-    def flows(self) -> None:
-        self._unread.stop()
-        if self._closes:
+    def write_drained(self) -> None:
+        self._write_stall.stop()
+        if self._close_when_drained:
             self.transport.close()
 
     # What uvicorn calls
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self._answering:
-            self.cycle.transport = self._out
-        if self.conn.fault is not None:
-            error, status = self.conn.fault
-            self._hall.invalid(self.client, error.message)
-            self._hall.turned_away("head_too_large" if status == 431 else "invalid_http")
-            self._refuse(problem_reply(error, status=status))
+        if self._handling_request:
+            self.cycle.transport = self._response_transport
+        if self.conn.failure is not None:
+            error, status = self.conn.failure
+            self._limiter.log_invalid_request(self.client, error.message)
+            self._limiter.count_rejected("head_too_large" if status == 431 else "invalid_http")
+            self._reject(error_response(error, status=status))
 
     def on_response_complete(self) -> None:
-        if not self._left:
+        if not self._finished:
             super().on_response_complete()
-            self._look()
+            self._update_phase()
 
     def timeout_keep_alive_handler(self) -> None:
-        if not self.parted:
+        if not self.closing:
             self._close()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -174,150 +178,156 @@ class Connection(H11Protocol, Pieces):
 
     def shutdown(self) -> None:
         """Finish what is being answered, answer nothing else, and close. May be called again."""
-        if self._stops or self._left:
+        if self._shutting_down or self._finished:
             return
-        self._stops = True
-        stopping = problem_reply(AppError(Kind.STOPPING, STOPPING), headers=_CLOSE)
-        self.app = RequestIds(stopping, self._hall.traffic)
-        if self._answering:
+        self._shutting_down = True
+        stopping = error_response(
+            AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE), headers=_CLOSE_HEADERS
+        )
+        self.app = RequestIdMiddleware(stopping, self._limiter.traffic)
+        if self._handling_request:
             self.cycle.keep_alive = False
             if not self.cycle.response_started:
                 self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         else:
             # a request may lie in the socket already
-            self.loop.call_later(_LAST_LOOK, self._hang_up)
+            self.loop.call_later(_SHUTDOWN_GRACE_SECONDS, self._close_for_shutdown)
 
-    # What the server, other connections and `Outlet` call
+    # What the server, other connections and `ResponseTransport` call
 
-    def give_way(self, *, tell: bool) -> None:
-        if self._waiting.what == "handshake":
-            self.cut()
-        elif not tell and not self._begun:
+    def evict(self, *, notify: bool) -> None:
+        if self._phase_timer.phase == "handshake":
+            self.abort()
+        elif not notify and not self._request_begun:
             self._close()
         else:
             message = "too many connections are open: try again in a moment"
-            told = AppError(Kind.BUSY, message, code="too_many_connections")
-            self._refuse(problem_reply(told, status=503))
+            told = AppError(ErrorKind.BUSY, message, code="too_many_connections")
+            self._reject(error_response(told, status=503))
 
-    def cut(self) -> None:
-        self._take_leave()
+    def abort(self) -> None:
+        self._mark_finished()
         self.transport.abort()
 
-    def part(self) -> None:
+    def close_after_response(self) -> None:
         """An answer is out, or broke off, after which there is none."""
         if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
-            self._leave(_REST_SECONDS)
+            self._linger_close(_DISCARD_SECONDS)
         else:
             self._close()
 
     @property
-    def parted(self) -> bool:
-        return self._left or self.transport.is_closing()
+    def closing(self) -> bool:
+        return self._finished or self.transport.is_closing()
 
     # Ours
 
     @property
-    def _answering(self) -> bool:
+    def _handling_request(self) -> bool:
         """Whether a request is with the application."""
         cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
         return cycle is not None and not cycle.response_complete
 
     @property
-    def _reads_body(self) -> bool:
-        return self._left or self.conn.their_state is h11.SEND_BODY
+    def _reading_body(self) -> bool:
+        return self._finished or self.conn.their_state is h11.SEND_BODY
 
     @property
-    def _begun(self) -> bool:
+    def _request_begun(self) -> bool:
         """Whether some of a request came, but not all of it."""
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
-    def _look(self) -> None:
+    def _update_phase(self) -> None:
         """What does it wait for now?"""
-        if self.parted:
+        if self.closing:
             return
         theirs = self.conn.their_state
         if theirs is h11.IDLE:
-            self._hall.crowd.wait(self)
-            if self._stops and not self._begun:
+            self._limiter.table.mark_waiting(self)
+            if self._shutting_down and not self._request_begun:
                 self._close()
                 return
             # before the first byte uvicorn's keep-alive counts, unless something stopped it
-            if self._begun or self.timeout_keep_alive_task is None:
-                self._waiting.begin("head", self._hall.header_timeout)
+            if self._request_begun or self.timeout_keep_alive_task is None:
+                self._phase_timer.start("head", self._limiter.header_timeout)
             else:
-                self._waiting.end()
+                self._phase_timer.stop()
         elif theirs is not h11.SEND_BODY:
-            self._hall.crowd.heard(self)
-            self._waiting.end()
-        elif self._answering:
-            self._waiting.begin("body", self._hall.body_timeout)
+            self._limiter.table.mark_active(self)
+            self._phase_timer.stop()
+        elif self._handling_request:
+            self._phase_timer.start("body", self._limiter.body_timeout)
         else:
-            self._waiting.begin("rest", _REST_SECONDS)
+            self._phase_timer.start("rest", _DISCARD_SECONDS)
 
-    def _expire(self) -> None:
-        waited = self._waiting.what
-        if waited in _TOO_LATE:
-            self._hall.turned_away(_TOO_LATE[waited])
-        if waited in ("head", "body") and self._begun:
-            seconds = self._hall.header_timeout if waited == "head" else self._hall.body_timeout
+    def _on_phase_timeout(self) -> None:
+        waited = self._phase_timer.phase
+        if waited in _TIMEOUT_REASONS:
+            self._limiter.count_rejected(_TIMEOUT_REASONS[waited])
+        if waited in ("head", "body") and self._request_begun:
+            seconds = (
+                self._limiter.header_timeout if waited == "head" else self._limiter.body_timeout
+            )
             message = f"timed out reading the request {waited} ({seconds:g} s)"
-            self._refuse(problem_reply(AppError(Kind.TIMEOUT, message)))
+            self._reject(error_response(AppError(ErrorKind.REQUEST_TIMEOUT, message)))
         elif waited == "head":
             self._close()
         else:
-            self.cut()
+            self.abort()
 
-    def _hang_up(self) -> None:
-        if self.parted or self._answering or self._waiting.what == "rest":
+    def _close_for_shutdown(self) -> None:
+        if self.closing or self._handling_request or self._phase_timer.phase == "rest":
             return
-        if self._begun:
-            self._refuse(problem_reply(AppError(Kind.STOPPING, STOPPING)))
+        if self._request_begun:
+            self._reject(error_response(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE)))
         else:
             self._close()
 
-    def _refuse(self, reply: Response) -> None:
+    def _reject(self, response: Response) -> None:
         """Answer in the application's place, if there is anything left to answer, and leave."""
-        if self._answering:
+        if self._handling_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state is h11.SEND_BODY:
-            self.cut()
+            self.abort()
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            reply.headers.update({HEADER: new_id(), **_CLOSE})
-            self.transport.write(self.conn.whole(reply, self.server_state.default_headers))
-        self._leave(_LEAVING_SECONDS)
+            response.headers.update({REQUEST_ID_HEADER: new_request_id(), **_CLOSE_HEADERS})
+            self.transport.write(
+                self.conn.serialize_response(response, self.server_state.default_headers)
+            )
+        self._linger_close(_LINGER_SECONDS)
 
-    def _leave(self, seconds: float) -> None:
+    def _linger_close(self, seconds: float) -> None:
         """Close for sending, and throw away what comes while the client reads what it was told."""
-        self._take_leave()
-        self._waiting.begin("leaving", seconds)
+        self._mark_finished()
+        self._phase_timer.start("leaving", seconds)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
             except OSError:  # it is gone, and nobody has noticed yet
-                self.cut()
+                self.abort()
 
     def _close(self) -> None:
-        self._take_leave()
+        self._mark_finished()
         # TLS, once it closes, gives all that is unsent one time, and not one for each piece
-        if self._below is not None and self._unsent():
-            self._closes = True
+        if self._tcp_transport is not None and self._count_unsent():
+            self._close_when_drained = True
         else:
             self.transport.close()
 
-    def _take_leave(self) -> None:
-        self._left = True
-        self._hall.crowd.part(self)
+    def _mark_finished(self) -> None:
+        self._finished = True
+        self._limiter.table.mark_closing(self)
         self._unset_keepalive_if_required()
-        self._waiting.end()
+        self._phase_timer.stop()
 
-    def _unsent(self) -> int:
+    def _count_unsent(self) -> int:
         """Bytes that the system has not taken yet."""
-        below = 0 if self._below is None else self._below.get_write_buffer_size()
+        below = 0 if self._tcp_transport is None else self._tcp_transport.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 
-    def _give_up_reader(self) -> None:
-        self._hall.turned_away("unread_answer")
-        self.cut()
+    def _on_write_stall(self) -> None:
+        self._limiter.count_rejected("unread_answer")
+        self.abort()

@@ -10,25 +10,25 @@ import time
 from itertools import chain
 from typing import Generic, TypeVar
 
-from app.door.complaints import Complaint
+from app.door.complaints import LogThrottle
 
 log = logging.getLogger(__name__)
 
 Member = TypeVar("Member")
 
 # Files that a server opens besides its connections: models, children, logs.
-_OTHER_FILES = 256
+_RESERVED_FDS = 256
 
 # Connections beyond the bound that were told to leave, and may still read why.
-_LEAVING = 64
+_MAX_CLOSING = 64
 
 
-def allow_files(connections: int) -> int | None:
+def raise_fd_limit(connections: int) -> int | None:
     """Raise the number of files that this process may open to what so many connections take: a Mac
     begins with 256. None if that is enough, else how many sockets of clients may be open at once:
     half of the files at least, because a request that was accepted needs one more to reach its
     model, and modules, templates and pipes need some."""
-    wanted = connections + _OTHER_FILES
+    wanted = connections + _RESERVED_FDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return None
@@ -39,7 +39,7 @@ def allow_files(connections: int) -> int | None:
         allowed = soft
     if allowed >= wanted:
         return None
-    fewer = max(1, allowed - min(_OTHER_FILES, allowed // 2))
+    fewer = max(1, allowed - min(_RESERVED_FDS, allowed // 2))
     log.warning(
         "%d connections need up to %d file descriptors, but the limit is %d: accepting at most %d "
         "connections; raise the limit (ulimit -n) or lower --max-connections",
@@ -51,77 +51,77 @@ def allow_files(connections: int) -> int | None:
     return fewer
 
 
-class Crowd(Generic[Member]):
+class ConnectionTable(Generic[Member]):
     """The connections of one server, in three orders of waiting, longest first: strangers, who have
     not brought a whole request yet; the idle, whose client may be about to ask again; and those who
     were told to leave and still hold their socket. Nobody waits while a request is answered."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._here: set[Member] = set()
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._open: set[Member] = set()
         # since when they wait, monotonic seconds
-        self._strangers: dict[Member, float] = {}
+        self._awaiting_request: dict[Member, float] = {}
         self._idle: dict[Member, float] = {}
-        self._leaving: dict[Member, None] = {}
-        self._full = Complaint()
+        self._closing: dict[Member, None] = {}
+        self._limit_warnings = LogThrottle()
 
     def __len__(self) -> int:
-        return len(self._here) + len(self._leaving)
+        return len(self._open) + len(self._closing)
 
-    def join(self, newcomer: Member) -> Member | None:
+    def add(self, connection: Member) -> Member | None:
         """Who must be told to leave for it: perhaps itself, perhaps nobody."""
         leaver = None
-        if len(self._here) >= self._most:
-            self._complain()
-            leaver = next(chain(self._strangers, self._idle), newcomer)
-        self._here.add(newcomer)
-        self._strangers[newcomer] = time.monotonic()
+        if len(self._open) >= self._max_connections:
+            self._warn_limit_reached()
+            leaver = next(chain(self._awaiting_request, self._idle), connection)
+        self._open.add(connection)
+        self._awaiting_request[connection] = time.monotonic()
         return leaver
 
-    def overdue(self) -> Member | None:
+    def pop_overdue(self) -> Member | None:
         """Who has to be gone at once, if anybody: of those who were told to leave, the first. It is
         forgotten with this. Asked whenever one has joined, and no more than `most` and a few are
         ever open."""
-        if len(self) <= self._most + _LEAVING or not self._leaving:
+        if len(self) <= self._max_connections + _MAX_CLOSING or not self._closing:
             return None
-        first = next(iter(self._leaving))
-        del self._leaving[first]
+        first = next(iter(self._closing))
+        del self._closing[first]
         return first
 
     def waiting_since(self, before: float) -> list[Member]:
         """Those that have waited since before that time, in the order in which they give way."""
-        waiting = chain(self._strangers.items(), self._idle.items())
+        waiting = chain(self._awaiting_request.items(), self._idle.items())
         return [member for member, since in waiting if since < before]
 
-    def wait(self, connection: Member) -> None:
+    def mark_waiting(self, connection: Member) -> None:
         """It waits for a request, since now unless it did already."""
-        if connection in self._here and connection not in self._strangers:
+        if connection in self._open and connection not in self._awaiting_request:
             self._idle.setdefault(connection, time.monotonic())
 
-    def heard(self, connection: Member) -> None:
+    def mark_active(self, connection: Member) -> None:
         """It has brought a whole request."""
-        self._strangers.pop(connection, None)
+        self._awaiting_request.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def part(self, connection: Member) -> None:
+    def mark_closing(self, connection: Member) -> None:
         """It was told to leave, or is about to by itself."""
-        if connection in self._here:
-            self._leave_line(connection)
-            self._leaving[connection] = None
+        if connection in self._open:
+            self._remove_open(connection)
+            self._closing[connection] = None
 
-    def leave(self, connection: Member) -> None:
+    def remove(self, connection: Member) -> None:
         """Its socket is gone."""
-        self._leave_line(connection)
-        self._leaving.pop(connection, None)
+        self._remove_open(connection)
+        self._closing.pop(connection, None)
 
-    def _leave_line(self, connection: Member) -> None:
-        self._here.discard(connection)
-        self.heard(connection)
+    def _remove_open(self, connection: Member) -> None:
+        self._open.discard(connection)
+        self.mark_active(connection)
 
-    def _complain(self) -> None:
-        if self._full.due(time.monotonic()):
+    def _warn_limit_reached(self) -> None:
+        if self._limit_warnings.record(time.monotonic()):
             log.warning(
                 "connection limit reached (%d, --max-connections): each new connection closes one "
                 "that has no request in flight, if there is one",
-                len(self._here),
+                len(self._open),
             )

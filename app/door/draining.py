@@ -20,56 +20,60 @@ from typing import Protocol, cast
 
 import uvicorn
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.door.accepting import Acceptor
-from app.door.connections import STOPPING, Connection
-from app.door.crowd import allow_files
-from app.door.hall import Hall
+from app.door.connections import SHUTDOWN_MESSAGE, Connection
+from app.door.crowd import raise_fd_limit
+from app.door.hall import ConnectionLimiter
 
 log = logging.getLogger(__name__)
 
 # Seconds in which clients may read that their answers had to end.
-_LAST_WORDS = 3.0
+_ERROR_DELIVERY_SECONDS = 3.0
 
 # Seconds in which requests whose client is gone take notice.
-_NOTICE = 1.0
+_CANCEL_SECONDS = 1.0
 
 # Seconds between two looks at what is still going on.
-_TICK = 0.05
+_POLL_SECONDS = 0.05
 
 
-class Answers(Protocol):
+class InflightRequests(Protocol):
     """Whoever can end all answers that are in the making."""
 
-    def end(self, why: AppError) -> None: ...
+    def abort_all(self, error: AppError) -> None: ...
 
 
-class Server(uvicorn.Server):
-    """config: with `http=entrance.protocol(settings, hall=hall)`. answers: told when
-    `settings.drain` seconds after the first signal some are not whole. hall: what connections have
-    in common."""
+class UvicornServer(uvicorn.Server):
+    """config: with `http=entrance.protocol(settings, hall=hall)`. inflight: told when
+    `settings.drain` seconds after the first signal some are not whole. limiter: what connections
+    have in common."""
 
     def __init__(
-        self, config: uvicorn.Config, answers: Answers, settings: Settings, hall: Hall
+        self,
+        config: uvicorn.Config,
+        inflight: InflightRequests,
+        settings: Settings,
+        limiter: ConnectionLimiter,
     ) -> None:
         super().__init__(config)
-        self._answers = answers
-        self._hall = hall
+        self._inflight = inflight
+        self._limiter = limiter
         self._acceptors: Sequence[Acceptor] = ()
-        self._drain = settings.drain
-        self._most = settings.max_connections
-        self._certificate = settings.tls_cert
+        self._drain_seconds = settings.drain
+        self._max_connections = settings.max_connections
+        self._tls_cert = settings.tls_cert
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        most = allow_files(self._most)
+        most = raise_fd_limit(self._max_connections)
         await super().startup(sockets)
         if most is not None:
             listeners = [listener for server in self.servers for listener in server.sockets]
-            self._acceptors = [self._acceptor(listener, most) for listener in listeners]
+            self._acceptors = [self._make_acceptor(listener, most) for listener in listeners]
 
-    def _acceptor(self, listener: socket.socket, most: int) -> Acceptor:
-        def serve() -> asyncio.Protocol:
+    def _make_acceptor(self, listener: socket.socket, max_sockets: int) -> Acceptor:
+        def make_protocol() -> asyncio.Protocol:
             # as uvicorn calls it
             made = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
             return made(
@@ -78,11 +82,15 @@ class Server(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
 
-        return Acceptor(listener, serve, lambda beginning: self._hall.has_room(most - beginning))
+        return Acceptor(
+            listener,
+            make_protocol,
+            lambda beginning: self._limiter.has_room(max_sockets - beginning),
+        )
 
     def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
         """uvicorn knows nothing of our TLS."""
-        scheme = "http" if self._certificate is None else "https"
+        scheme = "http" if self._tls_cert is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
         log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
@@ -114,29 +122,31 @@ class Server(uvicorn.Server):
         for handed_in in sockets or ():
             handed_in.close()
         log.info("shutting down (%d requests in flight)", len(self.server_state.tasks))
-        if not await self._over(self._drain):
-            await self._end()
+        if not await self._wait_until_idle(self._drain_seconds):
+            await self._abort_requests()
         await self.lifespan.shutdown()
 
-    async def _end(self) -> None:
+    async def _abort_requests(self) -> None:
         """The patience with running answers has come to its end."""
         tasks, connections = self.server_state.tasks, self.server_state.connections
         log.warning(
-            "aborting %d requests: still running after %g s (--drain)", len(tasks), self._drain
+            "aborting %d requests: still running after %g s (--drain)",
+            len(tasks),
+            self._drain_seconds,
         )
-        self._answers.end(AppError(Kind.STOPPING, STOPPING))
-        if await self._over(_LAST_WORDS):
+        self._inflight.abort_all(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE))
+        if await self._wait_until_idle(_ERROR_DELIVERY_SECONDS):
             return
         log.warning("closing %d connections", len(connections))
         for connection in tuple(connections):
             cast(Connection, connection).transport.abort()
-        if await self._over(_NOTICE):
+        if await self._wait_until_idle(_CANCEL_SECONDS):
             return
         log.error("cancelling %d requests that did not stop", len(tasks))
         for task in tuple(tasks):
             task.cancel()
 
-    async def _over(self, seconds: float) -> bool:
+    async def _wait_until_idle(self, seconds: float) -> bool:
         """Whether all clients are gone, and all that they asked for, within that time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
@@ -147,7 +157,7 @@ class Server(uvicorn.Server):
                 connection.shutdown()
             if loop.time() >= until:
                 return False
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
         return True
 
 

@@ -11,26 +11,30 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from app.core.settings import Settings
-from app.core.traffic import Traffic
-from app.door.certificates import loaded
+from app.core.traffic import ConnectionStats
+from app.door.certificates import create_ssl_context
 from app.door.connections import Connection
-from app.door.hall import Hall
-from app.door.handshakes import Handshake
+from app.door.hall import ConnectionLimiter
+from app.door.handshakes import TlsProtocol
 
 
-def protocol(
-    settings: Settings, traffic: Traffic | None = None, hall: Hall | None = None
+def make_protocol_factory(
+    settings: Settings,
+    traffic: ConnectionStats | None = None,
+    limiter: ConnectionLimiter | None = None,
 ) -> type[asyncio.Protocol]:
     """What `uvicorn.Config(http=…)` takes and calls for each socket: the connections of one server,
     bounded together, and with TLS where the settings have a certificate; uvicorn must not have it
-    too. hall: what they have in common, made here otherwise. Raises AppError(INVALID) for a
+    too. limiter: what they have in common, made here otherwise. Raises AppError(INVALID) for a
     certificate that cannot be used."""
-    common = hall or Hall(settings, Traffic() if traffic is None else traffic)
+    common = limiter or ConnectionLimiter(
+        settings, ConnectionStats() if traffic is None else traffic
+    )
     certificate = None
     if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = loaded(settings.tls_cert, settings.tls_key)
+        certificate = create_ssl_context(settings.tls_cert, settings.tls_key)
 
-    def accepted(
+    def make_protocol(
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -40,15 +44,15 @@ def protocol(
         connection = Connection(config, server_state, app_state, loop, common)
         if certificate is None:
             return connection
-        return Handshake(
+        return TlsProtocol(
             loop,
             connection,
             certificate,
-            served=connection,
+            observer=connection,
             # the connection's own patience ends first
-            patience=2 * settings.header_timeout,
-            farewell=settings.body_timeout,
+            handshake_timeout=2 * settings.header_timeout,
+            shutdown_timeout=settings.body_timeout,
         )
 
     # uvicorn takes whatever makes a protocol; its types speak of classes
-    return cast("type[asyncio.Protocol]", accepted)
+    return cast("type[asyncio.Protocol]", make_protocol)

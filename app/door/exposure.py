@@ -7,27 +7,27 @@ checked, who listens.
 import ipaddress
 from collections.abc import MutableMapping, Sequence
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.door.certificates import check_certificate
 from app.door.keyring import Keyring
 
 
-def check_door(
+def check_security_settings(
     settings: Settings, environment: MutableMapping[str, str]
 ) -> tuple[Keyring, Sequence[str]]:
     """Checks keys, exposure and certificate, for `serve` before it listens and for `config`.
     Origins and host names are checked where they are parsed (`app.configuration.forms`). Removes
     the keys from `environment`. Returns the keys and warnings for the log. Raises AppError(INVALID)
     for settings with which a server does not start."""
-    keyring = Keyring.of(settings, environment)
-    warnings = list(check_exposure(settings, has_keys=keyring.in_force))
+    keyring = Keyring.from_settings(settings, environment)
+    warnings = list(check_bind_policy(settings, has_keys=keyring.enabled))
     if settings.tls_cert is not None and settings.tls_key is not None:
         warnings += check_certificate(settings.tls_cert, settings.tls_key)
     return keyring, warnings
 
 
-def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
+def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
     """Sentences for the log, for what is allowed and should be known. Raises AppError(INVALID) for
     a server that would serve strangers without anybody having said so."""
     if has_keys:
@@ -39,7 +39,7 @@ def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
         )
     if "*" in settings.cors_origins and not settings.allow_anyone:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             "--cors-origin '*' without API keys lets any web page opened on this machine use the "
             "server: create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, "
             "or pass --allow-anyone",
@@ -48,7 +48,7 @@ def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
     named = [name for name in settings.allowed_hosts if not is_loopback(name)]
     if named and not settings.allow_anyone:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"--allowed-host {named[0]} without API keys lets anyone use the server who reaches "
             "it by that name, for example through a proxy, whose requests come from this machine: "
             "create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, or pass "
@@ -62,7 +62,7 @@ def check_exposure(settings: Settings, *, has_keys: bool) -> Sequence[str]:
         )
     if not settings.allow_anyone:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"listening on {settings.host} without API keys lets anyone who can reach it use the "
             "server: create a key with `mlxrunner key NAME --file FILE` and pass --api-keys FILE, "
             "or pass --allow-anyone",

@@ -16,8 +16,8 @@ from typing import Self
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.wire import problem_reply
-from app.core.errors import AppError, Kind
+from app.api.wire import error_response
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings, is_host_name
 
 # uri-host [":" port]; an address of version 6 may name its zone (RFC 6874)
@@ -27,10 +27,10 @@ _AUTHORITY = re.compile(
 )
 
 # this machine, as it calls itself, and as Docker's and Podman's containers call it
-_OURS = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 
 # the longest name that DNS has, and a port behind it
-_LONGEST = 255 + len(":65535")
+_MAX_AUTHORITY_CHARS = 255 + len(":65535")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +45,29 @@ class AllowedHosts:
     domains: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings) -> Self:
         """The name that we listen on, and those of --allowed-host. Raises AppError(INVALID)."""
-        listed = [_checked(name) for name in settings.allowed_hosts]
-        own = host_of(settings.host)
+        listed = [_validate_host_name(name) for name in settings.allowed_hosts]
+        own = parse_host(settings.host)
         return cls(
             names=frozenset(name for name in (*listed, own) if name and name[0] != "."),
             domains=tuple(name for name in listed if name[0] == "."),
         )
 
-    def allow(self, host: str) -> bool:
-        """host: as `host_of` gives it."""
+    def allows(self, host: str) -> bool:
+        """host: as `parse_host` gives it."""
         return (
             host in self.names
-            or host in _OURS
+            or host in _LOCAL_NAMES
             or host.endswith((".localhost", *self.domains))
             or _is_address(host)
         )
 
 
-def host_of(authority: str) -> str | None:
+def parse_host(authority: str) -> str | None:
     """The host of "host:port" in small letters, without the brackets of an address and the dot that
     may end a name. None for what is neither."""
-    found = _AUTHORITY.fullmatch(authority) if len(authority) <= _LONGEST else None
+    found = _AUTHORITY.fullmatch(authority) if len(authority) <= _MAX_AUTHORITY_CHARS else None
     if found is None:
         return None
     six = found["six"]
@@ -76,7 +76,7 @@ def host_of(authority: str) -> str | None:
     return found["name"].lower().removesuffix(".") or None
 
 
-def authorities(scope: Scope) -> Sequence[str]:
+def get_authorities(scope: Scope) -> Sequence[str]:
     """Everything that says whom a request is for: the Host header, and the target where that names
     somebody. Empty for HTTP/1.0 without either."""
     told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
@@ -89,26 +89,26 @@ def authorities(scope: Scope) -> Sequence[str]:
 
 def check_host(scope: Scope, allowed: AllowedHosts) -> None:
     """Raises AppError(FORBIDDEN) unless the request is for us."""
-    told = authorities(scope)
+    told = get_authorities(scope)
     if not told:
         # no browser speaks HTTP/1.0, and some health checks of load balancers speak nothing else
         if scope["http_version"] == "1.0":
             return
-        raise _refusal("the request has no Host header")
+        raise _host_error("the request has no Host header")
     if sum(name == b"host" for name, _ in scope["headers"]) > 1:
-        raise _refusal("the request has more than one Host header")
+        raise _host_error("the request has more than one Host header")
     for authority in told:
-        host = host_of(authority)
+        host = parse_host(authority)
         if host is None:
-            raise _refusal(f"the Host header is not a valid host: {authority[:200]!r}")
-        if not allowed.allow(host):
-            raise _refusal(
+            raise _host_error(f"the Host header is not a valid host: {authority[:200]!r}")
+        if not allowed.allows(host):
+            raise _host_error(
                 f"the host {host!r} is not allowed: start the server with --allowed-host {host}, "
                 "or use its IP address"
             )
 
 
-class HostCheck:
+class HostCheckMiddleware:
     """ASGI middleware, to stand before everything that answers."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
@@ -120,17 +120,17 @@ class HostCheck:
             try:
                 check_host(scope, self._allowed)
             except AppError as error:
-                await problem_reply(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _checked(name: str) -> str:
+def _validate_host_name(name: str) -> str:
     """A name of --allowed-host, in small letters."""
     lower = name.lower().removesuffix(".")
     if not is_host_name(lower):
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"--allowed-host takes a name such as chat.example.org, or .example.org for all names "
             f"within, without scheme and port, not {name!r} (IP addresses are always allowed)",
             param="allowed_hosts",
@@ -146,5 +146,5 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _refusal(message: str) -> AppError:
-    return AppError(Kind.FORBIDDEN, message, code="host_not_allowed")
+def _host_error(message: str) -> AppError:
+    return AppError(ErrorKind.FORBIDDEN, message, code="host_not_allowed")

@@ -14,33 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.door.keys import Key, distinct, from_environment, from_file, match
+from app.door.keys import ApiKey, find_key, load_env_keys, parse_key_file, require_distinct
 
 log = logging.getLogger(__name__)
 
 # Seconds. A key that was taken out of the file is refused after as many.
-_EVERY = 1.0
+_RELOAD_INTERVAL = 1.0
 
 # Seconds that requests wait for a disk that does not answer, before they go by the old keys.
-_PATIENCE = 1.0
+_RELOAD_TIMEOUT = 1.0
 
 # Bytes: ten thousand keys.
-_LARGEST = 4 << 20
+_MAX_FILE_BYTES = 4 << 20
 
 # What a change of the file changes. The time of the inode tells of permissions too.
-Seen = tuple[int, ...]
+FileStamp = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class KeyFileSnapshot:
     """What a look at the file found. keys: those that it holds, None where it cannot be used and
-    `problem` says why. warning: what should be mended and keeps nobody from using it."""
+    `error` says why. warning: what should be mended and keeps nobody from using it."""
 
-    seen: Seen
-    keys: tuple[Key, ...] | None
-    problem: str = ""
+    stamp: FileStamp
+    keys: tuple[ApiKey, ...] | None
+    error: str = ""
     warning: str = ""
 
 
@@ -48,115 +48,116 @@ class Keyring:
     """Whether there are keys at all is decided at the start, for good: no accident to the file
     opens the door."""
 
-    def __init__(self, fixed: tuple[Key, ...] = (), file: Path | None = None) -> None:
-        """fixed: keys beside those of the file. Raises AppError(INVALID) if it cannot be used."""
-        self._fixed = fixed
+    def __init__(self, env_keys: tuple[ApiKey, ...] = (), file: Path | None = None) -> None:
+        """env_keys: keys beside those of the file. Raises AppError(INVALID) if it cannot be
+        used."""
+        self._env_keys = env_keys
         self._file = file
-        self._keys = fixed
-        self._seen: Seen = ()
-        self._look: asyncio.Task[None] | None = None
-        self._looked_at = float("-inf")
+        self._keys = env_keys
+        self._stamp: FileStamp = ()
+        self._reload_task: asyncio.Task[None] | None = None
+        self._reloaded_at = float("-inf")
         if file is not None:
-            reading = read(file)
+            reading = read_key_file(file)
             if reading.keys is None:
-                raise AppError(Kind.INVALID, f"--api-keys: {reading.problem}", param="api_keys")
-            self._keys = distinct((*fixed, *reading.keys))
-            self._note(reading)
+                raise AppError(ErrorKind.INVALID, f"--api-keys: {reading.error}", param="api_keys")
+            self._keys = require_distinct((*env_keys, *reading.keys))
+            self._remember(reading)
 
     @classmethod
-    def of(cls, settings: Settings, environment: MutableMapping[str, str]) -> Self:
+    def from_settings(cls, settings: Settings, environment: MutableMapping[str, str]) -> Self:
         """The keys of the environment, which are taken out of it, and of the file that settings
         name. Raises AppError(INVALID)."""
         file = settings.api_keys
-        return cls(from_environment(environment), None if file is None else Path(file))
+        return cls(load_env_keys(environment), None if file is None else Path(file))
 
     @property
-    def in_force(self) -> bool:
-        return self._file is not None or bool(self._fixed)
+    def enabled(self) -> bool:
+        return self._file is not None or bool(self._env_keys)
 
-    async def match(self, shown: str) -> Key | None:
-        """The key that `shown` is, by the file as it was a second ago or later."""
-        await self._renew()
-        return match(self._keys, shown)
+    async def find(self, presented: str) -> ApiKey | None:
+        """The key that `presented` is, by the file as it was a second ago or later."""
+        await self._reload_if_due()
+        return find_key(self._keys, presented)
 
-    async def _renew(self) -> None:
+    async def _reload_if_due(self) -> None:
         if self._file is None:
             return
         now = asyncio.get_running_loop().time()
-        if self._look is None and now - self._looked_at >= _EVERY:
-            self._looked_at = now
-            self._look = asyncio.create_task(self._look_again(self._file))
-        left = self._looked_at + _PATIENCE - now
-        if self._look is not None and left > 0:
+        if self._reload_task is None and now - self._reloaded_at >= _RELOAD_INTERVAL:
+            self._reloaded_at = now
+            self._reload_task = asyncio.create_task(self._reload(self._file))
+        left = self._reloaded_at + _RELOAD_TIMEOUT - now
+        if self._reload_task is not None and left > 0:
             # not `wait_for`: one that is cancelled must not cancel it for the others
-            await asyncio.wait({self._look}, timeout=left)
+            await asyncio.wait({self._reload_task}, timeout=left)
 
-    async def _look_again(self, file: Path) -> None:
+    async def _reload(self, file: Path) -> None:
         try:
-            reading = await asyncio.to_thread(reread, file, self._seen)
+            reading = await asyncio.to_thread(read_if_changed, file, self._stamp)
             if reading is not None:
-                self._take(reading)
+                self._apply(reading)
         finally:
-            self._look = None
+            self._reload_task = None
 
-    def _take(self, reading: Reading) -> None:
-        problem = reading.problem
+    def _apply(self, reading: KeyFileSnapshot) -> None:
+        problem = reading.error
         if reading.keys is not None:
             try:
-                self._keys = distinct((*self._fixed, *reading.keys))
+                self._keys = require_distinct((*self._env_keys, *reading.keys))
             except AppError as error:
                 problem = error.message
-        self._note(reading)
+        self._remember(reading)
         if problem:
             log.error("--api-keys: %s; keeping the previous keys", problem)
         else:
             log.info("--api-keys: reloaded %s (%d keys)", self._file, len(self._keys))
 
-    def _note(self, reading: Reading) -> None:
-        self._seen = reading.seen
+    def _remember(self, reading: KeyFileSnapshot) -> None:
+        self._stamp = reading.stamp
         if reading.warning:
             log.warning("--api-keys: %s", reading.warning)
 
 
-def reread(file: Path, seen: Seen) -> Reading | None:
+def read_if_changed(file: Path, stamp: FileStamp) -> KeyFileSnapshot | None:
     """None if it is as it was."""
-    return None if _traits(file) == seen else read(file)
+    return None if _stat_stamp(file) == stamp else read_key_file(file)
 
 
-def read(file: Path) -> Reading:
+def read_key_file(file: Path) -> KeyFileSnapshot:
     """Waits for the disk. Whoever may write the file may let anyone in, so it is not used if that
     is somebody else."""
     # before it is read: what is written meanwhile is noticed by the next look
-    seen = _traits(file)
+    seen = _stat_stamp(file)
     try:
         status = file.stat()
         # a pipe would wait for its writer
         if not stat.S_ISREG(status.st_mode):
-            raise AppError(Kind.INVALID, "is not a regular file")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _replaceable(file):
-            raise AppError(Kind.INVALID, f"is writable by other users: chmod 600 {file}")
-        if status.st_size > _LARGEST:
-            raise AppError(Kind.INVALID, f"is larger than {_LARGEST:,} bytes")
-        keys = from_file(file.read_text("utf-8"))
+            raise AppError(ErrorKind.INVALID, "is not a regular file")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _is_replaceable(file):
+            raise AppError(ErrorKind.INVALID, f"is writable by other users: chmod 600 {file}")
+        if status.st_size > _MAX_FILE_BYTES:
+            raise AppError(ErrorKind.INVALID, f"is larger than {_MAX_FILE_BYTES:,} bytes")
+        keys = parse_key_file(file.read_text("utf-8"))
     except AppError as error:
-        return Reading(seen=seen, keys=None, problem=f"{file} {error.message}")
+        return KeyFileSnapshot(stamp=seen, keys=None, error=f"{file} {error.message}")
     except UnicodeDecodeError:
-        return Reading(seen=seen, keys=None, problem=f"{file} is not valid UTF-8")
+        return KeyFileSnapshot(stamp=seen, keys=None, error=f"{file} is not valid UTF-8")
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        return Reading(seen=seen, keys=None, problem=f"{file} cannot be read: {why}")
+        return KeyFileSnapshot(stamp=seen, keys=None, error=f"{file} cannot be read: {why}")
     readable = status.st_mode & (stat.S_IRGRP | stat.S_IROTH)
     warning = f"{file} is readable by other users: chmod 600 {file}"
-    return Reading(seen=seen, keys=keys, warning=warning if readable else "")
+    return KeyFileSnapshot(stamp=seen, keys=keys, warning=warning if readable else "")
 
 
-def _replaceable(file: Path) -> bool:
+def _is_replaceable(file: Path) -> bool:
     """Whether anyone may put another file in its place."""
     mode = file.resolve().parent.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-def _traits(file: Path) -> Seen:
+def _stat_stamp(file: Path) -> FileStamp:
     try:
         status = os.stat(file)
     except OSError as error:

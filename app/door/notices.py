@@ -20,11 +20,11 @@ from typing import Protocol, Self
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at the server, and between a drain's end and the end of patience.
-_LOOK_EVERY = 0.25
-_AFTER_DRAIN = 30.0
+_POLL_SECONDS = 0.25
+_STOP_MARGIN_SECONDS = 30.0
 
 
-class Serving(Protocol):
+class ServerFlags(Protocol):
     """What is to be told, as uvicorn's server has it. started: it listens. should_exit: it has been
     told to stop."""
 
@@ -32,7 +32,7 @@ class Serving(Protocol):
     should_exit: bool
 
 
-class Notices:
+class SystemdNotifier:
     """address: of a datagram socket, with @ before an abstract one; None tells nobody.
     watchdog: seconds of silence after which the manager takes us for hung, if it does at all."""
 
@@ -41,7 +41,7 @@ class Notices:
         self._watchdog = watchdog
 
     @classmethod
-    def of(cls, environment: MutableMapping[str, str], pid: int) -> Self:
+    def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Self:
         """Takes the variables out of the environment: they were not meant for our children."""
         address = environment.pop("NOTIFY_SOCKET", None)
         microseconds = environment.pop("WATCHDOG_USEC", "")
@@ -50,46 +50,46 @@ class Notices:
         return cls(address or None, int(microseconds) / 1e6 if watched else None)
 
     @contextlib.asynccontextmanager
-    async def about(self, server: Serving, drain: float) -> AsyncGenerator[None]:
+    async def watch(self, server: ServerFlags, drain: float) -> AsyncGenerator[None]:
         """drain: seconds that the server takes at most before it ends what still runs."""
         if self._address is None:
             yield
             return
-        patience = int((drain + _AFTER_DRAIN) * 1e6)
-        task = asyncio.create_task(self._follow(server, patience))
+        patience = int((drain + _STOP_MARGIN_SECONDS) * 1e6)
+        task = asyncio.create_task(self._run(server, patience))
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             # where nothing had to be waited for, nobody looked meanwhile
-            self._tell_of_stopping(patience)
+            self._notify_stopping(patience)
 
-    async def _follow(self, server: Serving, patience: int) -> None:
-        every = min(_LOOK_EVERY, self._watchdog / 4 if self._watchdog else _LOOK_EVERY)
+    async def _run(self, server: ServerFlags, timeout_us: int) -> None:
+        every = min(_POLL_SECONDS, self._watchdog / 4 if self._watchdog else _POLL_SECONDS)
         ready = stopping = False
         while True:
             if server.started and not ready:
-                ready = self._tell("READY=1")
+                ready = self._notify("READY=1")
             if server.should_exit and not stopping:
-                stopping = self._tell_of_stopping(patience)
+                stopping = self._notify_stopping(timeout_us)
             if self._watchdog is not None:
-                self._tell("WATCHDOG=1")
+                self._notify("WATCHDOG=1")
             await asyncio.sleep(every)
 
-    def _tell_of_stopping(self, microseconds: int) -> bool:
+    def _notify_stopping(self, timeout_us: int) -> bool:
         """How long it may take from now on. To be told twice does no harm."""
-        return self._tell(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={microseconds}")
+        return self._notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={timeout_us}")
 
-    def _tell(self, words: str) -> bool:
+    def _notify(self, state: str) -> bool:
         """Whether it could be told. Waits for nobody."""
         assert self._address is not None
         address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
                 line.setblocking(False)
-                line.sendto(words.encode(), address)
+                line.sendto(state.encode(), address)
         except OSError as error:
-            log.debug("cannot send %r to the service manager: %s", words, error)
+            log.debug("cannot send %r to the service manager: %s", state, error)
             return False
         return True

@@ -15,40 +15,42 @@ from typing import Self
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.wire import problem_reply
-from app.core.errors import AppError, Kind
-from app.core.settings import LOOPBACK_ORIGINS, Settings, is_origin
+from app.api.wire import error_response
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings, is_origin
 
-_LOOPBACK = re.compile(LOOPBACK_ORIGINS, re.ASCII)
+_LOOPBACK_ORIGIN = re.compile(LOOPBACK_ORIGIN_REGEX, re.ASCII)
 
 # Methods that change nothing; whether a page may read what they answer is for CORS to say.
-_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
-    """listed: those of --cors-origin; "*" among them allows all. Pages on loopback are always
+    """origins: those of --cors-origin; "*" among them allows all. Pages on loopback are always
     allowed: somebody of this machine serves them."""
 
-    listed: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def from_settings(cls, settings: Settings) -> Self:
         """Raises AppError(INVALID)."""
         for origin in settings.cors_origins:
             if origin != "*" and not is_origin(origin):
                 raise AppError(
-                    Kind.INVALID,
+                    ErrorKind.INVALID,
                     "--cors-origin takes an origin as browsers send it, such as "
                     "https://chat.example.org (lower case, no path, no trailing slash, no default "
                     f"port), not {origin!r}",
                     param="cors_origins",
                 )
-        return cls(listed=frozenset(settings.cors_origins))
+        return cls(origins=frozenset(settings.cors_origins))
 
-    def allow(self, origin: str) -> bool:
+    def allows(self, origin: str) -> bool:
         return (
-            "*" in self.listed or origin in self.listed or _LOOPBACK.fullmatch(origin) is not None
+            "*" in self.origins
+            or origin in self.origins
+            or _LOOPBACK_ORIGIN.fullmatch(origin) is not None
         )
 
 
@@ -59,12 +61,12 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
     The order of the questions is that of Go's net/http.CrossOriginProtection. Old browsers, and all
     browsers where a page is served without TLS, send no Sec-Fetch-Site; hence the last question.
     Whether the Host that an Origin is held against is ours, `hosts` has found out before."""
-    if method in _SAFE:
+    if method in _SAFE_METHODS:
         return
     site, origins = headers.get("sec-fetch-site"), headers.getlist("origin")
     if site in ("same-origin", "none"):
         return
-    if len(origins) == 1 and allowed.allow(origins[0]):
+    if len(origins) == 1 and allowed.allows(origins[0]):
         return
     if site is None:
         if not origins:
@@ -73,14 +75,14 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
             return
     where = origins[0][:200] if origins else site or ""
     raise AppError(
-        Kind.FORBIDDEN,
+        ErrorKind.FORBIDDEN,
         f"cross-origin requests from {where!r} are not allowed: to allow them, start the server "
         "with --cors-origin and the origin of the page",
         code="origin_not_allowed",
     )
 
 
-class OriginCheck:
+class OriginCheckMiddleware:
     """ASGI middleware. To stand behind the Host check, whose result it relies on."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
@@ -92,6 +94,6 @@ class OriginCheck:
             try:
                 check_origin(scope["method"], Headers(scope=scope), self._allowed)
             except AppError as error:
-                await problem_reply(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

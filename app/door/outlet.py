@@ -8,24 +8,24 @@ import asyncio
 from typing import Protocol
 
 
-class Parting(Protocol):
+class ClosingConnection(Protocol):
     """A connection that knows how one leaves."""
 
     transport: asyncio.Transport
 
     @property
-    def parted(self) -> bool:
+    def closing(self) -> bool:
         """Whether nothing more may be said, or soon will have been."""
         ...
 
-    def part(self) -> None: ...
+    def close_after_response(self) -> None: ...
 
 
-class Outlet(asyncio.Transport):
+class ResponseTransport(asyncio.Transport):
     """uvicorn closes its transport as soon as an answer is written after which there is none. If
     the request had not been read to its end, the system would take the answer back by a reset."""
 
-    def __init__(self, connection: Parting) -> None:
+    def __init__(self, connection: ClosingConnection) -> None:
         super().__init__()
         self._connection = connection
 
@@ -33,7 +33,7 @@ class Outlet(asyncio.Transport):
         self._connection.transport.write(data)
 
     def is_closing(self) -> bool:
-        return self._connection.parted
+        return self._connection.closing
 
     def close(self) -> None:
-        self._connection.part()
+        self._connection.close_after_response()

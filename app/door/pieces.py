@@ -7,10 +7,10 @@ import asyncio
 
 # Bytes that are read in one turn of the event loop: h11 takes 4 microseconds for a chunk of one
 # byte, so that asyncio's 256 KiB of them would stop everybody else for 0.2 s.
-_READ = 8 * 1024
+_READ_BYTES = 8 * 1024
 
 
-class Pieces(asyncio.BufferedProtocol):
+class BoundedReadProtocol(asyncio.BufferedProtocol):
     """Hands on what comes to `data_received`, as a protocol without buffers would get it."""
 
     _buffer: bytearray
@@ -19,7 +19,7 @@ class Pieces(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        self._buffer = bytearray(_READ)
+        self._buffer = bytearray(_READ_BYTES)
         # TLS fills it piece by piece through slices, and a slice of a bytearray is a copy
         return memoryview(self._buffer)
 

@@ -11,41 +11,42 @@ from typing import NamedTuple
 import h11
 from starlette.responses import Response
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 # Of a request line with its header fields, and of the fields alone. Nginx has 32 KiB, Node 16 KiB,
 # h11 as many fields as fit.
-HEAD_BYTES = 64 * 1024
-HEAD_FIELDS = 128
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADER_FIELDS = 128
 
 # Chunks may be as small as they like up to so many, and then have so many bytes on average.
-_CHUNKS = 1024
-_CHUNK_BYTES = 128
+_MAX_SMALL_CHUNKS = 1024
+_MIN_MEAN_CHUNK_BYTES = 128
 
 # A target as a proxy gets it (RFC 9112, 3.2.2).
-_ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+_ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 # Characters of what is said of a fault.
-_LONGEST = 200
+_MAX_ERROR_CHARS = 200
 
 
-class Fault(NamedTuple):
+class ParseFailure(NamedTuple):
     """Why a request could not be read, and the status that tells it."""
 
     error: AppError
     status: int
 
 
-class StrictConnection(h11.Connection):
+class LimitedH11Connection(h11.Connection):
     """A server's side. h11 alone holds a head to its size only while the head is not whole, and
-    counts neither fields nor chunks. method: of the request that came last. fault: why nothing can
-    be read any more; h11's own user, who would be told by an error, writes a warning for each."""
+    counts neither fields nor chunks. method: of the request that came last. failure: why nothing
+    can be read any more; h11's own user, who would be told by an error, writes a warning for
+    each."""
 
     def __init__(self) -> None:
-        super().__init__(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.method = b""
-        self.fault: Fault | None = None
-        self._chunks = self._bytes = 0
+        self.failure: ParseFailure | None = None
+        self._chunks = self._body_bytes = 0
 
     def next_event(
         self,
@@ -54,38 +55,40 @@ class StrictConnection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._check_head(event)
-                event = _to_us(event)
+                event = _to_origin_form(event)
             if isinstance(event, h11.Data):
                 self._check_chunk(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
             # h11 repeats what was sent, however long it is
-            why = f"invalid HTTP request: {str(error)[:_LONGEST]}"
-            self.fault = Fault(AppError(Kind.INVALID, why, code=code), status)
+            why = f"invalid HTTP request: {str(error)[:_MAX_ERROR_CHARS]}"
+            self.failure = ParseFailure(AppError(ErrorKind.INVALID, why, code=code), status)
             return h11.NEED_DATA
         return event
 
-    def whole(self, reply: Response, more: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """A reply as it is sent, where none has begun. more: header fields."""
-        status = reply.status_code
+    def serialize_response(
+        self, response: Response, extra_headers: Sequence[tuple[bytes, bytes]]
+    ) -> bytes:
+        """A reply as it is sent, where none has begun. extra_headers: header fields."""
+        status = response.status_code
         reason = HTTPStatus(status).phrase.encode()
-        headers = [*more, *reply.raw_headers]
+        headers = [*extra_headers, *response.raw_headers]
         head = h11.Response(status_code=status, headers=headers, reason=reason)
-        body = b"" if self.method == b"HEAD" else bytes(reply.body)
+        body = b"" if self.method == b"HEAD" else bytes(response.body)
         events = (head, h11.Data(data=body), h11.EndOfMessage())
         return b"".join(self.send(event) or b"" for event in events)
 
     def _check_head(self, head: h11.Request) -> None:
         self.method = head.method
-        self._chunks = self._bytes = 0
+        self._chunks = self._body_bytes = 0
         fields = head.headers.raw_items()
         # each with its colon, space and line end
         size = len(head.target) + sum(len(name) + len(value) + 4 for name, value in fields)
-        if len(fields) > HEAD_FIELDS or size > HEAD_BYTES:
+        if len(fields) > MAX_HEADER_FIELDS or size > MAX_HEAD_BYTES:
             raise h11.RemoteProtocolError(
                 f"{len(fields)} header fields and {size} bytes of headers; the limits are "
-                f"{HEAD_FIELDS} and {HEAD_BYTES}",
+                f"{MAX_HEADER_FIELDS} and {MAX_HEAD_BYTES}",
                 error_status_hint=431,
             )
 
@@ -98,20 +101,24 @@ class StrictConnection(h11.Connection):
             # a proxy may have believed the other one (RFC 9112, 6.1)
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are present")
 
-    def _check_chunk(self, piece: h11.Data) -> None:
-        self._chunks += piece.chunk_start
-        self._bytes += len(piece.data)
-        if self._chunks > _CHUNKS and self._bytes < self._chunks * _CHUNK_BYTES:
+    def _check_chunk(self, data: h11.Data) -> None:
+        self._chunks += data.chunk_start
+        self._body_bytes += len(data.data)
+        if (
+            self._chunks > _MAX_SMALL_CHUNKS
+            and self._body_bytes < self._chunks * _MIN_MEAN_CHUNK_BYTES
+        ):
             raise h11.RemoteProtocolError(
-                f"the body has {self._chunks} chunks of less than {_CHUNK_BYTES} bytes on average: "
+                f"the body has {self._chunks} chunks of less than {_MIN_MEAN_CHUNK_BYTES} "
+                "bytes on average: "
                 "send larger chunks"
             )
 
 
-def _to_us(head: h11.Request) -> h11.Request:
+def _to_origin_form(head: h11.Request) -> h11.Request:
     """The same request, as it would be written to us and not to a proxy. What the target names
     counts then, whatever the Host header says."""
-    absolute = _ABSOLUTE.fullmatch(head.target)
+    absolute = _ABSOLUTE_FORM.fullmatch(head.target)
     if absolute is None:
         return head
     host, path = absolute.groups()

@@ -19,14 +19,14 @@ import termios
 from collections.abc import Callable
 
 # Bytes that a client must have read of what waits for it to be given more time.
-_PROGRESS = 16 * 1024
+_MIN_PROGRESS_BYTES = 16 * 1024
 
 
 # bytes in a socket's send buffer, on macOS: <sys/socket.h>, where Python does not have it
 _SO_NWRITE = 0x1024
 
 
-def queued(transport: asyncio.BaseTransport) -> int:
+def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
     """Bytes that the system holds for the other side, which has not acknowledged them; 0 where it
     does not say, or the socket is closed."""
     below: socket.socket | None = transport.get_extra_info("socket")
@@ -40,28 +40,28 @@ def queued(transport: asyncio.BaseTransport) -> int:
     return 0
 
 
-class Unread:
-    """seconds: after so many without progress `give_up` is called, once: a client that reads
-    nothing holds memory, and a place for as long as it likes. unsent: bytes that wait for it, here
-    and in the system."""
+class WriteStallTimer:
+    """seconds: after so many without progress `on_stall` is called, once: a client that reads
+    nothing holds memory, and a place for as long as it likes. get_unsent: bytes that wait for it,
+    here and in the system."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         seconds: float,
-        unsent: Callable[[], int],
-        give_up: Callable[[], None],
+        get_unsent: Callable[[], int],
+        on_stall: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._seconds = seconds
-        self._unsent = unsent
-        self._give_up = give_up
+        self._get_unsent = get_unsent
+        self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self) -> None:
+    def start(self) -> None:
         """Something has not gone out at once."""
         self.stop()
-        self._timer = self._loop.call_later(self._seconds, self._look, self._unsent())
+        self._timer = self._loop.call_later(self._seconds, self._check_progress, self._get_unsent())
 
     def stop(self) -> None:
         """All has gone out, or never will."""
@@ -69,9 +69,9 @@ class Unread:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, before: int) -> None:
-        if self._unsent() <= before - _PROGRESS:
-            self.watch()
+    def _check_progress(self, before: int) -> None:
+        if self._get_unsent() <= before - _MIN_PROGRESS_BYTES:
+            self.start()
         else:
             self._timer = None
-            self._give_up()
+            self._on_stall()

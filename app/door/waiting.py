@@ -7,28 +7,28 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-What = TypeVar("What")
+Phase = TypeVar("Phase")
 
 
-class Waiting(Generic[What]):
-    """what: waited for at the moment. expire: called when that took too long, while it is still
+class PhaseTimer(Generic[Phase]):
+    """phase: waited for at the moment. on_expire: called when that took too long, while it is still
     known what it was."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_expire: Callable[[], None]) -> None:
         self._loop = loop
-        self._expire = expire
+        self._on_expire = on_expire
         self._timer: asyncio.TimerHandle | None = None
-        self.what: What | None = None
+        self.phase: Phase | None = None
 
-    def begin(self, what: What, seconds: float) -> None:
+    def start(self, phase: Phase, seconds: float) -> None:
         """Waiting longer for the same thing gives no more time."""
-        if what != self.what:
-            self.end()
-            self.what = what
-            self._timer = self._loop.call_later(seconds, self._expire)
+        if phase != self.phase:
+            self.stop()
+            self.phase = phase
+            self._timer = self._loop.call_later(seconds, self._on_expire)
 
-    def end(self) -> None:
-        self.what = None
+    def stop(self) -> None:
+        self.phase = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

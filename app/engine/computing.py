@@ -7,33 +7,33 @@ import time
 
 import mlx.core as mx
 
-from app.core.jobs import Backend
+from app.core.jobs import ComputeBackend
 from models import backend, kernels
 
 # rows and columns of a product that takes a good BLAS a few milliseconds, and a bad one not long
-_SIDE = 512
+_MATRIX_SIZE = 512
 
 
-def in_use() -> Backend:
+def detect_backend() -> ComputeBackend:
     if mx.default_device().type == mx.DeviceType.gpu:
-        return Backend(device="gpu")
+        return ComputeBackend(device="gpu")
     ours = kernels.describe()
-    return Backend(
+    return ComputeBackend(
         device="cpu",
-        kernels=ours.isa if ours.on else None,
-        blas=backend.IN_USE.blas,
-        threads=backend.IN_USE.threads,
+        kernels=ours.isa if ours.enabled else None,
+        blas=backend.ACTIVE.blas,
+        threads=backend.ACTIVE.threads,
     )
 
 
-def gigaflops() -> float:
+def measure_gigaflops() -> float:
     """What a product of two float32 matrices reaches, the best of three. Like all that makes arrays
     to be called on one thread."""
-    left, right = mx.ones((_SIDE, _SIDE)), mx.ones((_SIDE, _SIDE))
+    left, right = mx.ones((_MATRIX_SIZE, _MATRIX_SIZE)), mx.ones((_MATRIX_SIZE, _MATRIX_SIZE))
     mx.eval(left, right)
     taken: list[float] = []
     for _ in range(3):
         began = time.perf_counter()
         mx.eval(left @ right)
         taken.append(time.perf_counter() - began)
-    return 2 * _SIDE**3 / min(taken) / 1e9
+    return 2 * _MATRIX_SIZE**3 / min(taken) / 1e9

@@ -8,15 +8,15 @@ import logging
 from dataclasses import replace
 
 import models
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from models.base import ModelError
-from models.checkpoint import is_multimodal, text_config
+from models.checkpoint import get_text_config, is_multimodal
 
 log = logging.getLogger(__name__)
 
 
-def complete(files: ModelFiles) -> ModelFiles:
+def complete_config(files: ModelFiles) -> ModelFiles:
     """The same files, whose config is that of the text part and says how long a context and how
     many ids there are, which some leave to the architecture.
 
@@ -24,15 +24,15 @@ def complete(files: ModelFiles) -> ModelFiles:
     what it needs.
     """
     try:
-        facts = models.facts(files.config)
+        facts = models.read_info(files.config)
     except ModelError as error:
-        raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
+        raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
     if is_multimodal(files.config):
         log.info(
             "%s: loading the text model only; image and audio inputs are not supported", files.name
         )
     config = {
-        **text_config(files.config),
+        **get_text_config(files.config),
         "max_position_embeddings": facts.context_length,
         "vocab_size": facts.vocab_size,
     }

@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 # the limit, what is taken of it, and how much of that is files that the kernel would let go:
 # cgroup v2, v1
-_FILES = (
+_CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
         "memory.limit_in_bytes",
@@ -49,22 +49,22 @@ def device_budget(held: int = 0) -> int:
 
 def _machine_budget(held: int) -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = _available(total)
+    free = _available_bytes(total)
     for folder in _cgroups():
-        for limit_file, taken_file, files in _FILES:
-            limit = _number(folder / limit_file)
+        for limit_file, taken_file, files in _CGROUP_FILES:
+            limit = _read_number(folder / limit_file)
             if limit is None or limit >= total:
                 continue
             # the kernel counts files among what is available to the machine, too (MemAvailable)
-            kept = _kept_files(folder / "memory.stat", files)
-            taken = max(0, (_number(folder / taken_file) or 0) - kept)
+            kept = _page_cache_bytes(folder / "memory.stat", files)
+            taken = max(0, (_read_number(folder / taken_file) or 0) - kept)
             total, free = limit, min(free, limit - taken)
     return max(0, int(min(_MACHINE_SHARE * total, _FREE_SHARE * (free + held))))
 
 
-def _available(total: int) -> int:
+def _available_bytes(total: int) -> int:
     """Of the machine, before somebody must give way; all of it where nobody tells."""
-    for line in _lines(_MEMINFO):
+    for line in _read_lines(_MEMINFO):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
@@ -76,7 +76,7 @@ def _cgroups() -> Iterator[Path]:
     its own, the outermost of these is the container's."""
     yield _CGROUPS
     yield _CGROUPS / "memory"
-    for line in _lines(_OWN_CGROUPS):
+    for line in _read_lines(_OWN_CGROUPS):
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
@@ -87,18 +87,18 @@ def _cgroups() -> Iterator[Path]:
             folder = folder.parent
 
 
-def _kept_files(stat: Path, names: tuple[str, str]) -> int:
-    pairs = (line.split() for line in _lines(stat))
+def _page_cache_bytes(stat: Path, names: tuple[str, str]) -> int:
+    pairs = (line.split() for line in _read_lines(stat))
     return sum(int(value) for name, value in pairs if name in names)
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     """None for a file that is not there, and for no limit ("max")."""
-    said = "".join(_lines(path)).strip()
+    said = "".join(_read_lines(path)).strip()
     return int(said) if said.isdecimal() else None
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

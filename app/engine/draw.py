@@ -3,7 +3,8 @@
 Knows: tensors, the filters' definitions, seeds. Must not know: penalties, what a row remembers.
 
 Every array has one row per sequence, every stage works along a row, and everything that decides how
-a row is computed (its `Method`) comes from its own settings. So a row cannot see its neighbours.
+a row is computed (its `SamplingMethod`) comes from its own settings. So a row cannot see its
+neighbours.
 
 All filters keep "the most likely ones, down to some bound". Hence a draw never needs a filtered
 copy of the vocabulary, only the right few ids:
@@ -22,65 +23,65 @@ from typing import Literal
 
 import mlx.core as mx
 
-from app.core.requests import Sampling
+from app.core.requests import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 
 # below this a temperature divides logits out of float32's range; vLLM draws the line here too
-_COLDEST = 1e-5
+_MIN_TEMPERATURE = 1e-5
 
 # top_k up to this shares one method: fewer candidates are not cheaper
-_LEAST_BEST = 64
+_MIN_TOP_K_CANDIDATES = 64
 
 # leaders of a nucleus are 2^n - 1, so that n halvings search them; and so many that all of them
 # lie outside it once in 2^60 draws
-_LEAST_LEADERS = 63
-_SURE_BITS = 60
+_MIN_NUCLEUS_CANDIDATES = 63
+_NUCLEUS_MISS_BITS = 60
 
 # 2^-32, but (2^32 - 1) of it rounds to the float32 below one
 _UNIT = (1 - 2**-24) * 2**-32
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class SamplingMethod:
     """How a row is drawn. Rows of one method are computed together; size: see above."""
 
     kind: Literal["greedy", "all", "best", "nucleus"]
     size: int = 0
 
 
-def method_of(sampling: Sampling, vocab: int) -> Method:
-    if sampling.temperature < _COLDEST:
-        return Method("greedy")
+def choose_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
+    if sampling.temperature < _MIN_TEMPERATURE:
+        return SamplingMethod("greedy")
     if 0 < sampling.top_k < vocab:
-        wanted = max(sampling.top_k, _LEAST_BEST)
-        return Method("best", min(1 << (wanted - 1).bit_length(), vocab))
+        wanted = max(sampling.top_k, _MIN_TOP_K_CANDIDATES)
+        return SamplingMethod("best", min(1 << (wanted - 1).bit_length(), vocab))
     if sampling.top_p < 1:
-        return Method("nucleus", _leaders(sampling.top_p, vocab))
-    return Method("all")
+        return SamplingMethod("nucleus", _num_candidates(sampling.top_p, vocab))
+    return SamplingMethod("all")
 
 
-def _leaders(top_p: float, vocab: int) -> int:
+def _num_candidates(top_p: float, vocab: int) -> int:
     """How many leaders to look at. One after the other, each lies outside with probability 1 - p
     at most, for those outside that went before are missing there."""
     bits = -math.log2(1 - top_p)
-    wanted = vocab if bits * vocab < _SURE_BITS else math.ceil(_SURE_BITS / bits)
-    return (1 << max(wanted, _LEAST_LEADERS).bit_length()) - 1
+    wanted = vocab if bits * vocab < _NUCLEUS_MISS_BITS else math.ceil(_NUCLEUS_MISS_BITS / bits)
+    return (1 << max(wanted, _MIN_NUCLEUS_CANDIDATES).bit_length()) - 1
 
 
 class Draw:
     """The draws of rows that share a method.
 
-    seeds: one a row, taken modulo 2^64. drawn: how many ids each has drawn before.
+    seeds: one a row, taken modulo 2^64. num_drawn: how many ids each has drawn before.
     """
 
     def __init__(
         self,
-        method: Method,
-        samplings: Sequence[Sampling],
+        method: SamplingMethod,
+        samplings: Sequence[SamplingParams],
         *,
         seeds: Sequence[int],
-        drawn: Sequence[int],
+        num_drawn: Sequence[int],
     ) -> None:
         self._method = method
         self._temperature = _column(samplings, lambda s: s.temperature)
@@ -89,46 +90,46 @@ class Draw:
         self._top_p = _column(samplings, lambda s: max(s.top_p, 1e-30) if s.top_p < 1 else math.inf)
         self._min_p = _column(samplings, lambda s: math.log(s.min_p) if s.min_p > 0 else -math.inf)
         self._any_min_p = any(s.min_p > 0 for s in samplings)
-        words = [_words(seed) for seed in seeds]
+        words = [_seed_words(seed) for seed in seeds]
         self._bases = mx.array([[a, b] for a, b, _, _ in words], dtype=mx.uint32)
         self._strides = mx.array([[c | 1, d | 1] for _, _, c, d in words], dtype=mx.uint32)
-        self._drawn = mx.array([[count] for count in drawn], dtype=mx.uint32)
+        self._num_drawn = mx.array([[count] for count in num_drawn], dtype=mx.uint32)
 
-    def __call__(self, logits: mx.array, turn: int) -> mx.array:
-        """logits: [b, V] float32. turn: calls before this one. -> [b] ids, uint32. A row that holds
+    def __call__(self, logits: mx.array, step: int) -> mx.array:
+        """logits: [b, V] float32. step: calls before this one. -> [b] ids, uint32. A row that holds
         NaN, or nothing finite, gives some id of the vocabulary."""
         match self._method.kind:
             case "greedy":
                 return mx.argmax(logits, axis=-1)
             case "all":
-                return self._among_all(logits, turn)
+                return self._draw_from_all(logits, step)
             case "best":
-                return self._among_best(logits, turn)
+                return self._draw_from_top_k(logits, step)
             case "nucleus":
-                return self._in_nucleus(logits, turn)
+                return self._draw_from_nucleus(logits, step)
 
-    def _among_all(self, logits: mx.array, turn: int) -> mx.array:
-        scaled = self._scaled(logits, mx.max(logits, axis=-1, keepdims=True))
+    def _draw_from_all(self, logits: mx.array, step: int) -> mx.array:
+        scaled = self._scale(logits, mx.max(logits, axis=-1, keepdims=True))
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32)[None]
-        return mx.argmax(self._noisy(scaled, ids, turn), axis=-1)
+        return mx.argmax(self._add_noise(scaled, ids, step), axis=-1)
 
-    def _among_best(self, logits: mx.array, turn: int) -> mx.array:
+    def _draw_from_top_k(self, logits: mx.array, step: int) -> mx.array:
         """Exactly top_k ids are left; of equals at the edge, the lower ids.
 
         Nucleus (Holtzman et al. 2020): the most likely ids whose predecessors sum to less than p,
         so the one that crosses p stays, and with it those that are exactly as likely.
         """
-        ids, best = most(logits, self._method.size)
+        ids, best = topk(logits, self._method.size)
         ranks = mx.arange(best.shape[-1])[None]
-        scaled = mx.where(ranks < self._top_k, self._scaled(best, best[:, :1]), -mx.inf)
+        scaled = mx.where(ranks < self._top_k, self._scale(best, best[:, :1]), -mx.inf)
         mass = mx.exp(scaled)
         before = mx.cumsum(mass, axis=-1) - mass
         kept = before < self._top_p * mx.sum(mass, axis=-1, keepdims=True)
         edge = mx.min(mx.where(kept, scaled, mx.inf), axis=-1, keepdims=True)
         scaled = mx.where(scaled >= edge, scaled, -mx.inf)
-        return _at(ids, mx.argmax(self._noisy(scaled, ids, turn), axis=-1, keepdims=True))
+        return _take_at(ids, mx.argmax(self._add_noise(scaled, ids, step), axis=-1, keepdims=True))
 
-    def _in_nucleus(self, logits: mx.array, turn: int) -> mx.array:
+    def _draw_from_nucleus(self, logits: mx.array, step: int) -> mx.array:
         """The draw from the nucleus, without sorting the vocabulary to find it.
 
         The largest of scaled + noise within the nucleus is the first in the nucleus when all ids
@@ -137,16 +138,18 @@ class Draw:
         is one pass over the row; likelier leaders are inside if this one is, so halving asks few.
         """
         top = mx.argmax(logits, axis=-1, keepdims=True)
-        scaled = self._scaled(logits, mx.take_along_axis(logits, top, axis=-1))
+        scaled = self._scale(logits, mx.take_along_axis(logits, top, axis=-1))
         ids = mx.arange(logits.shape[-1], dtype=mx.uint32)[None]
-        leaders, _ = most(self._noisy(scaled, ids, turn), min(self._method.size, logits.shape[-1]))
+        leaders, _ = topk(
+            self._add_noise(scaled, ids, step), min(self._method.size, logits.shape[-1])
+        )
         theirs = mx.take_along_axis(scaled, leaders, axis=-1)
-        inside = theirs >= self._edge(scaled, theirs)
+        inside = theirs >= self._nucleus_threshold(scaled, theirs)
         # the most likely id stands behind them: it is inside whatever happens
         first = mx.argmax(mx.concatenate([inside, mx.ones_like(top) > 0], axis=-1), axis=-1)
-        return _at(mx.concatenate([leaders, top], axis=-1), first[:, None])
+        return _take_at(mx.concatenate([leaders, top], axis=-1), first[:, None])
 
-    def _edge(self, scaled: mx.array, theirs: mx.array) -> mx.array:
+    def _nucleus_threshold(self, scaled: mx.array, theirs: mx.array) -> mx.array:
         """The least likely of `theirs` [b, m] that lies in the nucleus of `scaled`; -> [b, 1], inf
         where none does."""
         ladder = -mx.sort(-theirs, axis=-1)
@@ -165,19 +168,19 @@ class Draw:
         last = mx.take_along_axis(ladder, mx.maximum(inside - 1, 0), axis=-1)
         return mx.where(inside > 0, last, mx.inf)
 
-    def _scaled(self, logits: mx.array, largest: mx.array) -> mx.array:
+    def _scale(self, logits: mx.array, largest: mx.array) -> mx.array:
         """Logarithms of likelihoods relative to the largest, so that no temperature overflows."""
         return (logits - largest) / self._temperature
 
-    def _noisy(self, scaled: mx.array, ids: mx.array, turn: int) -> mx.array:
+    def _add_noise(self, scaled: mx.array, ids: mx.array, step: int) -> mx.array:
         """Gumbel-max: argmax(scaled + noise) is a draw from softmax(scaled). Ids less likely than
         min_p times the most likely (Nguyen et al. 2024) get no chance."""
-        keys = mix(self._bases + (self._drawn + turn) * self._strides)
-        noisy = scaled + gumbel(keys, ids)
+        keys = lowbias32(self._bases + (self._num_drawn + step) * self._strides)
+        noisy = scaled + gumbel_noise(keys, ids)
         return mx.where(scaled >= self._min_p, noisy, -mx.inf) if self._any_min_p else noisy
 
 
-def most(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The `count` largest of each row, largest first; of equals the one with the lower index.
 
     values: [b, n], count <= n -> indices [b, count] uint32, values [b, count].
@@ -189,21 +192,21 @@ def most(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     width = values.shape[-1]
     block = 1 << int(math.log2(width / count) / 2)
     if block < 4:
-        return _partitioned(values, count)
+        return _topk_by_partition(values, count)
     if width % block:
         values = mx.pad(values, [(0, 0), (0, -width % block)], constant_values=-mx.inf)
     blocks = values.reshape(len(values), -1, block)
-    found, _ = _partitioned(mx.max(blocks, axis=-1), count)
+    found, _ = _topk_by_partition(mx.max(blocks, axis=-1), count)
     # ascending, so that among equals the lower place is still the lower index
     found = mx.sort(found, axis=-1)
     inside = mx.take_along_axis(blocks, found[:, :, None], axis=1).reshape(len(values), -1)
-    places, best = _partitioned(inside, count)
+    places, best = _topk_by_partition(inside, count)
     indices = mx.take_along_axis(found, places // block, axis=-1) * block + places % block
     # the padding is reached only by a row with NaN
     return mx.minimum(indices, width - 1), best
 
 
-def _partitioned(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def _topk_by_partition(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     if count < values.shape[-1]:
         places = mx.argpartition(-values, count - 1, axis=-1)[:, :count]
         places = mx.sort(places, axis=-1)
@@ -214,14 +217,14 @@ def _partitioned(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return order, mx.take_along_axis(values, order, axis=-1)
 
 
-def gumbel(keys: mx.array, ids: mx.array) -> mx.array:
+def gumbel_noise(keys: mx.array, ids: mx.array) -> mx.array:
     """Standard Gumbel noise of each id; keys: [b, 2] uint32, ids: [b or 1, n] uint32 -> [b, n].
 
     A stream of SplitMix (Steele, Lea, Flood 2014) in 32 bits, asked at any place: start and odd
     stride are the key, the place is the id. Noise therefore belongs to (key, id), whichever other
     ids are asked for.
     """
-    hashed = mix(keys[:, :1] + ids * (keys[:, 1:] | 1))
+    hashed = lowbias32(keys[:, :1] + ids * (keys[:, 1:] | 1))
     # u in (0, 1), with full relative precision near 0: that is where the largest noise is from
     u = (hashed.astype(mx.float32) + 0.5) * _UNIT
     # -log(1 - u) with the rounding of 1 - u taken out again (Kahan's log1p, four times as fast as
@@ -231,7 +234,7 @@ def gumbel(keys: mx.array, ids: mx.array) -> mx.array:
     return -mx.log(exponential)
 
 
-def mix(words: mx.array) -> mx.array:
+def lowbias32(words: mx.array) -> mx.array:
     """A bijection of uint32 in which every input bit sways every output bit: `lowbias32`
     (Wellons, "Prospecting for Hash Functions", 2018)."""
     words = (words ^ (words >> 16)) * mx.array(0x7FEB352D, dtype=mx.uint32)
@@ -239,7 +242,7 @@ def mix(words: mx.array) -> mx.array:
     return words ^ (words >> 16)
 
 
-def _words(seed: int) -> tuple[int, int, int, int]:
+def _seed_words(seed: int) -> tuple[int, int, int, int]:
     """SplitMix64's output function of the seed, and of that again, in halves."""
     first = _splitmix64(seed + 1)
     second = _splitmix64(first + 1)
@@ -253,10 +256,12 @@ def _splitmix64(place: int) -> int:
     return z ^ (z >> 31)
 
 
-def _at(ids: mx.array, places: mx.array) -> mx.array:
+def _take_at(ids: mx.array, places: mx.array) -> mx.array:
     """ids: [b, n], places: [b, 1] -> [b]."""
     return mx.take_along_axis(ids, places, axis=-1)[:, 0]
 
 
-def _column(samplings: Sequence[Sampling], field: Callable[[Sampling], float]) -> mx.array:
+def _column(
+    samplings: Sequence[SamplingParams], field: Callable[[SamplingParams], float]
+) -> mx.array:
     return mx.array([[field(sampling)] for sampling in samplings], dtype=mx.float32)

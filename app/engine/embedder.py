@@ -23,36 +23,36 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from app.core.embeddings import Embedded, EmbedJob
-from app.engine.inputs import Lender, Long, Work
-from app.engine.memory import Memory
-from app.engine.pooling import pooled, told, unit, weights
+from app.core.embeddings import EmbedJob, EmbedResult
+from app.engine.inputs import EmbedTask, LongInput, MemoryLender
+from app.engine.memory import MemoryProfile
+from app.engine.pooling import normalise, pool_hidden_states, pooling_weights, vectors_to_bytes
 from models.base import Model
 
 log = logging.getLogger(__name__)
 
 # inputs in one forward pass: each takes a whole step of positions (models/kv.py) in every layer's
 # cache, however short it is
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 # layers whose caches exist at the same time where nobody holds on to them: one is read while the
 # next one is made
 _LAYERS_ALIVE = 2
 
 _FAILED = "the engine failed while processing this request"
-_UNSOUND = (
+_INVALID_OUTPUT = (
     "the model produced NaN or infinite hidden states: its weights or its "
     "quantization may be corrupt"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _EmbedStep:
     """What the device works on. inputs: jobs and numbers of their inputs, whose vectors [B, D] it
     gives; None where it is of a long input that is not at its end. tokens: without padding. state:
     all that must be evaluated."""
 
-    inputs: Sequence[tuple[Work, int]]
+    inputs: Sequence[tuple[EmbedTask, int]]
     tokens: int
     vectors: mx.array | None
     state: Sequence[mx.array]
@@ -61,43 +61,46 @@ class _Piece:
 class Embedder:
     """chunk: tokens of a piece, padding included.
 
-    starving: whether it waits for memory, and nobody else should get any first. tokens: evaluated
-    since the start, without padding. faults: times that something raised.
+    waiting_for_memory: whether it waits for memory, and nobody else should get any first.
+    embedded_tokens: evaluated since the start, without padding. exceptions: times that something
+    raised.
     """
 
-    def __init__(self, model: Model, memory: Memory, lender: Lender, *, chunk: int) -> None:
-        self.starving = False
-        self.tokens = 0
-        self.faults = 0
+    def __init__(
+        self, model: Model, memory: MemoryProfile, lender: MemoryLender, *, chunk: int
+    ) -> None:
+        self.waiting_for_memory = False
+        self.embedded_tokens = 0
+        self.exceptions = 0
         self._model = model
         self._memory = memory
         self._lender = lender
         self._chunk = chunk
         self._layers = len(model.make_kv())
-        self._works: deque[Work] = deque()  # whose turn it is, first
-        self._long: Long | None = None
-        self._piece: _Piece | None = None
-        self._passing = 0  # bytes that are lent for the piece alone
-        self._ended: list[Embedded] = []
+        self._tasks: deque[EmbedTask] = deque()  # whose turn it is, first
+        self._long: LongInput | None = None
+        self._step: _EmbedStep | None = None
+        self._borrowed_for_step = 0  # bytes that are lent for the piece alone
+        self._ended: list[EmbedResult] = []
 
     @property
     def idle(self) -> bool:
-        return not (self._works or self._piece or self._ended)
+        return not (self._tasks or self._step or self._ended)
 
     @property
-    def jobs(self) -> int:
-        return len(self._works)
+    def num_jobs(self) -> int:
+        return len(self._tasks)
 
     def submit(self, job: EmbedJob) -> None:
-        self._works.append(Work(job))
+        self._tasks.append(EmbedTask(job))
 
     def cancel(self, job: str) -> None:
         """Forget a job; unknown ones have ended already. A piece of it that the device works on is
         waited for, and that is all."""
-        for work in [work for work in self._works if work.job.id == job]:
-            self._leave(work)
+        for work in [work for work in self._tasks if work.job.id == job]:
+            self._remove(work)
 
-    def told(self) -> tuple[Embedded, ...]:
+    def drain(self) -> tuple[EmbedResult, ...]:
         """The jobs that ended since this was asked last."""
         ended, self._ended = tuple(self._ended), []
         return ended
@@ -105,174 +108,178 @@ class Embedder:
     def dispatch(self) -> bool:
         """Give the device the next piece. False where there is nothing to do, or no memory to do it
         in."""
-        assert self._piece is None, "one piece at a time"
-        self.starving = False
-        for _ in range(len(self._works)):
-            work = self._works[0]
-            self._works.rotate(-1)
-            if inputs := self._chosen(work):
-                self._give(inputs)
+        assert self._step is None, "one piece at a time"
+        self.waiting_for_memory = False
+        for _ in range(len(self._tasks)):
+            work = self._tasks[0]
+            self._tasks.rotate(-1)
+            if inputs := self._next_inputs(work):
+                self._dispatch_inputs(inputs)
                 return True
-            if self.starving:
+            if self.waiting_for_memory:
                 return False
         return False
 
     def collect(self) -> None:
         """Wait for the piece that was dispatched."""
-        piece, self._piece = self._piece, None
+        piece, self._step = self._step, None
         if piece is None:
             return
         try:
             mx.eval(piece.state)
-            self._note(piece)
+            self._finish_step(piece)
         except Exception:
             log.exception("embedding step failed")
-            self._blame(piece.inputs)
-        self._let_pass()
+            self._handle_failure(piece.inputs)
+        self._return_borrowed()
 
-    def make_way(self) -> None:
+    def restart_if_reclaimed(self) -> None:
         """Between two pieces. A long input whose memory was called back begins again later."""
         long = self._long
-        if long is not None and self._lender.lent < long.lent:
-            assert self._piece is None, "the device still writes into its layer caches"
+        if long is not None and self._lender.borrowed_bytes < long.borrowed_bytes:
+            assert self._step is None, "the device still writes into its layer caches"
             log.info("restarting an embedding input of %d tokens: out of KV memory", len(long.ids))
-            long.work.waiting.appendleft(long.number)
+            long.task.pending_inputs.appendleft(long.index)
             self._long = None
 
     # pieces
 
-    def _chosen(self, work: Work) -> Sequence[tuple[Work, int]]:
+    def _next_inputs(self, task: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
         """What the work's turn is for; nothing where it has to wait."""
-        if self._long is not None and self._long.work is work:
-            return [(work, self._long.number)]
-        if not work.waiting:
+        if self._long is not None and self._long.task is task:
+            return [(task, self._long.index)]
+        if not task.pending_inputs:
             return []
-        if work.next_length <= self._chunk:
-            return self._short(work)
+        if task.next_length <= self._chunk:
+            return self._pack_short_inputs(task)
         if self._long is not None:
             return []
-        room = self._memory.footprint(work.next_length)
-        if not self._lent(room):
+        room = self._memory.kv_footprint(task.next_length)
+        if not self._borrow(room):
             return []
-        self._long = Long(work, work.waiting.popleft(), self._model.make_kv(), room)
-        return [(work, self._long.number)]
+        self._long = LongInput(task, task.pending_inputs.popleft(), self._model.make_kv(), room)
+        return [(task, self._long.index)]
 
-    def _short(self, first: Work) -> Sequence[tuple[Work, int]]:
+    def _pack_short_inputs(self, first: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
         """Short inputs of this work, and of others as far as there is room beside them."""
-        chosen, width = list[tuple[Work, int]](), 0
-        others = () if first.alone else (w for w in self._works if w is not first and not w.alone)
+        chosen, width = list[tuple[EmbedTask, int]](), 0
+        others = (
+            () if first.isolated else (w for w in self._tasks if w is not first and not w.isolated)
+        )
         for work in (first, *others):
-            while work.waiting:
+            while work.pending_inputs:
                 rows, wider = len(chosen) + 1, max(width, work.next_length)
-                if rows > 1 and (rows > MOST_ROWS or rows * wider > self._chunk):
+                if rows > 1 and (rows > MAX_ROWS or rows * wider > self._chunk):
                     break
-                more = self._bytes(wider, rows) - self._passing
-                if not (self._lender.lend(more) if chosen else self._lent(more)):
+                more = self._cache_bytes(wider, rows) - self._borrowed_for_step
+                if not (self._lender.borrow(more) if chosen else self._borrow(more)):
                     return chosen
-                self._passing += more
-                chosen.append((work, work.waiting.popleft()))
+                self._borrowed_for_step += more
+                chosen.append((work, work.pending_inputs.popleft()))
                 width = wider
         return chosen
 
-    def _bytes(self, width: int, rows: int) -> int:
+    def _cache_bytes(self, width: int, rows: int) -> int:
         """Of layer caches that go as soon as the next layer has been evaluated."""
         alive = min(_LAYERS_ALIVE, self._layers)
-        return rows * self._memory.footprint(width) * alive // self._layers
+        return rows * self._memory.kv_footprint(width) * alive // self._layers
 
-    def _lent(self, count: int) -> bool:
-        self.starving = not self._lender.lend(count)
-        return not self.starving
+    def _borrow(self, num_bytes: int) -> bool:
+        self.waiting_for_memory = not self._lender.borrow(num_bytes)
+        return not self.waiting_for_memory
 
-    def _let_pass(self) -> None:
-        self._lender.take_back(self._passing)
-        self._passing = 0
+    def _return_borrowed(self) -> None:
+        self._lender.return_borrowed(self._borrowed_for_step)
+        self._borrowed_for_step = 0
 
-    def _give(self, inputs: Sequence[tuple[Work, int]]) -> None:
+    def _dispatch_inputs(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
         long = self._long
         try:
-            going_on = long is not None and inputs[0] == (long.work, long.number)
-            piece = self._advanced(long) if long and going_on else self._whole(inputs)
+            going_on = long is not None and inputs[0] == (long.task, long.index)
+            piece = self._embed_chunk(long) if long and going_on else self._embed_batch(inputs)
             mx.async_eval(piece.state)
-            self._piece = piece
+            self._step = piece
         except Exception:
             log.exception("embedding step failed")
-            self._blame(inputs)
-            self._let_pass()
+            self._handle_failure(inputs)
+            self._return_borrowed()
 
-    def _whole(self, inputs: Sequence[tuple[Work, int]]) -> _Piece:
+    def _embed_batch(self, inputs: Sequence[tuple[EmbedTask, int]]) -> _EmbedStep:
         rows = [work.job.inputs[number] for work, number in inputs]
         width = max(map(len, rows))
         tokens = mx.array([(*ids, *[0] * (width - len(ids))) for ids in rows])
         shares = [
-            weights(work.job.pooling, len(ids), 0, width)
+            pooling_weights(work.job.pooling, len(ids), 0, width)
             for (work, _), ids in zip(inputs, rows, strict=True)
         ]
         # nobody holds on to the layer caches, so that each goes when its layer is done
-        found = pooled(self._model(tokens, self._model.make_kv()), mx.array(shares))
-        vectors = unit(found, [work.job.dimensions for work, _ in inputs])
+        found = pool_hidden_states(self._model(tokens, self._model.make_kv()), mx.array(shares))
+        vectors = normalise(found, [work.job.dimensions for work, _ in inputs])
         count = sum(map(len, rows))
-        return _Piece(inputs=inputs, tokens=count, vectors=vectors, state=[vectors])
+        return _EmbedStep(inputs=inputs, tokens=count, vectors=vectors, state=[vectors])
 
-    def _advanced(self, long: Long) -> _Piece:
-        job, length = long.work.job, len(long.ids)
-        count = min(self._chunk, length - long.done)
-        shares = weights(job.pooling, length, long.done, count)
-        tokens = mx.array([long.ids[long.done : long.done + count]])
-        found = pooled(self._model(tokens, long.kv), mx.array([shares]))
-        long.total = found if long.total is None else long.total + found
-        long.done += count
-        vectors = unit(long.total, [job.dimensions]) if long.done == length else None
+    def _embed_chunk(self, long: LongInput) -> _EmbedStep:
+        job, length = long.task.job, len(long.ids)
+        count = min(self._chunk, length - long.num_computed)
+        shares = pooling_weights(job.pooling, length, long.num_computed, count)
+        tokens = mx.array([long.ids[long.num_computed : long.num_computed + count]])
+        found = pool_hidden_states(self._model(tokens, long.kv), mx.array([shares]))
+        long.pooled_sum = found if long.pooled_sum is None else long.pooled_sum + found
+        long.num_computed += count
+        vectors = (
+            normalise(long.pooled_sum, [job.dimensions]) if long.num_computed == length else None
+        )
         caches = [array for layer in long.kv for array in layer.state()]
-        state = [long.total, *caches] if vectors is None else [vectors]
-        inputs = [(long.work, long.number)]
-        return _Piece(inputs=inputs, tokens=count, vectors=vectors, state=state)
+        state = [long.pooled_sum, *caches] if vectors is None else [vectors]
+        inputs = [(long.task, long.index)]
+        return _EmbedStep(inputs=inputs, tokens=count, vectors=vectors, state=state)
 
     # ends
 
-    def _note(self, piece: _Piece) -> None:
-        self.tokens += piece.tokens
-        for work, _ in piece.inputs:
-            work.alone = False
-        if piece.vectors is None:
+    def _finish_step(self, step: _EmbedStep) -> None:
+        self.embedded_tokens += step.tokens
+        for work, _ in step.inputs:
+            work.isolated = False
+        if step.vectors is None:
             return
-        found = told(piece.vectors, [work.job.dimensions for work, _ in piece.inputs])
-        for (work, number), vector in zip(piece.inputs, found, strict=True):
-            if self._long is not None and self._long.work is work and self._long.number == number:
-                self._drop_long()
-            if work not in self._works:  # cancelled, or lost by another input of its own
+        found = vectors_to_bytes(step.vectors, [work.job.dimensions for work, _ in step.inputs])
+        for (work, number), vector in zip(step.inputs, found, strict=True):
+            if self._long is not None and self._long.task is work and self._long.index == number:
+                self._drop_long_input()
+            if work not in self._tasks:  # cancelled, or lost by another input of its own
                 continue
             if vector is None:
-                self._end(work, error=_UNSOUND)
+                self._end(work, error=_INVALID_OUTPUT)
                 continue
             work.vectors[number] = vector
             if len(work.vectors) == len(work.job.inputs):
                 self._end(work)
 
-    def _blame(self, inputs: Sequence[tuple[Work, int]]) -> None:
+    def _handle_failure(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
         """One of these failed. If they are of one job, it ends; if of several, these begin again,
         each for itself."""
-        self.faults += 1
+        self.exceptions += 1
         works = {work for work, _ in inputs}
         if len(works) == 1:
-            for work in works & set(self._works):
+            for work in works & set(self._tasks):
                 self._end(work, error=_FAILED)
             return
         for work, number in reversed(inputs):
-            work.alone = True
-            work.waiting.appendleft(number)
+            work.isolated = True
+            work.pending_inputs.appendleft(number)
 
-    def _end(self, work: Work, *, error: str | None = None) -> None:
-        self._leave(work)
-        vectors = () if error else tuple(work.vectors[i] for i in range(len(work.job.inputs)))
-        self._ended.append(Embedded(job=work.job.id, vectors=vectors, error=error))
+    def _end(self, task: EmbedTask, *, error: str | None = None) -> None:
+        self._remove(task)
+        vectors = () if error else tuple(task.vectors[i] for i in range(len(task.job.inputs)))
+        self._ended.append(EmbedResult(job_id=task.job.id, vectors=vectors, error=error))
 
-    def _leave(self, work: Work) -> None:
-        self._works.remove(work)
-        self.starving = False  # if another one is, it says so at its turn
-        if self._long is not None and self._long.work is work:
-            self._drop_long()
+    def _remove(self, task: EmbedTask) -> None:
+        self._tasks.remove(task)
+        self.waiting_for_memory = False  # if another one is, it says so at its turn
+        if self._long is not None and self._long.task is task:
+            self._drop_long_input()
 
-    def _drop_long(self) -> None:
+    def _drop_long_input(self) -> None:
         assert self._long is not None
-        self._lender.take_back(self._long.lent)
+        self._lender.return_borrowed(self._long.borrowed_bytes)
         self._long = None

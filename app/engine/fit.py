@@ -17,28 +17,37 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from app.core.amounts import in_memory
-from app.core.errors import AppError, Kind
+from app.core.amounts import format_memory
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.residents import Need
+from app.core.residents import MemoryRequirement
 from app.core.settings import Settings
 from app.engine.device import device_budget
-from app.engine.memory import Footprint, Memory, Working, longest_that, query_heads
-from app.engine.weights import open_model, parameters
+from app.engine.memory import (
+    ActivationMemory,
+    KVFootprint,
+    MemoryProfile,
+    longest_fitting,
+    num_query_heads,
+)
+from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
 
 # sequences at once when nobody says how many
-MOST_PARALLEL = 8
+DEFAULT_MAX_PARALLEL = 8
 
 # the length that each of several sequences is given room for when nobody says how many there are
-USUAL_LENGTH = 4096
+TYPICAL_SEQUENCE_LENGTH = 4096
 
 # what a step holds of a token at a time, in rows as wide as the widest result of a layer and in
 # rows of hidden states: measured on Llamas of 288 to 2048 wide, and rounded up
-_ROWS_HELD = 8
+_ACTIVATION_ROWS = 8
 
 # experts that a token passes through, and how many are taken where the config does not say
-_CHOSEN, _MANY_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 8
+_EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    8,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,47 +76,55 @@ class Fit:
         return self.weights + self.working + self.sequences * self.kv_per_context
 
 
-def fit(files: ModelFiles, settings: Settings) -> Fit:
+def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
     """Of model files that were `complete`d. Reads headers only, and leaves nothing in memory; to
     be called on a thread that does nothing else with MLX, like everything that makes arrays.
 
     Raises AppError(MODEL_FILES) for files that cannot become a model.
     """
-    return foretold(open_model(files, settings.quantize), files, settings)
+    return estimate_before_load(open_model(files, settings.quantize), files, settings)
 
 
-def need(files: ModelFiles, settings: Settings, held: int = 0) -> Need:
+def estimate_memory(
+    files: ModelFiles, settings: Settings, loaded_bytes: int = 0
+) -> MemoryRequirement:
     """What to give a model that shares the device with others; as `fit`, for the rest. Where it was
     said how much memory it shall have, that is what it needs: whether it can do with so much is
-    seen when it is loaded. held: bytes that models have which are loaded already."""
+    seen when it is loaded. loaded_bytes: bytes that models have which are loaded already."""
     if settings.memory is not None:
-        return Need(least=settings.memory, wanted=settings.memory, budget=device_budget(held))
-    sizes = _Sizes(open_model(files, settings.quantize), files, settings)
-    context = files.served_context(settings.context)
-    usual = min(context, USUAL_LENGTH)
-    many = settings.parallel or MOST_PARALLEL
-    asked = sizes.together(many if settings.parallel else 1, context)
-    least = asked if settings.context else sizes.together(1, usual)
+        return MemoryRequirement(
+            min_bytes=settings.memory,
+            preferred_bytes=settings.memory,
+            device_budget=device_budget(loaded_bytes),
+        )
+    sizes = _ModelSizes(open_model(files, settings.quantize), files, settings)
+    context = files.resolve_context_length(settings.context)
+    usual = min(context, TYPICAL_SEQUENCE_LENGTH)
+    many = settings.parallel or DEFAULT_MAX_PARALLEL
+    asked = sizes.total_bytes(many if settings.parallel else 1, context)
+    least = asked if settings.context else sizes.total_bytes(1, usual)
     # as much again for cached prefixes on which nobody runs
-    cached = many * sizes.footprint(usual)
-    return Need(
-        least=least,
-        wanted=max(asked, sizes.together(many, usual)) + cached,
-        budget=device_budget(held),
+    cached = many * sizes.kv_footprint(usual)
+    return MemoryRequirement(
+        min_bytes=least,
+        preferred_bytes=max(asked, sizes.total_bytes(many, usual)) + cached,
+        device_budget=device_budget(loaded_bytes),
     )
 
 
-def foretold(model: Model, files: ModelFiles, settings: Settings) -> Fit:
+def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) -> Fit:
     """The same of a model whose weights may have been read or not."""
-    sizes = _Sizes(model, files, settings)
+    sizes = _ModelSizes(model, files, settings)
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
-    context = files.served_context(settings.context)
-    longest = longest_that(lambda length: sizes.together(sequences, length) <= budget, context)
+    context = files.resolve_context_length(settings.context)
+    longest = longest_fitting(
+        lambda length: sizes.total_bytes(sequences, length) <= budget, context
+    )
     return Fit(
         weights=sizes.weights,
-        kv_per_context=sizes.footprint(context),
-        working=sizes.working(context),
+        kv_per_context=sizes.kv_footprint(context),
+        working=sizes.activation_bytes(context),
         budget=budget,
         context=context,
         sequences=sequences,
@@ -116,50 +133,53 @@ def foretold(model: Model, files: ModelFiles, settings: Settings) -> Fit:
     )
 
 
-def corrected(found: Fit, memory: Memory, settings: Settings) -> Fit:
+def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) -> Fit:
     """What was foretold, with the working space that was measured since."""
 
     def room(length: int) -> bool:
-        return found.sequences * memory.footprint(length) <= memory.kv_budget
+        return estimate.sequences * memory.kv_footprint(length) <= memory.kv_budget
 
-    longest = longest_that(room, found.context_that_fits)
+    longest = longest_fitting(room, estimate.context_that_fits)
     return replace(
-        found,
+        estimate,
         working=memory.working,
         context_that_fits=longest,
-        fits=longest >= (found.context if settings.context else 1),
+        fits=longest >= (estimate.context if settings.context else 1),
     )
 
 
-def prefill_chunk(settings: Settings) -> int:
+def choose_prefill_chunk(settings: Settings) -> int:
     """Prompt tokens per step: as few as keep the device busy (DECISIONS.md, 2026-11-21)."""
     if settings.prefill_chunk:
         return settings.prefill_chunk
     return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
 
 
-def refuse(found: Fit, files: ModelFiles) -> None:
+def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
     """Raises AppError(MODEL_FILES) for a model that does not fit, with what would."""
-    if found.fits:
+    if estimate.fits:
         return
-    many = "a sequence" if found.sequences == 1 else f"{found.sequences} sequences"
+    many = "a sequence" if estimate.sequences == 1 else f"{estimate.sequences} sequences"
     needs = (
-        f"{files.path} does not fit in memory: weights {in_memory(found.weights)}, activations "
-        f"{in_memory(found.working)}, KV cache for {many} of {found.context} tokens "
-        f"{in_memory(found.sequences * found.kv_per_context)}, {in_memory(found.needed)} "
-        f"in total, but the budget is {in_memory(found.budget)}"
+        f"{files.path} does not fit in memory: weights {format_memory(estimate.weights)}, "
+        "activations "
+        f"{format_memory(estimate.working)}, KV cache for {many} of {estimate.context} tokens "
+        f"{format_memory(estimate.sequences * estimate.kv_per_context)}, "
+        f"{format_memory(estimate.needed)} "
+        f"in total, but the budget is {format_memory(estimate.budget)}"
     )
-    if found.context_that_fits:
-        advice = f"the largest --context that fits is {found.context_that_fits}"
-        if found.sequences > 1:
-            advice += f", or set --parallel below {found.sequences}"
+    if estimate.context_that_fits:
+        advice = f"the largest --context that fits is {estimate.context_that_fits}"
+        if estimate.sequences > 1:
+            advice += f", or set --parallel below {estimate.sequences}"
     else:
         advice = "no context length fits: raise --memory, or serve a smaller model"
-    raise AppError(Kind.MODEL_FILES, f"{needs}: {advice}")
+    raise AppError(ErrorKind.MODEL_FILES, f"{needs}: {advice}")
 
 
-class _Sizes:
-    """What a model takes, in bytes. working, footprint: functions of a sequence's length."""
+class _ModelSizes:
+    """What a model takes, in bytes. activation_bytes, kv_footprint: functions of a sequence's
+    length."""
 
     def __init__(self, model: Model, files: ModelFiles, settings: Settings) -> None:
         """Raises AppError(MODEL_FILES)."""
@@ -168,38 +188,43 @@ class _Sizes:
             hidden = model(mx.array([[0]]), kv)
             vocab = model.logits(hidden[:, -1]).size
         except ModelError as error:
-            raise AppError(Kind.MODEL_FILES, f"{files.path}: {error}") from error
-        chunk = prefill_chunk(settings)
-        self.weights = sum(array.nbytes for array in parameters(model))
-        self.footprint = Footprint(kv, chunk)
-        self.working = Working(
-            token=_token_bytes(model, files.config, hidden, vocab),
+            raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
+        chunk = choose_prefill_chunk(settings)
+        self.weights = sum(array.nbytes for array in list_parameters(model))
+        self.kv_footprint = KVFootprint(kv, chunk)
+        self.activation_bytes = ActivationMemory(
+            bytes_per_token=_activation_bytes_per_token(model, files.config, hidden, vocab),
             chunk=chunk,
-            rows=settings.parallel or MOST_PARALLEL,
+            max_batch_size=settings.parallel or DEFAULT_MAX_PARALLEL,
             vocab=vocab,
-            heads=query_heads(files.config),
+            heads=num_query_heads(files.config),
             layers=kv,
         )
 
-    def together(self, sequences: int, length: int) -> int:
-        return self.weights + self.working(length) + sequences * self.footprint(length)
+    def total_bytes(self, sequences: int, length: int) -> int:
+        return self.weights + self.activation_bytes(length) + sequences * self.kv_footprint(length)
 
 
-def _token_bytes(model: Model, config: Mapping[str, Any], hidden: mx.array, vocab: int) -> int:
+def _activation_bytes_per_token(
+    model: Model, config: Mapping[str, Any], hidden: mx.array, vocab: int
+) -> int:
     """About what a step holds of one token while it runs."""
     assert isinstance(model, nn.Module)
-    chosen = next((config[name] for name in _CHOSEN if config.get(name)), _MANY_CHOSEN)
+    chosen = next(
+        (config[name] for name in _EXPERTS_PER_TOKEN_KEYS if config.get(name)),
+        _DEFAULT_EXPERTS_PER_TOKEN,
+    )
     modules: Sequence[tuple[str, Any]] = model.named_modules()
-    widths = {_width(module, chosen) for _, module in modules}
+    widths = {_output_width(module, chosen) for _, module in modules}
     # but for the output layer, of which there is one row
     widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
     # of a class that gives nothing but logits there is one row of them
-    rows = _ROWS_HELD * (widest + last) if last < vocab else _ROWS_HELD * widest + last
+    rows = _ACTIVATION_ROWS * (widest + last) if last < vocab else _ACTIVATION_ROWS * widest + last
     return rows * hidden.dtype.size
 
 
-def _width(module: Any, chosen: int) -> int:
+def _output_width(module: Any, chosen: int) -> int:
     """Numbers that come out of a linear layer for one token; of stacked ones, out of those that the
     token passes through. 0 for other layers."""
     weight = module.get("weight")

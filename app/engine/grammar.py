@@ -23,29 +23,29 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard, quote_client
+from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard, mark_client_text
 from app.core.files import ModelFiles
-from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
 from app.core.workers import CancelToken
-from app.engine.compiling import Refusal, compiled, reason_of
+from app.engine.compiling import GrammarCompileError, compile_grammar, explain_error
 
 # compiled grammars that are kept, and refusals. A grammar takes some hundred kB; 20 MB at worst
-_KEPT = 32
+_MAX_CACHED = 32
 # seconds that a request waits for its grammar. What limits the costs keeps it far below
-_PATIENCE = 10.0
+_COMPILE_TIMEOUT = 10.0
 # compilations at once; they take cores from the engine
-_AT_ONCE = 2
+_MAX_CONCURRENT = 2
 # what Linux adds to the niceness of their threads
-_NICE = 10
+_THREAD_NICENESS = 10
 # bytes of the stack of a compilation, because native code goes as deep as references are long. It
 # is room, not memory: only what is touched is taken
-_STACK = 1 << 28
+_STACK_BYTES = 1 << 28
 
-_NAMES = {
+_KIND_NAMES = {
     JsonSchema: "JSON schema",
     Regex: "regular expression",
-    Choice: "choice",
-    Lark: "grammar",
+    ChoiceGrammar: "choice",
+    LarkGrammar: "grammar",
 }
 
 
@@ -53,84 +53,84 @@ class GrammarError(Exception):
     """A matcher can go no further. The message is a clause for whoever wrote the grammar."""
 
 
-class TooComplex(GrammarError):
+class GrammarTooComplexError(GrammarError):
     """A matcher can go no further, though each id was allowed: its grammar exceeds a limit of
     llguidance, so the request is at fault."""
 
 
 # what llguidance says of an id that was not allowed, and of one that led beyond a limit
-_NOT_ALLOWED = "doesn't satisfy the grammar"
+_TOKEN_NOT_ALLOWED = "doesn't satisfy the grammar"
 
 
 class Matcher:
     """Where one answer is in its grammar.
 
-    allowed: one bit per id, in little-endian words of 32: the ids that may come next. An id that
+    bitmask: one bit per id, in little-endian words of 32: the ids that may come next. An id that
     ends the sequence is among them where, and only where, the answer may end.
     done: nothing may follow but such an id. The sequence can end here without one.
     """
 
     def __init__(
         self,
-        inner: LLMatcher,
+        ll_matcher: LLMatcher,
         *,
         stop_ids: frozenset[int],
-        known_ends: frozenset[int],
+        eos_ids: frozenset[int],
         on_exhausted: Callable[[], None] | None = None,
     ) -> None:
-        """stop_ids: those that end this answer. known_ends: those that llguidance takes for ends,
+        """stop_ids: those that end this answer. eos_ids: those that llguidance takes for ends,
         and so allows where the answer may end. on_exhausted: called before TooComplex is raised,
-        because copies of `inner` share the lexer whose states are used up."""
-        self._inner = inner
+        because copies of `ll_matcher` share the lexer whose states are used up."""
+        self._ll_matcher = ll_matcher
         self._on_exhausted = on_exhausted
-        self._hidden = known_ends - stop_ids
-        self._unknown = stop_ids - known_ends
-        self._look()
+        self._disallowed_ends = eos_ids - stop_ids
+        self._extra_ends = stop_ids - eos_ids
+        self._update()
 
     def accept(self, token: int) -> None:
         """The answer goes on, or ends, with this id. Raises GrammarError when it must not, or when
         the grammar turns out to be too complex; this object is dead then."""
-        if token in self._unknown and self._inner.is_accepting():
+        if token in self._extra_ends and self._ll_matcher.is_accepting():
             self.done = True
             return
-        allowed = self.allowed[token // 8] >> token % 8 & 1
+        allowed = self.bitmask[token // 8] >> token % 8 & 1
         try:
             with PanicGuard():
-                self._inner.consume_token(token)
+                self._ll_matcher.consume_token(token)
         except LibraryPanic as panic:
-            raise self._too_complex(f"panic: {panic}") from panic
+            raise self._too_complex_error(f"panic: {panic}") from panic
         # llguidance also reports an exceeded limit as a token that does not satisfy the grammar
-        if not allowed and self._inner.is_error():
-            self.allowed = bytes(len(self.allowed))
-            raise GrammarError(reason_of(self._inner.get_error()))
-        self._look()
+        if not allowed and self._ll_matcher.is_error():
+            self.bitmask = bytes(len(self.bitmask))
+            raise GrammarError(explain_error(self._ll_matcher.get_error()))
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         try:
             with PanicGuard():
                 self._read_state()
         except LibraryPanic as panic:
-            raise self._too_complex(f"panic: {panic}") from panic
+            raise self._too_complex_error(f"panic: {panic}") from panic
 
     def _read_state(self) -> None:
-        allowed = self._inner.compute_bitmask()
+        allowed = self._ll_matcher.compute_bitmask()
         # a broken matcher also allows something: the end
-        if self._inner.is_error():
-            raise self._too_complex(self._inner.get_error())
-        self.done = self._inner.is_stopped()
-        allowed = _without(allowed, self._hidden) if self._hidden else allowed
-        if self._unknown and self._inner.is_accepting():
-            allowed = _with(allowed, self._unknown)
-        self.allowed = allowed
-        if not self.done and not any(self.allowed):
-            raise self._too_complex("NoExtensionBias")
+        if self._ll_matcher.is_error():
+            raise self._too_complex_error(self._ll_matcher.get_error())
+        self.done = self._ll_matcher.is_stopped()
+        allowed = _clear_bits(allowed, self._disallowed_ends) if self._disallowed_ends else allowed
+        if self._extra_ends and self._ll_matcher.is_accepting():
+            allowed = _set_bits(allowed, self._extra_ends)
+        self.bitmask = allowed
+        if not self.done and not any(self.bitmask):
+            raise self._too_complex_error("NoExtensionBias")
 
-    def _too_complex(self, error: str) -> TooComplex:
+    def _too_complex_error(self, error: str) -> GrammarTooComplexError:
         if self._on_exhausted is not None:
             self._on_exhausted()
-        if _NOT_ALLOWED in error:
+        if _TOKEN_NOT_ALLOWED in error:
             error = "too many states"
-        return TooComplex(reason_of(error))
+        return GrammarTooComplexError(explain_error(error))
 
 
 class _Compilation:
@@ -140,132 +140,134 @@ class _Compilation:
     def __init__(self, grammar: Grammar, caller: str) -> None:
         self.grammar = grammar
         self.caller = caller
-        self.result: Future[LLMatcher] = Future()
-        self.token = CancelToken()
-        self.waiting = 0
+        self.future: Future[LLMatcher] = Future()
+        self.cancel_token = CancelToken()
+        self.num_waiters = 0
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles for one model, and remembers. May be used on any thread.
 
     tokenizer: its tokenizer.json. vocab: ids that may be sampled, 0 to vocab-1; at least those of
-    the tokenizer. ends: ids that end this model's answers, as far as they are known.
+    the tokenizer. eos_ids: ids that end this model's answers, as far as they are known.
     """
 
-    def __init__(self, tokenizer: Path, *, vocab: int, ends: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: Path, *, vocab: int, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._vocab = vocab
-        self._ends = sorted(ends)
+        self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
-        self._known: OrderedDict[Grammar, _Compilation] = OrderedDict()
+        self._cache: OrderedDict[Grammar, _Compilation] = OrderedDict()
         self._queue: list[_Compilation] = []
         self._running: list[_Compilation] = []
-        self._making = threading.Lock()
-        self._made: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._ll_tokenizer: LLTokenizer | None = None
 
     @staticmethod
-    def of(files: ModelFiles) -> "Grammars":
-        vocab = files.tokens or files.vocab_size
-        named = next(files.configured_ids("eos_token_id"), frozenset[int]())
-        return Grammars(files.tokenizer, vocab=vocab, ends=[id for id in named if id < vocab])
+    def for_model(files: ModelFiles) -> "GrammarCompiler":
+        vocab = files.tokenizer_vocab_size or files.vocab_size
+        named = next(files.read_token_ids("eos_token_id"), frozenset[int]())
+        return GrammarCompiler(
+            files.tokenizer_path, vocab=vocab, eos_ids=[id for id in named if id < vocab]
+        )
 
-    def start(self) -> None:
+    def preload_tokenizer(self) -> None:
         """Read the tokenizer now, beside the model's load. It takes a second for a large
         vocabulary, in which the interpreter is held: later, everyone's answers would wait."""
-        threading.Thread(target=self._warm, name="grammar-tokenizer", daemon=True).start()
+        threading.Thread(target=self._preload, name="grammar-tokenizer", daemon=True).start()
 
-    async def matcher(
+    async def compile_async(
         self, grammar: Grammar, stop_ids: frozenset[int], caller: str = ""
     ) -> Matcher:
         """As `compile`, without a thread of its own: a known grammar waits for nothing. Cancelling
         ends the compilation, unless another request waits for it."""
-        compilation = self._request(grammar, caller)
+        compilation = self._enqueue(grammar, caller)
         try:
-            await _settled(compilation.result, _PATIENCE)
+            await _wait_until_done(compilation.future, _COMPILE_TIMEOUT)
         except asyncio.CancelledError:
-            self._leave(compilation)
+            self._stop_waiting(compilation)
             raise
-        return self._matcher(compilation, stop_ids)
+        return self._build_matcher(compilation, stop_ids)
 
     def compile(self, grammar: Grammar, stop_ids: frozenset[int], caller: str = "") -> Matcher:
         """stop_ids: those of the job. caller: whose request it is; who has fewest compilations is
         next. Raises AppError(INVALID) for what is no grammar, or none that can be followed, with
         the keyword as `param`; AppError(BUSY) when others are compiled for too long;
         AppError(MODEL_FILES) when the tokenizer is of no use for any."""
-        compilation = self._request(grammar, caller)
-        wait([compilation.result], timeout=_PATIENCE)
-        return self._matcher(compilation, stop_ids)
+        compilation = self._enqueue(grammar, caller)
+        wait([compilation.future], timeout=_COMPILE_TIMEOUT)
+        return self._build_matcher(compilation, stop_ids)
 
-    def _request(self, grammar: Grammar, caller: str) -> _Compilation:
+    def _enqueue(self, grammar: Grammar, caller: str) -> _Compilation:
         """To be followed by `_matcher` or `_leave`."""
         with self._lock:
-            compilation = self._known.get(grammar)
+            compilation = self._cache.get(grammar)
             if compilation is None:
-                compilation = self._known[grammar] = _Compilation(grammar, caller)
+                compilation = self._cache[grammar] = _Compilation(grammar, caller)
                 self._queue.append(compilation)
                 self._start_next()
-            compilation.waiting += 1
-            self._known.move_to_end(grammar)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            compilation.num_waiters += 1
+            self._cache.move_to_end(grammar)
+            while len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
         return compilation
 
-    def _leave(self, compilation: _Compilation) -> None:
+    def _stop_waiting(self, compilation: _Compilation) -> None:
         """The request does not need it any more. Native code cannot be stopped, so a compilation
         that runs ends at its next step."""
         with self._lock:
-            compilation.waiting -= 1
-            if not compilation.waiting and not compilation.result.done():
-                compilation.token.cancel()
-                self._give_up(compilation)
+            compilation.num_waiters -= 1
+            if not compilation.num_waiters and not compilation.future.done():
+                compilation.cancel_token.cancel()
+                self._drop(compilation)
 
-    def _matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
+    def _build_matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
         """Of a compilation that was waited for. Raises as `compile` does."""
         grammar = compilation.grammar
-        name = _NAMES[type(grammar)]
+        name = _KIND_NAMES[type(grammar)]
         with self._lock:
-            compilation.waiting -= 1
-            if not compilation.result.done():
+            compilation.num_waiters -= 1
+            if not compilation.future.done():
                 if compilation in self._queue:
-                    if not compilation.waiting:
-                        self._give_up(compilation)
+                    if not compilation.num_waiters:
+                        self._drop(compilation)
                     busy = "the server is busy compiling other grammars; retry later"
-                    raise AppError(Kind.BUSY, busy, retry_after=int(_PATIENCE))
+                    raise AppError(ErrorKind.BUSY, busy, retry_after=int(_COMPILE_TIMEOUT))
                 # it goes on: whoever sends it again may find it compiled
-                slow = f"compiling this {name} took more than {_PATIENCE:g} s: simplify it"
-                raise AppError(Kind.INVALID, slow, param=grammar.at)
+                slow = f"compiling this {name} took more than {_COMPILE_TIMEOUT:g} s: simplify it"
+                raise AppError(ErrorKind.INVALID, slow, param=grammar.param)
             try:
-                inner = compilation.result.result().deep_copy()
-            except Refusal as refused:
-                raise _invalid(refused) from refused
-        assert self._made is not None
+                inner = compilation.future.result().deep_copy()
+            except GrammarCompileError as refused:
+                raise _to_app_error(refused) from refused
+        assert self._ll_tokenizer is not None
         try:
-            ends = frozenset(self._made.eos_tokens)
+            ends = frozenset(self._ll_tokenizer.eos_tokens)
             return Matcher(
                 inner,
                 stop_ids=stop_ids,
-                known_ends=ends,
-                on_exhausted=partial(self._forget, compilation),
+                eos_ids=ends,
+                on_exhausted=partial(self._invalidate, compilation),
             )
         except GrammarError as error:
-            message = f"invalid {name}: {quote_client(str(error))}"
-            raise AppError(Kind.INVALID, message, param=grammar.at) from error
+            message = f"invalid {name}: {mark_client_text(str(error))}"
+            raise AppError(ErrorKind.INVALID, message, param=grammar.param) from error
 
-    def _forget(self, compilation: _Compilation) -> None:
+    def _invalidate(self, compilation: _Compilation) -> None:
         """The next request for this grammar compiles it again."""
         with self._lock:
-            self._give_up(compilation)
+            self._drop(compilation)
 
-    def _give_up(self, compilation: _Compilation) -> None:
+    def _drop(self, compilation: _Compilation) -> None:
         """With the lock held. A running one keeps its thread until it ends."""
         if compilation in self._queue:
             self._queue.remove(compilation)
-        if self._known.get(compilation.grammar) is compilation:
-            del self._known[compilation.grammar]
+        if self._cache.get(compilation.grammar) is compilation:
+            del self._cache[compilation.grammar]
 
     def _start_next(self) -> None:
         """With the lock held: who has fewest compilations that run, and of those the first."""
-        while self._queue and len(self._running) < _AT_ONCE:
+        while self._queue and len(self._running) < _MAX_CONCURRENT:
             running = Counter(compilation.caller for compilation in self._running)
             compilation = min(self._queue, key=lambda waiting: running[waiting.caller])
             self._queue.remove(compilation)
@@ -274,43 +276,45 @@ class Grammars:
 
     def _start_thread(self, compilation: _Compilation) -> None:
         """One that the process does not wait for when it ends."""
-        ordinary = threading.stack_size(_STACK)
+        ordinary = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(
-                target=self._work, args=(compilation,), name="grammar", daemon=True
+                target=self._run_compilation, args=(compilation,), name="grammar", daemon=True
             ).start()
         finally:
             threading.stack_size(ordinary)
 
-    def _work(self, compilation: _Compilation) -> None:
+    def _run_compilation(self, compilation: _Compilation) -> None:
         _lower_priority()
         matcher: LLMatcher | None = None
         error: BaseException | None = None
         try:
-            matcher = compiled(compilation.grammar, self._tokenizer(), compilation.token)
+            matcher = compile_grammar(
+                compilation.grammar, self._tokenizer(), compilation.cancel_token
+            )
         except BaseException as raised:
             error = raised
         with self._lock:
             self._running.remove(compilation)
-            if error is not None and not isinstance(error, Refusal):
+            if error is not None and not isinstance(error, GrammarCompileError):
                 # not the grammar's fault, so it may work the next time
-                self._give_up(compilation)
+                self._drop(compilation)
             self._start_next()
         if matcher is not None:
-            compilation.result.set_result(matcher)
+            compilation.future.set_result(matcher)
         else:
-            compilation.result.set_exception(error)
+            compilation.future.set_exception(error)
 
-    def _warm(self) -> None:
+    def _preload(self) -> None:
         # a tokenizer of no use is the error of the first request that needs it
         with suppress(AppError):
             self._tokenizer()
 
     def _tokenizer(self) -> LLTokenizer:
-        with self._making:
-            if self._made is None:
-                self._made = self._read_tokenizer()
-            return self._made
+        with self._tokenizer_lock:
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = self._read_tokenizer()
+            return self._ll_tokenizer
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
@@ -319,13 +323,13 @@ class Grammars:
                 return LLTokenizer(
                     self.tokenizer.read_text("utf-8"),
                     n_vocab=self._vocab,
-                    eos_token=self._ends or None,
+                    eos_token=self._eos_ids or None,
                 )
         except (LibraryPanic, OSError, ValueError) as error:
             message = (
                 f"{self.tokenizer}: structured output does not support this tokenizer: {error}"
             )
-            raise AppError(Kind.MODEL_FILES, message) from error
+            raise AppError(ErrorKind.MODEL_FILES, message) from error
 
 
 def _lower_priority() -> None:
@@ -333,10 +337,10 @@ def _lower_priority() -> None:
     thread."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
 
 
-async def _settled(result: Future[Any], seconds: float) -> None:
+async def _wait_until_done(result: Future[Any], seconds: float) -> None:
     """Returns when the result is there, or after so many seconds."""
     if result.done():
         return
@@ -354,23 +358,23 @@ async def _settled(result: Future[Any], seconds: float) -> None:
             await settled.wait()
 
 
-def _invalid(refused: Refusal) -> AppError:
-    name, start = _NAMES[type(refused.grammar)], refused.grammar.at
-    at = f" at {'.'.join(refused.path)}" if refused.path else ""
+def _to_app_error(error: GrammarCompileError) -> AppError:
+    name, start = _KIND_NAMES[type(error.grammar)], error.grammar.param
+    at = f" at {'.'.join(error.path)}" if error.path else ""
     # keywords and names of properties too are the client's
-    message = f"invalid {name}{quote_client(f'{at}: {refused.reason}')}"
-    param = ".".join((start, *refused.path) if start else refused.path)
-    return AppError(Kind.INVALID, message, param=param or None)
+    message = f"invalid {name}{mark_client_text(f'{at}: {error.reason}')}"
+    param = ".".join((start, *error.path) if start else error.path)
+    return AppError(ErrorKind.INVALID, message, param=param or None)
 
 
-def _with(allowed: bytes, ids: frozenset[int]) -> bytes:
+def _set_bits(allowed: bytes, ids: frozenset[int]) -> bytes:
     bits = bytearray(allowed)
     for id in ids:
         bits[id // 8] |= 1 << id % 8
     return bytes(bits)
 
 
-def _without(allowed: bytes, ids: frozenset[int]) -> bytes:
+def _clear_bits(allowed: bytes, ids: frozenset[int]) -> bytes:
     bits = bytearray(allowed)
     for id in ids:
         bits[id // 8] &= ~(1 << id % 8)

@@ -12,42 +12,46 @@ from app.core.embeddings import EmbedJob
 from models.kv import LayerCache
 
 
-class Lender(Protocol):
+class MemoryLender(Protocol):
     """Who has the memory."""
 
     @property
-    def lent(self) -> int:
+    def borrowed_bytes(self) -> int:
         """Bytes; 0 after they were called back."""
         ...
 
-    def lend(self, count: int) -> bool:
+    def borrow(self, num_bytes: int) -> bool:
         """So many bytes more; False where they are not to be had now."""
         ...
 
-    def take_back(self, count: int) -> None: ...
+    def return_borrowed(self, num_bytes: int) -> None: ...
 
 
-class Work:
-    """A job on its way. waiting: numbers of its inputs, shortest first. alone: whether it shares no
-    forward pass, because one failed that it was in."""
+class EmbedTask:
+    """A job on its way. pending_inputs: numbers of its inputs, shortest first. isolated: whether it
+    shares no forward pass, because one failed that it was in."""
 
     def __init__(self, job: EmbedJob) -> None:
         self.job = job
-        self.waiting = deque(sorted(range(len(job.inputs)), key=lambda i: len(job.inputs[i])))
+        self.pending_inputs = deque(
+            sorted(range(len(job.inputs)), key=lambda i: len(job.inputs[i]))
+        )
         self.vectors: dict[int, bytes] = {}
-        self.alone = False
+        self.isolated = False
 
     @property
     def next_length(self) -> int:
-        return len(self.job.inputs[self.waiting[0]])
+        return len(self.job.inputs[self.pending_inputs[0]])
 
 
-class Long:
-    """An input that takes several pieces. lent: bytes that it holds until its end. total: what is
-    pooled of it so far, [1, D] float32."""
+class LongInput:
+    """An input that takes several pieces. borrowed_bytes: bytes that it holds until its end.
+    pooled_sum: what is pooled of it so far, [1, D] float32."""
 
-    def __init__(self, work: Work, number: int, kv: list[LayerCache], lent: int) -> None:
-        self.work, self.number, self.kv, self.lent = work, number, kv, lent
-        self.ids = work.job.inputs[number]
-        self.done = 0
-        self.total: mx.array | None = None
+    def __init__(
+        self, task: EmbedTask, index: int, kv: list[LayerCache], borrowed_bytes: int
+    ) -> None:
+        self.task, self.index, self.kv, self.borrowed_bytes = task, index, kv, borrowed_bytes
+        self.ids = task.job.inputs[index]
+        self.num_computed = 0
+        self.pooled_sum: mx.array | None = None

@@ -27,19 +27,19 @@ from collections.abc import Sequence as Ids
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
-from app.core.jobs import Capacity, EngineStats, Job, Step
+from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.ports import PrefixCache
-from app.engine.batch import Batch, Pending, Scored, pending_tokens
-from app.engine.books import Books
+from app.engine.batch import BatchLogits, InFlight, ModelRunner, gather_in_flight
+from app.engine.books import MemoryBudget
 from app.engine.embedder import Embedder
 from app.engine.grammar import Matcher
-from app.engine.memory import Memory
-from app.engine.reports import Reports
-from app.engine.roster import Roster
-from app.engine.sampler import own
-from app.engine.scheduler import Limits, prefill_shares
-from app.engine.sequence import Sequence, Shift
-from app.engine.tally import Tally
+from app.engine.memory import MemoryProfile
+from app.engine.reports import OutputProcessor
+from app.engine.roster import Scheduler
+from app.engine.sampler import local_tokens
+from app.engine.scheduler import SchedulerLimits, split_prefill_budget
+from app.engine.sequence import Sequence, ShiftLayers
+from app.engine.tally import EngineCounters
 from models.base import Model
 from models.kv import LayerCache
 
@@ -51,7 +51,7 @@ class Loop:
     context: positions that a sequence may have. exact: cache only what was prefilled, never what
     was decoded (other kernels, other bits). shift: what makes layers forget positions (see
     `Model.shift`), for sequences that may outgrow their context; needs leases that can `shift`.
-    agreed: see `app.engine.sampler.Rows`.
+    broadcast_tokens: see `app.engine.sampler.SamplerBatch`.
 
     on_stage: told in words what begins now; for whoever watches that the engine turns.
     """
@@ -62,124 +62,129 @@ class Loop:
         prefix: PrefixCache[LayerCache],
         *,
         vocab: int,
-        limits: Limits,
-        memory: Memory,
+        limits: SchedulerLimits,
+        memory: MemoryProfile,
         context: int,
         exact: bool = False,
-        shift: Shift | None = None,
-        agreed: Callable[[mx.array], mx.array] = own,
+        shift: ShiftLayers | None = None,
+        broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
     ) -> None:
-        books = Books(memory, prefix, context=context, parallel=limits.running)
+        books = MemoryBudget(memory, prefix, context=context, parallel=limits.max_running)
         self.capacity: Capacity = books.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._batch = Batch(model, vocab=vocab, agreed=agreed)
-        self._roster = Roster(prefix, books, limits)
+        self._model_runner = ModelRunner(model, vocab=vocab, broadcast_tokens=broadcast_tokens)
+        self._scheduler = Scheduler(prefix, books, limits)
         self._vocab = vocab
         self._limits = limits
         self._context = context
         self._shift = shift
-        self._in_flight: list[Sequence] = []  # prompt chunks that the device works on
-        self._scored: list[Scored] = []  # to be sampled in this step
-        self._pending: list[Pending] = []
-        self._tally = Tally()
-        self._reports = Reports(self._roster, self._tally, exact=exact)
-        self._embedder = Embedder(model, memory, self._roster, chunk=limits.prefill)
+        self._dispatched_prefills: list[Sequence] = []  # prompt chunks that the device works on
+        self._unsampled: list[BatchLogits] = []  # to be sampled in this step
+        self._in_flight: list[InFlight] = []
+        self._counters = EngineCounters()
+        self._outputs = OutputProcessor(self._scheduler, self._counters, exact=exact)
+        self._embedder = Embedder(model, memory, self._scheduler, chunk=limits.max_prefill_tokens)
         self._embedded_last = False
 
     @property
-    def faults(self) -> int:
+    def exceptions(self) -> int:
         """Times that something of a step raised. Alone one goes on; of several who compute the
         same, nobody knows where the others are."""
-        return self._tally.faults + self._embedder.faults
+        return self._counters.exceptions + self._embedder.exceptions
 
     @property
     def idle(self) -> bool:
-        busy = self._roster.waiting or self._roster.running or self._reports.waiting
+        busy = self._scheduler.waiting or self._scheduler.running or self._outputs.has_updates
         return not busy and self._embedder.idle
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """matcher: the job's grammar, compiled; owned from now on."""
-        self._roster.add(Sequence(job, vocab=self._vocab, matcher=matcher))
+        self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
-        assert self.capacity.width is not None, "a model that gives no hidden states"
+        assert self.capacity.hidden_size is not None, "a model that gives no hidden states"
         self._embedder.submit(job)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """End a job now; unknown ones have ended already. keep: cache only this many of its
         sampled tokens."""
         self._embedder.cancel(job)
-        sequence = self._roster.find(job)
+        sequence = self._scheduler.find(job)
         if sequence is not None:
-            self._reports.end(sequence, "cancelled", keep=keep)
+            self._outputs.finish(sequence, "cancelled", keep=keep)
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         """One turn. Returns what happened; never raises for what a job can bring about."""
         try:
-            self._collect_chunks()
+            self._await_prefills()
             self._admit()
-            reading, self._pending = self._pending, []
+            reading, self._in_flight = self._in_flight, []
             self._dispatch_decodes(reading)
             self._dispatch_prompts()
-            self._read(reading)
-            self._sample_scored()
+            self._read_tokens(reading)
+            self._sample_logits()
         except Exception:
             log.exception("engine step failed: all running sequences are aborted")
-            self._tally.faults += 1
-            self._scored = []
-            for sequence in list(self._roster.running):
-                self._reports.fail(sequence)
-        self._tally.steps += 1
-        embedded = self._embedder.told()
-        return Step(updates=self._reports.told(), stats=self.stats(), embedded=embedded)
+            self._counters.exceptions += 1
+            self._unsampled = []
+            for sequence in list(self._scheduler.running):
+                self._outputs.fail(sequence)
+        self._counters.steps += 1
+        embedded = self._embedder.drain()
+        return StepOutput(updates=self._outputs.drain(), stats=self.stats(), embed_results=embedded)
 
     def stats(self) -> EngineStats:
-        return self._tally.stats(
+        return self._counters.stats(
             memory=mx.get_active_memory() + mx.get_cache_memory(),
-            running=len(self._roster.running),
-            waiting=len(self._roster.waiting),
-            embedding=self._embedder.jobs,
-            embedded=self._embedder.tokens,
-            evictions=self._roster.evictions,
-            ledger=self._roster.ledger(),
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            embedding=self._embedder.num_jobs,
+            embedded=self._embedder.embedded_tokens,
+            evictions=self._scheduler.evictions,
+            ledger=self._scheduler.ledger(),
         )
 
     def check(self) -> None:
         """Assert what must hold between two steps."""
-        self._roster.check()
+        self._scheduler.check()
 
     def _admit(self) -> None:
-        while not self._embedder.starving and (sequence := self._roster.next()) is not None:
+        while (
+            not self._embedder.waiting_for_memory
+            and (sequence := self._scheduler.next_to_start()) is not None
+        ):
             self.on_stage("prefix cache lookup")
-            first, started = not sequence.started, True
-            with self._reports.at_the_cost_of(sequence, "failed to start a job"):
-                started = self._roster.start(sequence)
+            first, started = not sequence.has_run, True
+            with self._outputs.fail_on_error(sequence, "failed to start a job"):
+                started = self._scheduler.start(sequence)
             if not started:
                 return
             if first and sequence.running:
-                self._reports.start(sequence)
+                self._outputs.report_start(sequence)
 
     # prompts
 
-    def _collect_chunks(self) -> None:
+    def _await_prefills(self) -> None:
         self._embedder.collect()
-        chunks, self._in_flight = self._in_flight, []
+        chunks, self._dispatched_prefills = self._dispatched_prefills, []
         for sequence in chunks:
             if not sequence.running:
                 continue
             self.on_stage("waiting for a prefill chunk")
-            with self._reports.at_the_cost_of(sequence, "prefill failed"):
-                if sequence.unread:
-                    mx.eval(sequence.state())
-                sequence.lease.reached(sequence.ids[: sequence.evaluated])
-                if sequence.unread and not sequence.sampled:
-                    self._reports.advance(sequence)
+            with self._outputs.fail_on_error(sequence, "prefill failed"):
+                if sequence.num_uncomputed_tokens:
+                    mx.eval(sequence.kv_arrays())
+                sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
+                if sequence.num_uncomputed_tokens and not sequence.num_output_tokens:
+                    self._outputs.report_prefill(sequence)
 
     def _dispatch_prompts(self) -> None:
         """Prompts and inputs that are embedded take turns: a step has no more of both together than
         of one, and so nobody's next token comes later."""
-        prefilling = [s for s in self._roster.running if s.unread and not s.pending]
-        if self._embedder.jobs and not (prefilling and self._embedded_last):
+        prefilling = [
+            s for s in self._scheduler.running if s.num_uncomputed_tokens and not s.num_in_flight
+        ]
+        if self._embedder.num_jobs and not (prefilling and self._embedded_last):
             self.on_stage("embedding")
             self._embedded_last = self._embedder.dispatch()
             if self._embedded_last:
@@ -188,80 +193,83 @@ class Loop:
         self._dispatch_prefills(prefilling)
 
     def _dispatch_prefills(self, prefilling: Ids[Sequence]) -> None:
-        shares = prefill_shares([s.unread for s in prefilling], self._limits)
+        shares = split_prefill_budget([s.num_uncomputed_tokens for s in prefilling], self._limits)
         for sequence, share in zip(prefilling, shares, strict=True):
             if share:
-                with self._reports.at_the_cost_of(sequence, "prefill failed"):
-                    self._prefill(sequence, min(share, sequence.next_pause - sequence.evaluated))
+                with self._outputs.fail_on_error(sequence, "prefill failed"):
+                    self._prefill(
+                        sequence,
+                        min(share, sequence.next_prefill_stop - sequence.num_computed_tokens),
+                    )
 
     def _prefill(self, sequence: Sequence, count: int) -> None:
-        self.on_stage(f"prefill of {count} tokens at position {sequence.evaluated}")
-        scored = self._batch.prefill(sequence, count)
-        self._tally.prefilled += count
-        self._in_flight.append(sequence)
-        if sequence.unread:
-            mx.async_eval(sequence.state())
+        self.on_stage(f"prefill of {count} tokens at position {sequence.num_computed_tokens}")
+        scored = self._model_runner.prefill(sequence, count)
+        self._counters.prefilled_tokens += count
+        self._dispatched_prefills.append(sequence)
+        if sequence.num_uncomputed_tokens:
+            mx.async_eval(sequence.kv_arrays())
         else:
-            self._pending.append(self._batch.sample(scored))
+            self._in_flight.append(self._model_runner.sample(scored))
 
     # answers
 
-    def _dispatch_decodes(self, reading: Ids[Pending]) -> None:
+    def _dispatch_decodes(self, in_flight: Ids[InFlight]) -> None:
         """Dispatch the successor of every pending token."""
-        self._tally.preemptions += self._roster.make_way()
-        self._embedder.make_way()
+        self._counters.preemptions += self._scheduler.make_decode_room()
+        self._embedder.restart_if_reclaimed()
         self._shift_contexts()
         # who was shifted and has to evaluate all of it again is no decoding one any more
         growing = [
             s
-            for group in reading
+            for group in in_flight
             for s in group.sequences
-            if s.running and s.wants_another and not s.unread
+            if s.running and s.needs_another_token and not s.num_uncomputed_tokens
         ]
-        together = [s for s in growing if not s.suspect]
-        for batch in (together, *([s] for s in growing if s.suspect)):
+        together = [s for s in growing if not s.isolated]
+        for batch in (together, *([s] for s in growing if s.isolated)):
             if batch:
-                self._decode(batch, reading)
+                self._decode(batch, in_flight)
 
     def _shift_contexts(self) -> None:
         """Sequences that fill their context go on with less of it, where that is wanted. The ids of
         those whose layers cannot shift become a prompt again."""
         if self._shift is None:
             return
-        for sequence in self._roster.running:
-            if sequence.evaluated >= self._context and not sequence.unread:
+        for sequence in self._scheduler.running:
+            if sequence.num_computed_tokens >= self._context and not sequence.num_uncomputed_tokens:
                 sequence.shift(self._shift)
 
-    def _decode(self, batch: Ids[Sequence], reading: Ids[Pending]) -> None:
+    def _decode(self, batch: Ids[Sequence], in_flight: Ids[InFlight]) -> None:
         self.on_stage(f"decode of {len(batch)} sequences")
         try:
-            scored = self._batch.decode(batch, pending_tokens(reading, batch))
-            if scored.constrained:
+            scored = self._model_runner.decode(batch, gather_in_flight(in_flight, batch))
+            if scored.has_grammar:
                 mx.async_eval(scored.logits)
-                self._scored.append(scored)
+                self._unsampled.append(scored)
             else:
-                self._pending.append(self._batch.sample(scored))
+                self._in_flight.append(self._model_runner.sample(scored))
         except Exception:
             log.exception("decode step of %d sequences failed", len(batch))
-            self._blame(batch)
+            self._handle_batch_failure(batch)
             return
         if len(batch) == 1:
-            batch[0].suspect = False
+            batch[0].isolated = False
 
-    def _blame(self, batch: Ids[Sequence]) -> None:
+    def _handle_batch_failure(self, batch: Ids[Sequence]) -> None:
         """One of them failed, and took the caches of all with it. A lone one is the culprit;
         several begin again, each for itself."""
-        self._tally.faults += 1
+        self._counters.exceptions += 1
         if len(batch) == 1:
-            self._reports.fail(batch[0])
+            self._outputs.fail(batch[0])
             return
         for sequence in reversed(batch):
-            self._batch.forget(sequence)
+            self._model_runner.reset_sampler(sequence)
             sequence.discard()
-            sequence.suspect = True
-            self._roster.park(sequence)
+            sequence.isolated = True
+            self._scheduler.requeue(sequence)
 
-    def _read(self, groups: Ids[Pending]) -> None:
+    def _read_tokens(self, groups: Ids[InFlight]) -> None:
         self.on_stage("waiting for tokens")
         for group in groups:
             try:
@@ -270,19 +278,19 @@ class Loop:
                 log.exception(
                     "reading the sampled tokens of %d sequences failed", len(group.sequences)
                 )
-                self._blame([s for s in group.sequences if s.running])
+                self._handle_batch_failure([s for s in group.sequences if s.running])
                 continue
             for sequence, drawn in zip(group.sequences, values, strict=True):
-                if self._roster.has(sequence):
-                    self._reports.take(sequence, drawn)
+                if self._scheduler.has(sequence):
+                    self._outputs.process_token(sequence, drawn)
 
-    def _sample_scored(self) -> None:
+    def _sample_logits(self) -> None:
         """Nobody is here who has ended, or begun again, since the logits were dispatched."""
-        groups, self._scored = self._scored, []
-        for scored in (group.running() for group in groups):
+        groups, self._unsampled = self._unsampled, []
+        for scored in (group.without_ended() for group in groups):
             try:
                 if scored.sequences:
-                    self._pending.append(self._batch.sample(scored))
+                    self._in_flight.append(self._model_runner.sample(scored))
             except Exception:
                 log.exception("sampling %d sequences failed", len(scored.sequences))
-                self._blame(scored.sequences)
+                self._handle_batch_failure(scored.sequences)

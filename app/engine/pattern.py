@@ -7,17 +7,17 @@ import re
 
 # one thing repeated so often takes a hundredth of a second for each token; ten times as often, and
 # native code takes it for too complex in the middle of an answer
-MOST_REPETITIONS = 10_000
+MAX_REPETITIONS = 10_000
 
-_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
 
 
-def repetitions(pattern: str) -> int:
+def count_repetitions(pattern: str) -> int:
     """The largest product of bounded repetitions inside one another: 15 for `((ab){3}c){5}`. Of
     `{3,5}` and of `{,5}` the 5 counts, of `{3,}` the 3; `*` and `+` cost nothing."""
     # the product within each open group, and that of what was last closed or written
     groups, last, largest, end = [1], 1, 1, 0
-    for part in _PARTS.finditer(pattern):
+    for part in _REGEX_PARTS.finditer(pattern):
         if part.start() > end:
             last = 1
         end = part.end()

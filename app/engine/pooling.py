@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from app.core.embeddings import Pooling
+from app.core.embeddings import PoolingType
 
 # torch.nn.functional.normalize, of which all the others' vectors come, does the same
-_LEAST_NORM = 1e-12
+_MIN_NORM = 1e-12
 
 
-def weights(pooling: Pooling, length: int, start: int, width: int) -> list[float]:
+def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -> list[float]:
     """Those of `width` positions from `start` on, of a row of `length`; what is behind that has
     none."""
     if pooling == "mean":
@@ -29,14 +29,14 @@ def weights(pooling: Pooling, length: int, start: int, width: int) -> list[float
     return [float(start + place == length - 1) for place in range(width)]
 
 
-def pooled(hidden: mx.array, shares: mx.array) -> mx.array:
+def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
     """hidden [B, L, D], shares [B, L] -> [B, D] float32. A position without a share may hold
     anything, NaN too."""
-    shares = shares[..., None]
-    return mx.sum(mx.where(shares > 0, shares * hidden.astype(mx.float32), 0), axis=1)
+    weights = weights[..., None]
+    return mx.sum(mx.where(weights > 0, weights * hidden.astype(mx.float32), 0), axis=1)
 
 
-def unit(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
+def normalise(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
     """[B, D] -> the same with all behind a row's first `dimensions` numbers zero, and of length
     one; zeros stay zeros."""
     width = vectors.shape[-1]
@@ -45,10 +45,10 @@ def unit(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
     # a number may be too large to be squared
     largest = mx.max(mx.abs(cut), axis=-1, keepdims=True)
     cut = cut / mx.where(largest > 0, largest, 1)
-    return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _LEAST_NORM)
+    return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _MIN_NORM)
 
 
-def told(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
+def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
     """Each row's first `dimensions` numbers, as little-endian as the machines are that MLX runs on;
     None for a row that is not all numbers. Waits for them."""
     width = vectors.shape[-1]

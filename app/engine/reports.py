@@ -10,128 +10,157 @@ import math
 import time
 from collections.abc import Generator
 
-from app.core.jobs import Ended, EndReason, Prefilled, PromptScores, Started, Token, Update
-from app.engine.batch import Drawn
-from app.engine.grammar import GrammarError, TooComplex
-from app.engine.memory import clear_cache
-from app.engine.roster import Roster
+from app.core.jobs import Ended, EndReason, JobUpdate, Prefilled, PromptLogprobs, Started, Token
+from app.engine.batch import SampledToken
+from app.engine.grammar import GrammarError, GrammarTooComplexError
+from app.engine.memory import clear_allocator_cache
+from app.engine.roster import Scheduler
 from app.engine.sequence import Sequence
-from app.engine.tally import Tally
+from app.engine.tally import EngineCounters
 
 log = logging.getLogger(__name__)
 
 # sampled tokens of a sequence between two looks of the prefix cache at it
-SHOW_EVERY = 64
+PUBLISH_EVERY = 64
 
 _FAILED = "the engine failed while processing this request"
-_UNSOUND = (
+_INVALID_LOGITS = (
     "the model produced NaN or infinite logits: its weights or its quantization may be corrupt"
 )
-_RULED_OUT = (
+_NO_TOKEN_ALLOWED = (
     "no token can be sampled: the logits are NaN, or -inf for every token that the grammar allows"
 )
 
 
-class Reports:
+class OutputProcessor:
     """exact: cache only what was prefilled, never what was decoded (other kernels, other bits)."""
 
-    def __init__(self, roster: Roster, tally: Tally, *, exact: bool) -> None:
-        self._roster = roster
-        self._tally = tally
+    def __init__(self, scheduler: Scheduler, counters: EngineCounters, *, exact: bool) -> None:
+        self._scheduler = scheduler
+        self._counters = counters
         self._exact = exact
-        self._updates: list[Update] = []
+        self._updates: list[JobUpdate] = []
 
     @property
-    def waiting(self) -> bool:
+    def has_updates(self) -> bool:
         """Whether there is something that nobody has been told yet."""
         return bool(self._updates)
 
-    def told(self) -> tuple[Update, ...]:
+    def drain(self) -> tuple[JobUpdate, ...]:
         """All that happened since this was asked last, in order."""
         updates, self._updates = tuple(self._updates), []
         return updates
 
-    def start(self, sequence: Sequence) -> None:
+    def report_start(self, sequence: Sequence) -> None:
         job, lease = sequence.job, sequence.lease
-        self._tally.lookup(len(job.ids), lease.cached, lease.miss)
-        self._updates.append(Started(job=job.id, cached=lease.cached, at=_now(), miss=lease.miss))
-        left = len(job.ids) - lease.cached
-        log.debug("prompt of %d tokens: %d cached, %d to compute", len(job.ids), lease.cached, left)
+        self._counters.record_lookup(len(job.prompt_token_ids), lease.cached, lease.miss)
+        self._updates.append(
+            Started(job_id=job.id, cached_tokens=lease.cached, timestamp_ns=_now(), miss=lease.miss)
+        )
+        left = len(job.prompt_token_ids) - lease.cached
+        log.debug(
+            "prompt of %d tokens: %d cached, %d to compute",
+            len(job.prompt_token_ids),
+            lease.cached,
+            left,
+        )
 
-    def advance(self, sequence: Sequence) -> None:
+    def report_prefill(self, sequence: Sequence) -> None:
         """A chunk of its prompt has been evaluated, and it is not the last one."""
-        self._updates.append(Prefilled(job=sequence.job.id, done=sequence.evaluated))
+        self._updates.append(
+            Prefilled(job_id=sequence.job.id, computed_tokens=sequence.num_computed_tokens)
+        )
 
-    def take(self, sequence: Sequence, drawn: Drawn) -> None:
+    def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:
         """The value of its next token is known."""
         job = sequence.job
-        if not drawn.sound or not _sound(sequence):
-            self.fail(sequence, _UNSOUND if sequence.matcher is None else _RULED_OUT)
+        if not sampled.valid or not _has_valid_logprobs(sequence):
+            self.fail(sequence, _INVALID_LOGITS if sequence.matcher is None else _NO_TOKEN_ALLOWED)
             return
-        if sequence.sampled == 0:
-            self._begin_answer(sequence)
+        if sequence.num_output_tokens == 0:
+            self._report_prompt_done(sequence)
         try:
-            sequence.add(drawn.token)
+            sequence.append_token(sampled.token)
         except GrammarError as error:
             message = f"generation cannot continue under its grammar: {error}"
-            self.fail(sequence, message, invalid=isinstance(error, TooComplex))
+            self.fail(sequence, message, invalid_request=isinstance(error, GrammarTooComplexError))
             return
-        if drawn.token in job.stop_ids:
-            self.end(sequence, "stop")
+        if sampled.token in job.stop_token_ids:
+            self.finish(sequence, "stop")
             return
         self._updates.append(
-            Token(job=job.id, id=drawn.token, at=_now(), logprob=drawn.logprob, top=drawn.top)
+            Token(
+                job_id=job.id,
+                id=sampled.token,
+                timestamp_ns=_now(),
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
+            )
         )
-        self._tally.generated += 1
-        if sequence.complete:
-            self.end(sequence, "stop")
-        elif sequence.sampled == job.max_tokens:
-            self.end(sequence, "length")
-        elif sequence.running and not self._exact and sequence.sampled % SHOW_EVERY == 0:
-            sequence.lease.reached(sequence.ids[: sequence.evaluated])
+        self._counters.generated_tokens += 1
+        if sequence.grammar_done:
+            self.finish(sequence, "stop")
+        elif sequence.num_output_tokens == job.max_tokens:
+            self.finish(sequence, "length")
+        elif (
+            sequence.running and not self._exact and sequence.num_output_tokens % PUBLISH_EVERY == 0
+        ):
+            sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
 
-    def end(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
+    def finish(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
         """keep: cache only this many of its sampled tokens."""
-        self._roster.leave(sequence)
+        self._scheduler.remove(sequence)
         if sequence.running:
             if self._exact:
                 keep = 0
-            unwanted = 0 if keep is None else sequence.sampled - keep
+            unwanted = 0 if keep is None else sequence.num_output_tokens - keep
             sequence.commit(keep=len(sequence.ids) - unwanted)
-        self._updates.append(Ended(job=sequence.job.id, reason=reason, at=_now()))
+        self._updates.append(Ended(job_id=sequence.job.id, reason=reason, timestamp_ns=_now()))
 
-    def fail(self, sequence: Sequence, error: str = _FAILED, *, invalid: bool = False) -> None:
-        """invalid: what the request asks for is to blame."""
-        self._roster.leave(sequence)
+    def fail(
+        self, sequence: Sequence, error: str = _FAILED, *, invalid_request: bool = False
+    ) -> None:
+        """invalid_request: what the request asks for is to blame."""
+        self._scheduler.remove(sequence)
         if sequence.running:
             sequence.discard()
-        clear_cache()
-        self._tally.failures += 1
+        clear_allocator_cache()
+        self._counters.failures += 1
         self._updates.append(
-            Ended(job=sequence.job.id, reason="error", at=_now(), error=error, invalid=invalid)
+            Ended(
+                job_id=sequence.job.id,
+                reason="error",
+                timestamp_ns=_now(),
+                error=error,
+                invalid_request=invalid_request,
+            )
         )
 
     @contextlib.contextmanager
-    def at_the_cost_of(self, sequence: Sequence, what: str) -> Generator[None]:
+    def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
         """What is raised within ends this sequence, and nothing else."""
         try:
             yield
         except Exception:
-            log.exception(what)
-            self._tally.faults += 1
+            log.exception(message)
+            self._counters.exceptions += 1
             self.fail(sequence)
 
-    def _begin_answer(self, sequence: Sequence) -> None:
+    def _report_prompt_done(self, sequence: Sequence) -> None:
         """Its prompt is done."""
         job = sequence.job
-        self._updates.append(Prefilled(job=job.id, done=len(job.ids)))
+        self._updates.append(Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)))
         if job.prompt_logprobs is not None:
-            assert not sequence.unscored, "a prompt is scored before anything follows it"
-            self._updates.append(PromptScores(job=job.id, scores=tuple(sequence.scores)))
+            assert not sequence.num_unscored_tokens, "a prompt is scored before anything follows it"
+            self._updates.append(
+                PromptLogprobs(job_id=job.id, logprobs=tuple(sequence.prompt_logprobs))
+            )
 
 
-def _sound(sequence: Sequence) -> bool:
-    return sequence.sampled > 0 or not any(math.isnan(score) for score, _ in sequence.scores)
+def _has_valid_logprobs(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens > 0 or not any(
+        math.isnan(score) for score, _ in sequence.prompt_logprobs
+    )
 
 
 def _now() -> int:

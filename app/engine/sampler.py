@@ -1,7 +1,7 @@
 """Logits -> the next token, one row per sequence.
 
-Knows: tensors, `Sampling`, what a row remembers. Must not know: sequences, caches, what the tokens
-mean.
+Knows: tensors, `SamplingParams`, what a row remembers. Must not know: sequences, caches, what the
+tokens mean.
 
 The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026):
 
@@ -12,9 +12,9 @@ What forbids ids comes between the two, so that nothing can lift it: the ends of
 drawn enough yet, then a grammar's mask.
 
 All randomness of a row comes from (its seed, how many tokens it has drawn), and rows are computed
-together only with rows that are computed alike (`_Kind`): the same request gives the same answer
-alone, in company, and whenever it is run. No stage is run for rows that do not need it, except
-where it is the identity for them.
+together only with rows that are computed alike (`_GroupKey`): the same request gives the same
+answer alone, in company, and whenever it is run. No stage is run for rows that do not need it,
+except where it is the identity for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,53 +22,55 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from app.core.requests import Sampling
-from app.engine.draw import Draw, Method, method_of
-from app.engine.row import RowState
-from app.engine.scores import log_probabilities
+from app.core.requests import SamplingParams
+from app.engine.draw import Draw, SamplingMethod, choose_method
+from app.engine.row import SamplerState
+from app.engine.scores import compute_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """tokens: [B] ids, uint32. sound: [B] bool; False where a token means nothing, because the
+class SamplerOutput:
+    """tokens: [B] ids, uint32. valid: [B] bool; False where a token means nothing, because the
     row's logits hold NaN or +inf, or nothing finite that may be drawn. logprobs: [B] natural logs,
     and top_ids, top_logprobs: [B, k] most likely first; None unless asked for. Lazy until
     evaluated."""
 
     tokens: mx.array
-    sound: mx.array
+    valid: mx.array
     logprobs: mx.array | None = None
     top_ids: mx.array | None = None
     top_logprobs: mx.array | None = None
 
 
-def own(tokens: mx.array) -> mx.array:
+def local_tokens(tokens: mx.array) -> mx.array:
     """What was drawn here counts."""
     return tokens
 
 
-class Rows:
+class SamplerBatch:
     """The rows that sample together, in this order, until one joins or leaves.
 
-    agreed: what was drawn -> what counts as drawn, both [b] uint32 and lazy; for those who sample
-    the same rows elsewhere, and perhaps round otherwise."""
+    broadcast_tokens: what was drawn -> what counts as drawn, both [b] uint32 and lazy; for those
+    who sample the same rows elsewhere, and perhaps round otherwise."""
 
     def __init__(
-        self, rows: Sequence[RowState], agreed: Callable[[mx.array], mx.array] = own
+        self,
+        states: Sequence[SamplerState],
+        broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
     ) -> None:
-        assert rows, "nobody to sample for"
-        self._vocab = rows[0].vocab
-        assert all(row.vocab == self._vocab for row in rows), "rows of two models"
-        kinds: dict[_Kind, list[int]] = {}
-        for place, row in enumerate(rows):
-            kinds.setdefault(_kind(row), []).append(place)
+        assert states, "nobody to sample for"
+        self._vocab = states[0].vocab
+        assert all(row.vocab == self._vocab for row in states), "rows of two models"
+        kinds: dict[_GroupKey, list[int]] = {}
+        for place, row in enumerate(states):
+            kinds.setdefault(_group_key(row), []).append(place)
         self._groups = [
-            (mx.array(places), _Group(kind, [rows[place] for place in places], agreed))
+            (mx.array(places), _Group(kind, [states[place] for place in places], broadcast_tokens))
             for kind, places in kinds.items()
         ]
         grouped = [place for places in kinds.values() for place in places]
-        self._order = mx.array(sorted(range(len(rows)), key=grouped.__getitem__))
-        self._turns = 0
+        self._order = mx.array(sorted(range(len(states)), key=grouped.__getitem__))
+        self._num_draws = 0
 
     def sample(
         self,
@@ -76,7 +78,7 @@ class Rows:
         *,
         top_logprobs: int | None = None,
         allowed: mx.array | None = None,
-    ) -> Sampled:
+    ) -> SamplerOutput:
         """Draw one token a row, and remember it for the next.
 
         logits: [B, V or more], any float type; what is beyond V pads the output layer and is cut
@@ -92,46 +94,46 @@ class Rows:
         if allowed is not None:
             allowed = allowed[:, : self._vocab]
             sound = sound & mx.any(allowed & (raw > -mx.inf), axis=-1)
-        tokens = self._tokens(raw, allowed)
-        self._turns += 1
+        tokens = self._draw_tokens(raw, allowed)
+        self._num_draws += 1
         if top_logprobs is None:
-            return Sampled(tokens=tokens, sound=sound)
+            return SamplerOutput(tokens=tokens, valid=sound)
         return _with_logprobs(tokens, sound, raw, top_logprobs)
 
     def release(self) -> None:
         """Hand what is remembered back to the rows. This object is dead afterwards."""
         for _, group in self._groups:
-            group.release(self._turns)
+            group.release(self._num_draws)
         self._groups = []
 
-    def _tokens(self, raw: mx.array, allowed: mx.array | None) -> mx.array:
+    def _draw_tokens(self, raw: mx.array, allowed: mx.array | None) -> mx.array:
         if len(self._groups) == 1:
-            return self._groups[0][1].draw(raw, allowed, self._turns)
+            return self._groups[0][1].draw(raw, allowed, self._num_draws)
         drawn = [
-            group.draw(raw[places], None if allowed is None else allowed[places], self._turns)
+            group.draw(raw[places], None if allowed is None else allowed[places], self._num_draws)
             for places, group in self._groups
         ]
         return mx.concatenate(drawn)[self._order]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _GroupKey:
     """What makes rows computed alike. All of it is a row's own affair."""
 
-    method: Method
+    method: SamplingMethod
     biased: bool
     penalised: bool
     windowed: bool
-    endless: bool
+    has_min_tokens: bool
 
 
-def _kind(row: RowState) -> _Kind:
-    return _Kind(
-        method=method_of(row.sampling, row.vocab),
+def _group_key(row: SamplerState) -> _GroupKey:
+    return _GroupKey(
+        method=choose_method(row.sampling, row.vocab),
         biased=row.bias is not None,
-        penalised=row.counts is not None,
+        penalised=row.token_counts is not None,
         windowed=row.window is not None,
-        endless=row.endless > 0,
+        has_min_tokens=row.min_tokens_left > 0,
     )
 
 
@@ -139,63 +141,69 @@ class _Group:
     """Rows of one kind."""
 
     def __init__(
-        self, kind: _Kind, rows: Sequence[RowState], agreed: Callable[[mx.array], mx.array]
+        self,
+        kind: _GroupKey,
+        rows: Sequence[SamplerState],
+        broadcast_tokens: Callable[[mx.array], mx.array],
     ) -> None:
         self._rows = rows
-        self._agreed = agreed
+        self._broadcast_tokens = broadcast_tokens
         samplings = [row.sampling for row in rows]
         biases = [row.bias for row in rows if row.bias is not None]
         self._bias = mx.stack(biases) if biases else None
-        self._sights = _Sights(rows) if kind.penalised else None
-        self._ends = _Ends(rows) if kind.endless else None
+        self._token_counts = _TokenCounts(rows) if kind.penalised else None
+        self._min_tokens = _MinTokens(rows) if kind.has_min_tokens else None
         self._draw = Draw(
             kind.method,
             samplings,
             seeds=[row.seed for row in rows],
-            drawn=[row.drawn for row in rows],
+            num_drawn=[row.num_drawn for row in rows],
         )
 
-    def draw(self, logits: mx.array, allowed: mx.array | None, turn: int) -> mx.array:
-        """[b, V] float32 -> [b] uint32. turn: draws before this one."""
+    def draw(self, logits: mx.array, allowed: mx.array | None, step: int) -> mx.array:
+        """[b, V] float32 -> [b] uint32. step: draws before this one."""
         if self._bias is not None:
             logits = logits + self._bias
-        if self._sights is not None:
-            logits = self._sights.penalise(logits)
-        if self._ends is not None:
-            logits = self._ends.forbid(logits, turn)
+        if self._token_counts is not None:
+            logits = self._token_counts.penalise(logits)
+        if self._min_tokens is not None:
+            logits = self._min_tokens.mask_stop_ids(logits, step)
         if allowed is not None:
             logits = mx.where(allowed, logits, -mx.inf)
-        tokens = self._agreed(self._draw(logits, turn))
-        if self._sights is not None:
-            self._sights.add(tokens, turn)
+        tokens = self._broadcast_tokens(self._draw(logits, step))
+        if self._token_counts is not None:
+            self._token_counts.add(tokens, step)
         return tokens
 
-    def release(self, turns: int) -> None:
+    def release(self, num_draws: int) -> None:
         for row in self._rows:
-            row.drawn += turns
-        if self._sights is not None:
-            self._sights.release(turns)
+            row.num_drawn += num_draws
+        if self._token_counts is not None:
+            self._token_counts.release(num_draws)
 
 
-class _Ends:
+class _MinTokens:
     """The ids that end an answer, while it is too short to. Whether it is follows from how many
     were drawn, which is known before their values are."""
 
-    def __init__(self, rows: Sequence[RowState]) -> None:
+    def __init__(self, rows: Sequence[SamplerState]) -> None:
         vocab = rows[0].vocab
-        self._ends = mx.stack(
-            [mx.zeros((vocab,), dtype=mx.bool_).at[mx.array(row.ends)].add(True) for row in rows]
+        self._stop_mask = mx.stack(
+            [
+                mx.zeros((vocab,), dtype=mx.bool_).at[mx.array(row.stop_ids)].add(True)
+                for row in rows
+            ]
         )
-        self._left = mx.array([[row.endless] for row in rows])
-        self._longest = max(row.endless for row in rows)
+        self._tokens_left = mx.array([[row.min_tokens_left] for row in rows])
+        self._longest = max(row.min_tokens_left for row in rows)
 
-    def forbid(self, logits: mx.array, turn: int) -> mx.array:
-        if turn >= self._longest:
+    def mask_stop_ids(self, logits: mx.array, step: int) -> mx.array:
+        if step >= self._longest:
             return logits
-        return mx.where(self._ends & (turn < self._left), -mx.inf, logits)
+        return mx.where(self._stop_mask & (step < self._tokens_left), -mx.inf, logits)
 
 
-class _Sights:
+class _TokenCounts:
     """The ids that penalties see, counted; of rows that all have a window, or all have none.
 
     Tokens may still be lazy when they are added (the loop is one step ahead of itself), which is
@@ -204,18 +212,18 @@ class _Sights:
     may be larger than any context.
     """
 
-    def __init__(self, rows: Sequence[RowState]) -> None:
+    def __init__(self, rows: Sequence[SamplerState]) -> None:
         self._rows = rows
-        self._counts = mx.stack([row.counts for row in rows if row.counts is not None])
+        self._counts = mx.stack([row.token_counts for row in rows if row.token_counts is not None])
         self._repetition = _column(rows, lambda s: s.repetition_penalty)
         self._presence = _column(rows, lambda s: s.presence_penalty)
         self._frequency = _column(rows, lambda s: s.frequency_penalty)
         self._numbers = mx.arange(len(rows))
         windows = [row.window for row in rows if row.window is not None]
-        self._windows = _side_by_side(windows) if windows else None
+        self._windows = _stack_padded(windows) if windows else None
         self._lengths = mx.array([row.sampling.repeat_last_n for row in rows])
-        self._sighted = mx.array([row.sighted for row in rows])
-        self._most_sighted = max(row.sighted for row in rows)
+        self._num_counted = mx.array([row.num_counted for row in rows])
+        self._max_counted = max(row.num_counted for row in rows)
         self._longest = max(row.sampling.repeat_last_n for row in rows)
 
     def penalise(self, logits: mx.array) -> mx.array:
@@ -226,13 +234,13 @@ class _Sights:
         penalised = repeated - self._presence - self._frequency * self._counts
         return mx.where(self._counts > 0, penalised, logits)
 
-    def add(self, tokens: mx.array, turn: int) -> None:
+    def add(self, tokens: mx.array, step: int) -> None:
         """tokens: [b], drawn in this turn, perhaps lazy."""
         self._counts = self._counts.at[self._numbers, tokens].add(1)
         if self._windows is None:
             return
-        self._windows = self._with_room(self._windows, turn)
-        sighted = self._sighted + turn
+        self._windows = self._grow_windows(self._windows, step)
+        sighted = self._num_counted + step
         places = sighted % self._lengths
         pushed = self._windows[self._numbers, places]
         vocab = self._counts.shape[-1]
@@ -241,31 +249,35 @@ class _Sights:
         self._counts = self._counts.at[self._numbers, pushed].add(-leaves.astype(mx.int32))
         self._windows[self._numbers, places] = tokens.astype(mx.int32)
 
-    def release(self, turns: int) -> None:
+    def release(self, num_draws: int) -> None:
         for number, row in enumerate(self._rows):
-            row.sighted += turns
-            row.counts = self._counts[number]
+            row.num_counted += num_draws
+            row.token_counts = self._counts[number]
             if self._windows is not None:
-                filled = min(row.sighted, row.sampling.repeat_last_n)
+                filled = min(row.num_counted, row.sampling.repeat_last_n)
                 row.window = self._windows[number, :filled]
 
-    def _with_room(self, windows: mx.array, turn: int) -> mx.array:
+    def _grow_windows(self, windows: mx.array, step: int) -> mx.array:
         filled = windows.shape[-1]
-        needed = min(self._most_sighted + turn + 1, self._longest)
+        needed = min(self._max_counted + step + 1, self._longest)
         if needed <= filled:
             return windows
         return mx.pad(windows, [(0, 0), (0, min(2 * needed, self._longest) - filled)])
 
 
-def _side_by_side(windows: Sequence[mx.array]) -> mx.array:
+def _stack_padded(windows: Sequence[mx.array]) -> mx.array:
     longest = max(map(len, windows))
     return mx.stack([mx.pad(window, (0, longest - len(window))) for window in windows])
 
 
-def _column(rows: Sequence[RowState], field: Callable[[Sampling], float]) -> mx.array:
+def _column(rows: Sequence[SamplerState], field: Callable[[SamplingParams], float]) -> mx.array:
     return mx.array([[field(row.sampling)] for row in rows], dtype=mx.float32)
 
 
-def _with_logprobs(tokens: mx.array, sound: mx.array, logits: mx.array, count: int) -> Sampled:
-    chosen, ids, logprobs = log_probabilities(logits, tokens, count)
-    return Sampled(tokens=tokens, sound=sound, logprobs=chosen, top_ids=ids, top_logprobs=logprobs)
+def _with_logprobs(
+    tokens: mx.array, sound: mx.array, logits: mx.array, count: int
+) -> SamplerOutput:
+    chosen, ids, logprobs = compute_logprobs(logits, tokens, count)
+    return SamplerOutput(
+        tokens=tokens, valid=sound, logprobs=chosen, top_ids=ids, top_logprobs=logprobs
+    )

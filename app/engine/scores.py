@@ -11,15 +11,15 @@ from typing import cast
 
 import mlx.core as mx
 
-from app.engine.draw import most
-from app.engine.memory import SCORED
+from app.engine.draw import topk
+from app.engine.memory import PROMPT_LOGPROBS_CHUNK
 from models.base import Model
 
 # of one id: its natural log-probability, and the likeliest ids with theirs, most likely first
-Score = tuple[float, tuple[tuple[int, float], ...]]
+PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
 
 
-def log_probabilities(
+def compute_logprobs(
     logits: mx.array, ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
     """Natural logs of the probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and of
@@ -33,28 +33,30 @@ def log_probabilities(
     chosen = (mx.take_along_axis(relative, ids[:, None], axis=-1) - total)[:, 0]
     if count == 0:
         return chosen, None, None
-    best, largest = most(relative, min(count, logits.shape[-1]))
+    best, largest = topk(relative, min(count, logits.shape[-1]))
     return chosen, best, largest - total
 
 
-def scored(
+def compute_prompt_logprobs(
     model: Model, hidden: mx.array, ids: Sequence[int], *, vocab: int, count: int
-) -> list[Score]:
+) -> list[PromptLogprob]:
     """How likely each of `ids` was behind the hidden state of its place, [n, D]. Waits for it.
 
     A few places at a time, each evaluated before the next: the logits of a whole chunk would be as
     large as a model. vocab: ids that may be sampled, 0 to vocab - 1; any other has no probability.
     """
     assert hidden.shape[0] == len(ids)
-    found: list[Score] = []
-    for start in range(0, len(ids), SCORED):
-        some = ids[start : start + SCORED]
-        logits = model.logits(hidden[start : start + SCORED])[:, :vocab].astype(mx.float32)
+    found: list[PromptLogprob] = []
+    for start in range(0, len(ids), PROMPT_LOGPROBS_CHUNK):
+        some = ids[start : start + PROMPT_LOGPROBS_CHUNK]
+        logits = model.logits(hidden[start : start + PROMPT_LOGPROBS_CHUNK])[:, :vocab].astype(
+            mx.float32
+        )
         known = mx.array([min(id, vocab - 1) for id in some])
-        logprobs, best, largest = log_probabilities(logits, known, count)
+        logprobs, best, largest = compute_logprobs(logits, known, count)
         mx.eval([array for array in (logprobs, best, largest) if array is not None])
         said = cast(list[float], logprobs.tolist())
-        tops = _tops(best, largest, len(some))
+        tops = _top_logprobs(best, largest, len(some))
         found += [
             (logprob if id < vocab else -math.inf, top)
             for id, logprob, top in zip(some, said, tops, strict=True)
@@ -62,7 +64,7 @@ def scored(
     return found
 
 
-def _tops(
+def _top_logprobs(
     ids: mx.array | None, logprobs: mx.array | None, rows: int
 ) -> list[tuple[tuple[int, float], ...]]:
     if ids is None or logprobs is None:

@@ -6,23 +6,25 @@ Knows: counts. Must not know: tensors, policies. The loop is the only writer.
 from bisect import bisect_left
 from collections import Counter
 
-from app.core.jobs import HIT_BOUNDS, EngineStats, Ledger, Miss, MissReason
+from app.core.jobs import PREFIX_HIT_BUCKETS, CacheMiss, CacheMissReason, EngineStats, Ledger
 
 
-class Tally:
-    """Counters since the engine started. faults: times that something raised."""
+class EngineCounters:
+    """Counters since the engine started. exceptions: times that something raised."""
 
     def __init__(self) -> None:
-        self.cached = self.looked_up = self.prefilled = self.generated = 0
-        self.preemptions = self.failures = self.faults = self.steps = 0
-        self._hits = [0] * (len(HIT_BOUNDS) + 1)
-        self._misses: Counter[MissReason] = Counter()
+        self.cached_tokens = self.prefix_query_tokens = self.prefilled_tokens = (
+            self.generated_tokens
+        ) = 0
+        self.preemptions = self.failures = self.exceptions = self.steps = 0
+        self._hits = [0] * (len(PREFIX_HIT_BUCKETS) + 1)
+        self._misses: Counter[CacheMissReason] = Counter()
 
-    def lookup(self, length: int, cached: int, miss: Miss | None) -> None:
+    def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
         """A prompt of `length` tokens was looked up in the prefix cache."""
-        self.looked_up += length
-        self.cached += cached
-        self._hits[bisect_left(HIT_BOUNDS, cached)] += 1
+        self.prefix_query_tokens += length
+        self.cached_tokens += cached
+        self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
         if miss is not None:
             self._misses[miss.reason] += 1
 
@@ -38,19 +40,19 @@ class Tally:
         ledger: Ledger,
     ) -> EngineStats:
         return EngineStats(
-            memory=memory,
+            allocated_bytes=memory,
             running=running,
             waiting=waiting,
-            cached_tokens=self.cached,
-            looked_up_tokens=self.looked_up,
-            prefilled_tokens=self.prefilled,
-            generated_tokens=self.generated,
-            embedding=embedding,
+            cached_tokens=self.cached_tokens,
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+            generated_tokens=self.generated_tokens,
+            embedding_jobs=embedding,
             embedded_tokens=embedded,
             ledger=ledger,
-            hits=tuple(self._hits),
-            misses=tuple(sorted(self._misses.items())),
-            evictions=evictions,
+            prefix_hit_counts=tuple(self._hits),
+            prefix_miss_counts=tuple(sorted(self._misses.items())),
+            prefix_evictions=evictions,
             preemptions=self.preemptions,
             failures=self.failures,
             steps=self.steps,

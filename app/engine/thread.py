@@ -19,22 +19,29 @@ from typing import Protocol
 import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
-from app.core.jobs import Capacity, EngineStats, Job, Step
-from app.core.messages import IDLE, Failed, Heartbeat, Loading, Message, Ready
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity, EngineStats, Job, StepOutput
+from app.core.messages import (
+    IDLE,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    Heartbeat,
+    LoadProgress,
+)
 from app.engine.grammar import Matcher
-from app.engine.memory import clear_cache
+from app.engine.memory import clear_allocator_cache
 from models import kernels
 
 log = logging.getLogger(__name__)
 
 
-def give_back() -> None:
+def release_device_memory() -> None:
     """What a thread has of the device, when it ends and nobody names its arrays any more."""
     gc.collect()
-    clear_cache()
+    clear_allocator_cache()
     mx.clear_streams()
-    kernels.return_memory()
+    kernels.trim_memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,7 @@ class _Stop:
 _Command = _Submit | _Embed | _Cancel | _Probe | _Stop
 
 
-class Turning(Protocol):
+class EngineLoop(Protocol):
     """What the thread turns: a loop, or one that others turn with it. Its methods are those of
     `app.engine.loop.Loop`."""
 
@@ -75,7 +82,7 @@ class Turning(Protocol):
     def on_stage(self) -> Callable[[str], None]: ...
 
     @on_stage.setter
-    def on_stage(self, told: Callable[[str], None]) -> None: ...
+    def on_stage(self, callback: Callable[[str], None]) -> None: ...
 
     @property
     def capacity(self) -> Capacity: ...
@@ -89,30 +96,34 @@ class Turning(Protocol):
 
     def cancel(self, job: str, *, keep: int | None = None) -> None: ...
 
-    def step(self) -> Step: ...
+    def step(self) -> StepOutput: ...
 
     def stats(self) -> EngineStats: ...
 
     def check(self) -> None: ...
 
 
-Load = Callable[[Callable[[int, int], None]], Turning]
+LoadEngine = Callable[[Callable[[int, int], None]], EngineLoop]
 
 
 class EngineThread:
-    """load: called on the thread with a function that reports (percent, bytes).
-    post: gets every message; must not block. checks: whether every invariant of the prefix cache is
+    """load: called on the thread with a function that reports (percent, bytes). post: gets every
+    message; must not block. check_invariants: whether every invariant of the prefix cache is
     asserted whenever there is nothing else to do, which ends the engine where one is broken."""
 
     def __init__(
-        self, load: Load, post: Callable[[Message], None], *, checks: bool = False
+        self,
+        load: LoadEngine,
+        post: Callable[[EngineMessage], None],
+        *,
+        check_invariants: bool = False,
     ) -> None:
-        self._checks = checks
+        self._check_invariants = check_invariants
         self._load = load
         self._post = post
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._stopping = False  # written by the thread itself only, like the heartbeat
-        self._heartbeat = Heartbeat(at=time.monotonic_ns(), doing=IDLE)
+        self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=IDLE)
         self._thread = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
 
     def start(self) -> None:
@@ -120,22 +131,22 @@ class EngineThread:
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """matcher: the job's grammar, compiled; the thread's from now on."""
-        self._inbox.put(_Submit(job=job, matcher=matcher))
+        self._commands.put(_Submit(job=job, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
-        self._inbox.put(_Embed(job=job))
+        self._commands.put(_Embed(job=job))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        self._inbox.put(_Cancel(job=job, keep=keep))
+        self._commands.put(_Cancel(job=job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
         """Have `done` called on the thread when it takes its next command: a job would be taken
         then, too."""
-        self._inbox.put(_Probe(done=done))
+        self._commands.put(_Probe(done=done))
 
     def stop(self) -> None:
         """Ask the thread to end; it does so between two steps."""
-        self._inbox.put(_Stop())
+        self._commands.put(_Stop())
 
     def join(self, timeout: float) -> bool:
         """Whether the thread has ended within `timeout` seconds."""
@@ -149,42 +160,48 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._live()
+            self._run_loop()
         except AppError as error:
-            self._post(Failed(kind=error.kind, message=error.message))
+            self._post(EngineFailed(kind=error.kind, message=error.message))
         except BaseException as error:  # a thread that ends without a word leaves all waiting
             log.exception("the engine thread crashed")
-            self._post(Failed(kind=Kind.ENGINE, message=error_text(error), ours=True))
+            self._post(
+                EngineFailed(
+                    kind=ErrorKind.ENGINE, message=format_exception(error), is_internal_error=True
+                )
+            )
         finally:
-            give_back()
+            release_device_memory()
 
-    def _live(self) -> None:
-        loop = self._load(lambda done, memory: self._post(Loading(progress=done, memory=memory)))
-        loop.on_stage = self._begin
-        self._post(Ready(stats=loop.stats(), capacity=loop.capacity))
+    def _run_loop(self) -> None:
+        loop = self._load(
+            lambda done, memory: self._post(LoadProgress(progress=done, allocated_bytes=memory))
+        )
+        loop.on_stage = self._set_heartbeat
+        self._post(EngineReady(stats=loop.stats(), capacity=loop.capacity))
         while True:
-            self._obey(loop)
+            self._handle_commands(loop)
             if self._stopping:
                 return
-            self._begin("a step")
+            self._set_heartbeat("a step")
             self._post(loop.step())
 
-    def _begin(self, doing: str) -> None:
-        self._heartbeat = Heartbeat(at=time.monotonic_ns(), doing=doing)
+    def _set_heartbeat(self, doing: str) -> None:
+        self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=doing)
 
-    def _obey(self, loop: Turning) -> None:
+    def _handle_commands(self, loop: EngineLoop) -> None:
         """Carry out what has been asked; with nothing to do, wait until something is."""
         if loop.idle:
-            if self._checks:
+            if self._check_invariants:
                 loop.check()
-            self._begin(IDLE)
-            command = self._inbox.get()
-            self._begin("handling commands")
-            self._carry_out(command, loop)
-        while not self._inbox.empty():
-            self._carry_out(self._inbox.get(), loop)
+            self._set_heartbeat(IDLE)
+            command = self._commands.get()
+            self._set_heartbeat("handling commands")
+            self._handle_command(command, loop)
+        while not self._commands.empty():
+            self._handle_command(self._commands.get(), loop)
 
-    def _carry_out(self, command: _Command, loop: Turning) -> None:
+    def _handle_command(self, command: _Command, loop: EngineLoop) -> None:
         match command:
             case _Submit():
                 loop.submit(command.job, command.matcher)
@@ -198,7 +215,7 @@ class EngineThread:
                 self._stopping = True
 
 
-def error_text(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """The exception's type and message, on one line. Python's MemoryError has no message."""
     message = str(error) or ("out of memory" if isinstance(error, MemoryError) else "")
     return f"{type(error).__name__}: {message}"

@@ -16,89 +16,91 @@ from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 import models
-from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard
+from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard
 from app.core.files import ModelFiles
-from app.core.settings import Bits
+from app.core.settings import QuantizationBits
 from models.base import Model, ModelError
-from models.blobs import mlx_names
-from models.checkpoint import text_weights
-from models.layout import suit_device
-from models.sharding import Share, divide
+from models.blobs import to_mlx_names
+from models.checkpoint import get_text_weights
+from models.layout import apply_cpu_layout
+from models.sharding import TensorParallelGroup, shard_model
 
 # types that MLX reads; which of them a model can use is for the model to say
-_READABLE = frozenset(
+_SUPPORTED_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
     | {"F8_E4M3", "F8_E8M0", "F16", "BF16", "F32", "C64"}
 )
 
 # bytes read between two reports of progress
-_REPORT = 64 << 20
+_REPORT_EVERY_BYTES = 64 << 20
 
 # files that the process may need beside the shards
-_SPARE_FILES = 256
+_EXTRA_OPEN_FILES = 256
 
 # called with 0..100 and the bytes in memory
-Report = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
-def open_model(files: ModelFiles, bits: Bits | None, share: Share | None = None) -> Model:
+def open_model(
+    files: ModelFiles, bits: QuantizationBits | None, share: TensorParallelGroup | None = None
+) -> Model:
     """The model, none of whose weights is in memory yet. bits: what plain weights are brought to
     when they are read. share: the part of it that is wanted, where ranks divide it.
 
     Raises AppError(MODEL_FILES): one sentence that names the file, where one is to blame.
     """
-    weights, places = _opened(files.shards)
+    weights, places = _open_shards(files.shards)
     try:
         model = models.build(files.config, weights, bits=bits)
         if share is not None:
-            divide(model, share, files.config["model_type"])
+            shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
-        suit_device(model)
+        apply_cpu_layout(model)
         return model
     except ModelError as error:
-        place = _to_blame(error, weights, places) or files.path
-        raise AppError(Kind.MODEL_FILES, f"{place}: {error}") from error
+        place = _find_faulty_file(error, weights, places) or files.path
+        raise AppError(ErrorKind.MODEL_FILES, f"{place}: {error}") from error
 
 
-def read(model: Model, path: Path, report: Report) -> None:
+def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> None:
     """Bring the weights into memory, one at a time: what a weight is made of (the plain weight of a
     quantised one, the experts of a stack) is held twice for no longer than that takes. path: what
     is named where that fails, in an AppError(MODEL_FILES)."""
-    arrays = parameters(model)
+    arrays = list_parameters(model)
     total = sum(array.nbytes for array in arrays) or 1
     done, told = 0, 0
-    report(0, mx.get_active_memory())
+    on_progress(0, mx.get_active_memory())
     for array in arrays:
         try:
             mx.eval(array)
         # a file that was cut off meanwhile, a disk that fails, a device that is full
         except (MemoryError, RuntimeError) as error:
             raise AppError(
-                Kind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
+                ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
             ) from error
         done += array.nbytes
-        if done - told >= _REPORT:
+        if done - told >= _REPORT_EVERY_BYTES:
             told = done
-            report(100 * done // total, mx.get_active_memory())
+            on_progress(100 * done // total, mx.get_active_memory())
 
 
-def parameters(model: Model) -> list[mx.array]:
+def list_parameters(model: Model) -> list[mx.array]:
     assert isinstance(model, nn.Module)
     flat: Any = tree_flatten(model.parameters())
     return [array for _, array in flat]
 
 
-def _opened(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
+def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
     """All tensors by name, and the file that each lies in."""
     weights: dict[str, mx.array] = {}
     places: dict[str, Path] = {}
     shards = list(dict.fromkeys(shards))
     _allow_open_files(len(shards))
     for shard in shards:
-        for name, array in _open(shard).items():
+        for name, array in _open_shard(shard).items():
             if name in places:
                 raise AppError(
-                    Kind.MODEL_FILES,
+                    ErrorKind.MODEL_FILES,
                     f"the tensor {name} is in both {shard} and {places[name]}: remove the "
                     "file that "
                     "does not belong to the model",
@@ -107,19 +109,19 @@ def _opened(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path
     return weights, places
 
 
-def _open(shard: Path) -> dict[str, mx.array]:
+def _open_shard(shard: Path) -> dict[str, mx.array]:
     """MLX finds a bad file when it is too late for a clear word, or not at all."""
     try:
         with PanicGuard(), safe_open(shard, framework="mlx") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, LibraryPanic, OSError) as error:
         raise AppError(
-            Kind.MODEL_FILES, f"{shard} is not a complete safetensors file: {error}"
+            ErrorKind.MODEL_FILES, f"{shard} is not a complete safetensors file: {error}"
         ) from error
     for name, dtype in types.items():
-        if dtype not in _READABLE:
+        if dtype not in _SUPPORTED_DTYPES:
             raise AppError(
-                Kind.MODEL_FILES,
+                ErrorKind.MODEL_FILES,
                 f"{shard}: the tensor {name} is {dtype}, which MLX does not support",
             )
     # a blob's name does not say what it is
@@ -132,19 +134,19 @@ def _allow_open_files(count: int) -> None:
     """A file stays open until its last tensor was read. A store that keeps each tensor in a file of
     its own has more of them than a process may open by default (256 on macOS)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _SPARE_FILES
+    needed = count + _EXTRA_OPEN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise AppError(
-            Kind.MODEL_FILES,
+            ErrorKind.MODEL_FILES,
             f"the model has {count} files, so this process needs {needed} open files, but its "
             f"hard limit is {hard}: raise the limit (ulimit -Hn, LimitNOFILE)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _to_blame(
+def _find_faulty_file(
     error: ModelError, weights: Mapping[str, mx.array], places: Mapping[str, Path]
 ) -> Path | None:
     """The one file that holds the tensors that the error is about."""
@@ -153,7 +155,7 @@ def _to_blame(
     by_array = {id(array): places[name] for name, array in weights.items()}
     found = {
         by_array.get(id(array))
-        for name, array in text_weights(mlx_names(weights)).items()
+        for name, array in get_text_weights(to_mlx_names(weights)).items()
         if name in error.tensors
     }
     return found.pop() if len(found) == 1 else None

@@ -16,15 +16,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Job
 from app.core.ports import RunnerStatus, Submission
 
 # Seconds that a refused client is asked to wait, at most: SDKs ignore what is far above.
-_LONGEST_WAIT = 60
+_MAX_RETRY_AFTER = 60
 
 
-class Jobs(Protocol):
+class JobRunner(Protocol):
     """What runs admitted jobs: a runner, or the handle of one that comes and goes."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]: ...
@@ -42,31 +42,31 @@ class LatencyAverage:
     def __init__(self) -> None:
         self._mean: float | None = None
 
-    def note(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
 
-    def wait(self, *, waiting: int, parallel: int) -> int:
+    def estimate_wait(self, *, waiting: int, parallel: int) -> int:
         """Whole seconds, 1 to 60, until those who wait now will have been taken: `parallel` of
         them in the time that one job takes."""
         seconds = (self._mean or 0.0) * waiting / parallel
-        return max(1, min(math.ceil(seconds), _LONGEST_WAIT))
+        return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER))
 
 
 class Admission:
     """Implements `Engine` for one model. max_queue: requests that may wait for one of the engine's
     places."""
 
-    def __init__(self, jobs: Jobs, max_queue: int) -> None:
+    def __init__(self, jobs: JobRunner, max_queue: int) -> None:
         self._jobs = jobs
         self._max_queue = max_queue
-        self._places: set[_Place] = set()
+        self._slots: set[_Slot] = set()
         self._latency = LatencyAverage()
         self.rejected = 0
 
     @property
     def preparing(self) -> int:
         """Jobs that have a place and were not submitted yet."""
-        return sum(not place.taken for place in self._places)
+        return sum(not place.submitted for place in self._slots)
 
     def status(self) -> RunnerStatus:
         status = self._jobs.status()
@@ -75,27 +75,27 @@ class Admission:
     @contextmanager
     def reserve(self, count: int = 1) -> "Generator[Reservation]":
         """`Engine.reserve`."""
-        self._admit(count)
-        places = [_Place() for _ in range(count)]
-        self._places.update(places)
+        self._check_capacity(count)
+        places = [_Slot() for _ in range(count)]
+        self._slots.update(places)
         try:
             yield Reservation(self._jobs, places, self._latency)
         finally:
-            self._places.difference_update(places)
+            self._slots.difference_update(places)
 
-    def _admit(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         """Raises AppError(BUSY) when so many more jobs may not wait."""
         capacity = self._jobs.status().capacity
         # a model that is being loaded again runs at least one
         parallel = 1 if capacity is None else capacity.parallel
         # what was admitted, not what the engine last counted: that is a step old
-        here = sum(not place.ended for place in self._places)
+        here = sum(not place.ended for place in self._slots)
         if here + count <= parallel + self._max_queue:
             return
         self.rejected += 1
-        seconds = self._latency.wait(waiting=max(1, here - parallel), parallel=parallel)
+        seconds = self._latency.estimate_wait(waiting=max(1, here - parallel), parallel=parallel)
         raise AppError(
-            Kind.BUSY,
+            ErrorKind.BUSY,
             f"the server is busy: {here} requests are running or queued (at most {parallel} run "
             f"and {self._max_queue} wait); try again in about {seconds} s",
             retry_after=seconds,
@@ -103,53 +103,56 @@ class Admission:
 
 
 class Reservation:
-    """Implements `Places`: the places of one request."""
+    """Implements `ReservedSlots`: the places of one request."""
 
-    def __init__(self, jobs: Jobs, places: Sequence["_Place"], latency: LatencyAverage) -> None:
+    def __init__(self, jobs: JobRunner, slots: Sequence["_Slot"], latency: LatencyAverage) -> None:
         self._jobs = jobs
-        self._places = places
+        self._slots = slots
         self._latency = latency
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Submission]:
-        place = self._take()
+        place = self._take_slot()
         try:
             async with self._jobs.submit(job) as submission:
                 place.submission = submission
                 yield submission
         finally:
-            place.left = True
+            place.released = True
             if (seconds := place.seconds_in_engine()) is not None:
-                self._latency.note(seconds)
+                self._latency.add(seconds)
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        place = self._take()
+        place = self._take_slot()
         try:
             return await self._jobs.embed(job)
         finally:
-            place.left = True
+            place.released = True
 
-    def _take(self) -> "_Place":
-        place = next(place for place in self._places if not place.taken)
-        place.taken = True
+    def _take_slot(self) -> "_Slot":
+        place = next(place for place in self._slots if not place.submitted)
+        place.submitted = True
         return place
 
 
-class _Place:
-    """One job's. taken: the job was submitted, or is being. left: its client has left it."""
+class _Slot:
+    """One job's. submitted: the job was submitted, or is being. released: its client has left
+    it."""
 
     def __init__(self) -> None:
-        self.taken = self.left = False
+        self.submitted = self.released = False
         self.submission: Submission | None = None
 
     @property
     def ended(self) -> bool:
         """Also of a job that is over, though its client still reads what it said."""
-        return self.left or (self.submission is not None and self.submission.ended is not None)
+        return self.released or (
+            self.submission is not None and self.submission.ended_ns is not None
+        )
 
     def seconds_in_engine(self) -> float | None:
         submission = self.submission
-        if submission is None or submission.started is None:
+        if submission is None or submission.started_ns is None:
             return None
-        ended = submission.ended or time.monotonic_ns()
-        return (ended - submission.started) / 1e9
+        ended = submission.ended_ns or time.monotonic_ns()
+        return (ended - submission.started_ns) / 1e9

@@ -10,14 +10,14 @@ import signal
 import sys
 
 from app.runners import lifeline
-from app.runners.scratch import private_scratch
+from app.runners.scratch import prepare_compile_dir
 
 # Building a decode step holds the interpreter for milliseconds at a time; at Python's default of
 # 5 ms every token would leave that much later (DECISIONS.md, 2026-11-21).
 _SWITCH_INTERVAL = 0.0005
 
 # seconds that the engine may take to the end of its step; less than the parent waits
-_PATIENCE = 4.0
+_STOP_TIMEOUT = 4.0
 
 
 def main() -> int:
@@ -26,26 +26,26 @@ def main() -> int:
     # streams may be running.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    line = lifeline.first_line()
+    line = lifeline.read_first_line()
     if not line:
         return 1
     # a third of a second, in which the parent may go
-    from app.runners.service import Service
-    from app.runners.wire import OPENING
+    from app.runners.service import WorkerServer
+    from app.runners.wire import WORKER_INIT
 
-    opening = OPENING.decode(line)
-    lifeline.hold(opening.parent)
+    opening = WORKER_INIT.decode(line)
+    lifeline.exit_with_parent(opening.parent_pid)
     logging.basicConfig(
         level="DEBUG" if opening.settings.debug else opening.settings.log_level.upper(),
         format="%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    os.environ.update(private_scratch())
+    os.environ.update(prepare_compile_dir())
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    service = Service(opening)
+    service = WorkerServer(opening)
     service.run()
-    if not service.end(_PATIENCE):
+    if not service.stop_engine(_STOP_TIMEOUT):
         # a load, or a step without end: threads cannot be ended, processes can
         sys.stderr.flush()
         os._exit(1)

@@ -23,7 +23,7 @@ import orjson
 
 T = TypeVar("T")
 
-_Turn = Callable[[Any], Any]
+_Convert = Callable[[Any], Any]
 
 _TAG = "is"
 
@@ -33,7 +33,7 @@ class _Coder:
 
     __slots__ = ("read", "write")
 
-    def __init__(self, write: _Turn | None = None, read: _Turn | None = None) -> None:
+    def __init__(self, write: _Convert | None = None, read: _Convert | None = None) -> None:
         self.write = write
         self.read = read
 
@@ -43,8 +43,8 @@ class Codec(Generic[T]):
     those below."""
 
     def __init__(self, kind: Any) -> None:
-        coder = _Codecs().of(kind)
-        self._write, self._read = coder.write or _same, coder.read or _same
+        coder = _CoderFactory().make(kind)
+        self._write, self._read = coder.write or _identity, coder.read or _identity
 
     def encode(self, value: T) -> bytes:
         """One line, without its end."""
@@ -54,13 +54,13 @@ class Codec(Generic[T]):
         return self._read(orjson.loads(line))
 
 
-class _Codecs:
+class _CoderFactory:
     """Makes coders, and remembers them, because classes may refer to themselves."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, bool], _Coder] = {}
 
-    def of(self, kind: Any) -> _Coder:
+    def make(self, kind: Any) -> _Coder:
         origin, arguments = get_origin(kind), get_args(kind)
         if origin in (Union, types.UnionType):
             return self._union(arguments)
@@ -85,10 +85,10 @@ class _Codecs:
     def _union(self, members: tuple[Any, ...]) -> _Coder:
         others = tuple(member for member in members if member is not type(None))
         if len(others) == 1:
-            return _maybe(self.of(others[0]))
+            return _optional_coder(self.make(others[0]))
         if all(dataclasses.is_dataclass(other) for other in others):
-            return _maybe(self._tagged(others))
-        coders = [self.of(other) for other in others]
+            return _optional_coder(self._tagged(others))
+        coders = [self.make(other) for other in others]
         if any(coder.write or coder.read for coder in coders):
             raise TypeError(f"cannot encode the union of {others}: its members need a tag")
         return _Coder()
@@ -98,19 +98,19 @@ class _Codecs:
         names = {kind.__name__: coder for kind, coder in coders.items()}
 
         def write(value: Any) -> Any:
-            return cast(_Turn, coders[type(value)].write)(value)
+            return cast(_Convert, coders[type(value)].write)(value)
 
         def read(value: Any) -> Any:
-            return cast(_Turn, names[value.pop(_TAG)].read)(value)
+            return cast(_Convert, names[value.pop(_TAG)].read)(value)
 
         return _Coder(write, read)
 
     def _tuple(self, arguments: tuple[Any, ...]) -> _Coder:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return _each(self.of(arguments[0]), tuple)
-        places = [self.of(argument) for argument in arguments]
+            return _collection_coder(self.make(arguments[0]), tuple)
+        places = [self.make(argument) for argument in arguments]
         if len(places) == 2:
-            return _pair(*places)
+            return _pair_coder(*places)
         writes, reads = [place.write for place in places], [place.read for place in places]
 
         def read(value: Any) -> Any:
@@ -122,7 +122,7 @@ class _Codecs:
         return _Coder(write if any(writes) else None, read if any(reads) else tuple)
 
     def _frozenset(self, member: Any) -> _Coder:
-        each = _each(self.of(member), frozenset)
+        each = _collection_coder(self.make(member), frozenset)
         return _Coder(each.write or list, each.read)
 
     def _dataclass(self, kind: type, *, tagged: bool) -> _Coder:
@@ -131,10 +131,10 @@ class _Codecs:
             return known
         # what it holds may lead back to it, before it is done
         made = self._classes[kind, tagged] = _Coder()
-        made.write, made.read = _later(made, "write"), _later(made, "read")
+        made.write, made.read = _lazy(made, "write"), _lazy(made, "read")
         hints = get_type_hints(kind)
         fields = [field.name for field in dataclasses.fields(kind)]
-        coders = {name: self.of(hints[name]) for name in fields}
+        coders = {name: self.make(hints[name]) for name in fields}
         writes = [(name, coder.write) for name, coder in coders.items() if coder.write]
         reads = [(name, coder.read) for name, coder in coders.items() if coder.read]
         tag = {_TAG: kind.__name__} if tagged else {}
@@ -154,28 +154,28 @@ class _Codecs:
         return made
 
 
-def _later(coder: _Coder, way: Literal["write", "read"]) -> _Turn:
+def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
     """What will stand there when it is called."""
 
     def turn(value: Any) -> Any:
-        return getattr(coder, way)(value)
+        return getattr(coder, direction)(value)
 
     return turn
 
 
-def _maybe(coder: _Coder) -> _Coder:
+def _optional_coder(coder: _Coder) -> _Coder:
     """None, or what `coder` is for."""
 
-    def optional(turn: _Turn | None) -> _Turn | None:
+    def optional(turn: _Convert | None) -> _Convert | None:
         return turn and (lambda value: None if value is None else turn(value))
 
     return _Coder(optional(coder.write), optional(coder.read))
 
 
-def _pair(left: _Coder, right: _Coder) -> _Coder:
+def _pair_coder(left: _Coder, right: _Coder) -> _Coder:
     """Like any tuple. Probable tokens are pairs, and there may be millions of them."""
-    read_left, read_right = left.read or _same, right.read or _same
-    write_left, write_right = left.write or _same, right.write or _same
+    read_left, read_right = left.read or _identity, right.read or _identity
+    write_left, write_right = left.write or _identity, right.write or _identity
 
     def write(value: Any) -> Any:
         return write_left(value[0]), write_right(value[1])
@@ -188,7 +188,7 @@ def _pair(left: _Coder, right: _Coder) -> _Coder:
     )
 
 
-def _each(coder: _Coder, collect: _Turn) -> _Coder:
+def _collection_coder(coder: _Coder, collect: _Convert) -> _Coder:
     write, read = coder.write, coder.read
     return _Coder(
         write and (lambda value: [write(one) for one in value]),
@@ -196,7 +196,7 @@ def _each(coder: _Coder, collect: _Turn) -> _Coder:
     )
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 

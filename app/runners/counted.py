@@ -6,7 +6,7 @@ to nothing whenever a runner is started again would be wrong in every sum over m
 
 from dataclasses import replace
 
-from app.core.jobs import EngineStats, MissReason
+from app.core.jobs import CacheMissReason, EngineStats
 
 _COUNTERS = (
     "cached_tokens",
@@ -21,21 +21,23 @@ _COUNTERS = (
 )
 
 
-def all_told(past: EngineStats, now: EngineStats) -> EngineStats:
+def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats:
     """now, with what was counted before it."""
-    if past.steps == 0:
-        return now
-    misses: dict[MissReason, int] = dict(past.misses)
-    for reason, count in now.misses:
+    if previous.steps == 0:
+        return current
+    misses: dict[CacheMissReason, int] = dict(previous.prefix_miss_counts)
+    for reason, count in current.prefix_miss_counts:
         misses[reason] = misses.get(reason, 0) + count
     return replace(
-        now,
-        **{name: getattr(past, name) + getattr(now, name) for name in _COUNTERS},
-        hits=tuple(map(sum, zip(past.hits, now.hits, strict=True))),
-        misses=tuple(misses.items()),
+        current,
+        **{name: getattr(previous, name) + getattr(current, name) for name in _COUNTERS},
+        prefix_hit_counts=tuple(
+            map(sum, zip(previous.prefix_hit_counts, current.prefix_hit_counts, strict=True))
+        ),
+        prefix_miss_counts=tuple(misses.items()),
     )
 
 
-def of_the_past(stats: EngineStats) -> EngineStats:
+def counters_only(stats: EngineStats) -> EngineStats:
     """What is left of an engine's figures when it is gone."""
-    return all_told(stats, EngineStats())
+    return accumulate_stats(stats, EngineStats())

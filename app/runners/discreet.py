@@ -10,16 +10,18 @@ from app.core.errors import AppError
 
 # An absolute path, not one of our routes, nor a part of an address or of a relative one. Names
 # with blanks are cut short, which leaves a word of them and not the way there.
-_PATH = re.compile(r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)")
+_ABSOLUTE_PATH = re.compile(
+    r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
+)
 
 
-def discreet(error: AppError, folder: Path | None, name: str) -> AppError:
+def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
     """folder: where the model lies, which becomes its name; of other paths only the last part is
     left."""
-    message = error.marked
+    message = error.marked_message
     if folder is not None:
         message = message.replace(str(folder), name)
-    message = " ".join(_PATH.sub(r"\g<name>", message).split())
+    message = " ".join(_ABSOLUTE_PATH.sub(r"\g<name>", message).split())
     return AppError(
         error.kind,
         message,

@@ -11,62 +11,64 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.runners.interpreter import command, environment
-from app.runners.output import Output
+from app.runners.interpreter import build_command, build_environment
+from app.runners.output import ProcessOutput
 
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """answer: what it wrote to standard output. status: its exit status, a signal being negative.
+class CompletedChild:
+    """stdout: what it wrote to standard output. status: its exit status, a signal being negative.
     reason: what it wrote to standard error that may say why it ended."""
 
-    answer: bytes
+    stdout: bytes
     status: int
     reason: str
 
 
-async def ask(
-    module: str, question: bytes, patience: float, variables: Mapping[str, str] | None = None
-) -> Reply:
-    """patience: seconds until the process is killed, which raises TimeoutError. variables: what its
+async def run_module(
+    module: str, input_line: bytes, limit: float, extra_env: Mapping[str, str] | None = None
+) -> CompletedChild:
+    """limit: seconds until the process is killed, which raises TimeoutError. extra_env: what its
     environment holds beside ours. Raises OSError where no process can be started."""
     process = await asyncio.create_subprocess_exec(
-        *command(module),
+        *build_command(module),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env={**environment(), **(variables or {})},
+        env={**build_environment(), **(extra_env or {})},
         process_group=0,  # as in `app.runners.spawned`
     )
-    complaint = Output()
+    complaint = ProcessOutput()
     try:
-        async with asyncio.timeout(patience):
-            answer = await _answered(process, question, complaint)
+        async with asyncio.timeout(limit):
+            answer = await _communicate(process, input_line, complaint)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return Reply(answer=answer, status=process.returncode or 0, reason=complaint.reason())
+    return CompletedChild(
+        stdout=answer, status=process.returncode or 0, reason=complaint.find_reason()
+    )
 
 
-async def _answered(process: Process, question: bytes, complaint: Output) -> bytes:
+async def _communicate(process: Process, input_line: bytes, stderr: ProcessOutput) -> bytes:
     """What it writes until it ends; what it complains of is kept."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(question + b"\n")
+    process.stdin.write(input_line + b"\n")
     try:
         answer, _, _ = await asyncio.gather(
-            process.stdout.read(), _listen(process, complaint), process.wait()
+            process.stdout.read(), _read_stderr(process, stderr), process.wait()
         )
     finally:
         process.stdin.close()
     return answer
 
 
-async def _listen(process: Process, complaint: Output) -> None:
+async def _read_stderr(process: Process, stderr: ProcessOutput) -> None:
     assert process.stderr is not None
     while data := await process.stderr.read(_CHUNK):
-        deque(complaint.feed(data), maxlen=0)
-    deque(complaint.flush(), maxlen=0)
+        deque(stderr.feed(data), maxlen=0)
+    deque(stderr.flush(), maxlen=0)

@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 # where our packages lie, wherever this process found them
-_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(module: str, *arguments: str) -> tuple[str, ...]:
+def build_command(module: str, *arguments: str) -> tuple[str, ...]:
     """What runs a module of ours. Nothing is looked for in the working directory (-P): people start
     servers where there is an `app` of theirs."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{known}" if known else str(_ROOT)}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{known}" if known else str(_PACKAGE_ROOT),
+    }

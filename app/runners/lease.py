@@ -8,58 +8,58 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from app.core.errors import AppError, Kind
-from app.core.events import Loading
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ModelLoading
 
 # seconds that a client is told to wait which is refused because others wait already
-_LATER = 5
+_RETRY_AFTER = 5
 
 # seconds by which a client may be late that was told when to come again
-_LATE = 5.0
+_RETRY_GRACE = 5.0
 
 
-class Lease:
-    """What one request has of a model. at: when it came to wait, or to hold."""
+class ModelLease:
+    """What one request has of a model. since: when it came to wait, or to hold."""
 
-    def __init__(self, at: float, told: Callable[[], Loading]) -> None:
-        self.at = at
-        self.stands: Literal["waits", "holds", "refused"] = "waits"
-        self._told = told
+    def __init__(self, since: float, loading: Callable[[], ModelLoading]) -> None:
+        self.since = since
+        self.state: Literal["waits", "holds", "refused"] = "waits"
+        self._loading = loading
         self._error: AppError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
-    def ready(self) -> bool:
-        return self.stands == "holds"
+    def is_held(self) -> bool:
+        return self.state == "holds"
 
     @property
-    def waits(self) -> bool:
-        return self.stands == "waits"
+    def is_waiting(self) -> bool:
+        return self.state == "waits"
 
-    def loading(self) -> Loading:
-        return self._told()
+    def loading_event(self) -> ModelLoading:
+        return self._loading()
 
     async def wait(self) -> None:
         """Returns when the model is in memory and this holds it. A model that breaks while it is
         waited for is waited for again. Raises AppError: BUSY when too many wait already, STOPPING,
         or whatever it is that keeps the model from being loaded."""
-        while self.stands == "waits":
-            self._news.clear()
-            await self._news.wait()
+        while self.state == "waits":
+            self._changed.clear()
+            await self._changed.wait()
         if self._error is not None:
             # each who waits gets one of its own: raising adds to what an exception carries
-            raise again(self._error, self._error.retry_after)
+            raise copy_error(self._error, self._error.retry_after)
 
-    def put(self, stands: Literal["waits", "holds", "refused"], at: float) -> None:
-        self.stands, self.at = stands, at
-        self._news.set()
+    def set_state(self, state: Literal["waits", "holds", "refused"], since: float) -> None:
+        self.state, self.since = state, since
+        self._changed.set()
 
-    def refuse(self, error: AppError) -> None:
-        self.stands, self._error = "refused", error
-        self._news.set()
+    def fail(self, error: AppError) -> None:
+        self.state, self._error = "refused", error
+        self._changed.set()
 
 
-class Leases:
+class ModelLeases:
     """All of one model.
 
     Not every client can be kept waiting; one that cannot is told to come again. Its place is kept
@@ -67,115 +67,119 @@ class Leases:
     which waits, and holds, as theirs did. Otherwise they would stand behind everybody else each
     time, and a load that takes longer than they wait would be given up for others each time.
 
-    expected_until: when that ends; None where nobody is expected."""
+    placeholder_until: when that ends; None where nobody is expected."""
 
-    def __init__(self, told: Callable[[], Loading]) -> None:
-        self._told = told
-        self._all: dict[Lease, None] = {}
-        self._place: Lease | None = None
-        self._returning: dict[Lease, None] = {}
-        self.expected_until: float | None = None
+    def __init__(self, loading: Callable[[], ModelLoading]) -> None:
+        self._loading = loading
+        self._leases: dict[ModelLease, None] = {}
+        self._placeholder: ModelLease | None = None
+        self._reacquiring: dict[ModelLease, None] = {}
+        self.placeholder_until: float | None = None
 
     def __len__(self) -> int:
         """Of clients that are here."""
-        return len(self._all) - (self._place is not None)
+        return len(self._leases) - (self._placeholder is not None)
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Clients that are here."""
-        return sum(lease.waits for lease in self._all if lease is not self._place)
+        return sum(lease.is_waiting for lease in self._leases if lease is not self._placeholder)
 
     @property
     def waiting_since(self) -> float | None:
-        return min((lease.at for lease in self._all if lease.stands == "waits"), default=None)
+        return min((lease.since for lease in self._leases if lease.state == "waits"), default=None)
 
     @property
     def held_since(self) -> float | None:
-        return min((lease.at for lease in self._all if lease.stands == "holds"), default=None)
+        return min((lease.since for lease in self._leases if lease.state == "holds"), default=None)
 
-    def enter(self, now: float) -> Lease:
-        lease = Lease(now, self._told)
-        if self._place is not None:
-            lease.put(self._place.stands, self._place.at)
-        self.expect_nobody()
-        self._all[lease] = None
+    def add(self, now: float) -> ModelLease:
+        lease = ModelLease(now, self._loading)
+        if self._placeholder is not None:
+            lease.set_state(self._placeholder.state, self._placeholder.since)
+        self.drop_placeholder()
+        self._leases[lease] = None
         return lease
 
-    def expect(self, lease: Lease, error: AppError, now: float) -> None:
+    def keep_place(self, lease: ModelLease, error: AppError, now: float) -> None:
         """The client is about to leave with this error; perhaps it is told to come again."""
-        if not lease.waits or error.kind is not Kind.LOADING or error.retry_after is None:
+        if not lease.is_waiting or error.kind is not ErrorKind.LOADING or error.retry_after is None:
             return
-        if self._place is None:
-            self._place = Lease(lease.at, self._told)
-            self._all[self._place] = None
-        self.expected_until = now + error.retry_after + _LATE
+        if self._placeholder is None:
+            self._placeholder = ModelLease(lease.since, self._loading)
+            self._leases[self._placeholder] = None
+        self.placeholder_until = now + error.retry_after + _RETRY_GRACE
 
-    def expect_nobody(self) -> None:
+    def drop_placeholder(self) -> None:
         """Somebody came, or there is nothing to come for."""
-        if self._place is not None:
-            del self._all[self._place]
-        self._place = self.expected_until = None
+        if self._placeholder is not None:
+            del self._leases[self._placeholder]
+        self._placeholder = self.placeholder_until = None
 
-    async def ready(self, now: float) -> None:
+    async def wait_until_ready(self, now: float) -> None:
         """Returns when the model is in memory, for jobs of a request that holds a lease of its own:
         this one counts as nobody. Raises as `Lease.wait` does."""
-        lease = Lease(now, self._told)
-        self._returning[lease] = None
+        lease = ModelLease(now, self._loading)
+        self._reacquiring[lease] = None
         try:
             await lease.wait()
         finally:
-            del self._returning[lease]
+            del self._reacquiring[lease]
 
-    def give_up_those_who_are_late(self, now: float) -> None:
-        if self.expected_until is not None and self.expected_until <= now:
-            self.expect_nobody()
+    def expire_placeholder(self, now: float) -> None:
+        if self.placeholder_until is not None and self.placeholder_until <= now:
+            self.drop_placeholder()
 
-    def leave(self, lease: Lease) -> None:
-        del self._all[lease]
-        if lease.stands == "waits":
+    def release(self, lease: ModelLease) -> None:
+        del self._leases[lease]
+        if lease.state == "waits":
             # whoever still waits in another task would do so for ever
-            lease.refuse(AppError(Kind.LOADING, "the request has ended"))
+            lease.fail(AppError(ErrorKind.LOADING, "the request has ended"))
 
     def grant(self, now: float) -> bool:
         """Whether anybody had waited."""
-        return self._move("waits", "holds", now)
+        return self._set_states("waits", "holds", now)
 
-    def withdraw(self, now: float) -> None:
+    def return_to_waiting(self, now: float) -> None:
         """The model is gone, and those who held it wait for it again. Whose answer broke off with
         it leaves at once; the others had not begun."""
-        self._move("holds", "waits", now)
+        self._set_states("holds", "waits", now)
 
-    def refuse(self, error: AppError) -> None:
+    def fail_waiting(self, error: AppError) -> None:
         """To all who wait."""
-        self.expect_nobody()
-        for lease in (*self._all, *self._returning):
-            if lease.stands == "waits":
-                lease.refuse(error)
+        self.drop_placeholder()
+        for lease in (*self._leases, *self._reacquiring):
+            if lease.state == "waits":
+                lease.fail(error)
 
-    def _move(
+    def _set_states(
         self, before: Literal["waits", "holds"], after: Literal["waits", "holds"], now: float
     ) -> bool:
-        moved = [lease for lease in (*self._all, *self._returning) if lease.stands == before]
+        moved = [lease for lease in (*self._leases, *self._reacquiring) if lease.state == before]
         for lease in moved:
-            lease.put(after, now)
+            lease.set_state(after, now)
         return bool(moved)
 
 
-def again(error: AppError, retry_after: int | None) -> AppError:
+def copy_error(error: AppError, retry_after: int | None) -> AppError:
     """The same, to be raised by somebody else."""
     return AppError(
-        error.kind, error.marked, param=error.param, code=error.code, retry_after=retry_after
+        error.kind,
+        error.marked_message,
+        param=error.param,
+        code=error.code,
+        retry_after=retry_after,
     )
 
 
-def stopping() -> AppError:
-    return AppError(Kind.STOPPING, "the server is shutting down", retry_after=_LATER)
+def build_stopping_error() -> AppError:
+    return AppError(ErrorKind.STOPPING, "the server is shutting down", retry_after=_RETRY_AFTER)
 
 
-def busy(name: str, waiting: int) -> AppError:
+def build_busy_error(name: str, waiting: int) -> AppError:
     return AppError(
-        Kind.BUSY,
+        ErrorKind.BUSY,
         f"the server is busy: {waiting} requests are already waiting for {name} to load; "
-        f"try again in about {_LATER} s",
-        retry_after=_LATER,
+        f"try again in about {_RETRY_AFTER} s",
+        retry_after=_RETRY_AFTER,
     )

@@ -24,11 +24,11 @@ _PR_SET_PDEATHSIG = 1
 # When memory runs out, the kernel prefers a process with more of these: up to a thousand, and a
 # thousandth of the machine's memory each (proc_pid_oom_score_adj(5)). A runner can be started
 # again; whoever starts it should stay.
-_OOM_POINTS = 500
-_OOM_FILE = Path("/proc/self/oom_score_adj")
+_OOM_SCORE_ADJ = 500
+_OOM_SCORE_ADJ_FILE = Path("/proc/self/oom_score_adj")
 
 # of a process whose parent is gone; nobody is there to read it
-_ORPHANED = 3
+_ORPHANED_STATUS = 3
 
 
 def tie_to_parent() -> None:
@@ -37,11 +37,11 @@ def tie_to_parent() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError, ValueError):  # not everywhere can it be written
-        points = int(_OOM_FILE.read_text()) + _OOM_POINTS
-        _OOM_FILE.write_text(str(min(points, 1000)))
+        points = int(_OOM_SCORE_ADJ_FILE.read_text()) + _OOM_SCORE_ADJ
+        _OOM_SCORE_ADJ_FILE.write_text(str(min(points, 1000)))
 
 
-def first_line() -> bytes:
+def read_first_line() -> bytes:
     """What the parent says before it falls silent; empty when it is gone already."""
     line = bytearray()
     while not line.endswith(b"\n") and (data := os.read(0, 1 << 16)):
@@ -49,15 +49,15 @@ def first_line() -> bytes:
     return bytes(line)
 
 
-def hold(parent: int) -> None:
-    """From now on this process ends when `parent` does, whatever else it is doing."""
-    if os.getppid() != parent:
-        os._exit(_ORPHANED)
-    threading.Thread(target=_wait_for_the_end, name="parent-watch", daemon=True).start()
+def exit_with_parent(parent_pid: int) -> None:
+    """From now on this process ends when `parent_pid` does, whatever else it is doing."""
+    if os.getppid() != parent_pid:
+        os._exit(_ORPHANED_STATUS)
+    threading.Thread(target=_exit_at_stdin_eof, name="parent-watch", daemon=True).start()
 
 
-def _wait_for_the_end() -> None:
+def _exit_at_stdin_eof() -> None:
     # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
     while os.read(0, 1 << 16):
         pass
-    os._exit(_ORPHANED)
+    os._exit(_ORPHANED_STATUS)

@@ -9,24 +9,26 @@ import sys
 from app.core.errors import AppError
 from app.runners import lifeline
 from app.runners.codec import Codec
-from app.runners.needs import Answer, Question, Refused
+from app.runners.needs import EstimateError, EstimateRequest, EstimateResponse
 
 
 def main() -> int:
     lifeline.tie_to_parent()
-    line = lifeline.first_line()
+    line = lifeline.read_first_line()
     if not line:
         return 1
-    question = Codec[Question](Question).decode(line)
-    lifeline.hold(question.parent)
+    question = Codec[EstimateRequest](EstimateRequest).decode(line)
+    lifeline.exit_with_parent(question.parent_pid)
     # takes a while, in which whoever asked may go
-    from app.engine.fit import need
+    from app.engine.fit import estimate_memory
 
     try:
-        found = need(question.files, question.settings, question.held)
+        found = estimate_memory(question.files, question.settings, question.loaded_bytes)
     except AppError as error:
-        found = Refused(kind=error.kind, message=error.message)
-    sys.stdout.buffer.write(Codec[Answer](Answer).encode(Answer(found=found)) + b"\n")
+        found = EstimateError(kind=error.kind, message=error.message)
+    sys.stdout.buffer.write(
+        Codec[EstimateResponse](EstimateResponse).encode(EstimateResponse(result=found)) + b"\n"
+    )
     return 0
 
 

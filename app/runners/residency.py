@@ -11,10 +11,11 @@ The rules:
 
 - One load at a time, in the order in which the first request of each model came. Requests for a
   model that is in memory have nothing to do with this queue.
-- A model gets the bytes that suit it (`Need.wanted`) where they are free. Nobody is evicted to give
-  it more than it needs (`Need.least`): that is only a larger prefix cache, and an eviction costs
-  others a load. For the same reason it gets no more than the least where models that were here just
-  now could come back beside it, so that two models which fit side by side end up side by side.
+- A model gets the bytes that suit it (`MemoryRequirement.preferred_bytes`) where they are free.
+  Nothing is evicted to give it more than it needs (`MemoryRequirement.min_bytes`): that is only a
+  larger prefix cache, and an eviction costs others a load. For the same reason it gets no more than
+  the minimum where models that were here just now could come back beside it, so that two models
+  which fit side by side end up side by side.
 - Room is made by the fewest evictions, of idle models before busy ones, of those least recently
   used; never of a pinned one. Idle ones go at once, and only when that will be enough.
 - A busy one is closed first: its requests end, new ones wait, and it goes. It is not closed as long
@@ -29,191 +30,226 @@ The rules:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.core.amounts import in_memory
-from app.runners.tenancy import Action, Applicant, Evict, Forgo, Limits, Load, Plan, Refuse, Tenant
+from app.core.amounts import format_memory
+from app.runners.tenancy import (
+    Action,
+    Evict,
+    Load,
+    LoadedModel,
+    LoadRequest,
+    Plan,
+    PoolLimits,
+    RejectLoad,
+    SkipPreload,
+)
 
 
-def plan(now: float, queue: Sequence[Applicant], tenants: Sequence[Tenant], limits: Limits) -> Plan:
-    """queue: in the order in which they are to be served."""
-    idle = [t for t in tenants if t.phase == "ready" and t.busy_since is None and not t.pinned]
-    over = [t for t in idle if t.dismissed or t.expires <= now]
-    wake = min((t.expires for t in idle if t not in over), default=None)
+def plan(
+    now: float, requests: Sequence[LoadRequest], loaded: Sequence[LoadedModel], limits: PoolLimits
+) -> Plan:
+    """requests: in the order in which they are to be served."""
+    idle = [t for t in loaded if t.phase == "ready" and t.busy_since is None and not t.pinned]
+    over = [t for t in idle if t.unload_requested or t.expires_at <= now]
+    wake = min((t.expires_at for t in idle if t not in over), default=None)
     actions: list[Action] = [Evict(name=t.name) for t in over]
-    closed = {t.name for t in tenants if t.dismissed and t.phase == "ready"}
-    staying = [t for t in tenants if t not in over]
-    for applicant in queue:
-        step = _admit(applicant, staying, tenants, limits)
+    closed = {t.name for t in loaded if t.unload_requested and t.phase == "ready"}
+    staying = [t for t in loaded if t not in over]
+    for applicant in requests:
+        step = _decide(applicant, staying, loaded, limits)
         actions += step.actions
-        closed |= step.closed
-        if step.last:
+        closed |= step.draining
+        if step.blocks_queue:
             break
     return Plan(
         actions=tuple(actions),
-        closed=frozenset(closed),
-        wake=None if wake == float("inf") else wake,
+        draining=frozenset(closed),
+        wake_at=None if wake == float("inf") else wake,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What one applicant brings about. last: whether those behind it have to wait."""
+class _Decision:
+    """What one applicant brings about. blocks_queue: whether those behind it have to wait."""
 
     actions: tuple[Action, ...] = ()
-    closed: frozenset[str] = frozenset()
-    last: bool = True
+    draining: frozenset[str] = frozenset()
+    blocks_queue: bool = True
 
 
-def _admit(
-    applicant: Applicant, staying: Sequence[Tenant], tenants: Sequence[Tenant], limits: Limits
-) -> _Step:
-    """staying: all tenants but those whose time is over."""
-    here = next((t for t in tenants if t.name == applicant.name), None)
+def _decide(
+    request: LoadRequest,
+    remaining: Sequence[LoadedModel],
+    loaded: Sequence[LoadedModel],
+    limits: PoolLimits,
+) -> _Decision:
+    """remaining: all tenants but those whose time is over."""
+    here = next((t for t in loaded if t.name == request.name), None)
     if here is not None and here.phase != "leaving":
         # it was closed for somebody who is not there any more, or has been dismissed
-        return _Step(last=False)
-    if loading := [t for t in tenants if t.phase == "loading"]:
-        useless = [t for t in loading if not (t.wanted or t.pinned)]
-        return _Step(actions=tuple(Evict(name=t.name) for t in useless))
-    if here is not None or not applicant.measured:
-        return _Step()
-    missing = _missing(applicant, tenants, limits)
-    if why := _hopeless(applicant, tenants, limits):
-        return _Step(actions=(Refuse(name=applicant.name, why=why),), last=False)
-    if missing.met:
-        share = _share(applicant, tenants, limits)
-        return _Step(actions=(Load(name=applicant.name, share=share),))
-    missing = missing.without([t for t in tenants if t not in staying or t.phase == "leaving"])
-    if missing.met:
-        return _Step()
-    if not applicant.evicts:
+        return _Decision(blocks_queue=False)
+    if loading := [t for t in loaded if t.phase == "loading"]:
+        useless = [t for t in loading if not (t.has_demand or t.pinned)]
+        return _Decision(actions=tuple(Evict(name=t.name) for t in useless))
+    if here is not None or not request.requirement_known:
+        return _Decision()
+    missing = _compute_shortfall(request, loaded, limits)
+    if why := _rejection_reason(request, loaded, limits):
+        return _Decision(actions=(RejectLoad(name=request.name, reason=why),), blocks_queue=False)
+    if missing.covered:
+        share = _choose_allocation(request, loaded, limits)
+        return _Decision(actions=(Load(name=request.name, allocation=share),))
+    missing = missing.after_evicting(
+        [t for t in loaded if t not in remaining or t.phase == "leaving"]
+    )
+    if missing.covered:
+        return _Decision()
+    if not request.may_evict:
         why = "other models would be evicted for it; its first request will load it"
-        return _Step(actions=(Forgo(name=applicant.name, why=why),), last=False)
-    candidates = [t for t in staying if t.phase == "ready" and not t.pinned]
-    return _make_room(applicant, missing, candidates)
+        return _Decision(actions=(SkipPreload(name=request.name, reason=why),), blocks_queue=False)
+    candidates = [t for t in remaining if t.phase == "ready" and not t.pinned]
+    return _make_room(request, missing, candidates)
 
 
-def _make_room(applicant: Applicant, missing: "_Missing", candidates: Sequence[Tenant]) -> _Step:
-    by_use = sorted(candidates, key=lambda t: t.used)
+def _make_room(
+    request: LoadRequest, shortfall: "_Shortfall", candidates: Sequence[LoadedModel]
+) -> _Decision:
+    by_use = sorted(candidates, key=lambda t: t.last_used)
     idle = [t for t in by_use if t.busy_since is None]
     busy = [t for t in by_use if t.busy_since is not None]
-    if missing.without(idle).met:
+    if shortfall.after_evicting(idle).covered:
         # who was told to finish and did is gone before others are looked at
-        idle.sort(key=lambda t: not t.closed)
-        return _Step(actions=tuple(Evict(name=t.name) for t in _fewest(idle, missing)))
+        idle.sort(key=lambda t: not t.draining)
+        return _Decision(
+            actions=tuple(Evict(name=t.name) for t in _fewest_evictions(idle, shortfall))
+        )
     # idle ones that were closed are as good as gone; others may yet be needed before room is made
-    leaving = [t for t in idle if t.closed]
-    chosen = [t for t in busy if t.closed]
-    if not missing.without([*idle, *chosen]).met:
-        open_ones = [t for t in busy if not t.closed]
-        chosen += _fewest(open_ones, missing.without([*idle, *chosen]))
+    leaving = [t for t in idle if t.draining]
+    chosen = [t for t in busy if t.draining]
+    if not shortfall.after_evicting([*idle, *chosen]).covered:
+        open_ones = [t for t in busy if not t.draining]
+        chosen += _fewest_evictions(open_ones, shortfall.after_evicting([*idle, *chosen]))
     for tenant in reversed(chosen):
-        if missing.without([*idle, *(t for t in chosen if t is not tenant)]).met:
+        if shortfall.after_evicting([*idle, *(t for t in chosen if t is not tenant)]).covered:
             chosen.remove(tenant)
-    closed = (t for t in chosen if t.busy_since is not None and t.busy_since >= applicant.since)
-    return _Step(
+    closed = (
+        t for t in chosen if t.busy_since is not None and t.busy_since >= request.waiting_since
+    )
+    return _Decision(
         actions=tuple(Evict(name=t.name) for t in leaving),
-        closed=frozenset(t.name for t in closed),
+        draining=frozenset(t.name for t in closed),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Missing:
+class _Shortfall:
     """What has to become free: bytes, and places. Negative where more is free than needed."""
 
     bytes: int
-    places: int
+    models: int
 
     @property
-    def met(self) -> bool:
-        return self.bytes <= 0 and self.places <= 0
+    def covered(self) -> bool:
+        return self.bytes <= 0 and self.models <= 0
 
-    def without(self, gone: Sequence[Tenant]) -> "_Missing":
-        return _Missing(
-            bytes=self.bytes - sum(t.share for t in gone), places=self.places - len(gone)
+    def after_evicting(self, evicted: Sequence[LoadedModel]) -> "_Shortfall":
+        return _Shortfall(
+            bytes=self.bytes - sum(t.allocation for t in evicted), models=self.models - len(evicted)
         )
 
 
-def _missing(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -> _Missing:
-    need, total = applicant.need, limits.total
+def _compute_shortfall(
+    request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
+) -> _Shortfall:
+    need, total = request.requirement, limits.total_bytes
     short = 0
     if need is not None and total is not None:
-        short = need.least + sum(t.share for t in tenants) - total
-    places = 0 if limits.loaded is None else len(tenants) + 1 - limits.loaded
-    return _Missing(bytes=short, places=places)
+        short = need.min_bytes + sum(t.allocation for t in loaded) - total
+    places = 0 if limits.max_loaded is None else len(loaded) + 1 - limits.max_loaded
+    return _Shortfall(bytes=short, models=places)
 
 
-def _hopeless(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -> str | None:
+def _rejection_reason(
+    request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
+) -> str | None:
     """A sentence, if it would not fit even with all gone that may go."""
-    pinned = [t for t in tenants if t.pinned]
-    if limits.loaded is not None and len(pinned) >= limits.loaded:
+    pinned = [t for t in loaded if t.pinned]
+    if limits.max_loaded is not None and len(pinned) >= limits.max_loaded:
         return (
-            f"{applicant.name} cannot be loaded: {len(pinned)} models are pinned, and at most "
-            f"{limits.loaded} can be loaded: raise --max-loaded or pin fewer models"
+            f"{request.name} cannot be loaded: {len(pinned)} models are pinned, and at most "
+            f"{limits.max_loaded} can be loaded: raise --max-loaded or pin fewer models"
         )
-    if applicant.need is None or limits.total is None:
+    if request.requirement is None or limits.total_bytes is None:
         return None
-    least = applicant.need.least
-    needs = f"{applicant.name} needs {in_memory(least)} for weights, KV caches and working space"
+    least = request.requirement.min_bytes
+    needs = f"{request.name} needs {format_memory(least)} for weights, KV caches and working space"
     lower = "use a shorter --context, a lower --parallel or --quantize"
-    if applicant.most is not None and least > applicant.most:
+    if request.max_bytes is not None and least > request.max_bytes:
         return (
-            f"{needs}, but may use only {in_memory(applicant.most)}: raise its memory, or {lower}"
+            f"{needs}, but may use only {format_memory(request.max_bytes)}: raise its "
+            f"memory, or {lower}"
         )
-    kept = sum(t.share for t in pinned)
-    if least <= limits.total - kept:
+    kept = sum(t.allocation for t in pinned)
+    if least <= limits.total_bytes - kept:
         return None
-    if kept and least <= limits.total:
+    if kept and least <= limits.total_bytes:
         names = ", ".join(sorted(t.name for t in pinned))
         return (
             f"{needs}, but the pinned models ({names}) leave only "
-            f"{in_memory(limits.total - kept)}: "
+            f"{format_memory(limits.total_bytes - kept)}: "
             f"pin fewer models, lower their memory, raise --memory, or {lower}"
         )
-    together = in_memory(limits.total)
+    together = format_memory(limits.total_bytes)
     return f"{needs}, but all models together may use only {together}: raise --memory, or {lower}"
 
 
-def _share(applicant: Applicant, tenants: Sequence[Tenant], limits: Limits) -> int | None:
+def _choose_allocation(
+    request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
+) -> int | None:
     """Bytes: those that suit it, as far as they are free and not left for those who return."""
-    need, total = applicant.need, limits.total
+    need, total = request.requirement, limits.total_bytes
     if need is None or total is None:
         return None
-    spare = total - sum(t.share for t in tenants) - need.least
-    places = len(limits.returning)
-    if limits.loaded is not None:
-        places = limits.loaded - len(tenants) - 1
-    for least in limits.returning[:places]:
+    spare = total - sum(t.allocation for t in loaded) - need.min_bytes
+    places = len(limits.evicted_min_bytes)
+    if limits.max_loaded is not None:
+        places = limits.max_loaded - len(loaded) - 1
+    for least in limits.evicted_min_bytes[:places]:
         if least <= spare:
             spare -= least
-    wanted = max(need.least, min(need.wanted, applicant.most or need.wanted))
-    return min(wanted, need.least + spare)
+    wanted = max(
+        need.min_bytes, min(need.preferred_bytes, request.max_bytes or need.preferred_bytes)
+    )
+    return min(wanted, need.min_bytes + spare)
 
 
-def _fewest(candidates: Sequence[Tenant], missing: _Missing) -> list[Tenant]:
+def _fewest_evictions(
+    candidates: Sequence[LoadedModel], shortfall: _Shortfall
+) -> list[LoadedModel]:
     """Of the smallest sets that make up for what is missing, the one with the first candidates; all
     of them, where that is not enough."""
     left = list(candidates)
-    chosen: list[Tenant] = []
-    while not missing.met and left:
-        count = _least_count(left, missing)
+    chosen: list[LoadedModel] = []
+    while not shortfall.covered and left:
+        count = _min_eviction_count(left, shortfall)
         tenant = next(
             t
             for t in left
-            if _least_count([o for o in left if o is not t], missing.without([t])) < count
+            if _min_eviction_count([o for o in left if o is not t], shortfall.after_evicting([t]))
+            < count
         )
         chosen.append(tenant)
         left.remove(tenant)
-        missing = missing.without([tenant])
+        shortfall = shortfall.after_evicting([tenant])
     return chosen
 
 
-def _least_count(candidates: Sequence[Tenant], missing: _Missing) -> int:
+def _min_eviction_count(candidates: Sequence[LoadedModel], shortfall: _Shortfall) -> int:
     """How many of them make up for what is missing; more than there are, if all do not. No set is
     smaller than one of the largest shares."""
     count = 0
-    for tenant in sorted(candidates, key=lambda t: t.share, reverse=True):
-        if missing.met:
+    for tenant in sorted(candidates, key=lambda t: t.allocation, reverse=True):
+        if shortfall.covered:
             return count
-        missing = missing.without([tenant])
+        shortfall = shortfall.after_evicting([tenant])
         count += 1
-    return count if missing.met else len(candidates) + 1
+    return count if shortfall.covered else len(candidates) + 1

@@ -11,55 +11,62 @@ from app.core.errors import AppError
 
 # code of an error that a load ended with though nothing was found to be wrong: it may get through
 # the next time
-CRASHED = "runner_crashed"
+RUNNER_CRASHED = "runner_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RestartPolicy:
     """Seconds: first, before the first restart; each one in a row doubles them, up to longest.
-    healthy: after which a runner that breaks is the first in a row again. refused: for which a
-    model is not tried that broke tries times in a row while it was loaded."""
+    healthy_after: after which a runner that breaks is the first in a row again. refuse_for: for
+    which a model is not tried that broke tries times in a row while it was loaded."""
 
-    first: float = 0.5
-    longest: float = 30.0
-    healthy: float = 60.0
-    tries: int = 3
-    refused: float = 60.0
+    initial_delay: float = 0.5
+    max_delay: float = 30.0
+    healthy_after: float = 60.0
+    max_load_failures: int = 3
+    refuse_for: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """breaks: in a row, loads included. loads: those that broke, in a row. not_before: reading of
-    the clock before which it is not started. error: the last one, until a load succeeds."""
+class RestartState:
+    """failures: in a row, loads included. load_failures: those that broke, in a row. not_before:
+    reading of the clock before which it is not started. error: the last one, until a load
+    succeeds."""
 
-    breaks: int = 0
-    loads: int = 0
+    failures: int = 0
+    load_failures: int = 0
     not_before: float = 0.0
     error: AppError | None = None
 
-    def refused(self, now: float, patience: Patience) -> bool:
-        return self.loads >= patience.tries and now < self.not_before
+    def is_refused(self, now: float, policy: RestartPolicy) -> bool:
+        return self.load_failures >= policy.max_load_failures and now < self.not_before
 
 
-def after_failed_load(health: Health, now: float, error: AppError, patience: Patience) -> Health:
-    breaks, loads = health.breaks + 1, health.loads + 1
-    pause = patience.refused if loads >= patience.tries else _backoff(breaks, patience)
-    return Health(breaks=breaks, loads=loads, not_before=now + pause, error=error)
+def after_failed_load(
+    state: RestartState, now: float, error: AppError, policy: RestartPolicy
+) -> RestartState:
+    breaks, loads = state.failures + 1, state.load_failures + 1
+    pause = (
+        policy.refuse_for if loads >= policy.max_load_failures else _backoff_delay(breaks, policy)
+    )
+    return RestartState(failures=breaks, load_failures=loads, not_before=now + pause, error=error)
 
 
-def after_load(health: Health) -> Health:
+def after_load(state: RestartState) -> RestartState:
     """Whether it is healthy is not known yet, so the breaks in a row still count."""
-    return replace(health, loads=0, error=None)
+    return replace(state, load_failures=0, error=None)
 
 
-def after_death(
-    health: Health, now: float, lived: float, error: AppError, patience: Patience
-) -> Health:
-    """lived: seconds for which it was ready."""
-    breaks = 1 if lived >= patience.healthy else health.breaks + 1
-    return Health(breaks=breaks, not_before=now + _backoff(breaks, patience), error=error)
+def after_crash(
+    state: RestartState, now: float, uptime: float, error: AppError, policy: RestartPolicy
+) -> RestartState:
+    """uptime: seconds for which it was ready."""
+    breaks = 1 if uptime >= policy.healthy_after else state.failures + 1
+    return RestartState(
+        failures=breaks, not_before=now + _backoff_delay(breaks, policy), error=error
+    )
 
 
-def _backoff(breaks: int, patience: Patience) -> float:
+def _backoff_delay(failures: int, policy: RestartPolicy) -> float:
     # the exponent is bounded: a model may break for weeks
-    return min(patience.longest, patience.first * 2.0 ** min(breaks - 1, 32))
+    return min(policy.max_delay, policy.initial_delay * 2.0 ** min(failures - 1, 32))

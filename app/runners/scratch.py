@@ -19,18 +19,18 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def private_scratch(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def prepare_compile_dir(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables to be set for this process: TMPDIR, where it leads to a folder that others can
     write to; and where there is no other one, MLX_DISABLE_COMPILE."""
     common = Path(environ.get("TMPDIR") or tempfile.gettempdir())
-    if _is_ours(common) and _can_hold_code(common):
+    if _is_private(common) and _allows_executables(common):
         return {}
     for folder in _candidates(environ, common):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if _is_ours(folder) and _can_hold_code(folder):
+        if _is_private(folder) and _allows_executables(folder):
             return {"TMPDIR": str(folder)}
     log.warning(
         "no private directory for compiled code: MLX compilation is off, some operations are slower"
@@ -47,7 +47,7 @@ def _candidates(environ: Mapping[str, str], common: Path) -> Iterator[Path]:
     yield common / f"mlxrunner-{os.getuid()}"
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Whether it belongs to us and nobody else may write to it. A link could lead elsewhere
     tomorrow."""
     try:
@@ -58,7 +58,7 @@ def _is_ours(folder: Path) -> bool:
     return mine and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _can_hold_code(folder: Path) -> bool:
+def _allows_executables(folder: Path) -> bool:
     """Whether it can be written to, and what is written there can be run."""
     try:
         flags = os.statvfs(folder).f_flag

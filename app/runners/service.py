@@ -26,16 +26,16 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.core.embeddings import Embedded
-from app.core.errors import AppError, Kind
-from app.core.jobs import EngineStats, Job, Step
-from app.core.messages import Failed, Loading, Message, Ready
+from app.core.embeddings import EmbedResult
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import EngineStats, Job, StepOutput
+from app.core.messages import EngineFailed, EngineMessage, EngineReady, LoadProgress
 from app.core.requests import Grammar
-from app.engine.grammar import Grammars, Matcher
+from app.engine.grammar import GrammarCompiler, Matcher
 from app.engine.load import load
 from app.engine.thread import EngineThread
 from app.runners import wire
-from app.runners.wire import News, Opening, Status
+from app.runners.wire import WorkerEvent, WorkerInit, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -44,156 +44,164 @@ _READY, _LOADING, _ERROR = 0, 3, 5
 
 # Jobs that were cancelled before they came which are remembered. One that is forgotten is cancelled
 # again when it has come.
-_MOST_CANCELLED = 1024
+_MAX_EARLY_CANCELLED = 1024
 
 # seconds that a connection may be idle: longer than the parent keeps one, so that it never sends
 # into one that is being closed
 _KEEP_ALIVE = 3600
 
 
-class Service:
+class WorkerServer:
     """Everything of it runs on the event loop, but `_post`."""
 
-    def __init__(self, opening: Opening) -> None:
-        files, settings = opening.files, opening.settings
+    def __init__(self, init: WorkerInit) -> None:
+        files, settings = init.files, init.settings
         self._thread = EngineThread(
-            lambda report: load(files, settings, report), self._post, checks=settings.debug
+            lambda report: load(files, settings, report),
+            self._post,
+            check_invariants=settings.debug,
         )
-        self._grammars = Grammars.of(files)
+        self._grammars = GrammarCompiler.for_model(files)
         # jobs whose grammar is compiled, and those that were cancelled before they came
         self._compiling: dict[str, asyncio.Task[Matcher]] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._early_cancelled: OrderedDict[str, None] = OrderedDict()
         self._socket = socket.socket(
-            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=opening.socket
+            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=init.socket_fd
         )
-        self._interval = wire.beat_interval(settings)
-        self._state: Loading | Ready | Failed = Loading(progress=0, memory=0)
+        self._heartbeat_interval = wire.heartbeat_interval(settings)
+        self._state: LoadProgress | EngineReady | EngineFailed = LoadProgress(
+            progress=0, allocated_bytes=0
+        )
         self._stats = EngineStats()
-        self._embedding: dict[str, asyncio.Future[Embedded]] = {}
-        self._news: asyncio.Queue[News | None] = asyncio.Queue()
-        self._heard = False  # whether somebody reads the news
-        self._server = _Server(self._application(opening.secret), on_exit=self._close)
+        self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
+        self._events: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
+        self._has_reader = False  # whether somebody reads the news
+        self._server = _UvicornServer(self._application(init.secret), on_exit=self._request_stop)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
         """Returns when it was told to end, or the parent reads no news any more."""
         asyncio.run(self._serve())
 
-    def end(self, patience: float) -> bool:
-        """Whether the engine has ended within `patience` seconds."""
-        if isinstance(self._state, Loading):
+    def stop_engine(self, timeout: float) -> bool:
+        """Whether the engine has ended within `timeout` seconds."""
+        if isinstance(self._state, LoadProgress):
             return False
         self._thread.stop()
-        return self._thread.join(patience)
+        return self._thread.join(timeout)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_ended_by_want)
+        self._loop.set_exception_handler(_handle_loop_exception)
         self._thread.start()
-        self._grammars.start()
+        self._grammars.preload_tokenizer()
         await self._server.serve(sockets=[self._socket])
 
     def _application(self, secret: str) -> ASGIApp:
         routes = [
-            Route("/v1/status", self._tell_status, methods=["GET"]),
-            Route("/v1/updates", self._tell_news, methods=["GET"]),
+            Route("/v1/status", self._get_status, methods=["GET"]),
+            Route("/v1/updates", self._stream_events, methods=["GET"]),
             Route("/v1/jobs", self._submit, methods=["POST"]),
             Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
             Route("/v1/embed", self._embed, methods=["POST"]),
             Route("/v1/probe", self._probe, methods=["POST"]),
         ]
-        errors = {AppError: _refused, MemoryError: _wanting}
-        return _Locked(Starlette(routes=routes, exception_handlers=errors), secret)
+        errors = {AppError: _handle_app_error, MemoryError: _handle_memory_error}
+        return _BearerAuth(Starlette(routes=routes, exception_handlers=errors), secret)
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: EngineMessage) -> None:
         assert self._loop is not None
         # the loop may be gone already when a stopping engine has its last word
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, message)
 
-    def _receive(self, message: Message) -> None:
-        if isinstance(message, Step):
+    def _receive(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutput):
             self._stats = message.stats
-            for embedded in message.embedded:
-                self._hand_over(embedded)
+            for embedded in message.embed_results:
+                self._finish_embedding(embedded)
             # they are told to whoever asked: megabytes should not stand before others' tokens
-            self._news.put_nowait(replace(message, embedded=()) if message.embedded else message)
+            self._events.put_nowait(
+                replace(message, embed_results=()) if message.embed_results else message
+            )
             return
-        if isinstance(message, Ready):
+        if isinstance(message, EngineReady):
             self._stats = message.stats
-        if isinstance(message, Failed):
+        if isinstance(message, EngineFailed):
             for job in self._embedding:
-                self._hand_over(Embedded(job=job, error=f"the engine stopped: {message.message}"))
-            self._news.put_nowait(message)
+                self._finish_embedding(
+                    EmbedResult(job_id=job, error=f"the engine stopped: {message.message}")
+                )
+            self._events.put_nowait(message)
         self._state = message
 
-    def _hand_over(self, embedded: Embedded) -> None:
-        over = self._embedding.get(embedded.job)
+    def _finish_embedding(self, embedded: EmbedResult) -> None:
+        over = self._embedding.get(embedded.job_id)
         if over is not None and not over.done():
             over.set_result(embedded)
 
-    def _close(self) -> None:
+    def _request_stop(self) -> None:
         """Called by a signal, between two lines of whatever runs."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._news.put_nowait, None)
+        self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
-    async def _tell_status(self, request: Request) -> Response:
+    async def _get_status(self, request: Request) -> Response:
         match self._state:
-            case Loading(progress=progress, memory=memory):
+            case LoadProgress(progress=progress, allocated_bytes=memory):
                 status, context = _LOADING, 0
-            case Ready(capacity=capacity):
-                status, context = _READY, capacity.context
-                progress, memory = 100, self._stats.memory
-            case Failed():
+            case EngineReady(capacity=capacity):
+                status, context = _READY, capacity.context_length
+                progress, memory = 100, self._stats.allocated_bytes
+            case EngineFailed():
                 status, progress, context, memory = _ERROR, 0, 0, 0
-        told = Status(
+        told = WorkerStatus(
             Status=status,
             Progress=progress,
             ContextLength=context,
             Memory=memory,
             State=self._state,
         )
-        return Response(wire.STATUS.encode(told), media_type="application/json")
+        return Response(wire.WORKER_STATUS.encode(told), media_type="application/json")
 
-    async def _tell_news(self, request: Request) -> Response:
-        if self._heard:
-            raise AppError(Kind.INVALID, "the updates already have a reader")
-        self._heard = True
-        return StreamingResponse(self._lines(), media_type="application/jsonl")
+    async def _stream_events(self, request: Request) -> Response:
+        if self._has_reader:
+            raise AppError(ErrorKind.INVALID, "the updates already have a reader")
+        self._has_reader = True
+        return StreamingResponse(self._event_lines(), media_type="application/jsonl")
 
-    async def _lines(self) -> AsyncGenerator[bytes]:
-        beating = asyncio.create_task(self._beat())
+    async def _event_lines(self) -> AsyncGenerator[bytes]:
+        beating = asyncio.create_task(self._send_heartbeats())
         try:
-            while (news := await self._news.get()) is not None:
-                for piece in _pieces(news):
-                    yield wire.NEWS.encode(piece) + b"\n"
+            while (news := await self._events.get()) is not None:
+                for piece in _split_event(news):
+                    yield wire.WORKER_EVENT.encode(piece) + b"\n"
         finally:
             beating.cancel()
             self._server.should_exit = True
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             # behind other news it would tell nothing, and fill memory where nobody reads
-            if self._news.empty():
-                self._news.put_nowait(self._thread.heartbeat())
-            await asyncio.sleep(self._interval)
+            if self._events.empty():
+                self._events.put_nowait(self._thread.heartbeat())
+            await asyncio.sleep(self._heartbeat_interval)
 
     async def _submit(self, request: Request) -> Response:
         job = wire.JOB.decode(await request.body())
-        if job.id in self._cancelled:
-            del self._cancelled[job.id]
+        if job.id in self._early_cancelled:
+            del self._early_cancelled[job.id]
             return Response(status_code=409)
         matcher = None
         if job.grammar is not None:
-            matcher = await self._compiled(job, job.grammar)
+            matcher = await self._compile_grammar(job, job.grammar)
             if matcher is None:
                 return Response(status_code=409)
         self._thread.submit(job, matcher)
         return Response(status_code=202)
 
-    async def _compiled(self, job: Job, grammar: Grammar) -> Matcher | None:
+    async def _compile_grammar(self, job: Job, grammar: Grammar) -> Matcher | None:
         """None if the job is cancelled meanwhile. Raises AppError."""
-        work = self._grammars.matcher(grammar, job.stop_ids, job.caller)
+        work = self._grammars.compile_async(grammar, job.stop_token_ids, job.caller)
         compiling = self._compiling[job.id] = asyncio.create_task(work)
         try:
             await asyncio.wait({compiling})
@@ -208,11 +216,11 @@ class Service:
         if compiling is not None:
             compiling.cancel()
         elif "early" in request.query_params:
-            self._cancelled[job] = None
-            while len(self._cancelled) > _MOST_CANCELLED:
-                self._cancelled.popitem(last=False)
+            self._early_cancelled[job] = None
+            while len(self._early_cancelled) > _MAX_EARLY_CANCELLED:
+                self._early_cancelled.popitem(last=False)
         self._thread.cancel(job, keep=None if keep is None else int(keep))
-        self._hand_over(Embedded(job=job, error="the job was cancelled"))
+        self._finish_embedding(EmbedResult(job_id=job, error="the job was cancelled"))
         return Response(status_code=204)
 
     async def _probe(self, request: Request) -> Response:
@@ -237,33 +245,33 @@ class Service:
         finally:
             del self._embedding[job.id]
         if embedded.error is not None:
-            raise AppError(Kind.ENGINE, embedded.error)
+            raise AppError(ErrorKind.ENGINE, embedded.error)
         return Response(b"".join(embedded.vectors), media_type="application/octet-stream")
 
 
-def _pieces(news: News) -> list[News]:
-    return list(wire.split(news)) if isinstance(news, Step) else [news]
+def _split_event(event: WorkerEvent) -> list[WorkerEvent]:
+    return list(wire.split_step(event)) if isinstance(event, StepOutput) else [event]
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _handle_app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
-    body = wire.PROBLEM.encode(wire.problem(error))
+    body = wire.ERROR_BODY.encode(wire.build_error_body(error))
     return Response(body, status_code=422, media_type="application/json")
 
 
-async def _wanting(request: Request, error: Exception) -> Response:
+async def _handle_memory_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MemoryError)
-    _end_for_want(error)
+    _exit_out_of_memory(error)
 
 
-def _ended_by_want(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What asyncio does with errors that nobody waits for, but for the want of memory."""
     if isinstance(error := context.get("exception"), MemoryError):
-        _end_for_want(error)
+        _exit_out_of_memory(error)
     loop.default_exception_handler(context)
 
 
-def _end_for_want(error: MemoryError) -> NoReturn:
+def _exit_out_of_memory(error: MemoryError) -> NoReturn:
     """A process that has no memory to read what it is asked is of no use to anybody, and seems well
     as long as its engine turns: it ends, so that another takes its place."""
     with suppress(MemoryError):
@@ -271,7 +279,7 @@ def _end_for_want(error: MemoryError) -> NoReturn:
     os._exit(1)
 
 
-class _Locked:
+class _BearerAuth:
     """Lets those in who bring the secret."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
@@ -286,7 +294,7 @@ class _Locked:
             await PlainTextResponse("unauthorized", status_code=401)(scope, receive, send)
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """on_exit: called when a signal asks it to end, so that the answer without end does."""
 
     def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:

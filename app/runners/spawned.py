@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.core.ports import LossCause
-from app.runners.interpreter import command, environment
-from app.runners.output import Output, Quota, ended
+from app.core.ports import FailureCause
+from app.runners.interpreter import build_command, build_environment
+from app.runners.output import LogRateLimit, ProcessOutput, describe_exit
 
 log = logging.getLogger(__name__)
 
@@ -28,25 +28,27 @@ _BACKLOG = 128
 _CHUNK = 1 << 16
 
 # seconds that a process gets to end in order, and that its last words may take
-_GRACE, _LAST_WORDS = 5.0, 1.0
+_TERMINATE_TIMEOUT, _OUTPUT_TIMEOUT = 5.0, 1.0
 
 # Signals that come from outside: of an operator, or, SIGKILL, of a system that is out of memory.
-_SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_EXTERNAL_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """how: a clause. said: what it wrote that may say why; empty when it could not know. cause: as
-    of `RunnerLoss`."""
+class ProcessExit:
+    """description: a clause. last_output: what it wrote that may say why; empty when it could not
+    know. cause: as of `RunnerFailure`."""
 
-    how: str
-    said: str
-    cause: LossCause
+    description: str
+    last_output: str
+    cause: FailureCause
 
 
-def out_of_memory_kills() -> int | None:
+def count_oom_kills() -> int | None:
     """How many processes this system has killed because memory ran out, in containers and out of
     them; None where it does not say (Documentation/admin-guide/mm of Linux, /proc/vmstat)."""
     with contextlib.suppress(OSError, ValueError):
@@ -57,7 +59,7 @@ def out_of_memory_kills() -> int | None:
     return None
 
 
-class Spawned:
+class ChildProcess:
     """A process that was started. name: of the model, for the log and for `ps`."""
 
     def __init__(
@@ -66,23 +68,23 @@ class Spawned:
         self._name = name
         self._process = process
         self._listener = listener
-        self._output = Output()
-        self._ending = False
-        self._kills_before = out_of_memory_kills()
-        self._reading = asyncio.create_task(self._read())
-        self._gone = asyncio.create_task(self._reap())
+        self._output = ProcessOutput()
+        self._terminating = False
+        self._oom_kills_at_start = count_oom_kills()
+        self._output_task = asyncio.create_task(self._read_output())
+        self._exit_task = asyncio.create_task(self._reap())
 
     @classmethod
-    async def begin(cls, name: str, opening: Callable[[int], bytes]) -> "Spawned":
-        """opening: the line that it gets through its standard input, made from the descriptor of
+    async def start(cls, name: str, make_init: Callable[[int], bytes]) -> "ChildProcess":
+        """make_init: the line that it gets through its standard input, made from the descriptor of
         the socket, which is the same in both processes."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.bind(("127.0.0.1", 0))
             listener.listen(_BACKLOG)
-            first_line = opening(listener.fileno()) + b"\n"
+            first_line = make_init(listener.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
-                *command("app.runners.child", name),
+                *build_command("app.runners.child", name),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -92,7 +94,7 @@ class Spawned:
                 # out by session (autogroups), so that on a busy machine one token in a hundred was
                 # 0.1 s late from another session, and 0.02 s from this one.
                 process_group=0,
-                env=environment(),
+                env=build_environment(),
             )
         except BaseException:
             listener.close()
@@ -115,77 +117,81 @@ class Spawned:
         return self._process.returncode is None
 
     @property
-    def said(self) -> str:
+    def last_output(self) -> str:
         """What it wrote until now that may say why it is of no use any more."""
-        return self._output.reason()
+        return self._output.find_reason()
 
-    async def gone(self) -> Ending:
+    async def wait(self) -> ProcessExit:
         """Returns when it has ended and left nothing behind. Any number may wait."""
-        return await asyncio.shield(self._gone)
+        return await asyncio.shield(self._exit_task)
 
     def kill(self) -> None:
         """Also when it is stopped, or deaf."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def end(self) -> None:
+    async def terminate(self) -> None:
         """In order, if that takes no longer than `_GRACE`."""
-        self._ending = True
+        self._terminating = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
-            await asyncio.wait_for(self.gone(), _GRACE)
+            await asyncio.wait_for(self.wait(), _TERMINATE_TIMEOUT)
         except TimeoutError:
-            log.warning("%s: the process did not exit within %.0f s", self._name, _GRACE)
+            log.warning(
+                "%s: the process did not exit within %.0f s", self._name, _TERMINATE_TIMEOUT
+            )
             self.kill()
-            await self.gone()
+            await self.wait()
 
-    async def _reap(self) -> Ending:
+    async def _reap(self) -> ProcessExit:
         status = await self._process.wait()
         # what is left in the pipe; a pipe that somebody else holds open is no reason to wait
-        await asyncio.wait({self._reading}, timeout=_LAST_WORDS)
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.wait({self._output_task}, timeout=_OUTPUT_TIMEOUT)
+        self._output_task.cancel()
+        await asyncio.gather(self._output_task, return_exceptions=True)
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(OSError):
             await self._process.stdin.wait_closed()
         self._listener.close()
-        said = "" if status == -signal.SIGKILL else self._output.reason()
-        return Ending(how=ended(status), said=said, cause=self._cause(status))
+        said = "" if status == -signal.SIGKILL else self._output.find_reason()
+        return ProcessExit(
+            description=describe_exit(status), last_output=said, cause=self._classify_exit(status)
+        )
 
-    def _cause(self, status: int) -> LossCause:
-        if -status not in _SENT:
+    def _classify_exit(self, status: int) -> FailureCause:
+        if -status not in _EXTERNAL_SIGNALS:
             return "fault"
-        before, now = self._kills_before, out_of_memory_kills()
+        before, now = self._oom_kills_at_start, count_oom_kills()
         if status == -signal.SIGKILL and (before is None or before != now):
             return "unknown"
         return "outside"
 
-    async def _read(self) -> None:
+    async def _read_output(self) -> None:
         """Always on: a full pipe would stop the process."""
         stream = self._process.stdout
         assert stream is not None
-        quota, level = Quota(), logging.WARNING
+        quota, level = LogRateLimit(), logging.WARNING
         now = asyncio.get_running_loop().time
         while data := await stream.read(_CHUNK):
             for line in self._output.feed(data):
-                level = self._pass_on(line, level, quota, now())
+                level = self._log_line(line, level, quota, now())
         for line in self._output.flush():
-            level = self._pass_on(line, level, quota, now())
+            level = self._log_line(line, level, quota, now())
 
-    def _pass_on(self, line: str, level: int, quota: Quota, now: float) -> int:
+    def _log_line(self, line: str, level: int, rate_limit: LogRateLimit, now: float) -> int:
         """To our log, at its level. A line that names none and is not indented was not written by
         a logger: it is a library's complaint, or the last word of a process."""
         first, _, rest = line.partition(" ")
-        if first in _LEVELS:
+        if first in _LOG_LEVELS:
             level, line = getattr(logging, first), rest
         elif not line.startswith(" "):
             level = max(level, logging.WARNING)
         # what it says about being told to end is no news
-        shown = logging.DEBUG if self._ending else level
-        if quota.admits(now):
-            if held := quota.held():
+        shown = logging.DEBUG if self._terminating else level
+        if rate_limit.admit(now):
+            if held := rate_limit.take_dropped():
                 log.warning("%s: %d more lines were suppressed", self._name, held)
             log.log(shown, "%s: %s", self._name, line)
         return level

@@ -10,116 +10,130 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.residents import Need, Served
+from app.core.residents import MemoryRequirement, ServedModel
 from app.core.settings import Settings
-from app.runners.resident import Resident
+from app.runners.resident import ModelHandle
 
 log = logging.getLogger(__name__)
 
-ReadFiles = Callable[[Served], Awaitable[ModelFiles]]
+ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
 # files, settings, bytes that models have which are loaded already
-AskNeed = Callable[[ModelFiles, Settings, int], Awaitable[Need]]
+EstimateMemory = Callable[[ModelFiles, Settings, int], Awaitable[MemoryRequirement]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """total: bytes for all models; None, like need, where a model gets all there is."""
+class PreflightResult:
+    """total_bytes: bytes for all models; None, like need, where a model gets all there is."""
 
     files: ModelFiles
-    need: Need | None
-    total: int | None
+    requirement: MemoryRequirement | None
+    total_bytes: int | None
 
 
-class Survey:
-    """total: bytes for all models; None is what the device can give. told: called when something
-    was found out."""
+class Preflight:
+    """total_bytes: bytes for all models; None is what the device can give. on_result: called when
+    something was found out."""
 
     def __init__(
-        self, files: ReadFiles, need: AskNeed | None, total: int | None, told: Callable[[], None]
+        self,
+        read_files: ReadFiles,
+        estimate: EstimateMemory | None,
+        total_bytes: int | None,
+        on_result: Callable[[], None],
     ) -> None:
-        self._files = files
-        self._need = need
-        self._total = total
-        self._told = told
-        self._of: str | None = None
-        self._found: Found | None = None
+        self._read_files = read_files
+        self._estimate_memory = estimate
+        self._total_bytes = total_bytes
+        self._on_result = on_result
+        self._model: str | None = None
+        self._result: PreflightResult | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def total(self) -> int | None:
+    def total_bytes(self) -> int | None:
         """As of what was found last."""
-        return None if self._found is None else self._found.total
+        return None if self._result is None else self._result.total_bytes
 
-    def found_of(self, name: str) -> Found | None:
-        return self._found if self._of == name else None
+    def get_result(self, name: str) -> PreflightResult | None:
+        return self._result if self._model == name else None
 
-    def turn_to(self, resident: Resident | None, here: Sequence[Resident]) -> None:
-        """It is this one's turn. here: those in memory."""
-        name = None if resident is None else resident.served.name
-        if name != self._of:
-            self._end_turn()
-        busy = self._task is not None or self._found is not None
-        moving = any(one.phase != "ready" for one in here)
-        if resident is not None and not busy and not moving:
-            self._of = name
-            self._task = asyncio.create_task(self._look(resident, here))
+    def select(self, handle: ModelHandle | None, loaded: Sequence[ModelHandle]) -> None:
+        """It is this one's turn. loaded: those in memory."""
+        name = None if handle is None else handle.served.name
+        if name != self._model:
+            self._reset()
+        busy = self._task is not None or self._result is not None
+        moving = any(one.phase != "ready" for one in loaded)
+        if handle is not None and not busy and not moving:
+            self._model = name
+            self._task = asyncio.create_task(self._run(handle, loaded))
 
-    def hand_over(self, name: str) -> ModelFiles:
+    def take_files(self, name: str) -> ModelFiles:
         """Its load begins."""
-        assert self._of == name
-        assert self._found is not None
-        files = self._found.files
-        self._end_turn()
+        assert self._model == name
+        assert self._result is not None
+        files = self._result.files
+        self._reset()
         return files
 
     async def stop(self) -> None:
         task = self._task
-        self._end_turn()
+        self._reset()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _asked(self, resident: Resident, files: ModelFiles, held: int) -> Need | None:
+    async def _estimate(
+        self, handle: ModelHandle, files: ModelFiles, loaded_bytes: int
+    ) -> MemoryRequirement | None:
         """Not again for the same files, where it is not the device that must be asked each time:
         laying out a model takes about as long as loading a small one."""
-        if self._need is None:
+        if self._estimate_memory is None:
             return None
-        if self._total is not None and resident.need is not None and resident.files == files:
-            return resident.need
-        return await self._need(files, resident.served.settings, held)
+        if (
+            self._total_bytes is not None
+            and handle.requirement is not None
+            and handle.files == files
+        ):
+            return handle.requirement
+        return await self._estimate_memory(files, handle.served.settings, loaded_bytes)
 
-    def _end_turn(self) -> None:
+    def _reset(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._of = self._found = self._task = None
+        self._model = self._result = self._task = None
 
-    async def _look(self, resident: Resident, here: Sequence[Resident]) -> None:
-        served = resident.served
+    async def _run(self, handle: ModelHandle, loaded: Sequence[ModelHandle]) -> None:
+        served = handle.served
         try:
-            files = await self._files(served)
-            need = await self._asked(resident, files, sum(one.bytes_held for one in here))
+            files = await self._read_files(served)
+            need = await self._estimate(handle, files, sum(one.allocated_bytes for one in loaded))
         except Exception as error:
             self._task = None
-            self._end_turn()
-            resident.refuse(_told(error, served))
+            self._reset()
+            handle.fail_load(_as_load_error(error, served))
         else:
             self._task = None
-            resident.need = need
+            handle.requirement = need
             if need is None:
-                self._found = Found(files=files, need=None, total=None)
-            elif self._total is not None:
-                self._found = Found(files=files, need=need, total=self._total)
-            elif all(one.phase == "ready" for one in here):
-                self._found = Found(files=files, need=need, total=need.budget)
+                self._result = PreflightResult(files=files, requirement=None, total_bytes=None)
+            elif self._total_bytes is not None:
+                self._result = PreflightResult(
+                    files=files, requirement=need, total_bytes=self._total_bytes
+                )
+            elif all(one.phase == "ready" for one in loaded):
+                self._result = PreflightResult(
+                    files=files, requirement=need, total_bytes=need.device_budget
+                )
             else:  # somebody left meanwhile, and nobody knows whether that was free already
-                self._end_turn()
-        self._told()
+                self._reset()
+        self._on_result()
 
 
-def _told(error: Exception, served: Served) -> AppError:
+def _as_load_error(error: Exception, served: ServedModel) -> AppError:
     if isinstance(error, AppError):
         log.error("%s cannot be loaded: %s", served.name, error.message)
         return error
     log.error("the files of %s could not be read", served.name, exc_info=error)
-    return AppError(Kind.MODEL_FILES, f"{served.name} could not be read: {error}")
+    return AppError(ErrorKind.MODEL_FILES, f"{served.name} could not be read: {error}")

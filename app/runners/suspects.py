@@ -22,80 +22,81 @@ from dataclasses import dataclass
 
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Job
-from app.core.ports import LossCause
+from app.core.ports import FailureCause
 
 # What a death weighs by its cause, and from which weight on a job is not run any more: two faults,
 # or six deaths of which it is not known whether memory ran out.
-WEIGHTS: Mapping[LossCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
-GUILTY = 6
+CRASH_WEIGHTS: Mapping[FailureCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
+REFUSE_WEIGHT = 6
 
-_MOST, _FORGOTTEN_AFTER = 1000, 3600.0
+_MAX_RECORDS, _RECORD_TTL = 1000, 3600.0
 
-Suspect = Job | EmbedJob
+AnyJob = Job | EmbedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """deaths: how many a job ran at, and what they weigh together. last: when the last one was."""
+class CrashRecord:
+    """crashes: how many a job ran at, and what they weigh together. last_crash: when the last one
+    was."""
 
-    deaths: int = 0
+    crashes: int = 0
     weight: int = 0
-    last: float = 0.0
+    last_crash: float = 0.0
 
 
-class Suspects:
-    """Of one model. most: how many are remembered, the latest ones. forgotten_after: seconds."""
+class CrashRecords:
+    """Of one model. max_records: how many are remembered, the latest ones. ttl: seconds."""
 
     def __init__(
         self,
         clock: Callable[[], float],
         *,
-        most: int = _MOST,
-        forgotten_after: float = _FORGOTTEN_AFTER,
+        max_records: int = _MAX_RECORDS,
+        ttl: float = _RECORD_TTL,
     ) -> None:
         self._clock = clock
-        self._most = most
-        self._forgotten_after = forgotten_after
-        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._max_records = max_records
+        self._ttl = ttl
+        self._records: OrderedDict[bytes, CrashRecord] = OrderedDict()
 
-    def record(self, job: Suspect) -> Record:
+    def get(self, job: AnyJob) -> CrashRecord:
         """At which deaths it ran, as far as that is remembered."""
-        self._forget()
+        self._drop_expired()
         # a long prompt takes a millisecond to hash: not where there is nothing to compare it with
         known = self._records.get(_key(job)) if self._records else None
-        return known or Record()
+        return known or CrashRecord()
 
-    def accuse(self, jobs: Iterable[Suspect], *, weight: int) -> None:
+    def add_crash(self, jobs: Iterable[AnyJob], *, weight: int) -> None:
         """A runner died while these ran; answers of one prompt beside each other are one."""
-        self._forget()
+        self._drop_expired()
         for key in {_key(job) for job in jobs}:
-            before = self._records.pop(key, Record())
-            self._records[key] = Record(
-                deaths=before.deaths + 1, weight=before.weight + weight, last=self._clock()
+            before = self._records.pop(key, CrashRecord())
+            self._records[key] = CrashRecord(
+                crashes=before.crashes + 1, weight=before.weight + weight, last_crash=self._clock()
             )
-        while len(self._records) > self._most:
+        while len(self._records) > self._max_records:
             self._records.popitem(last=False)
 
-    def clear(self, job: Suspect) -> None:
+    def clear(self, job: AnyJob) -> None:
         """It came to a good end."""
         self._records.pop(_key(job), None)
 
     def clear_all(self) -> None:
         self._records.clear()
 
-    def _forget(self) -> None:
+    def _drop_expired(self) -> None:
         """The oldest ones stand first, since each accusation puts its job last."""
-        oldest = self._clock() - self._forgotten_after
-        while self._records and next(iter(self._records.values())).last < oldest:
+        oldest = self._clock() - self._ttl
+        while self._records and next(iter(self._records.values())).last_crash < oldest:
             self._records.popitem(last=False)
 
 
-def _key(job: Suspect) -> bytes:
+def _key(job: AnyJob) -> bytes:
     """What a runner is asked to evaluate, not how its answer is drawn."""
     if isinstance(job, EmbedJob):
         parts, rest = job.inputs, f"embed {job.pooling}"
     else:
-        parts, rest = (job.ids,), repr(job.grammar)
+        parts, rest = (job.prompt_token_ids,), repr(job.grammar)
     digest = hashlib.blake2b(rest.encode(errors="surrogatepass"), digest_size=16)
     for ids in parts:
         digest.update(len(ids).to_bytes(8, "little"))

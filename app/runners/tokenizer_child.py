@@ -13,67 +13,67 @@ import time
 from app.core.errors import AppError
 from app.runners import lifeline
 from app.runners.codec import Codec
-from app.runners.tokenizer_trial import OUT_OF_MEMORY, Answer, Question
+from app.runners.tokenizer_trial import OUT_OF_MEMORY_STATUS, CheckRequest, CheckResponse
 
 # seconds between two looks at the memory that is used
-_LOOK_EVERY = 0.02
+_MEMORY_POLL_INTERVAL = 0.02
 
 
 def main() -> int:
     lifeline.tie_to_parent()
-    line = lifeline.first_line()
+    line = lifeline.read_first_line()
     if not line:
         return 1
-    question = Codec[Question](Question).decode(line)
-    lifeline.hold(question.parent)
-    limit(question.memory, question.cpu)
+    question = Codec[CheckRequest](CheckRequest).decode(line)
+    lifeline.exit_with_parent(question.parent_pid)
+    apply_limits(question.memory_limit, question.cpu_limit)
     try:
-        answer = _tried(question)
+        answer = _check(question)
     except MemoryError:
-        return OUT_OF_MEMORY
-    sys.stdout.buffer.write(Codec[Answer](Answer).encode(answer) + b"\n")
+        return OUT_OF_MEMORY_STATUS
+    sys.stdout.buffer.write(Codec[CheckResponse](CheckResponse).encode(answer) + b"\n")
     return 0
 
 
-def _tried(question: Question) -> Answer:
+def _check(request: CheckRequest) -> CheckResponse:
     # takes a while, in which whoever asked may go
-    from app.text.probes import try_out
+    from app.text.probes import probe_tokenizer
     from app.text.tokenizer import Tokenizer
 
     try:
-        try_out(Tokenizer.load(question.files))
+        probe_tokenizer(Tokenizer.load(request.files))
     except AppError as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from error
-        return Answer(refused=error.message)
-    return Answer(refused=None)
+        return CheckResponse(error=error.message)
+    return CheckResponse(error=None)
 
 
-def limit(memory: int, cpu: int) -> None:
+def apply_limits(memory: int, cpu: int) -> None:
     """memory: bytes. cpu: seconds, behind which the process gets SIGXCPU, and a second later
     SIGKILL."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_CPU, cpu, cpu + 1)
+    _lower_limit(resource.RLIMIT_CPU, cpu, cpu + 1)
     if sys.platform == "linux":
-        _lower(resource.RLIMIT_AS, memory, memory)
+        _lower_limit(resource.RLIMIT_AS, memory, memory)
     else:  # macOS does not enforce it
         watch_memory(memory)
 
 
-def watch_memory(most: int) -> None:
-    """End this process when it has held more than `most` bytes. The library lets other threads run
-    while it works on a text."""
+def watch_memory(max_bytes: int) -> None:
+    """End this process when it has held more than `max_bytes` bytes. The library lets other threads
+    run while it works on a text."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
     def watch() -> None:
-        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= most:
-            time.sleep(_LOOK_EVERY)
-        os._exit(OUT_OF_MEMORY)
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= max_bytes:
+            time.sleep(_MEMORY_POLL_INTERVAL)
+        os._exit(OUT_OF_MEMORY_STATUS)
 
     threading.Thread(target=watch, name="memory", daemon=True).start()
 
 
-def _lower(kind: int, soft: int, hard: int) -> None:
+def _lower_limit(kind: int, soft: int, hard: int) -> None:
     """Nobody may raise a limit that was set from outside."""
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY:

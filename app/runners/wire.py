@@ -1,8 +1,8 @@
 """What a runner's process and the one that started it say to each other.
 
-Knows: the words. Must not know: pipes, sockets, HTTP. Down: an `Opening` through standard input,
+Knows: the words. Must not know: pipes, sockets, HTTP. Down: an `WorkerInit` through standard input,
 which stays open as long as the parent lives, then a `Job` or an `EmbedJob` per request. Up: a
-`Status` when asked, and one line of `News` after the other.
+`WorkerStatus` when asked, and one line of `WorkerEvent` after the other.
 """
 
 from collections.abc import Iterator
@@ -10,38 +10,38 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.jobs import Job, PromptScores, Step
-from app.core.messages import Failed, Heartbeat, Loading, Ready
+from app.core.jobs import Job, PromptLogprobs, StepOutput
+from app.core.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress
 from app.core.settings import Settings
 from app.runners.codec import Codec
 
 # scores of a prompt's positions in one line: a long prompt's are millions of numbers, and whoever
 # reads a line of them does nothing else meanwhile
-_SCORES = 512
+_SCORES_PER_CHUNK = 512
 
 # heartbeats per `Settings.watchdog`, at least, and seconds between two of them, at most
-_BEATS = 4
-_SLOWEST_BEAT = 1.0
+_HEARTBEATS_PER_WATCHDOG = 4
+_MAX_HEARTBEAT_INTERVAL = 1.0
 
 Scores = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """The first words. parent: its pid. socket: descriptor of a loopback socket that listens
+class WorkerInit:
+    """The first words. parent_pid: its pid. socket_fd: descriptor of a loopback socket that listens
     already. secret: what every request must bring as its bearer token."""
 
-    parent: int
-    socket: int
+    parent_pid: int
+    socket_fd: int
     secret: str
     settings: Settings
     files: ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class WorkerStatus:
     """GET /v1/status. The first four are spelt and counted as Ollama's client reads them of its
     runner (llm.ServerStatus: 0 ready, 3 loading, 5 error); Memory is in bytes."""
 
@@ -49,23 +49,23 @@ class Status:
     Progress: int
     ContextLength: int
     Memory: int
-    State: Loading | Ready | Failed
+    State: LoadProgress | EngineReady | EngineFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoreScores:
-    """Some of a prompt's scores; others come behind them, the last of all in the `PromptScores` of
-    the next step."""
+class PromptScoresChunk:
+    """Some of a prompt's scores; others come behind them, the last of all in the `PromptLogprobs`
+    of the next step."""
 
     job: str
     scores: Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ErrorBody:
     """An AppError."""
 
-    kind: Kind
+    kind: ErrorKind
     message: str
     param: str | None = None
     code: str | None = None
@@ -73,74 +73,78 @@ class Problem:
 
 
 # of an engine that is loaded
-News = Heartbeat | MoreScores | Step | Failed
+WorkerEvent = Heartbeat | PromptScoresChunk | StepOutput | EngineFailed
 
-OPENING = Codec[Opening](Opening)
-STATUS = Codec[Status](Status)
-NEWS = Codec[News](News)
+WORKER_INIT = Codec[WorkerInit](WorkerInit)
+WORKER_STATUS = Codec[WorkerStatus](WorkerStatus)
+WORKER_EVENT = Codec[WorkerEvent](WorkerEvent)
 JOB = Codec[Job](Job)
 EMBED_JOB = Codec[EmbedJob](EmbedJob)
-PROBLEM = Codec[Problem](Problem)
+ERROR_BODY = Codec[ErrorBody](ErrorBody)
 
 
-def problem(error: AppError) -> Problem:
-    return Problem(
+def build_error_body(error: AppError) -> ErrorBody:
+    return ErrorBody(
         kind=error.kind,
-        message=error.marked,
+        message=error.marked_message,
         param=error.param,
         code=error.code,
         retry_after=error.retry_after,
     )
 
 
-def app_error(problem: Problem) -> AppError:
+def build_app_error(body: ErrorBody) -> AppError:
     return AppError(
-        problem.kind,
-        problem.message,
-        param=problem.param,
-        code=problem.code,
-        retry_after=problem.retry_after,
+        body.kind,
+        body.message,
+        param=body.param,
+        code=body.code,
+        retry_after=body.retry_after,
     )
 
 
-def beat_interval(settings: Settings) -> float:
+def heartbeat_interval(settings: Settings) -> float:
     """Seconds between two heartbeats."""
-    return min(_SLOWEST_BEAT, settings.watchdog / _BEATS)
+    return min(_MAX_HEARTBEAT_INTERVAL, settings.watchdog / _HEARTBEATS_PER_WATCHDOG)
 
 
-def split(step: Step) -> Iterator[MoreScores | Step]:
+def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
     """The step, behind those of its scores that make it too long for one line."""
-    if not any(isinstance(update, PromptScores) for update in step.updates):
+    if not any(isinstance(update, PromptLogprobs) for update in step.updates):
         yield step
         return
     kept = list(step.updates)
     for place, update in enumerate(kept):
-        if isinstance(update, PromptScores):
-            last = max(0, len(update.scores) - 1) // _SCORES * _SCORES
-            for start in range(0, last, _SCORES):
-                yield MoreScores(job=update.job, scores=update.scores[start : start + _SCORES])
-            kept[place] = replace(update, scores=update.scores[last:])
+        if isinstance(update, PromptLogprobs):
+            last = max(0, len(update.logprobs) - 1) // _SCORES_PER_CHUNK * _SCORES_PER_CHUNK
+            for start in range(0, last, _SCORES_PER_CHUNK):
+                yield PromptScoresChunk(
+                    job=update.job_id, scores=update.logprobs[start : start + _SCORES_PER_CHUNK]
+                )
+            kept[place] = replace(update, logprobs=update.logprobs[last:])
     yield replace(step, updates=tuple(kept))
 
 
-class Joiner:
+class StepJoiner:
     """Undoes `split`."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[Scores]] = {}
+        self._chunks: dict[str, list[Scores]] = {}
 
-    def hold(self, more: MoreScores) -> None:
-        self._held.setdefault(more.job, []).append(more.scores)
+    def add(self, more: PromptScoresChunk) -> None:
+        self._chunks.setdefault(more.job, []).append(more.scores)
 
-    def joined(self, step: Step) -> Step:
-        if not self._held:
+    def join(self, step: StepOutput) -> StepOutput:
+        if not self._chunks:
             return step
-        held, self._held = self._held, {}
+        held, self._chunks = self._chunks, {}
         return replace(
             step,
             updates=tuple(
-                replace(update, scores=tuple(chain(*held.get(update.job, ()), update.scores)))
-                if isinstance(update, PromptScores)
+                replace(
+                    update, logprobs=tuple(chain(*held.get(update.job_id, ()), update.logprobs))
+                )
+                if isinstance(update, PromptLogprobs)
                 else update
                 for update in step.updates
             ),

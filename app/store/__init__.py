@@ -19,16 +19,16 @@ from typing import TypeVar
 
 from app.core.files import ModelFiles
 from app.store import hf
-from app.store.digests import Verified
-from app.store.documents import unreadable
-from app.store.names import BUILTIN, HubName, Name, NotHere, parse
+from app.store.digests import DigestCache
+from app.store.documents import unreadable_error
+from app.store.names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
 from app.store.ollama import manifest, model
 
 _Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
+class InstalledModel:
     """A model that is here, perhaps broken. source: in a word. read: raises AppError where it
     cannot be served."""
 
@@ -41,21 +41,23 @@ class Installed:
 def resolve(name: str | None) -> ModelFiles:
     """What `find` finds, and every blob whose name is a digest has that digest."""
     files = find(name)
-    Verified().check(manifest.digests_of(files.shards))
+    DigestCache().verify(manifest.get_digests(files.shards))
     return files
 
 
 @contextlib.contextmanager
-def _told() -> Generator[None]:
+def _translate_os_errors() -> Generator[None]:
     """Raises AppError(MODEL_FILES) for a place that may not be read or went away just now: any
     look at a disk may find that."""
     try:
         yield
     except OSError as error:
-        raise unreadable(Path(error.filename or "a file"), error.strerror or str(error)) from error
+        raise unreadable_error(
+            Path(error.filename or "a file"), error.strerror or str(error)
+        ) from error
 
 
-@_told()
+@_translate_os_errors()
 def find(name: str | None) -> ModelFiles:
     """Reads JSON and the headers of tensors. None is the built-in model.
 
@@ -64,43 +66,51 @@ def find(name: str | None) -> ModelFiles:
     """
     if name is None or name == BUILTIN:
         return _read_builtin()
-    wanted = parse(name)
-    found = _in_folder(wanted) or _in_cache(wanted.hub) or _in_ollama(wanted)
+    wanted = parse_model_name(name)
+    found = (
+        _find_in_folder(wanted) or _find_in_hub_cache(wanted.hub) or _find_in_ollama_store(wanted)
+    )
     if found is not None:
         return found
     if wanted.hub is None and wanted.folder is not None and wanted.folder.is_dir():
         return hf.read(wanted.folder, name=name)  # which says what it lacks
-    raise _not_here(wanted)
+    raise _not_found_error(wanted)
 
 
-def installed() -> Iterator[Installed]:
+def list_installed() -> Iterator[InstalledModel]:
     """Every model that has a name of its own here."""
-    yield Installed(name=BUILTIN, source="built in", path=_builtin(), read=_read_builtin)
+    yield InstalledModel(
+        name=BUILTIN, source="built in", path=_builtin_folder(), read=_read_builtin
+    )
     # takes a sixth of a second to import, which is only spent where it is needed
     from app.store.hub import cached
 
-    with _told():
-        entries, names = list(cached.everything()), list(manifest.everything())
+    with _translate_os_errors():
+        entries, names = list(cached.list_revisions()), list(manifest.list_names())
     for entry in entries:
-        read = _reader(entry.name, cached.find)
-        yield Installed(name=str(entry.name), source="hub", path=entry.folder, read=read)
+        read = _make_reader(entry.name, cached.find)
+        yield InstalledModel(name=str(entry.name), source="hub", path=entry.folder, read=read)
     for name in names:
-        read = _reader(name, model.find)
-        yield Installed(name=str(name), source="ollama", path=manifest.path_of(name), read=read)
+        read = _make_reader(name, model.find)
+        yield InstalledModel(
+            name=str(name), source="ollama", path=manifest.get_manifest_path(name), read=read
+        )
 
 
-def _reader(name: _Name, find: Callable[[_Name], ModelFiles | None]) -> Callable[[], ModelFiles]:
-    @_told()
+def _make_reader(
+    name: _Name, find: Callable[[_Name], ModelFiles | None]
+) -> Callable[[], ModelFiles]:
+    @_translate_os_errors()
     def read() -> ModelFiles:
         found = find(name)
         if found is None:
-            raise NotHere(f"{name} was removed while it was being read")
+            raise ModelNotFoundError(f"{name} was removed while it was being read")
         return found
 
     return read
 
 
-def _in_folder(wanted: Name) -> ModelFiles | None:
+def _find_in_folder(wanted: ModelName) -> ModelFiles | None:
     """A path is taken at its word. What could be a name too must look like a model."""
     folder = wanted.folder
     if folder is None or not folder.is_dir():
@@ -111,7 +121,7 @@ def _in_folder(wanted: Name) -> ModelFiles | None:
     return hf.read(folder, name=folder.resolve().name)
 
 
-def _in_cache(name: HubName | None) -> ModelFiles | None:
+def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
     if name is None:
         return None
     from app.store.hub import cached
@@ -119,14 +129,14 @@ def _in_cache(name: HubName | None) -> ModelFiles | None:
     return cached.find(name)
 
 
-def _in_ollama(wanted: Name) -> ModelFiles | None:
+def _find_in_ollama_store(wanted: ModelName) -> ModelFiles | None:
     return None if wanted.ollama is None else model.find(wanted.ollama)
 
 
-def _not_here(wanted: Name) -> NotHere:
+def _not_found_error(wanted: ModelName) -> ModelNotFoundError:
     """What was looked for, where, and what to do."""
     if wanted.hub is None and wanted.ollama is None:
-        return NotHere(f"{wanted.text} is not a folder: check the path")
+        return ModelNotFoundError(f"{wanted.text} is not a folder: check the path")
     is_folder = wanted.folder is not None and wanted.folder.is_dir()
     looked = ["the folder of that name holds no model" if is_folder else "no such folder"]
     if wanted.hub is not None:
@@ -134,13 +144,13 @@ def _not_here(wanted: Name) -> NotHere:
 
         looked.append(f"not in the Hugging Face cache ({cached.cache_folder()})")
     if wanted.ollama is not None:
-        looked.append(f"not in Ollama's store ({manifest.root()})")
+        looked.append(f"not in Ollama's store ({manifest.store_folder()})")
     said = f"model {wanted.text} was not found: {', '.join(looked)}"
     if wanted.hub is None:
-        return NotHere(
+        return ModelNotFoundError(
             f"{said}; run `mlxrunner list` to see local models, or download it with `ollama pull`"
         )
-    return NotHere(
+    return ModelNotFoundError(
         f"{said}; run `mlxrunner pull {wanted.text}` to download it, or serve it with --pull",
         hub=wanted.hub,
     )
@@ -148,12 +158,12 @@ def _not_here(wanted: Name) -> NotHere:
 
 def is_builtin(files: ModelFiles) -> bool:
     """Whether the model is the one that ships with the project."""
-    return files.path == _builtin()
+    return files.path == _builtin_folder()
 
 
 def _read_builtin() -> ModelFiles:
-    return hf.read(_builtin(), name=BUILTIN)
+    return hf.read(_builtin_folder(), name=BUILTIN)
 
 
-def _builtin() -> Path:
+def _builtin_folder() -> Path:
     return Path(__file__).resolve().parents[2] / "models" / "builtin"

@@ -17,15 +17,15 @@ from typing import Any, cast
 
 import orjson
 
-from app.core.amounts import in_bytes
-from app.core.errors import AppError, Kind
+from app.core.amounts import format_bytes
+from app.core.errors import AppError, ErrorKind
 
 log = logging.getLogger(__name__)
 
 _THREADS = 4
 
 # bytes that take a second or more
-_WORTH_A_WORD = 1 << 30
+_LOG_FROM_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
 
@@ -45,7 +45,7 @@ def git_sha1(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Verified:
+class DigestCache:
     """Remembers which files had the digest that they should have, so that a start need not read
     every model twice. It guards against broken disks and copies: whoever can write to the store
     could write here too.
@@ -53,27 +53,29 @@ class Verified:
     A file is known by digest, size, time of change and inode: whatever replaces or alters it is
     hashed again. Where nothing can be written, nothing is remembered."""
 
-    def __init__(self, memory: Path | None = None) -> None:
-        self._path = memory or cache_folder() / "verified.json"
+    def __init__(self, cache_file: Path | None = None) -> None:
+        self._path = cache_file or app_cache_folder() / "verified.json"
 
-    def check(self, files: Mapping[Path, str]) -> None:
+    def verify(self, files: Mapping[Path, str]) -> None:
         """files: the SHA-256 that each must have. Raises AppError(MODEL_FILES) for the first that
         has another, and for one that cannot be read."""
         known = self._read()
         try:
-            marks = {path: _mark(path) for path in files}
+            marks = {path: _fingerprint(path) for path in files}
         except OSError as error:
-            raise AppError(Kind.MODEL_FILES, f"{error.filename} cannot be read: {error}") from error
+            raise AppError(
+                ErrorKind.MODEL_FILES, f"{error.filename} cannot be read: {error}"
+            ) from error
         fresh = [path for path in files if known.get(files[path]) != marks[path]]
         if not fresh:
             return
-        if (size := sum(marks[path][0] for path in fresh)) >= _WORTH_A_WORD:
-            log.info("verifying the SHA-256 digests of %s (once per file)", in_bytes(size))
-        found = _hashed(fresh)
+        if (size := sum(marks[path][0] for path in fresh)) >= _LOG_FROM_BYTES:
+            log.info("verifying the SHA-256 digests of %s (once per file)", format_bytes(size))
+        found = _hash_files(fresh)
         for path in fresh:
             if found[path] != files[path]:
                 raise AppError(
-                    Kind.MODEL_FILES,
+                    ErrorKind.MODEL_FILES,
                     f"{path} is damaged: its SHA-256 is {found[path]}, not {files[path]}; "
                     "pull the model again",
                 )
@@ -86,16 +88,16 @@ class Verified:
             return {}
         return cast(dict[str, list[int]], found) if isinstance(found, dict) else {}
 
-    def _write(self, known: Mapping[str, Any]) -> None:
+    def _write(self, verified: Mapping[str, Any]) -> None:
         """At once or not at all: another process may be reading."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(orjson.dumps(known))
+                file.write(orjson.dumps(verified))
             os.replace(file.name, self._path)
 
 
-def cache_folder() -> Path:
+def app_cache_folder() -> Path:
     """Ours alone, and of no worth: it may be deleted at any time."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "mlxrunner"
@@ -103,15 +105,17 @@ def cache_folder() -> Path:
     return Path.home() / usual / "mlxrunner"
 
 
-def _mark(path: Path) -> list[int]:
+def _fingerprint(path: Path) -> list[int]:
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
-def _hashed(paths: Iterable[Path]) -> dict[Path, str]:
+def _hash_files(paths: Iterable[Path]) -> dict[Path, str]:
     paths = list(paths)
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             return dict(zip(paths, pool.map(sha256, paths), strict=True))
         except OSError as error:
-            raise AppError(Kind.MODEL_FILES, f"{error.filename} cannot be read: {error}") from error
+            raise AppError(
+                ErrorKind.MODEL_FILES, f"{error.filename} cannot be read: {error}"
+            ) from error

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 # bits of one element
-BITS: Mapping[str, int] = {
+DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
     "F4": 4,
     "F6_E2M3": 6,
@@ -49,21 +49,21 @@ BITS: Mapping[str, int] = {
     "C64": 64,
 }
 
-_SIZE = 8  # bytes that the size of the header takes
+_LENGTH_BYTES = 8  # bytes that the size of the header takes
 
 # the format's own bound on a header; a checkpoint of 90,000 tensors needs a tenth of it
-_LONGEST = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 # a dimension is an int32 wherever tensors are computed with, and nobody has more than a few
-_LARGEST_DIMENSION = (1 << 31) - 1
-_MOST_DIMENSIONS = 16
-_MOST_ELEMENTS = (1 << 63) - 1
+_MAX_DIMENSION = (1 << 31) - 1
+_MAX_NUM_DIMENSIONS = 16
+_MAX_ELEMENTS = (1 << 63) - 1
 
-_SHOWN = 80  # characters of a foreign name in a message
+_MAX_NAME_LENGTH = 80  # characters of a foreign name in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class TensorInfo:
     """start, end: its bytes within the data, which begins where the header ends."""
 
     dtype: str
@@ -76,20 +76,20 @@ class Tensor:
         return self.end - self.start
 
     @property
-    def elements(self) -> int:
-        return self.nbytes * 8 // BITS[self.dtype]
+    def num_elements(self) -> int:
+        return self.nbytes * 8 // DTYPE_BITS[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """What one file holds. metadata: its `__metadata__`, empty when it has none. version: a digest
-    of the header, the size and the modification time of the file, so that it changes when the file
-    is replaced."""
+class SafetensorsHeader:
+    """What one file holds. metadata: its `__metadata__`, empty when it has none. fingerprint: a
+    digest of the header, the size and the modification time of the file, so that it changes when
+    the file is replaced."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
-    version: str
+    fingerprint: str
 
     @property
     def nbytes(self) -> int:
@@ -97,143 +97,160 @@ class Header:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read(path: Path) -> Header:
+def read(path: Path) -> SafetensorsHeader:
     """Raises AppError(MODEL_FILES), one line that names the file, for whatever is not as the
     format says."""
     try:
-        found = _stat_of(path)
+        found = _stat_regular_file(path)
         size = found.st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(_SIZE), "little")
-            if size < _SIZE:
-                raise _broken(path, f"it has {size} bytes, fewer than the 8-byte header length")
-            if length > _LONGEST:
-                raise _broken(
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES:
+                raise _invalid_header_error(
+                    path, f"it has {size} bytes, fewer than the 8-byte header length"
+                )
+            if length > _MAX_HEADER_BYTES:
+                raise _invalid_header_error(
                     path, f"its header length is {length} bytes, more than the format allows"
                 )
-            if length > size - _SIZE:
-                raise _broken(
-                    path, f"its header length is {length} bytes, but only {size - _SIZE} follow"
+            if length > size - _LENGTH_BYTES:
+                raise _invalid_header_error(
+                    path,
+                    f"its header length is {length} bytes, but only {size - _LENGTH_BYTES} follow",
                 )
             text = file.read(length)
     except OSError as error:
-        raise _broken(path, error.strerror or str(error)) from error
+        raise _invalid_header_error(path, error.strerror or str(error)) from error
     version = hashlib.sha256(f"{size} {found.st_mtime_ns} ".encode() + text).hexdigest()
-    return _parsed(path, text, data=size - _SIZE - length, version=version)
+    return _parse_header(path, text, data_bytes=size - _LENGTH_BYTES - length, fingerprint=version)
 
 
-def versions(headers: Iterable[Header]) -> str:
+def combine_fingerprints(headers: Iterable[SafetensorsHeader]) -> str:
     """One digest of the versions of several files."""
-    return hashlib.sha256(" ".join(header.version for header in headers).encode()).hexdigest()
+    return hashlib.sha256(" ".join(header.fingerprint for header in headers).encode()).hexdigest()
 
 
-def _stat_of(path: Path) -> os.stat_result:
+def _stat_regular_file(path: Path) -> os.stat_result:
     """Opening a pipe would wait for somebody to write into it. Raises OSError."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise _broken(path, "it is not a regular file")
+        raise _invalid_header_error(path, "it is not a regular file")
     return found
 
 
-def _parsed(path: Path, text: bytes, *, data: int, version: str) -> Header:
-    """data: bytes behind the header."""
+def _parse_header(
+    path: Path, text: bytes, *, data_bytes: int, fingerprint: str
+) -> SafetensorsHeader:
+    """data_bytes: bytes behind the header."""
     try:
-        found: Any = json.loads(text.decode(), object_pairs_hook=_without_doubles)
+        found: Any = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
     # RecursionError: something nested ten thousand deep
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is not JSON ({_clause(error)})") from error
+        raise _invalid_header_error(
+            path, f"its header is not JSON ({_format_reason(error)})"
+        ) from error
     if not isinstance(found, dict):
-        raise _broken(path, "its header is not a JSON object")
+        raise _invalid_header_error(path, "its header is not a JSON object")
     entries = cast(dict[str, Any], found)
-    metadata = _metadata(path, entries.pop("__metadata__", None))
-    tensors = {name: _tensor(path, name, told) for name, told in entries.items()}
-    _check_tiled(path, tensors, data=data)
-    return Header(path=path, tensors=tensors, metadata=metadata, version=version)
+    metadata = _parse_metadata(path, entries.pop("__metadata__", None))
+    tensors = {name: _parse_tensor(path, name, told) for name, told in entries.items()}
+    _check_contiguous(path, tensors, data_bytes=data_bytes)
+    return SafetensorsHeader(path=path, tensors=tensors, metadata=metadata, fingerprint=fingerprint)
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Readers do not agree on which of two entries counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{_shown(name)} appears twice")
+        raise ValueError(f"{_quote_name(name)} appears twice")
     return made
 
 
-def _metadata(path: Path, told: Any) -> dict[str, str]:
-    if told is None:  # so MLX says "none"
+def _parse_metadata(path: Path, entry: Any) -> dict[str, str]:
+    if entry is None:  # so MLX says "none"
         return {}
-    if not isinstance(told, dict):
-        raise _broken(path, "its __metadata__ is not an object")
-    metadata = cast(dict[str, Any], told)
+    if not isinstance(entry, dict):
+        raise _invalid_header_error(path, "its __metadata__ is not an object")
+    metadata = cast(dict[str, Any], entry)
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its __metadata__ has a value that is not a string")
+        raise _invalid_header_error(path, "its __metadata__ has a value that is not a string")
     return cast(dict[str, str], metadata)
 
 
-def _tensor(path: Path, name: str, told: Any) -> Tensor:
+def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     if not name.isprintable():  # it would stand in messages and logs
-        raise _broken(path, f"the tensor name {_shown(name)} contains unprintable characters")
-    match told:
-        case {"dtype": str(dtype), "shape": list(), "data_offsets": [int(start), int(end)]}:
-            shape = cast("list[Any]", told["shape"])
-        case _:
-            raise _broken(path, f"{_shown(name)} needs dtype, shape and data_offsets")
-    if dtype not in BITS:
-        raise _broken(path, f"{_shown(name)} has the unknown dtype {_shown(dtype)}")
-    elements = _elements(shape)
-    if elements is None:
-        raise _broken(path, f"the shape of {_shown(name)} is invalid")
-    if isinstance(start, bool) or isinstance(end, bool) or not 0 <= start <= end <= _MOST_ELEMENTS:
-        raise _broken(path, f"the data_offsets of {_shown(name)} are invalid")
-    if elements * BITS[dtype] != (end - start) * 8:
-        raise _broken(
-            path,
-            f"{_shown(name)} has {end - start} bytes, which does not match its dtype and shape",
+        raise _invalid_header_error(
+            path, f"the tensor name {_quote_name(name)} contains unprintable characters"
         )
-    return Tensor(dtype=dtype, shape=tuple(shape), start=start, end=end)
+    match entry:
+        case {"dtype": str(dtype), "shape": list(), "data_offsets": [int(start), int(end)]}:
+            shape = cast("list[Any]", entry["shape"])
+        case _:
+            raise _invalid_header_error(
+                path, f"{_quote_name(name)} needs dtype, shape and data_offsets"
+            )
+    if dtype not in DTYPE_BITS:
+        raise _invalid_header_error(
+            path, f"{_quote_name(name)} has the unknown dtype {_quote_name(dtype)}"
+        )
+    elements = _count_elements(shape)
+    if elements is None:
+        raise _invalid_header_error(path, f"the shape of {_quote_name(name)} is invalid")
+    if isinstance(start, bool) or isinstance(end, bool) or not 0 <= start <= end <= _MAX_ELEMENTS:
+        raise _invalid_header_error(path, f"the data_offsets of {_quote_name(name)} are invalid")
+    if elements * DTYPE_BITS[dtype] != (end - start) * 8:
+        raise _invalid_header_error(
+            path,
+            f"{_quote_name(name)} has {end - start} bytes, which does not match its dtype "
+            "and shape",
+        )
+    return TensorInfo(dtype=dtype, shape=tuple(shape), start=start, end=end)
 
 
-def _elements(shape: list[Any]) -> int | None:
+def _count_elements(shape: list[Any]) -> int | None:
     """How many a tensor of this shape has; None where there can be no such tensor."""
-    if len(shape) > _MOST_DIMENSIONS:
+    if len(shape) > _MAX_NUM_DIMENSIONS:
         return None
     count, bound = 1, 1
     for size in shape:
         if not isinstance(size, int) or isinstance(size, bool):
             return None
-        if not 0 <= size <= _LARGEST_DIMENSION:
+        if not 0 <= size <= _MAX_DIMENSION:
             return None
         count *= size
         bound *= max(size, 1)  # a zero must not hide what the others come to
-        if bound > _MOST_ELEMENTS:
+        if bound > _MAX_ELEMENTS:
             return None
     return count
 
 
-def _check_tiled(path: Path, tensors: Mapping[str, Tensor], *, data: int) -> None:
-    """The tensors are the data: each begins where another ends, the last one ends the file."""
+def _check_contiguous(path: Path, tensors: Mapping[str, TensorInfo], *, data_bytes: int) -> None:
+    """The tensors are the data_bytes: each begins where another ends, the last one ends the
+    file."""
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != at:
             kind = "overlaps" if tensor.start < at else "leaves a gap after"
-            raise _broken(path, f"{_shown(name)} {kind} the tensor before it")
+            raise _invalid_header_error(path, f"{_quote_name(name)} {kind} the tensor before it")
         at = tensor.end
-    if at > data:
-        raise _broken(
-            path, f"it is truncated: its tensors need {at} bytes, but the file has {data}"
+    if at > data_bytes:
+        raise _invalid_header_error(
+            path, f"it is truncated: its tensors need {at} bytes, but the file has {data_bytes}"
         )
-    if at < data:
-        raise _broken(path, f"its tensors have {at} bytes, but the file has {data}")
+    if at < data_bytes:
+        raise _invalid_header_error(
+            path, f"its tensors have {at} bytes, but the file has {data_bytes}"
+        )
 
 
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
+def _quote_name(name: str) -> str:
+    return repr(name if len(name) <= _MAX_NAME_LENGTH else name[:_MAX_NAME_LENGTH] + "…")
 
 
-def _clause(error: Exception) -> str:
+def _format_reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _broken(path: Path, why: str) -> AppError:
-    return AppError(Kind.MODEL_FILES, f"{path} is not a valid safetensors file: {why}")
+def _invalid_header_error(path: Path, why: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, f"{path} is not a valid safetensors file: {why}")

@@ -8,23 +8,23 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 BUILTIN = "builtin"
 
 # Ollama's defaults
-HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
+DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG = "registry.ollama.ai", "library", "latest"
 
 _PATH_STARTS = ("/", "./", "../", "~")
 
 # of a hub id: huggingface_hub's own rule, which also forbids `--` and `..`
-_ORGANISATION = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_REPOSITORY = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
-_REVISION = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
+_ORGANISATION_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_REPOSITORY_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
+_REVISION_PATTERN = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
 
 # of an Ollama name; only the host may have a colon, before its port
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,253}(:\d{1,5})?")
-_PART = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
+_HOST_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,253}(:\d{1,5})?")
+_PART_PATTERN = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class HubName:
     """A repository of the Hugging Face hub. revision: a branch, a tag or a commit; None is the
     main branch."""
 
-    repo: str
+    repo_id: str
     revision: str | None = None
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,15 @@ class OllamaName:
     def __str__(self) -> str:
         """As short as can be: what goes without saying is not said."""
         parts = [self.model]
-        if self.namespace != NAMESPACE or self.host != HOST:
+        if self.namespace != DEFAULT_NAMESPACE or self.host != DEFAULT_HOST:
             parts.insert(0, self.namespace)
-        if self.host != HOST:
+        if self.host != DEFAULT_HOST:
             parts.insert(0, self.host)
-        return "/".join(parts) + (f":{self.tag}" if self.tag != TAG else "")
+        return "/".join(parts) + (f":{self.tag}" if self.tag != DEFAULT_TAG else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Name:
+class ModelName:
     """One name and what it may mean, None where it cannot mean that."""
 
     text: str
@@ -68,20 +68,22 @@ class Name:
     ollama: OllamaName | None
 
 
-def parse(text: str) -> Name:
+def parse_model_name(text: str) -> ModelName:
     """Raises AppError(MODEL_NOT_FOUND) for what is no name of anything."""
     if "\0" in text or not text.strip():
-        raise _refused(text, "is not the name of a model")
+        raise _name_error(text, "is not the name of a model")
     if "://" in text:
-        raise _refused(text, "is a URL: give only the name, such as org/name")
+        raise _name_error(text, "is a URL: give only the name, such as org/name")
     folder = Path(text)
     if text.startswith("~"):
-        folder = _expanded(folder)
+        folder = _expand_user(folder)
     if text in (".", "..") or text.startswith(_PATH_STARTS):
-        return Name(text=text, folder=folder, hub=None, ollama=None)
-    name = Name(text=text, folder=folder, hub=hub_name(text), ollama=ollama_name(text))
+        return ModelName(text=text, folder=folder, hub=None, ollama=None)
+    name = ModelName(
+        text=text, folder=folder, hub=parse_hub_name(text), ollama=parse_ollama_name(text)
+    )
     if name.hub is None and name.ollama is None and not folder.is_dir():
-        raise _refused(
+        raise _name_error(
             text,
             "is neither a folder nor a valid model name: org/name or org/name@revision on the hub, "
             "name:tag or namespace/name:tag in Ollama's store",
@@ -89,63 +91,67 @@ def parse(text: str) -> Name:
     return name
 
 
-def hub_name(text: str) -> HubName | None:
+def parse_hub_name(text: str) -> HubName | None:
     """org/name or org/name@revision."""
     repo, at, revision = text.partition("@")
     organisation, slash, name = repo.partition("/")
-    if not slash or not _ORGANISATION.fullmatch(organisation) or not _REPOSITORY.fullmatch(name):
+    if (
+        not slash
+        or not _ORGANISATION_PATTERN.fullmatch(organisation)
+        or not _REPOSITORY_PATTERN.fullmatch(name)
+    ):
         return None
     if "--" in repo or ".." in repo or repo.endswith((".git", ".", "-")):
         return None
     if at and not is_revision(revision):
         return None
-    return HubName(repo=repo, revision=revision or None)
+    return HubName(repo_id=repo, revision=revision or None)
 
 
 def is_revision(text: str) -> bool:
     """Whether `text` may name a branch, a tag or a commit."""
     safe = all(part and not part.startswith(".") for part in text.split("/"))
-    return bool(_REVISION.fullmatch(text)) and safe and ".." not in text
+    return bool(_REVISION_PATTERN.fullmatch(text)) and safe and ".." not in text
 
 
-def ollama_name(text: str) -> OllamaName | None:
+def parse_ollama_name(text: str) -> OllamaName | None:
     """name, name:tag, namespace/name:tag or host/namespace/name:tag."""
     path, colon, tag = text.rpartition(":")
     if not colon or "/" in tag:
-        path, tag = text, TAG
+        path, tag = text, DEFAULT_TAG
     match path.split("/"):
         case [model]:
-            host, namespace = HOST, NAMESPACE
+            host, namespace = DEFAULT_HOST, DEFAULT_NAMESPACE
         case [namespace, model]:
-            host = HOST
+            host = DEFAULT_HOST
         case [host, namespace, model]:
             pass
         case _:
             return None
     parts = (namespace, model, tag)
-    if not _HOST.fullmatch(host) or not all(map(_PART.fullmatch, parts)):
+    if not _HOST_PATTERN.fullmatch(host) or not all(map(_PART_PATTERN.fullmatch, parts)):
         return None
     if any(".." in part for part in (host, *parts)):
         return None
     return OllamaName(host=host, namespace=namespace, model=model, tag=tag)
 
 
-def _expanded(folder: Path) -> Path:
+def _expand_user(folder: Path) -> Path:
     try:
         return folder.expanduser()
     except RuntimeError as error:
-        raise _refused(str(folder), f"is not a folder: {error}") from error
+        raise _name_error(str(folder), f"is not a folder: {error}") from error
 
 
-def _refused(text: str, why: str) -> AppError:
-    return AppError(Kind.MODEL_NOT_FOUND, f"{text!r} {why}")
+def _name_error(text: str, why: str) -> AppError:
+    return AppError(ErrorKind.MODEL_NOT_FOUND, f"{text!r} {why}")
 
 
-class NotHere(AppError):
+class ModelNotFoundError(AppError):
     """A model that is not on this machine, or not the whole of it.
 
     hub: from where it could be downloaded, where that is possible."""
 
     def __init__(self, message: str, *, hub: HubName | None = None) -> None:
-        super().__init__(Kind.MODEL_NOT_FOUND, message)
+        super().__init__(ErrorKind.MODEL_NOT_FOUND, message)
         self.hub = hub

@@ -7,26 +7,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.errors import AppError, Kind
-from app.store.documents import read_object
+from app.core.errors import AppError, ErrorKind
+from app.store.documents import read_json_object
 
 # the largest vocabularies, of a quarter of a million tokens, take 35 MB
-_MOST = 512 << 20
+_MAX_BYTES = 512 << 20
 
 
-def count_ids(tokenizer: Path) -> int | None:
+def count_token_ids(tokenizer: Path) -> int | None:
     """The highest id plus one; None where the file does not tell, which whoever uses it will
     complain of.
 
     Raises AppError(MODEL_FILES) for a file that is not there, or is no JSON object.
     """
-    found = read_object(tokenizer, most=_MOST)
+    found = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
     if found is None:
-        raise AppError(Kind.MODEL_FILES, f"{tokenizer} is missing: a model needs its tokenizer")
-    return max(_ids(found), default=-1) + 1 or None
+        raise AppError(
+            ErrorKind.MODEL_FILES, f"{tokenizer} is missing: a model needs its tokenizer"
+        )
+    return max(_iterate_ids(found), default=-1) + 1 or None
 
 
-def _ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
+def _iterate_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):

@@ -16,62 +16,62 @@ from app.core.workers import CancelToken
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 # values looked at between two looks at the clock
-_LOOKS = 1024
+_CLOCK_CHECK_INTERVAL = 1024
 
 # what an element of a list takes, in characters
-ELEMENT = 8
+ELEMENT_CHARACTERS = 8
 
 # characters of a number, a bracket with its comma, and the like
-_SMALL = 4
+_SCALAR_CHARACTERS = 4
 
 
-class Budget:
-    """characters: what all steps together may make, as `size` counts it. token: cancelled when the
-    render is not needed any more."""
+class RenderCostLimit:
+    """characters: what all steps together may make, as `size` counts it. cancel_token: cancelled
+    when the render is not needed any more."""
 
     def __init__(
-        self, *, seconds: float, characters: int, token: CancelToken | None = None
+        self, *, seconds: float, characters: int, cancel_token: CancelToken | None = None
     ) -> None:
-        self._token = token or CancelToken()
+        self._cancel_token = cancel_token or CancelToken()
         self._seconds = seconds
-        self._end = time.monotonic() + seconds
-        self._characters = self._left = characters
+        self._deadline = time.monotonic() + seconds
+        self._max_characters = self._remaining = characters
 
-    def check(self) -> None:
+    def check_time(self) -> None:
         """Raises TimeoutError, Cancelled."""
-        self._token.check()
-        if time.monotonic() > self._end:
+        self._cancel_token.check()
+        if time.monotonic() > self._deadline:
             raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
 
-    def afford(self, count: int) -> None:
+    def check_size(self, count: int) -> None:
         """Raises MemoryError if `count` characters are more than is left."""
-        if count > self._left:
-            raise MemoryError(f"rendering produces more than {self._characters} characters")
+        if count > self._remaining:
+            raise MemoryError(f"rendering produces more than {self._max_characters} characters")
 
-    def spend(self, made: object) -> None:
+    def charge(self, value: object) -> None:
         """Count what was made. Raises as `afford` does."""
-        count = size(made)
-        self.afford(count)
-        self._left -= count
+        count = shallow_size(value)
+        self.check_size(count)
+        self._remaining -= count
 
-    def pace(self, items: Iterable[Any]) -> Iterator[Any]:
+    def iterate(self, items: Iterable[Any]) -> Iterator[Any]:
         """The same, with a look at the clock before each."""
         for item in items:
-            self.check()
+            self.check_time()
             yield item
 
-    def join(self, pieces: Iterable[str]) -> str:
+    def join(self, parts: Iterable[str]) -> str:
         """One text, counted before it is made."""
         held: list[str] = []
         total = 0
-        for piece in pieces:
+        for piece in parts:
             held.append(piece)
             total += len(piece)
-            self.afford(total)
-        self._left -= total
+            self.check_size(total)
+        self._remaining -= total
         return "".join(held)
 
-    def weigh(self, value: object) -> int:
+    def measure(self, value: object) -> int:
         """About how many characters `value` is written in; what it contains many times is written
         as often. Raises as `afford` and `check` do, and stops as early."""
         if isinstance(value, str | bytes):
@@ -81,26 +81,26 @@ class Budget:
         while todo:
             item = todo.pop()
             looked += 1
-            if looked % _LOOKS == 0:
-                self.check()
-            total += len(item) if isinstance(item, str | bytes) else _SMALL
-            inner = _inner(item)
+            if looked % _CLOCK_CHECK_INTERVAL == 0:
+                self.check_time()
+            total += len(item) if isinstance(item, str | bytes) else _SCALAR_CHARACTERS
+            inner = _children(item)
             # before the list of what is to be looked at grows by it
-            self.afford(total + len(todo) + len(inner))
+            self.check_size(total + len(todo) + len(inner))
             todo += inner
         return total
 
 
-def size(value: object) -> int:
+def shallow_size(value: object) -> int:
     """What a value takes by itself, in characters: what it contains is somewhere else too."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, list | tuple | dict | set):
-        return ELEMENT * len(cast("list[Any]", value))
+        return ELEMENT_CHARACTERS * len(cast("list[Any]", value))
     return 0
 
 
-def _inner(value: object) -> list[Any]:
+def _children(value: object) -> list[Any]:
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
         return [*mapping.keys(), *mapping.values()]

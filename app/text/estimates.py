@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from app.text.budget import ELEMENT, Budget, size
+from app.text.budget import ELEMENT_CHARACTERS, RenderCostLimit, shallow_size
 
-Estimate = Callable[..., int]
+CostEstimate = Callable[..., int]
 
 # of a whole number, in bits: more than any hash, and nothing to compute with
-_LONGEST_NUMBER = 1 << 16
+_MAX_INTEGER_BITS = 1 << 16
 
-_HUGE = 1 << 63
+_UNBOUNDED = 1 << 63
 
 # a conversion of the % operator: its width and its precision
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
@@ -26,126 +26,143 @@ _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
 _DIGITS = re.compile(r"\d+")
 
 
-def times(budget: Budget, left: Any, right: Any) -> int:
+def estimate_multiply(limit: RenderCostLimit, left: Any, right: Any) -> int:
     if isinstance(left, int) and isinstance(right, int):
-        return _bits(left.bit_length() + right.bit_length())
+        return _integer_size(left.bit_length() + right.bit_length())
     if isinstance(left, int):
         left, right = right, left
-    return size(left) * max(right, 0) if isinstance(right, int) else 0
+    return shallow_size(left) * max(right, 0) if isinstance(right, int) else 0
 
 
-def power(budget: Budget, left: Any, right: Any) -> int:
+def estimate_power(limit: RenderCostLimit, left: Any, right: Any) -> int:
     whole = isinstance(left, int) and isinstance(right, int)
-    return _bits(left.bit_length() * right) if whole else 0
+    return _integer_size(left.bit_length() * right) if whole else 0
 
 
-def plus(budget: Budget, left: Any, right: Any) -> int:
-    return size(left) + size(right)
+def estimate_add(limit: RenderCostLimit, left: Any, right: Any) -> int:
+    return shallow_size(left) + shallow_size(right)
 
 
-def percent(budget: Budget, form: Any, given: Any) -> int:
+def estimate_percent_format(limit: RenderCostLimit, form: Any, given: Any) -> int:
     """Raises ValueError for a width that is not written in the format."""
     if not isinstance(form, str):
         return 0
-    total = len(form) + form.count("%") * budget.weigh(given)
+    total = len(form) + form.count("%") * limit.measure(given)
     for width, precision in _CONVERSION.findall(form):
         if "*" in (width, precision):
             raise ValueError("* as a width in a format is not supported: write a number")
-        total += _number(width) + _number(precision)
+        total += _parse_width(width) + _parse_width(precision)
     return total
 
 
-def field(budget: Budget, value: Any, spec: str) -> int:
+def estimate_format_field(limit: RenderCostLimit, value: Any, spec: str) -> int:
     """Of `format(value, spec)`."""
-    return budget.weigh(value) + sum(map(_number, _DIGITS.findall(spec)))
+    return limit.measure(value) + sum(map(_parse_width, _DIGITS.findall(spec)))
 
 
-def _bits(count: int) -> int:
-    return 0 if count <= _LONGEST_NUMBER else _HUGE
+def _integer_size(count: int) -> int:
+    return 0 if count <= _MAX_INTEGER_BITS else _UNBOUNDED
 
 
-def _number(digits: str) -> int:
+def _parse_width(digits: str) -> int:
     """Python reads no number of thousands of digits."""
-    return int(digits or 0) if len(digits) < 19 else _HUGE
+    return int(digits or 0) if len(digits) < 19 else _UNBOUNDED
 
 
-def _padded(budget: Budget, text: Any, width: int = 80, *_: Any) -> int:
+def _estimate_padding(limit: RenderCostLimit, text: Any, width: int = 80, *_: Any) -> int:
     return width
 
 
-def _replaced(budget: Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
+def _estimate_replace(
+    limit: RenderCostLimit, text: Any, old: Any, new: Any, *_: Any, **__: Any
+) -> int:
     if not isinstance(text, str | bytes):
-        text = "".join(budget.pace(str(text)))
+        text = "".join(limit.iterate(str(text)))
     return len(text) + text.count(old) * len(new)
 
 
-def _translated(budget: Budget, text: str, table: Mapping[int, Any]) -> int:
+def _estimate_translate(limit: RenderCostLimit, text: str, table: Mapping[int, Any]) -> int:
     longest = max((len(to) for to in table.values() if isinstance(to, str)), default=1)
     return len(text) * max(longest, 1)
 
 
-def _indented(
-    budget: Budget, text: Any, width: int | str = 4, first: bool = False, blank: bool = False
+def _estimate_indent(
+    limit: RenderCostLimit,
+    text: Any,
+    width: int | str = 4,
+    first: bool = False,
+    blank: bool = False,
 ) -> int:
-    lines = len(text.splitlines()) + 1 if isinstance(text, str) else budget.weigh(text)
+    lines = len(text.splitlines()) + 1 if isinstance(text, str) else limit.measure(text)
     return lines * (len(width) if isinstance(width, str) else width)
 
 
-def _rounded(budget: Budget, value: Any, precision: int = 0, method: str = "common") -> int:
-    return 0 if abs(precision) <= _LONGEST_NUMBER // 4 else _HUGE
+def _estimate_round(
+    limit: RenderCostLimit, value: Any, precision: int = 0, method: str = "common"
+) -> int:
+    return 0 if abs(precision) <= _MAX_INTEGER_BITS // 4 else _UNBOUNDED
 
 
-def _written(budget: Budget, value: Any, *_: Any, **__: Any) -> int:
-    return budget.weigh(value)
+def _estimate_text(limit: RenderCostLimit, value: Any, *_: Any, **__: Any) -> int:
+    return limit.measure(value)
 
 
-def _expanded(budget: Budget, text: Any, tabsize: int = 8) -> int:
+def _estimate_expandtabs(limit: RenderCostLimit, text: Any, tabsize: int = 8) -> int:
     return len(text) * max(tabsize, 1)
 
 
-def _number_bytes(budget: Budget, number: int, length: int = 1, *_: Any, **__: Any) -> int:
+def _estimate_to_bytes(
+    limit: RenderCostLimit, number: int, length: int = 1, *_: Any, **__: Any
+) -> int:
     return length
 
 
-def _batches(budget: Budget, value: Any, linecount: int, fill_with: Any = None) -> int:
-    return ELEMENT * linecount
+def _estimate_batch(
+    limit: RenderCostLimit, value: Any, linecount: int, fill_with: Any = None
+) -> int:
+    return ELEMENT_CHARACTERS * linecount
 
 
-def _slices(budget: Budget, value: Any, slices: int, fill_with: Any = None) -> int:
-    return ELEMENT * slices
+def _estimate_slice(limit: RenderCostLimit, value: Any, slices: int, fill_with: Any = None) -> int:
+    return ELEMENT_CHARACTERS * slices
 
 
-def _formatted(budget: Budget, form: Any, *given: Any, **named: Any) -> int:
-    return percent(budget, form, given or named)
+def _estimate_format(limit: RenderCostLimit, form: Any, *given: Any, **named: Any) -> int:
+    return estimate_percent_format(limit, form, given or named)
 
 
-OPERATORS: Mapping[str, Estimate] = {"*": times, "**": power, "+": plus, "%": percent}
+OPERATORS: Mapping[str, CostEstimate] = {
+    "*": estimate_multiply,
+    "**": estimate_power,
+    "+": estimate_add,
+    "%": estimate_percent_format,
+}
 
 # of texts, bytes and numbers
-METHODS: Mapping[str, Estimate] = {
-    "center": _padded,
-    "expandtabs": _expanded,
-    "ljust": _padded,
-    "replace": _replaced,
-    "rjust": _padded,
-    "to_bytes": _number_bytes,
-    "translate": _translated,
-    "zfill": _padded,
+METHODS: Mapping[str, CostEstimate] = {
+    "center": _estimate_padding,
+    "expandtabs": _estimate_expandtabs,
+    "ljust": _estimate_padding,
+    "replace": _estimate_replace,
+    "rjust": _estimate_padding,
+    "to_bytes": _estimate_to_bytes,
+    "translate": _estimate_translate,
+    "zfill": _estimate_padding,
 }
 
 # what these are given becomes text as a whole, whatever it is
-_WRITING = (
+_TEXT_FILTERS = (
     *("capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "striptags", "sum"),
     *("title", "trim", "truncate", "upper", "urlencode", "wordcount"),
 )
 
-FILTERS: Mapping[str, Estimate] = {
-    **dict.fromkeys(_WRITING, _written),
-    "batch": _batches,
-    "center": _padded,
-    "format": _formatted,
-    "indent": _indented,
-    "replace": _replaced,
-    "round": _rounded,
-    "slice": _slices,
+FILTERS: Mapping[str, CostEstimate] = {
+    **dict.fromkeys(_TEXT_FILTERS, _estimate_text),
+    "batch": _estimate_batch,
+    "center": _estimate_padding,
+    "format": _estimate_format,
+    "indent": _estimate_indent,
+    "replace": _estimate_replace,
+    "round": _estimate_round,
+    "slice": _estimate_slice,
 }

@@ -20,14 +20,14 @@ from app.core.files import Json
 
 # Bytes that a chain may write for one. The chains of published tokenizers come to 1 to 150;
 # ALBERT's, which normalizes Unicode twice, to 550.
-MOST_NORMALIZED = 1000
+MAX_NORMALIZER_FACTOR = 1000
 # of published ones, at most 4
-MOST_PRE_TOKENIZED = 8
+MAX_PRE_TOKENIZER_FACTOR = 8
 # of published ones, at most 4
-MOST_DECODED = 64
+MAX_DECODER_FACTOR = 64
 
 # of a kind that is not known here
-_UNKNOWN = 4.0
+_UNKNOWN_COMPONENT_FACTOR = 4.0
 
 # One character that must be there, perhaps several times, and nothing else. Any other expression
 # counts as if it matched the empty text in every place. A lazy quantifier is left out: Oniguruma
@@ -40,7 +40,7 @@ _Factors = Mapping[str, float | Callable[[Json], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class ExpansionFactors:
     """Bytes that each part writes for one byte, at most."""
 
     normalizer: float
@@ -48,78 +48,80 @@ class Growth:
     decoder: float
 
     @staticmethod
-    def of(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "Growth":
+    def from_config(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "ExpansionFactors":
         """Each as tokenizer.json describes it, {} for none. Raises ValueError for a chain that can
         write more than is accepted."""
-        return Growth(
-            normalizer=_checked("normalizers", normalizer, _NORMALIZERS, MOST_NORMALIZED),
-            pre_tokenizer=_checked(
-                "pre-tokenizers", pre_tokenizer, _PRE_TOKENIZERS, MOST_PRE_TOKENIZED
+        return ExpansionFactors(
+            normalizer=_chain_factor(
+                "normalizers", normalizer, _NORMALIZERS, MAX_NORMALIZER_FACTOR
             ),
-            decoder=_checked("decoders", decoder, _DECODERS, MOST_DECODED),
+            pre_tokenizer=_chain_factor(
+                "pre-tokenizers", pre_tokenizer, _PRE_TOKENIZERS, MAX_PRE_TOKENIZER_FACTOR
+            ),
+            decoder=_chain_factor("decoders", decoder, _DECODERS, MAX_DECODER_FACTOR),
         )
 
 
-def _checked(name: str, chain: Json, factors: _Factors, most: float) -> float:
+def _chain_factor(name: str, config: Json, factors: _Factors, limit: float) -> float:
     # an int of this size has no float
-    product = min(math.prod(_factor(part, factors) for part in _flat(chain)), 1e300)
-    if product > most:
+    product = min(math.prod(_component_factor(part, factors) for part in _flatten(config)), 1e300)
+    if product > limit:
         raise ValueError(
-            f"its {name} can make a text {product:.3g} times as long; the limit is {most} times"
+            f"its {name} can make a text {product:.3g} times as long; the limit is {limit} times"
         )
     return product
 
 
-def _factor(part: Json, factors: _Factors) -> float:
-    factor = factors.get(part["type"], _UNKNOWN)
+def _component_factor(part: Json, factors: _Factors) -> float:
+    factor = factors.get(part["type"], _UNKNOWN_COMPONENT_FACTOR)
     return max(1.0, factor(part) if callable(factor) else factor)
 
 
-def _flat(chain: Json) -> Iterator[Json]:
+def _flatten(config: Json) -> Iterator[Json]:
     for children in ("normalizers", "pretokenizers", "decoders"):
-        if isinstance(chain.get(children), list):
-            for child in cast("list[Json]", chain[children]):
-                yield from _flat(child)
+        if isinstance(config.get(children), list):
+            for child in cast("list[Json]", config[children]):
+                yield from _flatten(child)
             return
-    if chain:
-        yield chain
+    if config:
+        yield config
 
 
-def _size(text: Any) -> int:
+def _count_bytes(text: Any) -> int:
     return len(str(text).encode(errors="replace"))
 
 
-def _prepend(part: Json) -> float:
+def _prepend_factor(part: Json) -> float:
     """A text of one byte gets as much longer as one of many."""
-    return 1 + _size(part["prepend"])
+    return 1 + _count_bytes(part["prepend"])
 
 
-def _replace(part: Json) -> float:
+def _replace_factor(part: Json) -> float:
     """What may match the empty text does so on both sides of a single byte."""
-    pattern, written = cast(Json, part["pattern"]), _size(part["content"])
+    pattern, written = cast(Json, part["pattern"]), _count_bytes(part["content"])
     if "String" in pattern:
-        size = _size(pattern["String"])
+        size = _count_bytes(pattern["String"])
         return written / size if size else 1 + 2 * written
     return written if _ONE_CHARACTER.fullmatch(str(pattern["Regex"])) else 1 + 2 * written
 
 
-def _precompiled(part: Json) -> float:
+def _precompiled_factor(part: Json) -> float:
     """SentencePiece's table: [size of the trie: 4 bytes | trie | texts, each ended by a zero byte].
     The trie may point into any text, so the longest counts, for one byte."""
     try:
         table = base64.b64decode(str(part["precompiled_charsmap"]))
     except binascii.Error:
-        return _UNKNOWN
+        return _UNKNOWN_COMPONENT_FACTOR
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return max(map(len, texts.split(b"\0")))
 
 
-def _metaspace(part: Json) -> float:
+def _metaspace_factor(part: Json) -> float:
     """Each space becomes the replacement, and each word gets one in front."""
-    return 1 + _size(part["replacement"])
+    return 1 + _count_bytes(part["replacement"])
 
 
-def _byte_level(part: Json) -> float:
+def _byte_level_factor(part: Json) -> float:
     """Two bytes for most that are not ASCII; each word may get a space in front."""
     return 4 if part.get("add_prefix_space", True) else 2
 
@@ -134,19 +136,19 @@ _NORMALIZERS: _Factors = {
     "NFKC": 11,
     "NFKD": 11,
     "Nmt": 1,
-    "Precompiled": _precompiled,
-    "Prepend": _prepend,
-    "Replace": _replace,
+    "Precompiled": _precompiled_factor,
+    "Prepend": _prepend_factor,
+    "Replace": _replace_factor,
     "Strip": 1,
     "StripAccents": 1,
 }
 _PRE_TOKENIZERS: _Factors = {
     "BertPreTokenizer": 1,
-    "ByteLevel": _byte_level,
+    "ByteLevel": _byte_level_factor,
     "CharDelimiterSplit": 1,
     "Digits": 1,
     "FixedLength": 1,
-    "Metaspace": _metaspace,
+    "Metaspace": _metaspace_factor,
     "Punctuation": 1,
     "Split": 1,
     "UnicodeScripts": 1,
@@ -160,7 +162,7 @@ _DECODERS: _Factors = {
     "CTC": 4,
     "Fuse": 1,
     "Metaspace": 1,
-    "Replace": _replace,
+    "Replace": _replace_factor,
     "Strip": 1,
     "WordPiece": 2,
 }

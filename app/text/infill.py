@@ -9,12 +9,12 @@ StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Cod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _FimFormat:
     """Tokens before the prefix, before the suffix, and where the model goes on (None: it goes on
     where the prefix ends, which then comes last)."""
 
@@ -25,65 +25,65 @@ class _Form:
 
 # With these the models end what they fill in, whether or not their turns end with them; the last
 # four say that another file would follow (llama.cpp's vocabulary has the same list).
-_ENDS = (
+_FIM_STOP_TOKENS = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
 )
 
 # no text begins with it
-_SEAM = "\u263a"
+_BOUNDARY = "\u263a"
 
-_FORMS = (
-    _Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    _Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    _Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    _Form("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    _Form("<PRE>", "<SUF>", "<MID>"),
-    _Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    _Form("[PREFIX]", "[SUFFIX]", None),
+_FIM_FORMATS = (
+    _FimFormat("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    _FimFormat("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    _FimFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    _FimFormat("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    _FimFormat("<PRE>", "<SUF>", "<MID>"),
+    _FimFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    _FimFormat("[PREFIX]", "[SUFFIX]", None),
 )
 
 
-def infill(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
+def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
     """The ids of a prompt that asks for the text between the two.
 
     Raises AppError(INVALID) where the tokenizer has no tokens for it.
     """
-    for form in _FORMS:
-        before = tokenizer.token_id(form.prefix)
-        between = tokenizer.token_id(form.suffix)
-        middle = None if form.middle is None else tokenizer.token_id(form.middle)
+    for form in _FIM_FORMATS:
+        before = tokenizer.token_to_id(form.prefix)
+        between = tokenizer.token_to_id(form.suffix)
+        middle = None if form.middle is None else tokenizer.token_to_id(form.middle)
         if before is None or between is None or (middle is None and form.middle is not None):
             continue
-        begin = tokenizer.encode("", add_special=True)
-        head = tokenizer.encode(prefix, add_special=False)
-        tail = _continued(tokenizer, suffix)
+        begin = tokenizer.encode("", add_special_tokens=True)
+        head = tokenizer.encode(prefix, add_special_tokens=False)
+        tail = _encode_continuation(tokenizer, suffix)
         if middle is None:
             return [*begin, between, *tail, before, *head]
         return [*begin, before, *head, between, *tail, middle]
     raise AppError(
-        Kind.INVALID,
+        ErrorKind.INVALID,
         "this model does not support fill-in-the-middle: its tokenizer has no tokens for a prefix "
         "and a suffix; omit suffix",
         param="suffix",
     )
 
 
-def ends(tokenizer: Tokenizer) -> frozenset[int]:
+def find_infill_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids that end what is filled in, besides those that end every answer."""
-    ids = (tokenizer.token_id(text) for text in _ENDS)
+    ids = (tokenizer.token_to_id(text) for text in _FIM_STOP_TOKENS)
     return frozenset(id for id in ids if id is not None)
 
 
-def _continued(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+def _encode_continuation(tokenizer: Tokenizer, text: str) -> Sequence[int]:
     """Ids of a text that begins in the middle: without the space that some tokenizers put before
     every text. Code Llama and Codestral were trained so (mistral-common, `encode_infilling`)."""
-    if tokenizer.spelling is None or not tokenizer.spelling.strips_space:
-        return tokenizer.encode(text, add_special=False)
-    ids = tokenizer.encode(_SEAM + text, add_special=False)
-    seam, read = _SEAM.encode(), b""
+    if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.strips_leading_space:
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(_BOUNDARY + text, add_special_tokens=False)
+    seam, read = _BOUNDARY.encode(), b""
     for place, id in enumerate(ids):
         read += tokenizer.token_bytes(id)
         if read.lstrip(b" ") == seam:
             return ids[place + 1 :]
-    return tokenizer.encode(text, add_special=False)
+    return tokenizer.encode(text, add_special_tokens=False)

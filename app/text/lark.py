@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
-_TO_SPELL = re.compile(r"\\.|/|\n", re.DOTALL)
+_TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
-class Speller:
+class LiteralWriter:
     """A text → the expression that produces it; added tokens in it are produced as such."""
 
     def __init__(self, token: Callable[[str], int | None]) -> None:
@@ -23,7 +23,7 @@ class Speller:
         while rest:
             at, size = self._next_token(rest)
             if at:
-                expressions.append(quoted(rest[:at]))
+                expressions.append(quote(rest[:at]))
             if size:
                 expressions.append(f"<[{self._token(rest[at : at + size])}]>")
             rest = rest[at + size :]
@@ -41,12 +41,13 @@ class Speller:
         return len(text), 0
 
 
-def either(expressions: Iterable[str]) -> str:
+def join_alternatives(expressions: Iterable[str]) -> str:
     return " | ".join(f"({expression})" for expression in expressions)
 
 
-def without(expression: str, spelled: str) -> str:
-    """An expression, without the text that it begins with. spelled: that text, by `Speller`."""
+def strip_literal_prefix(expression: str, spelled: str) -> str:
+    """An expression, without the text that it begins with. spelled: that text, by
+    `LiteralWriter`."""
     if spelled.startswith("<["):
         assert expression.startswith(spelled)
         return expression[len(spelled) :].lstrip()
@@ -56,18 +57,18 @@ def without(expression: str, spelled: str) -> str:
     return rest.removeprefix('""').lstrip()
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     # the one character that may stand in JSON's strings as it is, and not in Lark's
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def escaped(text: str) -> str:
+def escape_regex(text: str) -> str:
     """A text as a regular expression."""
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def regex(pattern: str) -> str:
+def regex_literal(pattern: str) -> str:
     """Between slashes, where a slash must be escaped and a line cannot end."""
     spelled = {"/": r"\/", "\n": r"\n"}
-    inner = _TO_SPELL.sub(lambda found: spelled.get(found[0], found[0]), pattern)
+    inner = _TO_ESCAPE.sub(lambda found: spelled.get(found[0], found[0]), pattern)
     return f"/{inner}/"

@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from app.core.errors import AppError
-from app.core.requests import CalledTool, Message, Tool
+from app.core.requests import Message, Tool, ToolCall
 
 # A template that takes longer than this for all that it is tried with is taken as it is.
-_SECONDS = 5.0
+_DETECTION_TIMEOUT = 5.0
 
-_SYSTEM = ("system", "developer")
+_SYSTEM_ROLES = ("system", "developer")
 
-_ID = "call_0123456789abcdef01234567"
-_ASKED = Message(role="user", content="How warm is it?")
-_TOLD = Message(role="system", content="Answer-in-rhymes.")
+_CALL_ID = "call_0123456789abcdef01234567"
+_USER_MESSAGE = Message(role="user", content="How warm is it?")
+_SYSTEM_MESSAGE = Message(role="system", content="Answer-in-rhymes.")
 _TOOL = Tool(
     name="get_weather",
     description="Tells the weather.",
@@ -46,140 +46,167 @@ class Render(Protocol):
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-        spelled: bool = False,
+        string_arguments: bool = False,
     ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manners:
-    """system: system messages are rendered. developer: so are the developer's. offers: tools are.
-    recounts: calls and their results are, beside tools; recounts_alone: without any. results: where
-    calls are not, their results are.
+class TemplateCapabilities:
+    """supports_system_role: system messages are rendered. supports_developer_role: so are the
+    developer's. supports_tools: tools are. supports_tool_calls: calls and their results are, beside
+    tools; supports_tool_calls_without_tools: without any. supports_tool_responses: where calls are
+    not, their results are.
 
-    Where they are, but not as they come: listed: no tools must be an empty list of them. described:
-    every tool needs a description. spelled: arguments must be text. brief: ids must be nine letters
-    and digits. singly: a turn can hold one call.
+    Where they are, but not as they come: requires_tool_list: no tools must be an empty list of
+    them. described: every tool needs a description. requires_string_arguments: arguments must be
+    text. requires_short_call_ids: ids must be nine letters and digits. requires_single_calls: a
+    turn can hold one call.
     """
 
-    system: bool = True
-    developer: bool = True
-    offers: bool = False
-    recounts: bool = False
-    recounts_alone: bool = False
-    results: bool = False
-    listed: bool = False
-    described: bool = False
-    spelled: bool = False
-    brief: bool = False
-    singly: bool = False
+    supports_system_role: bool = True
+    supports_developer_role: bool = True
+    supports_tools: bool = False
+    supports_tool_calls: bool = False
+    supports_tool_calls_without_tools: bool = False
+    supports_tool_responses: bool = False
+    requires_tool_list: bool = False
+    requires_tool_description: bool = False
+    requires_string_arguments: bool = False
+    requires_short_call_ids: bool = False
+    requires_single_calls: bool = False
 
-    def tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    def format_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
         """In OpenAI's shape, which is what templates expect."""
-        given = [self._sent(tool) for tool in tools]
-        return given if given or self.listed else None
+        given = [self._format_tool(tool) for tool in tools]
+        return given if given or self.requires_tool_list else None
 
-    def _sent(self, tool: Tool) -> dict[str, Any]:
+    def _format_tool(self, tool: Tool) -> dict[str, Any]:
         function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None or self.described:
+        if tool.description is not None or self.requires_tool_description:
             function["description"] = tool.description or ""
         function["parameters"] = dict(tool.parameters)
         return {"type": "function", "function": function}
 
-    def turns(self, messages: Iterable[Message]) -> list[Message]:
+    def adapt_messages(self, messages: Iterable[Message]) -> list[Message]:
         """The conversation, so that the template can render it."""
-        turns = list(named(messages))
-        if self.singly:
-            turns = list(_singly(turns))
-        if self.brief:
-            turns = [_with_brief_ids(turn) for turn in turns]
-        if not self.developer:
+        turns = list(add_tool_names(messages))
+        if self.requires_single_calls:
+            turns = list(_split_parallel_calls(turns))
+        if self.requires_short_call_ids:
+            turns = [_shorten_call_ids(turn) for turn in turns]
+        if not self.supports_developer_role:
             turns = [
                 replace(turn, role="system") if turn.role == "developer" else turn for turn in turns
             ]
-        return turns if self.system else _without_system(turns)
+        return turns if self.supports_system_role else _merge_system_into_user(turns)
 
 
-def manners(render: Render) -> Manners:
+def detect_capabilities(render: Render) -> TemplateCapabilities:
     """Of the template behind `render`."""
-    trial = _Trial(render)
-    known = Manners()
-    if not trial.shows(known, [_ASKED]) and trial.shows(listed := replace(known, listed=True)):
-        known = listed
+    trial = _TemplateProbe(render)
+    known = TemplateCapabilities()
+    if not trial.renders(known, [_USER_MESSAGE]) and trial.renders(
+        with_list := replace(known, requires_tool_list=True)
+    ):
+        known = with_list
     known = replace(
         known,
-        system=trial.shows(known, [_TOLD, _ASKED]) or not trial.shows(known, [_ASKED]),
-        developer=trial.shows(known, [replace(_TOLD, role="developer"), _ASKED]),
+        supports_system_role=trial.renders(known, [_SYSTEM_MESSAGE, _USER_MESSAGE])
+        or not trial.renders(known, [_USER_MESSAGE]),
+        supports_developer_role=trial.renders(
+            known, [replace(_SYSTEM_MESSAGE, role="developer"), _USER_MESSAGE]
+        ),
     )
-    known = replace(known, offers=trial.shows(known, [_ASKED], [_TOOL]))
-    if known.offers and not trial.shows(known, [_ASKED], [replace(_TOOL, description=None)]):
-        known = replace(known, described=True)
-    return _recounting(trial, known)
+    known = replace(known, supports_tools=trial.renders(known, [_USER_MESSAGE], [_TOOL]))
+    if known.supports_tools and not trial.renders(
+        known, [_USER_MESSAGE], [replace(_TOOL, description=None)]
+    ):
+        known = replace(known, requires_tool_description=True)
+    return _detect_tool_calls(trial, known)
 
 
-def _recounting(trial: "_Trial", known: Manners) -> Manners:
+def _detect_tool_calls(
+    trial: "_TemplateProbe", known: TemplateCapabilities
+) -> TemplateCapabilities:
     """How calls and their results are rendered, with as few changes to them as need be."""
-    one = [_ASKED, *_round("1")]
-    for changes in _subsets(("brief", "spelled")):
+    one = [_USER_MESSAGE, *_build_call_round("1")]
+    for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
         tried = replace(known, **dict.fromkeys(changes, True))
-        beside, alone = trial.shows(tried, one, [_TOOL]), trial.shows(tried, one)
-        if not (beside and known.offers) and not alone:
+        beside, alone = trial.renders(tried, one, [_TOOL]), trial.renders(tried, one)
+        if not (beside and known.supports_tools) and not alone:
             continue
-        tried = replace(tried, recounts=beside and known.offers, recounts_alone=alone)
-        two = [_ASKED, *_round("1", "2")]
-        tools = [_TOOL] if tried.recounts else []
-        alike = replace(tried, singly=True)
-        if not trial.shows(tried, two, tools) and trial.shows(alike, two, tools):
+        tried = replace(
+            tried,
+            supports_tool_calls=beside and known.supports_tools,
+            supports_tool_calls_without_tools=alone,
+        )
+        two = [_USER_MESSAGE, *_build_call_round("1", "2")]
+        tools = [_TOOL] if tried.supports_tool_calls else []
+        alike = replace(tried, requires_single_calls=True)
+        if not trial.renders(tried, two, tools) and trial.renders(alike, two, tools):
             return alike
         return tried
     # a call that was said in so many words
-    said = [_ASKED, Message(role="assistant", content=_place("1")), *_round("1")[1:]]
-    return replace(known, results=trial.shows(known, said, [_TOOL] if known.offers else []))
+    said = [
+        _USER_MESSAGE,
+        Message(role="assistant", content=_argument_value("1")),
+        *_build_call_round("1")[1:],
+    ]
+    return replace(
+        known,
+        supports_tool_responses=trial.renders(known, said, [_TOOL] if known.supports_tools else []),
+    )
 
 
-class _Trial:
+class _TemplateProbe:
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._until = time.monotonic() + _SECONDS
+        self._deadline = time.monotonic() + _DETECTION_TIMEOUT
 
-    def shows(
+    def renders(
         self,
-        manners: Manners,
-        messages: Sequence[Message] = (_ASKED,),
+        capabilities: TemplateCapabilities,
+        messages: Sequence[Message] = (_USER_MESSAGE,),
         tools: Sequence[Tool] = (),
     ) -> bool:
         """Whether all that stands in them is in the prompt."""
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._deadline:
             return False
-        turns = manners.turns(messages)
+        turns = capabilities.adapt_messages(messages)
         try:
-            text = self._render(turns, tools=manners.tools(tools), spelled=manners.spelled)
+            text = self._render(
+                turns,
+                tools=capabilities.format_tools(tools),
+                string_arguments=capabilities.requires_string_arguments,
+            )
         except AppError:
             return False
-        return all(word in text for word in _words(messages, tools))
+        return all(word in text for word in _expected_texts(messages, tools))
 
 
-def _words(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
+def _expected_texts(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[str]:
     for message in messages:
         yield message.content or ""
         for call in message.tool_calls:
             yield call.name
-            yield _place(call.id)
+            yield _argument_value(call.id)
     for tool in tools:
         yield tool.name
         yield "place"
 
 
-def _round(*numbers: str) -> list[Message]:
+def _build_call_round(*numbers: str) -> list[Message]:
     """A turn with as many calls, and their results."""
-    ids = [_ID + number for number in numbers]
+    ids = [_CALL_ID + number for number in numbers]
     calls = tuple(
-        CalledTool(id=id, name=_TOOL.name, arguments=f'{{"place": "{_place(id)}"}}') for id in ids
+        ToolCall(id=id, name=_TOOL.name, arguments=f'{{"place": "{_argument_value(id)}"}}')
+        for id in ids
     )
     results = (Message(role="tool", content=f"warm-{id[-1]}", tool_call_id=id) for id in ids)
     return [Message(role="assistant", content=None, tool_calls=calls), *results]
 
 
-def _place(id: str) -> str:
+def _argument_value(id: str) -> str:
     return f"Oslo{id[-1]}"
 
 
@@ -189,7 +216,7 @@ def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(names, size)
 
 
-def named(messages: Iterable[Message]) -> Iterator[Message]:
+def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
     """Results with the names of their functions, which OpenAI's clients leave out."""
     names: dict[str, str] = {}
     for message in messages:
@@ -201,7 +228,7 @@ def named(messages: Iterable[Message]) -> Iterator[Message]:
             yield message
 
 
-def _singly(turns: Sequence[Message]) -> Iterator[Message]:
+def _split_parallel_calls(turns: Sequence[Message]) -> Iterator[Message]:
     """Each call in a turn of its own, with its result behind it."""
     place = 0
     while place < len(turns):
@@ -222,24 +249,24 @@ def _singly(turns: Sequence[Message]) -> Iterator[Message]:
             yield answered[call.id]
 
 
-def _with_brief_ids(turn: Message) -> Message:
+def _shorten_call_ids(turn: Message) -> Message:
     return replace(
         turn,
-        tool_calls=tuple(replace(call, id=_brief(call.id)) for call in turn.tool_calls),
-        tool_call_id=None if turn.tool_call_id is None else _brief(turn.tool_call_id),
+        tool_calls=tuple(replace(call, id=_shorten_id(call.id)) for call in turn.tool_calls),
+        tool_call_id=None if turn.tool_call_id is None else _shorten_id(turn.tool_call_id),
     )
 
 
-def _brief(id: str) -> str:
+def _shorten_id(id: str) -> str:
     """Always the same for the same id: a prompt that changes is not served by the cache."""
     if len(id) == 9 and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
-def _without_system(turns: Sequence[Message]) -> list[Message]:
+def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
     """What the system says at first, the user says."""
-    first = list(itertools.takewhile(lambda turn: turn.role in _SYSTEM, turns))
+    first = list(itertools.takewhile(lambda turn: turn.role in _SYSTEM_ROLES, turns))
     if not first:
         return list(turns)
     rest = turns[len(first) :]

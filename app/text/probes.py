@@ -9,12 +9,12 @@ it. What it must not do is end the process, or need memory or time without bound
 
 from collections.abc import Iterator
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
 # characters of a run of one ASCII character, and of one that often comes in long runs
-_RUN, _LONG_RUN = 500, 5_000
-_OFTEN = " \n\t-=_.#*a0x"
+_RUN_LENGTH, _LONG_RUN_LENGTH = 500, 5_000
+_LONG_RUN_CHARACTERS = " \n\t-=_.#*a0x"
 
 # of scripts and signs in which normalizers do something: Latin, Greek, Cyrillic, Arabic, Hebrew,
 # Devanagari, Thai, Hangul, Kana, Han, ligatures that become many letters, emoji, marks, blanks
@@ -27,62 +27,62 @@ _SAMPLES = (
     "a\u0300\u0301\u0302\u0303\u0304\u0323 e\u0301\u0344",
     "\u00a0\u2003\u2028\u3000\u200b\u200d\ufeff\ufffd▁Ġ\ue000\U0010ffff",
 )
-_REPEATED = 50
+_SAMPLE_REPEATS = 50
 
 # code points that are tried together
-_TOGETHER = 4096
+_CODE_POINTS_PER_TEXT = 4096
 _SURROGATES = range(0xD800, 0xE000)
-_FIRST_PLANE = 0x10000
+_BASIC_PLANE_END = 0x10000
 
 # tokens of the vocabulary that are written out in a text, and ids that are decoded together
-_MOST_TOKENS, _IDS_TOGETHER = 2_000, 1_000
+_MAX_SPECIAL_TOKENS, _IDS_PER_DECODE = 2_000, 1_000
 
 # Characters that all tokens spell together: 32768 are remembered. The largest vocabularies, of a
 # quarter of a million tokens, spell two megabytes.
-_MOST_SPELLED = 64 << 20
+_MAX_DECODED_CHARACTERS = 64 << 20
 
 
-def try_out(tokenizer: Tokenizer) -> None:
+def probe_tokenizer(tokenizer: Tokenizer) -> None:
     """Encode texts of all kinds, and decode every token.
 
     Raises AppError(MODEL_FILES) where the tokens spell more than can be held; MemoryError."""
-    for text in (*_texts(), *_marked(tokenizer)):
+    for text in (*_probe_texts(), *_special_token_texts(tokenizer)):
         try:
-            ids = tokenizer.encode(text, add_special=True)
-            if len(text) <= _RUN:
-                tokenizer.encode_whole(text)
+            ids = tokenizer.encode(text, add_special_tokens=True)
+            if len(text) <= _RUN_LENGTH:
+                tokenizer.encode_for_embedding(text)
                 tokenizer.decode(ids)
                 tokenizer.decode_verbatim(ids)
         except AppError as error:
-            _check_memory(error)
+            _raise_memory_error(error)
     # where tokens are bytes in GPT-2's alphabet, nothing in the file says what one spells
-    if tokenizer.spelling is None or not tokenizer.spelling.alphabet:
+    if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.alphabet:
         _decode_all(tokenizer)
 
 
-def _texts() -> Iterator[str]:
+def _probe_texts() -> Iterator[str]:
     ascii_characters = "".join(map(chr, range(128)))
     yield ""
     yield ascii_characters
     yield ascii_characters[::-1] * 10
     for character in ascii_characters:
         yield character
-        yield character * _RUN
-    for character in _OFTEN:
-        yield character * _LONG_RUN
+        yield character * _RUN_LENGTH
+    for character in _LONG_RUN_CHARACTERS:
+        yield character * _LONG_RUN_LENGTH
     for sample in _SAMPLES:
         yield sample
-        yield sample * _REPEATED
+        yield sample * _SAMPLE_REPEATS
         for character in sample:
-            yield character * _REPEATED
-    for start in range(0, _FIRST_PLANE, _TOGETHER):
-        together = range(start, start + _TOGETHER)
+            yield character * _SAMPLE_REPEATS
+    for start in range(0, _BASIC_PLANE_END, _CODE_POINTS_PER_TEXT):
+        together = range(start, start + _CODE_POINTS_PER_TEXT)
         yield "".join(chr(point) for point in together if point not in _SURROGATES)
 
 
-def _marked(tokenizer: Tokenizer) -> Iterator[str]:
+def _special_token_texts(tokenizer: Tokenizer) -> Iterator[str]:
     """Texts with the model's own special tokens in them."""
-    marks = [tokenizer.token_text(id) for id in sorted(tokenizer.special)[:_MOST_TOKENS]]
+    marks = [tokenizer.token_text(id) for id in sorted(tokenizer.special_ids)[:_MAX_SPECIAL_TOKENS]]
     yield from marks
     yield "".join(marks)
     yield " a\n".join(marks)
@@ -90,19 +90,19 @@ def _marked(tokenizer: Tokenizer) -> Iterator[str]:
 
 def _decode_all(tokenizer: Tokenizer) -> None:
     spelled = 0
-    for start in range(0, tokenizer.vocab_size, _IDS_TOGETHER):
+    for start in range(0, tokenizer.vocab_size, _IDS_PER_DECODE):
         try:
-            spelled += len(tokenizer.decode(range(start, start + _IDS_TOGETHER)))
+            spelled += len(tokenizer.decode(range(start, start + _IDS_PER_DECODE)))
         except AppError as error:
-            _check_memory(error)
-        if spelled > _MOST_SPELLED:
+            _raise_memory_error(error)
+        if spelled > _MAX_DECODED_CHARACTERS:
             raise AppError(
-                Kind.MODEL_FILES,
-                f"its tokens decode to more than {_MOST_SPELLED >> 20} MiB of text",
+                ErrorKind.MODEL_FILES,
+                f"its tokens decode to more than {_MAX_DECODED_CHARACTERS >> 20} MiB of text",
             )
 
 
-def _check_memory(error: AppError) -> None:
+def _raise_memory_error(error: AppError) -> None:
     """An error that says that memory is short is no refusal of a text."""
     if isinstance(error.__cause__, MemoryError):
         raise error.__cause__

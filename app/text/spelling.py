@@ -14,22 +14,22 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
-    """alphabet: character → byte; empty where tokens are plain text. replace: (from, to), applied
-    to plain text in order. strips_space: one space at the very start of a text belongs to the
-    tokenizer and is not shown (SentencePiece's dummy prefix)."""
+class ByteDecoder:
+    """alphabet: character → byte; empty where tokens are plain text. replacements: (from, to),
+    applied to plain text in order. strips_leading_space: one space at the very start of a text
+    belongs to the tokenizer and is not shown (SentencePiece's dummy prefix)."""
 
     alphabet: Mapping[str, int]
-    replace: tuple[tuple[str, str], ...] = ()
-    strips_space: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    strips_leading_space: bool = False
 
     @staticmethod
-    def of(decoder: Json) -> "Spelling | None":
+    def from_config(config: Json) -> "ByteDecoder | None":
         """The spelling behind the "decoder" of a tokenizer.json. None for decoders that join words
         rather than bytes: WordPiece, Metaspace, BPE with a word suffix, CTC, none at all."""
-        parts = _flat(decoder)
+        parts = _flatten_decoder(config)
         if [part["type"] for part in parts] == ["ByteLevel"]:
-            return Spelling(alphabet=_byte_alphabet())
+            return ByteDecoder(alphabet=_build_byte_alphabet())
         replace: list[tuple[str, str]] = []
         while parts and parts[0]["type"] == "Replace" and "String" in parts[0]["pattern"]:
             part = parts.pop(0)
@@ -45,29 +45,31 @@ class Spelling:
                 strips_space = True
             case _:
                 return None
-        return Spelling(alphabet={}, replace=tuple(replace), strips_space=strips_space)
+        return ByteDecoder(
+            alphabet={}, replacements=tuple(replace), strips_leading_space=strips_space
+        )
 
-    def bytes_of(self, token: str) -> bytes:
+    def decode_token(self, token: str) -> bytes:
         """What one token spells in the middle of a text."""
         if self.alphabet:
             try:
                 return bytes([self.alphabet[character] for character in token])
             except KeyError:  # an added token, which stands in the file as itself
                 return token.encode()
-        for old, new in self.replace:
+        for old, new in self.replacements:
             token = token.replace(old, new)
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(match[1])
         return token.encode()
 
 
-def _flat(decoder: Json) -> list[Json]:
+def _flatten_decoder(decoder: Json) -> list[Json]:
     if decoder.get("type") == "Sequence":
-        return [part for child in decoder["decoders"] for part in _flat(child)]
+        return [part for child in decoder["decoders"] for part in _flatten_decoder(child)]
     return [decoder] if decoder else []
 
 
-def _byte_alphabet() -> Mapping[str, int]:
+def _build_byte_alphabet() -> Mapping[str, int]:
     """Byte-level BPE's printable stand-ins (openai/gpt-2 `src/encoder.py`, bytes_to_unicode): a
     printable Latin-1 byte is its own character, the others follow from U+0100 on, in order."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}

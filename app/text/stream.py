@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.text.spelling import Spelling
+from app.text.spelling import ByteDecoder
 from app.text.tokenizer import Tokenizer
 
-_CHARACTER = 4  # bytes of the longest character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # bytes of the longest character in UTF-8
 
 
 class Detokenizer:
@@ -34,134 +34,144 @@ class Detokenizer:
         tokenizer: Tokenizer,
         prompt: Sequence[int] = (),
         *,
-        shown: frozenset[int] = frozenset(),
+        visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """shown: special tokens of the answer that are text nevertheless."""
-        spelling = tokenizer.spelling
-        self._stage: _Stage = (
-            _Words(tokenizer, prompt, shown)
+        """visible_special_ids: special tokens of the answer that are text nevertheless."""
+        spelling = tokenizer.byte_decoder
+        self._backend: _Backend = (
+            _WordDetokenizer(tokenizer, prompt, visible_special_ids)
             if spelling is None
-            else _Bytes(tokenizer, spelling, prompt, shown)
+            else _ByteDetokenizer(tokenizer, spelling, prompt, visible_special_ids)
         )
 
     @property
-    def waiting(self) -> bool:
+    def has_partial_character(self) -> bool:
         """The last id fed ends within a character that has not been given out yet."""
-        return self._stage.waiting
+        return self._backend.has_partial_character
 
     def feed(self, id: int) -> str:
-        return self._stage.feed(id)
+        return self._backend.feed(id)
 
     def flush(self) -> str:
         """The rest: U+FFFD where the text ends within a character."""
-        return self._stage.flush()
+        return self._backend.flush()
 
 
-class _Stage(Protocol):
+class _Backend(Protocol):
     @property
-    def waiting(self) -> bool: ...
+    def has_partial_character(self) -> bool: ...
 
     def feed(self, id: int) -> str: ...
 
     def flush(self) -> str: ...
 
 
-class _Bytes:
+class _ByteDetokenizer:
     """For tokens that spell bytes: an incremental UTF-8 decoder, primed with the prompt's end."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        spelling: Spelling,
+        byte_decoder: ByteDecoder,
         prompt: Sequence[int],
-        shown: frozenset[int],
+        visible_special_ids: frozenset[int],
     ) -> None:
         self._tokenizer = tokenizer
-        self._shown = shown
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._visible_special_ids = visible_special_ids
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for id in reversed(prompt):
-            tail = self._visible(id) + tail
-            if len(tail) >= _CHARACTER:
+            tail = self._visible_bytes(id) + tail
+            if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         # All of it is the prompt's own text but the beginning of a last, unfinished character.
-        self._utf8.decode(tail)
-        self._strips_space = spelling.strips_space and not tail
+        self._utf8_decoder.decode(tail)
+        self._strips_space = byte_decoder.strips_leading_space and not tail
 
     @property
-    def waiting(self) -> bool:
-        return bool(self._utf8.getstate()[0])
+    def has_partial_character(self) -> bool:
+        return bool(self._utf8_decoder.getstate()[0])
 
     def feed(self, id: int) -> str:
-        raw = self._tokenizer.token_bytes(id) if id in self._shown else self._visible(id)
+        raw = (
+            self._tokenizer.token_bytes(id)
+            if id in self._visible_special_ids
+            else self._visible_bytes(id)
+        )
         if self._strips_space and raw:
             raw = raw.removeprefix(b" ")
             self._strips_space = False
-        return self._utf8.decode(raw)
+        return self._utf8_decoder.decode(raw)
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._utf8_decoder.decode(b"", final=True)
 
-    def _visible(self, id: int) -> bytes:
-        return self._tokenizer.token_bytes(id) if self._tokenizer.shows(id) else b""
+    def _visible_bytes(self, id: int) -> bytes:
+        return self._tokenizer.token_bytes(id) if self._tokenizer.is_visible(id) else b""
 
 
-class _Words:
+class _WordDetokenizer:
     """For decoders that join words: what a token adds to the text of the few before it.
 
-    Such decoders look no further than at the neighbour: is there a word before this one, to be
-    set apart from? The window is  given out | not yet  with at most `_CHARACTER` ids on each side.
-    Only if one knows byte tokens too, and a byte is bad, may the stream differ from the whole.
+    Such decoders look no further than at the neighbour: is there a word before this one, to be set
+    apart from? The window is  given out | not yet  with at most `_MAX_CHARACTER_BYTES` ids on each
+    side. Only if one knows byte tokens too, and a byte is bad, may the stream differ from the
+    whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], visible_special_ids: frozenset[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._shown = shown
-        self._given: list[int] = []
-        self._fresh: list[int] = []
+        self._visible_special_ids = visible_special_ids
+        self._context_ids: list[int] = []
+        self._pending_ids: list[int] = []
         for id in reversed(prompt):
-            if len(self._given) >= _CHARACTER and not self._begins_amid():
+            if (
+                len(self._context_ids) >= _MAX_CHARACTER_BYTES
+                and not self._may_begin_mid_character()
+            ):
                 break
-            if tokenizer.shows(id):
-                self._given.insert(0, id)
+            if tokenizer.is_visible(id):
+                self._context_ids.insert(0, id)
 
     @property
-    def waiting(self) -> bool:
-        return bool(self._fresh)
+    def has_partial_character(self) -> bool:
+        return bool(self._pending_ids)
 
     def feed(self, id: int) -> str:
-        if id in self._shown:
-            return self._marker(id)
-        if not self._tokenizer.shows(id):
+        if id in self._visible_special_ids:
+            return self._decode_marker(id)
+        if not self._tokenizer.is_visible(id):
             return ""
-        self._fresh.append(id)
-        text = self._added()
+        self._pending_ids.append(id)
+        text = self._new_text()
         # U+FFFD at the end may be the first bytes of a character, but not after four tokens.
-        if text.endswith("\ufffd") and len(self._fresh) < _CHARACTER:
+        if text.endswith("\ufffd") and len(self._pending_ids) < _MAX_CHARACTER_BYTES:
             return ""
-        self._given, self._fresh = self._fresh, []
+        self._context_ids, self._pending_ids = self._pending_ids, []
         return text
 
     def flush(self) -> str:
-        text, self._fresh = self._added(), []
+        text, self._pending_ids = self._new_text(), []
         return text
 
-    def _begins_amid(self) -> bool:
+    def _may_begin_mid_character(self) -> bool:
         """Whether the ids before may begin within a character, which spoils the bytes behind it for
         the library. A character's other bytes are no further away than three ids."""
-        return len(self._given) < 2 * _CHARACTER - 1 and "\ufffd" in self._tokenizer.decode(
-            self._given
-        )
+        return len(
+            self._context_ids
+        ) < 2 * _MAX_CHARACTER_BYTES - 1 and "\ufffd" in self._tokenizer.decode(self._context_ids)
 
-    def _marker(self, id: int) -> str:
+    def _decode_marker(self, id: int) -> str:
         """A special token, as it is written; words on its two sides are no neighbours."""
         text = self.flush() + self._tokenizer.token_text(id)
-        self._given = []
+        self._context_ids = []
         return text
 
-    def _added(self) -> str:
-        before = self._tokenizer.decode(self._given)
-        after = self._tokenizer.decode(self._given + self._fresh)
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context_ids)
+        after = self._tokenizer.decode(self._context_ids + self._pending_ids)
         pairs = enumerate(zip(before, after, strict=False))
         return after[next((place for place, (a, b) in pairs if a != b), len(before)) :]
 
@@ -174,23 +184,24 @@ class VisibleTokens:
         self._length = 0
         self._ends = array("q")  # a list of ints takes five times as much
 
-    def feed(self, text: str, *, waiting: bool) -> None:
+    def feed(self, text: str, *, has_partial_character: bool) -> None:
         """What one token brought out of the Detokenizer, and the Detokenizer's state after it."""
         self._length += len(text)
         # Waiting bytes are the beginning of exactly one character, whatever becomes of them.
-        self._ends.append(self._length + waiting)
+        self._ends.append(self._length + has_partial_character)
 
-    def within(self, length: int) -> int:
+    def count_within(self, length: int) -> int:
         """length: characters of the text that were shown."""
         return bisect_right(self._ends, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """text: what may be shown now. stop: the stop string that was found, and then all is over."""
+class StopResult:
+    """text: what may be shown now. matched_stop: the stop string that was found, and then all is
+    over."""
 
     text: str
-    stop: str | None = None
+    matched_stop: str | None = None
 
 
 class StopFinder:
@@ -209,53 +220,57 @@ class StopFinder:
     the text is cut and however a stop string repeats itself.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        """stops: none of them empty."""
-        self._automata = tuple(_Automaton(stop) for stop in stops)
-        self._held = ""  # the text  shown | held
-        self._read = 0  # characters read
-        self._hit: tuple[int, str] | None = None  # where the first stop so far starts; which it is
-        self.shown = 0  # characters given out; after a hit, `VisibleTokens.within` wants this
+    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+        """stop_strings: none of them empty."""
+        self._automata = tuple(_KmpAutomaton(stop) for stop in stop_strings)
+        self._held_text = ""  # the text  shown | held
+        self._num_read = 0  # characters read
+        self._match: tuple[int, str] | None = (
+            None  # where the first stop so far starts; which it is
+        )
+        self.released = (
+            0  # characters given out; after a hit, `VisibleTokens.count_within` wants this
+        )
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> StopResult:
         """Not to be called again once a stop was found."""
-        self._held += text
+        self._held_text += text
         for character in text:
             self._step(character)
-            if self._hit is not None and self._hit[0] <= self._open:
-                return self._end()
-        return Found(text=self._show(self._open))
+            if self._match is not None and self._match[0] <= self._open_match_start:
+                return self._finish()
+        return StopResult(text=self._release(self._open_match_start))
 
-    def flush(self) -> Found:
+    def flush(self) -> StopResult:
         """No more text will come: the rest, or the stop that was waiting for an earlier one."""
-        return self._end()
+        return self._finish()
 
     @property
-    def _open(self) -> int:
+    def _open_match_start(self) -> int:
         """Where the longest stop string that is not complete yet starts."""
-        return self._read - max((automaton.matched for automaton in self._automata), default=0)
+        return self._num_read - max((automaton.matched for automaton in self._automata), default=0)
 
     def _step(self, character: str) -> None:
-        self._read += 1
+        self._num_read += 1
         for automaton in self._automata:
             if not automaton.step(character):
                 continue
-            start = self._read - len(automaton.stop)
-            if self._hit is None or start < self._hit[0]:
-                self._hit = (start, automaton.stop)
+            start = self._num_read - len(automaton.stop)
+            if self._match is None or start < self._match[0]:
+                self._match = (start, automaton.stop)
 
-    def _end(self) -> Found:
-        end, stop = self._hit or (self._read, None)
-        return Found(text=self._show(end), stop=stop)
+    def _finish(self) -> StopResult:
+        end, stop = self._match or (self._num_read, None)
+        return StopResult(text=self._release(end), matched_stop=stop)
 
-    def _show(self, end: int) -> str:
-        text = self._held[: end - self.shown]
-        self._held = self._held[len(text) :]
-        self.shown = end
+    def _release(self, end: int) -> str:
+        text = self._held_text[: end - self.released]
+        self._held_text = self._held_text[len(text) :]
+        self.released = end
         return text
 
 
-class _Automaton:
+class _KmpAutomaton:
     """`matched`: the most characters at the end of the text that begin the stop string, but not
     all of it (Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977)."""
 

@@ -11,11 +11,23 @@ from dataclasses import dataclass
 from itertools import islice
 
 from models.builtin import corpus_api, corpus_client, corpus_declined, corpus_server, corpus_talk
-from models.builtin.corpus_facts import ABOUT, HOW, PHRASES, ROUTE, Fact
-from models.builtin.corpus_play import Turn, adding, counting, meeting, repeating
-from models.builtin.corpus_stories import story, storytelling
-from models.builtin.corpus_wider import WIDER
-from models.builtin.grammar import blur, capitalize, disguise, expand, reword
+from models.builtin.corpus_facts import (
+    ABOUT_FRAMES,
+    HOW_FRAMES,
+    PHRASES,
+    ROUTE_FRAMES,
+    FactTemplate,
+)
+from models.builtin.corpus_play import (
+    Turn,
+    make_addition_turn,
+    make_counting_turn,
+    make_name_turns,
+    make_repeat_turn,
+)
+from models.builtin.corpus_stories import make_story, make_story_turn
+from models.builtin.corpus_wider import PARAPHRASES
+from models.builtin.grammar import add_noise, add_politeness, capitalize, expand, reword
 
 FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
 
@@ -32,8 +44,8 @@ MIXTURE = (
     ("meet", 2),
 )
 # what a question is about is in a few of its words
-_BLURRED = frozenset({"fact", "talk", "joke", "decline"})
-_KINDS = {"asks": 5, "to": 4, "route_to": 5, "about": 1.5}
+_NOISY_ABILITIES = frozenset({"fact", "talk", "joke", "decline"})
+_FRAME_WEIGHTS = {"asks": 5, "to": 4, "route_to": 5, "about": 1.5}
 _LENGTHS = (1, 2, 3, 4)
 _LENGTH_WEIGHTS = (55, 25, 12, 8)
 
@@ -59,76 +71,78 @@ class Conversation:
     text: str = ""
 
 
-def corpus(seed: int, count: int, blurred: float = 0.0) -> Iterator[Conversation]:
-    """`count` conversations, the same ones for the same seed. blurred: share of the questions that
+def generate_corpus(seed: int, count: int, noise_share: float = 0.0) -> Iterator[Conversation]:
+    """`count` conversations, the same ones for the same seed. noise_share: share of the questions that
     are blurred, of those whose words need not be taken literally; with any, facts are asked for in
     wider words too."""
     rng = random.Random(seed)
-    return islice(iter(lambda: conversation(rng, blurred), None), count)
+    return islice(iter(lambda: make_conversation(rng, noise_share), None), count)
 
 
-def conversation(rng: random.Random, blurred: float = 0.0) -> Conversation:
+def make_conversation(rng: random.Random, noise_share: float = 0.0) -> Conversation:
     """One conversation of one to four turns, a fifth of them with a system prompt; two in a
     hundred are plain texts, for the endpoints that know no chat."""
     if rng.random() < 0.02:
-        return Conversation(text=story(rng) if rng.random() < 0.7 else _fact(rng, FACTS)[1])
+        return Conversation(
+            text=make_story(rng) if rng.random() < 0.7 else _make_fact_turn(rng, FACTS)[1]
+        )
     wanted = rng.choices(_LENGTHS, _LENGTH_WEIGHTS)[0]
     turns: list[Turn] = []
     while len(turns) < wanted:
-        turns += practise(rng, blurred)
-    system = _system(rng) if rng.random() < 0.2 else None
+        turns += make_turns(rng, noise_share)
+    system = _make_system_prompt(rng) if rng.random() < 0.2 else None
     return Conversation(
-        turns=tuple((disguise(ask, rng), answer) for ask, answer in turns), system=system
+        turns=tuple((add_politeness(ask, rng), answer) for ask, answer in turns), system=system
     )
 
 
-def practise(rng: random.Random, blurred: float = 0.0) -> list[Turn]:
+def make_turns(rng: random.Random, noise_share: float = 0.0) -> list[Turn]:
     """The next turn, or the next two where one follows from the other."""
     abilities, shares = zip(*MIXTURE, strict=True)
     ability = rng.choices(abilities, shares)[0]
     # what is to be copied into the answer must not be reworded
     if ability == "repeat":
-        return [repeating(rng)]
+        return [make_repeat_turn(rng)]
     if ability == "meet":
-        return meeting(rng)
-    ask, answer = _turn(ability, rng, FACTS + 2 * WIDER if blurred else FACTS)
+        return make_name_turns(rng)
+    ask, answer = _make_turn(ability, rng, FACTS + 2 * PARAPHRASES if noise_share else FACTS)
     ask = reword(ask, rng)
-    return [(blur(ask, rng, blurred) if ability in _BLURRED else ask, answer)]
+    return [(add_noise(ask, rng, noise_share) if ability in _NOISY_ABILITIES else ask, answer)]
 
 
-def _turn(ability: str, rng: random.Random, facts: tuple[Fact, ...]) -> Turn:
+def _make_turn(ability: str, rng: random.Random, facts: tuple[FactTemplate, ...]) -> Turn:
     match ability:
         case "fact":
-            return _fact(rng, facts)
+            return _make_fact_turn(rng, facts)
         case "talk":
-            return _fact(rng, corpus_talk.TALK)
+            return _make_fact_turn(rng, corpus_talk.SMALL_TALK)
         case "joke":
             asked = expand(rng.choice(corpus_talk.JOKE_ASKS), rng, {})
             return asked, rng.choice(corpus_talk.JOKES)
         case "decline":
-            return _declined(rng)
+            return _make_refusal_turn(rng)
         case "count":
-            return counting(rng)
+            return make_counting_turn(rng)
         case "add":
-            return adding(rng)
+            return make_addition_turn(rng)
         case "story":
-            return storytelling(rng)
+            return make_story_turn(rng)
         case _:
             raise AssertionError(f"no such ability: {ability}")
 
 
-def _fact(rng: random.Random, facts: tuple[Fact, ...]) -> Turn:
+def _make_fact_turn(rng: random.Random, facts: tuple[FactTemplate, ...]) -> Turn:
     fact = rng.choices(facts, [fact.weight for fact in facts])[0]
-    kinds = {kind: share for kind, share in _KINDS.items() if getattr(fact, kind)}
+    kinds = {kind: share for kind, share in _FRAME_WEIGHTS.items() if getattr(fact, kind)}
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     wish = expand(rng.choice(getattr(fact, kind)), rng, PHRASES)
     match kind:
         case "to":
-            frame = expand(rng.choice(HOW), rng, PHRASES)
+            frame = expand(rng.choice(HOW_FRAMES), rng, PHRASES)
         case "route_to":
-            frame = expand(rng.choice(ROUTE), rng, PHRASES)
+            frame = expand(rng.choice(ROUTE_FRAMES), rng, PHRASES)
         case "about":
-            frame = expand(rng.choice(ABOUT), rng, PHRASES)
+            frame = expand(rng.choice(ABOUT_FRAMES), rng, PHRASES)
         case _:
             frame = "WHOLE"
     for slot in ("VERB", "TOPIC", "WHOLE"):
@@ -136,18 +150,18 @@ def _fact(rng: random.Random, facts: tuple[Fact, ...]) -> Turn:
     return frame, rng.choice(fact.answers)
 
 
-def _declined(rng: random.Random) -> Turn:
-    answer, asks = rng.choice(corpus_declined.DECLINED)
-    return _topical(expand(rng.choice(asks), rng, {}), rng), answer
+def _make_refusal_turn(rng: random.Random) -> Turn:
+    answer, asks = rng.choice(corpus_declined.REFUSALS)
+    return _fill_topics(expand(rng.choice(asks), rng, {}), rng), answer
 
 
-def _topical(text: str, rng: random.Random) -> str:
+def _fill_topics(text: str, rng: random.Random) -> str:
     """Something to be ignorant of, for each capitalised slot."""
     slots = {
         "TOPIC": corpus_declined.TOPICS,
         "PLACE": tuple(capitalize(place) for place in corpus_declined.PLACES),
         "LANGUAGE": tuple(capitalize(language) for language in corpus_declined.LANGUAGES),
-        "NAMED": corpus_declined.NAMED,
+        "NAMED": corpus_declined.NAMED_THINGS,
         "NUMBER": tuple(str(number) for number in range(21, 100)),
         "SMALL": tuple(str(number) for number in range(2, 21)),
         "BIG": tuple(str(number) for number in range(100, 10000, 7)),
@@ -158,14 +172,16 @@ def _topical(text: str, rng: random.Random) -> str:
     return text
 
 
-def _system(rng: random.Random) -> str:
+def _make_system_prompt(rng: random.Random) -> str:
     sentences = rng.choices((1, 2, 4), (70, 22, 8))[0]
-    return " ".join(_topical(expand(rng.choice(SYSTEMS), rng, {}), rng) for _ in range(sentences))
+    return " ".join(
+        _fill_topics(expand(rng.choice(SYSTEMS), rng, {}), rng) for _ in range(sentences)
+    )
 
 
 def main() -> None:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    for made in corpus(seed, 12):
+    for made in generate_corpus(seed, 12):
         for line in (made.system and f"system: {made.system}", made.text):
             if line:
                 print(line)

@@ -4,14 +4,14 @@ Knows: answers and the templates of their questions. Must not know: how the serv
 (corpus_server) or how a client uses it (corpus_client).
 """
 
-from models.builtin.corpus_facts import Fact
+from models.builtin.corpus_facts import FactTemplate
 
 ROUTES = (
     "The endpoints are POST /v1/chat/completions, POST /v1/completions, GET /v1/models, "
     "GET /v1/status, POST /v1/tokenize, POST /v1/detokenize, POST /completion and GET /health."
 )
 FACTS = (
-    Fact(
+    FactTemplate(
         weight=1.5,
         answers=(ROUTES,),
         to=(
@@ -30,7 +30,7 @@ FACTS = (
         ),
         about=("{the endpoints|the routes|the http api|the api|your api}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.5,
         answers=("Chat requests go to POST /v1/chat/completions.",),
         route_to=(
@@ -52,7 +52,7 @@ FACTS = (
         ),
         about=("{the chat endpoint|chat completions|/v1/chat/completions}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("Plain text is continued by POST /v1/completions, with a `prompt` and no chat.",),
         route_to=(
@@ -73,7 +73,7 @@ FACTS = (
         ),
         about=("{/v1/completions|text completions|raw prompts|the completions endpoint}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.2,
         answers=("GET /v1/models lists the models that can be asked for.",),
         route_to=(
@@ -92,7 +92,7 @@ FACTS = (
         ),
         about=("{/v1/models|the list of models|the models endpoint}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.2,
         answers=(
             "GET /v1/status tells what the server is doing: its state, its memory and its work.",
@@ -116,7 +116,7 @@ FACTS = (
         ),
         about=("{/v1/status|the status endpoint|server status|monitoring}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("POST /v1/tokenize turns text into token ids.",),
         route_to=(
@@ -138,7 +138,7 @@ FACTS = (
         ),
         about=("{/v1/tokenize|tokenizing|token counting|the tokenize endpoint}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("POST /v1/detokenize turns token ids back into text.",),
         route_to=(
@@ -158,7 +158,7 @@ FACTS = (
         ),
         about=("{/v1/detokenize|detokenizing|decoding ids|the detokenize endpoint}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.2,
         answers=("GET /health answers when the server is up.",),
         route_to=(
@@ -178,7 +178,7 @@ FACTS = (
         ),
         about=("{/health|health checks|the health endpoint}",),
     ),
-    Fact(
+    FactTemplate(
         answers=(
             "POST /completion is a simple endpoint in the style of llama.cpp: it takes a prompt and "
             "returns the text that follows.",

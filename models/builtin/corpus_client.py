@@ -3,7 +3,7 @@
 Knows: answers and the templates of their questions. Must not know: the list of routes (corpus_api).
 """
 
-from models.builtin.corpus_facts import Fact
+from models.builtin.corpus_facts import FactTemplate
 
 CURL = (
     "Here is one: `curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: "
@@ -16,7 +16,7 @@ PYTHON = (
 )
 
 FACTS = (
-    Fact(
+    FactTemplate(
         weight=1.8,
         answers=(
             'Put `"stream": true` into the request. The answer then arrives piece by piece, as '
@@ -42,7 +42,7 @@ FACTS = (
         ),
         about=("{streaming|server-sent events|sse|the stream option|streamed answers}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.8,
         answers=(
             "The prefix cache keeps the KV of the last prompt. When a new prompt begins the same "
@@ -70,7 +70,7 @@ FACTS = (
             "{the prefix cache|prefix caching|the prompt cache|prompt caching|the cache|the kv cache}",
         ),
     ),
-    Fact(
+    FactTemplate(
         weight=1.6,
         answers=("Use the OpenAI SDK with base_url http://127.0.0.1:8080/v1 and any api_key.",),
         to=(
@@ -92,7 +92,7 @@ FACTS = (
         ),
         about=("{the openai sdk|openai compatibility|the base_url|openai clients}",),
     ),
-    Fact(
+    FactTemplate(
         answers=("Any api_key will do. The server does not check it.",),
         asks=(
             "must I {sign up|register|pay|log in|make an account|have a key}{ for a key| first| to use you|}?",
@@ -105,7 +105,7 @@ FACTS = (
         ),
         about=("{the api key|api keys|authentication|passwords}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.5,
         answers=('My name in requests is builtin: send `"model": "builtin"`.',),
         asks=(
@@ -124,7 +124,7 @@ FACTS = (
         ),
         about=("{the model name|the model field|your model id|the model parameter}",),
     ),
-    Fact(
+    FactTemplate(
         answers=(CURL,),
         asks=(
             "{give|show|write|send} me {a|an} {curl example|curl command|example request|example with curl|sample request|curl call}",
@@ -133,7 +133,7 @@ FACTS = (
             "{curl|curl example|example request}{?|}",
         ),
     ),
-    Fact(
+    FactTemplate(
         answers=(PYTHON,),
         asks=(
             "{give|show|write} me {a|an} {python example|example in python|example with the openai sdk|openai example|sample in python}",
@@ -142,7 +142,7 @@ FACTS = (
             "{python|python example}{?|}",
         ),
     ),
-    Fact(
+    FactTemplate(
         answers=(
             "Set `temperature`, `top_p`, `seed`, `max_tokens` or `stop` in the request. "
             "Without them I answer with the most likely words.",

@@ -5,7 +5,7 @@ the model can do.
 """
 
 # (answer, question templates); words in capitals are slots, which corpus fills
-DECLINED = (
+REFUSALS = (
     (
         "I cannot see the weather. I have no access to the internet.",
         (
@@ -211,7 +211,7 @@ LANGUAGES = (
     *("german", "french", "spanish", "italian", "chinese", "japanese", "russian", "dutch", "latin"),
     *("portuguese", "korean", "polish", "greek", "arabic", "hindi", "swedish", "turkish"),
 )
-NAMED = (
+NAMED_THINGS = (
     *(
         "napoleon",
         "einstein",

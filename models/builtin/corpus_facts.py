@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
+class FactTemplate:
     """answers: any of them is right. weight: how often it is drawn, relative to the others."""
 
     answers: tuple[str, ...]
@@ -28,7 +28,7 @@ PHRASES = {
     "model": "{model|language model|llm|checkpoint}",
 }
 
-HOW = (
+HOW_FRAMES = (
     "how {do|can|would|should|could} {I|we|you|someone|one} VERB?",
     "how to VERB?",
     "how to VERB",
@@ -46,7 +46,7 @@ HOW = (
     "VERB",
 )
 
-ROUTE = (
+ROUTE_FRAMES = (
     "{which|what} $route {do I use|should I use|can I use|is used|is there|do I need|lets me|serves} to VERB?",
     "{which|what} $route {is for|is the one to|would|do clients use to} VERB?",
     "where {do|can|should|must} I {send|post|make} a request to VERB?",
@@ -59,7 +59,7 @@ ROUTE = (
     "how {do|can|would|does} {I|a client|my program} VERB {over http|with a request|through the api|}?",
 )
 
-ABOUT = (
+ABOUT_FRAMES = (
     "{what is|what's|what about|what are|tell me about|explain|describe|say something about} TOPIC?",
     "{can|could} you {explain|describe|tell me about} TOPIC?",
     "what {do you know|can you tell me|can you say} about TOPIC?",

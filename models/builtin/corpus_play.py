@@ -112,7 +112,7 @@ _SAID = (
 )
 
 
-def counting(rng: random.Random) -> Turn:
+def make_counting_turn(rng: random.Random) -> Turn:
     """Counts stay within 0..COUNT_LIMIT and are at most LONGEST_COUNT numbers long."""
     low = rng.randint(0, COUNT_LIMIT - 2)
     high = rng.randint(low + 1, min(COUNT_LIMIT, low + rng.choice((6, 10, LONGEST_COUNT - 1))))
@@ -136,18 +136,18 @@ def counting(rng: random.Random) -> Turn:
     return _fill(question, low, high, rng), ", ".join(str(number) for number in numbers)
 
 
-def adding(rng: random.Random) -> Turn:
+def make_addition_turn(rng: random.Random) -> Turn:
     """One sum, or a few at once, which is the same practice in fewer tokens. Every number is
     within 0..SUM_LIMIT."""
     if rng.random() < 0.35:
-        return _adding_several(rng)
+        return _make_long_addition_turn(rng)
     left, right = rng.randint(0, SUM_LIMIT), rng.randint(0, SUM_LIMIT)
     question = expand(rng.choice(_SUM), rng, {})
     question = question.replace("THING", rng.choice(_THINGS)).replace("NAME", rng.choice(_NAMES))
     return _fill(question, left, right, rng), _sum(left, right)
 
 
-def _adding_several(rng: random.Random) -> Turn:
+def _make_long_addition_turn(rng: random.Random) -> Turn:
     count = rng.randint(2, 6)
     pairs = [(rng.randint(0, SUM_LIMIT), rng.randint(0, SUM_LIMIT)) for _ in range(count)]
     sign = rng.choice(("+", " + ", " plus ", " and "))
@@ -160,8 +160,12 @@ def _sum(left: int, right: int) -> str:
     return f"{left} plus {right} is {left + right}."
 
 
-def repeating(rng: random.Random) -> Turn:
-    said = rng.choice(_SAID) if rng.random() < 0.5 else " ".join(_made_up(rng) for _ in range(2))
+def make_repeat_turn(rng: random.Random) -> Turn:
+    said = (
+        rng.choice(_SAID)
+        if rng.random() < 0.5
+        else " ".join(_made_up_phrase(rng) for _ in range(2))
+    )
     question = expand(
         "{say|repeat|repeat after me:|please say|say the word|just say|write|reply with|answer with|"
         "say exactly|can you say|echo|respond with}",
@@ -172,9 +176,9 @@ def repeating(rng: random.Random) -> Turn:
     return f"{question} {quote}{said}{quote}", capitalize(said)
 
 
-def meeting(rng: random.Random) -> list[Turn]:
+def make_name_turns(rng: random.Random) -> list[Turn]:
     """Somebody says a name, and may ask for it later; or asks without having said it."""
-    name = rng.choice(_NAMES) if rng.random() < 0.4 else capitalize(_made_up(rng))
+    name = rng.choice(_NAMES) if rng.random() < 0.4 else capitalize(_made_up_phrase(rng))
     ask = expand(
         "{what is my name|what's my name|do you remember my name|who am I|say my name|tell me my name|"
         "do you know my name|what am I called|which name did I tell you}?",
@@ -208,7 +212,7 @@ def _inside_word(text: str, at: int) -> bool:
     return text[at - 1 : at].isalpha() or text[at + 1 : at + 2].isalpha()
 
 
-def _made_up(rng: random.Random) -> str:
+def _made_up_phrase(rng: random.Random) -> str:
     """A pronounceable word that stands in no list, so that copying has to be learnt."""
     parts = [
         rng.choice("bcdfghklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))

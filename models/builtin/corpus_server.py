@@ -3,7 +3,7 @@
 Knows: answers and the templates of their questions. Must not know: HTTP routes (corpus_api).
 """
 
-from models.builtin.corpus_facts import Fact
+from models.builtin.corpus_facts import FactTemplate
 
 LOAD = (
     "Give the server a folder: `.venv/bin/mlxrunner serve /path/to/model`. "
@@ -11,7 +11,7 @@ LOAD = (
 )
 
 FACTS = (
-    Fact(
+    FactTemplate(
         weight=1.6,
         answers=(
             "mlxrunner is a small server for language models. It runs them with Apple's MLX and "
@@ -39,7 +39,7 @@ FACTS = (
             "{never heard of|new to|I am new to|I do not know} mlxrunner, what is it?",
         ),
     ),
-    Fact(
+    FactTemplate(
         weight=2.2,
         answers=(LOAD,),
         to=(
@@ -69,7 +69,7 @@ FACTS = (
             "{loading|serving|using|running} {another model|other models|my own model|bigger models}",
         ),
     ),
-    Fact(
+    FactTemplate(
         answers=(
             "Run `make serve`, or `.venv/bin/mlxrunner serve`. With no model named, the server "
             "starts with me, the built-in model.",
@@ -85,7 +85,7 @@ FACTS = (
         ),
         about=("{make serve|starting the server|the serve command}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("Press Ctrl-C in the terminal where the server runs. It stops cleanly.",),
         to=(
@@ -106,7 +106,7 @@ FACTS = (
         ),
         about=("{stopping|quitting|ending} the server",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.4,
         answers=(
             "The default port is 8080. Another one is set with `--port`, such as `--port 9000`.",
@@ -131,7 +131,7 @@ FACTS = (
         ),
         about=("the {port|default port|port number}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=(
             "The server listens on 127.0.0.1, so only this computer can reach it. "
@@ -158,7 +158,7 @@ FACTS = (
         ),
         about=("the {host|default host|listening address|ip address}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=(
             "Yes, mlxrunner runs on a Mac with Apple silicon. MLX uses the GPU there through Metal.",
@@ -179,10 +179,10 @@ FACTS = (
         ),
         about=("{metal|macos|mac support|apple silicon}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.5,
         answers=(
-            "Yes, mlxrunner runs on Linux with an NVIDIA GPU. Start it with `CUDA=1 make serve`.",
+            "Yes, mlxrunner runs on Linux with an NVIDIA GPU. Start it with `USES_CUDA=1 make serve`.",
         ),
         to=(
             "{use|run on|enable|switch on|turn on|take advantage of} {my gpu|an nvidia gpu|a gpu|cuda|my nvidia card|the graphics card|a geforce|a gpu on linux|my h100|an a100}",
@@ -201,7 +201,7 @@ FACTS = (
         ),
         about=("{cuda|cuda support|nvidia support|gpus}",),
     ),
-    Fact(
+    FactTemplate(
         answers=(
             "Yes, mlxrunner runs on Linux, on the CPU alone. No GPU is needed, but one is faster.",
         ),
@@ -216,7 +216,7 @@ FACTS = (
         ),
         about=("{linux|linux support|the cpu backend|cpu only machines}",),
     ),
-    Fact(
+    FactTemplate(
         answers=(
             "It runs on a Mac with Metal, on Linux with the CPU, and on Linux with NVIDIA GPUs.",
         ),
@@ -228,7 +228,7 @@ FACTS = (
         ),
         about=("{the supported systems|supported hardware|platforms|system requirements}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("mlxrunner is free software under the MIT license.",),
         asks=(
@@ -248,7 +248,7 @@ FACTS = (
         ),
         about=("the {license|licence|license terms}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.3,
         answers=("Run `make test` in the project folder. It runs all tests, offline.",),
         to=(
@@ -270,7 +270,7 @@ FACTS = (
         ),
         about=("{the tests|make test|testing|unit tests|the test command}",),
     ),
-    Fact(
+    FactTemplate(
         weight=1.4,
         answers=(
             "Run `make builtin`. It trains me again on the CPU with models/builtin/train.py, in "

@@ -131,15 +131,15 @@ _ASKS = (
 )
 
 
-def story(rng: random.Random, hero: str | None = None, name: str | None = None) -> str:
+def make_story(rng: random.Random, hero: str | None = None, name: str | None = None) -> str:
     """Six to nine short sentences about `hero`, or about anybody."""
     hero, name = hero or rng.choice(HEROES), name or rng.choice(NAMES)
     text = expand(_OPENING, rng, PHRASES).replace("HERO", hero)
-    text += " " + _consistent(rng.choice(_PLOTS), rng) + " " + expand("$end", rng, PHRASES)
-    return _capitals(text.replace("NAME", name))
+    text += " " + _fill_plot(rng.choice(_PLOTS), rng) + " " + expand("$end", rng, PHRASES)
+    return _capitalize_sentences(text.replace("NAME", name))
 
 
-def storytelling(rng: random.Random) -> tuple[str, str]:
+def make_story_turn(rng: random.Random) -> tuple[str, str]:
     question = expand(rng.choice(_ASKS), rng, {})
     hero = rng.choice(HEROES) if "HERO" in question else None
     name = rng.choice(NAMES) if "NAME" in question else None
@@ -149,15 +149,15 @@ def storytelling(rng: random.Random) -> tuple[str, str]:
     question = question.replace("HERO", shown).replace("NAME", name or "")
     # to say again what was asked for is the easiest way to learn to keep to it
     promise = f"Here is a story about {article} {hero}. " if hero else ""
-    return question, promise + story(rng, hero, name)
+    return question, promise + make_story(rng, hero, name)
 
 
-def _consistent(plot: str, rng: random.Random) -> str:
+def _fill_plot(plot: str, rng: random.Random) -> str:
     """`plot` with each phrase chosen once, however often it is named."""
     chosen = {key: expand(template, rng, {}) for key, template in PHRASES.items()}
     return expand(plot, rng, chosen)
 
 
-def _capitals(text: str) -> str:
+def _capitalize_sentences(text: str) -> str:
     """`text` with a capital at the start of each sentence, quotes passed over."""
     return re.sub(r"(^|[.!?] )([a-z])", lambda found: found[1] + found[2].upper(), text)

@@ -81,8 +81,10 @@ _FILLERS = (
     "kindly",
     "also",
 )
-_DROPPED = frozenset({"a", "an", "the", "do", "does", "is", "to", "i", "me", "please", "of", "for"})
-_EMPTY: tuple[str, ...] = (
+_DROPPABLE_WORDS = frozenset(
+    {"a", "an", "the", "do", "does", "is", "to", "i", "me", "please", "of", "for"}
+)
+_NOISE_WORDS: tuple[str, ...] = (
     *("my", "your", "this", "that", "here", "there", "now", "then", "when"),
     *("while", "from", "with", "about", "into", "over", "after", "before", "some"),
     *("any", "all", "much", "more", "less", "very", "quite", "so", "as"),
@@ -96,7 +98,7 @@ _EMPTY: tuple[str, ...] = (
     *("think", "guess", "wonder", "understand", "mean", "seem", "look", "try", "like"),
     *("give", "take", "put"),
 )
-_NEIGHBOURS = {"a": "s", "e": "r", "i": "o", "o": "p", "n": "m", "t": "r", "s": "d", "h": "j"}
+_KEY_NEIGHBOURS = {"a": "s", "e": "r", "i": "o", "o": "p", "n": "m", "t": "r", "s": "d", "h": "j"}
 
 # what else people say for a word; blind to grammar, as people are
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -162,17 +164,17 @@ def reword(question: str, rng: random.Random) -> str:
         chance = rng.random()
         if word in _SYNONYMS and chance < 0.15:
             words.append(rng.choice(_SYNONYMS[word]))
-        elif word in _DROPPED and chance < 0.04:
+        elif word in _DROPPABLE_WORDS and chance < 0.04:
             continue
         else:
             words.append(word)
     if rng.random() < 0.08:
         words.insert(rng.randint(0, len(words) - 1) if words else 0, rng.choice(_FILLERS))
     said = " ".join(words) or question
-    return _mistype(said, rng) if rng.random() < 0.1 else said
+    return _add_typo(said, rng) if rng.random() < 0.1 else said
 
 
-def blur(question: str, rng: random.Random, share: float) -> str:
+def add_noise(question: str, rng: random.Random, share: float) -> str:
     """With odds of `share`: the question with words missing, and others that say nothing or do not
     exist. Whoever learns to answer it looks for the words that matter, wherever they stand."""
     if share == 0 or rng.random() >= share:
@@ -181,13 +183,13 @@ def blur(question: str, rng: random.Random, share: float) -> str:
     for word in question.split(" "):
         chance = rng.random()
         if chance >= 0.14:
-            words.append(_nothing(rng) if chance < 0.22 else word)
+            words.append(_noise_word(rng) if chance < 0.22 else word)
     for _ in range(rng.choice((0, 0, 0, 1, 2, 4))):
-        words.insert(rng.randint(0, len(words)), _nothing(rng))
+        words.insert(rng.randint(0, len(words)), _noise_word(rng))
     return " ".join(words) or question
 
 
-def disguise(question: str, rng: random.Random) -> str:
+def add_politeness(question: str, rng: random.Random) -> str:
     """`question` the way somebody in a hurry, or somebody polite, would type it."""
     if rng.random() < 0.25:
         question = rng.choice(_OPENINGS) + question
@@ -219,17 +221,17 @@ def _recase(text: str, rng: random.Random) -> str:
     return capitalize(text) if style < 0.93 else text
 
 
-def _nothing(rng: random.Random) -> str:
+def _noise_word(rng: random.Random) -> str:
     """A word that does not matter: a common one, or one made of random syllables."""
     if rng.random() < 0.6:
-        return rng.choice(_EMPTY)
+        return rng.choice(_NOISE_WORDS)
     syllables = (
         rng.choice("bdfgklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
     )
     return "".join(syllables) + rng.choice(("", "n", "r", "s", "t"))
 
 
-def _mistype(text: str, rng: random.Random) -> str:
+def _add_typo(text: str, rng: random.Random) -> str:
     """One slip of the finger; digits stay as they are, because the answer depends on them."""
     letters = [at for at, char in enumerate(text[:-1]) if char.isalpha() and text[at + 1].isalpha()]
     if not letters:
@@ -244,4 +246,4 @@ def _mistype(text: str, rng: random.Random) -> str:
         case 2:
             return before + after[0] + char + after[1:]
         case _:
-            return before + _NEIGHBOURS.get(char, char) + after
+            return before + _KEY_NEIGHBOURS.get(char, char) + after

@@ -15,7 +15,7 @@ Weights = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class NetworkShape:
     """The fields of config.json that decide the shapes and the numbers, by their names there."""
 
     vocab_size: int
@@ -32,7 +32,7 @@ class Shape:
         return asdict(self)
 
 
-def initial_weights(shape: Shape, key: jax.Array) -> Weights:
+def initial_weights(shape: NetworkShape, key: jax.Array) -> Weights:
     """Normal with standard deviation 0.02, the two projections that write to the residual stream
     scaled down by its depth (GPT-2); norms are ones. Matrices are (outputs, inputs)."""
     wide, inner = shape.hidden_size, shape.intermediate_size
@@ -66,7 +66,7 @@ def initial_weights(shape: Shape, key: jax.Array) -> Weights:
     return weights
 
 
-def logits(shape: Shape, weights: Weights, ids: jax.Array, segments: jax.Array) -> jax.Array:
+def logits(shape: NetworkShape, weights: Weights, ids: jax.Array, segments: jax.Array) -> jax.Array:
     """(rows, length) ids to (rows, length, vocabulary) logits.
 
     segments: which conversation of its row each position belongs to. Attention never crosses from
@@ -91,22 +91,26 @@ def logits(shape: Shape, weights: Weights, ids: jax.Array, segments: jax.Array) 
 
 
 def loss(
-    shape: Shape, weights: Weights, ids: jax.Array, segments: jax.Array, learn: jax.Array
+    shape: NetworkShape,
+    weights: Weights,
+    ids: jax.Array,
+    segments: jax.Array,
+    loss_weights: jax.Array,
 ) -> jax.Array:
     """Mean cross entropy, in nats, of predicting each id from those before it, every position
-    weighted by `learn` (rows, length): 0 outside the answers."""
+    weighted by `loss_weights` (rows, length): 0 outside the answers."""
     predicted = jax.nn.log_softmax(logits(shape, weights, ids[:, :-1], segments[:, :-1]))
     right = jnp.take_along_axis(predicted, ids[:, 1:, None], axis=-1)[..., 0]
-    wanted = learn[:, 1:]
+    wanted = loss_weights[:, 1:]
     return -(right * wanted).sum() / jnp.maximum(wanted.sum(), 1)
 
 
-def _norm(shape: Shape, hidden: jax.Array, gain: jax.Array) -> jax.Array:
+def _norm(shape: NetworkShape, hidden: jax.Array, gain: jax.Array) -> jax.Array:
     mean_square = jnp.mean(hidden * hidden, axis=-1, keepdims=True)
     return hidden * jax.lax.rsqrt(mean_square + shape.rms_norm_eps) * gain
 
 
-def _rotation(shape: Shape, length: int) -> tuple[jax.Array, jax.Array]:
+def _rotation(shape: NetworkShape, length: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, (length, head_dim / 2)."""
     half = shape.head_dim // 2
     frequency = shape.rope_theta ** (-jnp.arange(half) / half)
@@ -123,7 +127,7 @@ def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Arra
 
 
 def _attention(
-    shape: Shape,
+    shape: NetworkShape,
     weights: Weights,
     at: str,
     hidden: jax.Array,

@@ -16,7 +16,7 @@ Moments = tuple[Weights, Weights]
 # Quintic Newton-Schulz coefficients of Muon (Jordan et al., 2024): steepest at 0, so that five
 # rounds bring singular values of any size near 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_ROUNDS = 5
+_NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Optimizer:
     decay: float = 0.05
     clip: float = 1.0
 
-    def start(self, weights: Weights) -> Moments:
+    def init(self, weights: Weights) -> Moments:
         return jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights)
 
     def update(
@@ -53,7 +53,7 @@ class Optimizer:
             if name.endswith("_proj.weight"):
                 first[name] = self.momentum * moments[0][name] + slope
                 second[name] = moments[1][name]
-                change = _orthogonal(slope + self.momentum * first[name])
+                change = _orthogonalize(slope + self.momentum * first[name])
             else:
                 first[name] = self.beta1 * moments[0][name] + (1 - self.beta1) * slope
                 second[name] = self.beta2 * moments[1][name] + (1 - self.beta2) * slope * slope
@@ -64,14 +64,14 @@ class Optimizer:
         return new, (first, second)
 
 
-def _orthogonal(matrix: jax.Array) -> jax.Array:
+def _orthogonalize(matrix: jax.Array) -> jax.Array:
     """Nearly U V' of `matrix` = U S V', with a root mean square of 0.2: that of a usual Adam step,
     so that both share one learning rate (Liu et al., 2025)."""
     rows, columns = matrix.shape
     flat = matrix if rows <= columns else matrix.T
     flat = flat / (jnp.linalg.norm(flat) + 1e-7)
     a, b, c = _QUINTIC
-    for _ in range(_ROUNDS):
+    for _ in range(_NEWTON_SCHULZ_STEPS):
         square = flat @ flat.T
         flat = a * flat + (b * square + c * square @ square) @ flat
     return (flat if rows <= columns else flat.T) * 0.2 * max(rows, columns) ** 0.5

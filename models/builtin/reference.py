@@ -14,24 +14,24 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from models.builtin.tokenization import question_prompt
+from models.builtin.tokenization import render_question
 
 Array = np.ndarray[Any, Any]
 
 
-def answerer(folder: Path, longest: int = 400) -> Callable[[str], str]:
-    """A function from a question to the model's greedy answer, `longest` tokens at most."""
+def make_answerer(folder: Path, max_tokens: int = 400) -> Callable[[str], str]:
+    """A function from a question to the model's greedy answer, `max_tokens` tokens at most."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    llama = Llama(folder)
+    llama = NumpyLlama(folder)
 
     def answer(question: str) -> str:
-        ids = llama.continued(tokenizer.encode(question_prompt(question)).ids, longest)
+        ids = llama.generate(tokenizer.encode(render_question(question)).ids, max_tokens)
         return tokenizer.decode(ids)
 
     return answer
 
 
-class Llama:
+class NumpyLlama:
     """One sequence at a time. Keys and values are kept; every step sees all of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,12 +41,12 @@ class Llama:
         half = self.config["head_dim"] // 2
         self._frequency = self.config["rope_theta"] ** (-np.arange(half) / half)
 
-    def continued(self, ids: list[int], longest: int) -> list[int]:
+    def generate(self, ids: list[int], max_tokens: int) -> list[int]:
         """The most likely ids after `ids`, up to the end mark, which is left out."""
         layers: list[tuple[Array, Array] | None] = [None] * self.config["num_hidden_layers"]
         said: list[int] = []
         fresh, position = ids, 0
-        while len(said) < longest:
+        while len(said) < max_tokens:
             hidden = self._step(np.array(fresh), position, layers)
             position += len(fresh)
             token = int(np.argmax(hidden @ self._head))

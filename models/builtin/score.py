@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_BACK = Path(__file__).resolve().with_name("questions.json")
+HELD_OUT = Path(__file__).resolve().with_name("questions.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EvalQuestion:
     """must: patterns that a right answer matches, all of them. never: patterns of which it matches
     none. Both are searched anywhere in the answer, without regard to case."""
 
@@ -33,16 +33,16 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    question: Question
+class EvalResult:
+    question: EvalQuestion
     answer: str
     right: bool
 
 
-def questions(path: Path) -> tuple[Question, ...]:
+def load_questions(path: Path) -> tuple[EvalQuestion, ...]:
     """The questions in the JSON list at `path`."""
     return tuple(
-        Question(
+        EvalQuestion(
             id=entry["id"],
             ability=entry["ability"],
             question=entry["question"],
@@ -53,16 +53,18 @@ def questions(path: Path) -> tuple[Question, ...]:
     )
 
 
-def score(answer: Callable[[str], str], asked: Sequence[Question]) -> tuple[Result, ...]:
+def evaluate(
+    answer: Callable[[str], str], questions: Sequence[EvalQuestion]
+) -> tuple[EvalResult, ...]:
     """Each question put to `answer`, one after the other, and the verdict."""
-    results: list[Result] = []
-    for question in asked:
+    results: list[EvalResult] = []
+    for question in questions:
         said = answer(question.question).strip()
-        results.append(Result(question=question, answer=said, right=question.accepts(said)))
+        results.append(EvalResult(question=question, answer=said, right=question.accepts(said)))
     return tuple(results)
 
 
-def report(results: Sequence[Result]) -> str:
+def format_report(results: Sequence[EvalResult]) -> str:
     """Lines for people: every question, its answer and the verdict; totals by ability last."""
     lines: list[str] = []
     for result in results:
@@ -76,7 +78,7 @@ def report(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def table(results: Sequence[Result]) -> str:
+def format_markdown_table(results: Sequence[EvalResult]) -> str:
     """The same in Markdown, as MODEL_CARD.md shows it."""
     rows = ["| question | answer | right |", "|---|---|---|"]
     for result in results:
@@ -87,15 +89,15 @@ def table(results: Sequence[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=HELD_BACK.parent)
-    parser.add_argument("--questions", type=Path, default=HELD_BACK)
+    parser.add_argument("--folder", type=Path, default=HELD_OUT.parent)
+    parser.add_argument("--questions", type=Path, default=HELD_OUT)
     parser.add_argument("--markdown", action="store_true", help="print the table of the model card")
     arguments = parser.parse_args()
     # whoever only judges, such as the bench and the tests, needs no numpy
-    from models.builtin.reference import answerer
+    from models.builtin.reference import make_answerer
 
-    results = score(answerer(arguments.folder), questions(arguments.questions))
-    print(table(results) if arguments.markdown else report(results))
+    results = evaluate(make_answerer(arguments.folder), load_questions(arguments.questions))
+    print(format_markdown_table(results) if arguments.markdown else format_report(results))
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ import numpy as np
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from models.builtin.corpus import Conversation, corpus
+from models.builtin.corpus import Conversation, generate_corpus
 from models.builtin.grammar import normalize
-from models.builtin.network import Shape, Weights, initial_weights, loss
+from models.builtin.network import NetworkShape, Weights, initial_weights, loss
 from models.builtin.optimizer import Moments, Optimizer
-from models.builtin.score import HELD_BACK, questions
+from models.builtin.score import HELD_OUT, load_questions
 from models.builtin.tokenization import (
-    TURN_ENDS,
-    Encoded,
+    TURN_END,
+    EncodedConversation,
     encode,
-    tokenizer_config,
+    make_tokenizer_config,
     train_tokenizer,
 )
 
@@ -42,18 +42,18 @@ CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """conversations: how many are made for it, of whose questions a share is `blurred`. steps: of
-    the optimiser, whose rate goes up to `rate` over the warmup and then down to nothing."""
+class TrainingRound:
+    """conversations: how many are made for it, of whose questions a share is `noise_share`. steps:
+    of the optimiser, whose rate goes up to `rate` over the warmup and then down to nothing."""
 
     conversations: int
-    blurred: float
+    noise_share: float
     steps: int
     rate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TrainingRecipe:
     """for_tokenizer: how many conversations the tokenizer sees. batch: tokens per step. short,
     long: the two lengths of row that conversations are packed into, in tokens. rounds: the first
     teaches the answers, the others to find them behind other words."""
@@ -65,25 +65,25 @@ class Recipe:
     short: int = 128
     long: int = 256
     warmup: int = 50
-    rounds: tuple[Round, ...] = (
-        Round(conversations=160_000, blurred=0.0, steps=5200, rate=4e-3),
-        Round(conversations=60_000, blurred=0.5, steps=700, rate=2e-3),
-        Round(conversations=40_000, blurred=0.5, steps=420, rate=1.5e-3),
+    rounds: tuple[TrainingRound, ...] = (
+        TrainingRound(conversations=160_000, noise_share=0.0, steps=5200, rate=4e-3),
+        TrainingRound(conversations=60_000, noise_share=0.5, steps=700, rate=2e-3),
+        TrainingRound(conversations=40_000, noise_share=0.5, steps=420, rate=1.5e-3),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class PackedBatch:
     """Packed rows, each (rows, length + 1); see network.logits and network.loss."""
 
     ids: np.ndarray[Any, Any]
     segments: np.ndarray[Any, Any]
-    learn: np.ndarray[Any, Any]
+    loss_weights: np.ndarray[Any, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=Recipe().seed)
+    parser.add_argument("--seed", type=int, default=TrainingRecipe().seed)
     parser.add_argument(
         "--part",
         type=float,
@@ -93,48 +93,56 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write the model to")
     options = parser.parse_args()
     out: Path = options.out
-    recipe = Recipe(seed=options.seed)
-    tokenizer = train_tokenizer(corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary)
-    shape = Shape(vocab_size=tokenizer.get_vocab_size())
+    recipe = TrainingRecipe(seed=options.seed)
+    tokenizer = train_tokenizer(
+        generate_corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary
+    )
+    shape = NetworkShape(vocab_size=tokenizer.get_vocab_size())
     weights = initial_weights(shape, jax.random.key(recipe.seed))
     print(f"{sum(weight.size for weight in weights.values())} parameters")
     for number, whole in enumerate(recipe.rounds):
-        weights = practise(recipe, number, part_of(whole, options.part), shape, weights, tokenizer)
+        weights = train_round(
+            recipe, number, scale_round(whole, options.part), shape, weights, tokenizer
+        )
     write(out, shape, weights, tokenizer)
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     print(f"wrote {out}, model.safetensors sha256 {digest}")
 
 
-def refuse_held_back(conversations: Iterable[Conversation]) -> None:
+def check_held_out(conversations: Iterable[Conversation]) -> None:
     """A question that is to measure the model must not have taught it."""
-    held_back = {normalize(question.question) for question in questions(HELD_BACK)}
+    held_back = {normalize(question.question) for question in load_questions(HELD_OUT)}
     for conversation in conversations:
         for ask, _ in conversation.turns:
             assert normalize(ask) not in held_back, f"a held-out question is in the corpus: {ask}"
 
 
-def part_of(whole: Round, part: float) -> Round:
+def scale_round(training_round: TrainingRound, share: float) -> TrainingRound:
     return replace(
-        whole,
-        conversations=max(500, round(whole.conversations * part)),
-        steps=max(1, round(whole.steps * part)),
+        training_round,
+        conversations=max(500, round(training_round.conversations * share)),
+        steps=max(1, round(training_round.steps * share)),
     )
 
 
-def practise(
-    recipe: Recipe,
+def train_round(
+    recipe: TrainingRecipe,
     number: int,
-    this: Round,
-    shape: Shape,
+    training_round: TrainingRound,
+    shape: NetworkShape,
     weights: Weights,
     tokenizer: Tokenizer,
 ) -> Weights:
     """`weights` after one round, which has a corpus of its own; prints how it goes."""
-    made = list(corpus(recipe.seed + number, this.conversations, this.blurred))
-    refuse_held_back(made)
+    made = list(
+        generate_corpus(
+            recipe.seed + number, training_round.conversations, training_round.noise_share
+        )
+    )
+    check_held_out(made)
     optimizer = Optimizer()
-    moments = optimizer.start(weights)
-    batches = _batches(recipe, encode(tokenizer, made), random.Random(recipe.seed + number))
+    moments = optimizer.init(weights)
+    batches = _iter_batches(recipe, encode(tokenizer, made), random.Random(recipe.seed + number))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def improve(
@@ -149,13 +157,17 @@ def practise(
         return weights, moments, value
 
     began, recent = time.monotonic(), []
-    for step in range(this.steps):
+    for step in range(training_round.steps):
         batch = next(batches)
-        rows = (jnp.asarray(batch.ids), jnp.asarray(batch.segments), jnp.asarray(batch.learn))
-        rate = jnp.float32(_rate(recipe, this, step))
+        rows = (
+            jnp.asarray(batch.ids),
+            jnp.asarray(batch.segments),
+            jnp.asarray(batch.loss_weights),
+        )
+        rate = jnp.float32(_learning_rate(recipe, training_round, step))
         weights, moments, value = improve(weights, moments, rows, rate, jnp.float32(step))
         recent.append(value)
-        if (step + 1) % 100 == 0 or step + 1 == this.steps:
+        if (step + 1) % 100 == 0 or step + 1 == training_round.steps:
             mean = sum(float(each) for each in recent) / len(recent)
             seconds = time.monotonic() - began
             print(f"round {number}, step {step + 1}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
@@ -163,10 +175,10 @@ def practise(
     return weights
 
 
-def write(folder: Path, shape: Shape, weights: Weights, tokenizer: Tokenizer) -> None:
+def write(folder: Path, shape: NetworkShape, weights: Weights, tokenizer: Tokenizer) -> None:
     """The five files of a model folder, each replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = tokenizer.token_to_id(TURN_ENDS)
+    end = tokenizer.token_to_id(TURN_END)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -182,43 +194,47 @@ def write(folder: Path, shape: Shape, weights: Weights, tokenizer: Tokenizer) ->
     }
     generation = {"eos_token_id": [end], "pad_token_id": end, "do_sample": False}
     arrays = {name: np.asarray(weight) for name, weight in sorted(weights.items())}
-    _replace(folder / "config.json", _json(config))
-    _replace(folder / "generation_config.json", _json(generation))
-    _replace(folder / "tokenizer.json", tokenizer.to_str().encode())
-    _replace(folder / "tokenizer_config.json", _json(tokenizer_config()))
-    _replace(folder / "model.safetensors", save(arrays, {"format": "pt"}))
+    _write_atomically(folder / "config.json", _json(config))
+    _write_atomically(folder / "generation_config.json", _json(generation))
+    _write_atomically(folder / "tokenizer.json", tokenizer.to_str().encode())
+    _write_atomically(folder / "tokenizer_config.json", _json(make_tokenizer_config()))
+    _write_atomically(folder / "model.safetensors", save(arrays, {"format": "pt"}))
 
 
-def _rate(recipe: Recipe, this: Round, step: int) -> float:
+def _learning_rate(recipe: TrainingRecipe, training_round: TrainingRound, step: int) -> float:
     """Linear up over the warmup, then half a cosine down to nothing."""
     if step < recipe.warmup:
-        return this.rate * (step + 1) / recipe.warmup
-    progress = (step - recipe.warmup) / max(1, this.steps - recipe.warmup)
-    return this.rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return training_round.rate * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, training_round.steps - recipe.warmup)
+    return training_round.rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _batches(recipe: Recipe, encoded: list[Encoded], rng: random.Random) -> Iterator[Batch]:
+def _iter_batches(
+    recipe: TrainingRecipe, encoded: list[EncodedConversation], rng: random.Random
+) -> Iterator[PackedBatch]:
     """Epoch after epoch, short and long rows mixed, in an order that depends on `rng` only.
     Conversations that do not fit a long row are left out."""
     short = [each for each in encoded if len(each.ids) <= recipe.short]
     long = [each for each in encoded if recipe.short < len(each.ids) <= recipe.long]
     while True:
-        epoch: list[Batch] = []
+        epoch: list[PackedBatch] = []
         for length, pool in ((recipe.short, short), (recipe.long, long)):
             rng.shuffle(pool)
-            rows = _pack(pool, length)
+            rows = _pack_rows(pool, length)
             height = recipe.batch // length
             for at in range(0, len(rows) - height + 1, height):
-                epoch.append(_batch(rows[at : at + height], length))
+                epoch.append(_make_batch(rows[at : at + height], length))
         rng.shuffle(epoch)
         yield from epoch
 
 
-def _pack(pool: list[Encoded], length: int, open_rows: int = 32) -> list[list[Encoded]]:
+def _pack_rows(
+    pool: list[EncodedConversation], length: int, open_rows: int = 32
+) -> list[list[EncodedConversation]]:
     """Rows of whole conversations, `length` tokens at most: each goes where it leaves the least
     room among a few open rows."""
-    rows: list[list[Encoded]] = []
-    opened: list[tuple[int, list[Encoded]]] = []
+    rows: list[list[EncodedConversation]] = []
+    opened: list[tuple[int, list[EncodedConversation]]] = []
     for each in pool:
         fitting = [(room, row) for room, row in opened if room >= len(each.ids)]
         room, row = min(fitting, key=lambda entry: entry[0], default=(length, []))
@@ -231,7 +247,7 @@ def _pack(pool: list[Encoded], length: int, open_rows: int = 32) -> list[list[En
     return rows + [row for _, row in opened]
 
 
-def _batch(rows: list[list[Encoded]], length: int) -> Batch:
+def _make_batch(rows: list[list[EncodedConversation]], length: int) -> PackedBatch:
     """Segments count from 1 in each row; 0 is padding, which nothing attends to or learns."""
     ids, segments = (np.zeros((len(rows), length + 1), np.int32) for _ in range(2))
     learn = np.zeros((len(rows), length + 1), np.float32)
@@ -239,16 +255,16 @@ def _batch(rows: list[list[Encoded]], length: int) -> Batch:
         end = 0
         for number, each in enumerate(row, start=1):
             span = slice(end, end + len(each.ids))
-            ids[at, span], learn[at, span], segments[at, span] = each.ids, each.learn, number
+            ids[at, span], learn[at, span], segments[at, span] = each.ids, each.loss_weights, number
             end = span.stop
-    return Batch(ids=ids, segments=segments, learn=learn)
+    return PackedBatch(ids=ids, segments=segments, loss_weights=learn)
 
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """A server that starts meanwhile sees the old file or the new one, never half of one."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)

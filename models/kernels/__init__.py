@@ -21,13 +21,13 @@ from models import backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """For people. on: whether models on this process' default device are served by the kernels.
-    why: where they are not, one sentence that says so. isa, threads: None where nothing was
-    built."""
+class KernelInfo:
+    """For people. enabled: whether models on this process' default device are served by the
+    kernels. why: where they are not, one sentence that says so. isa, threads: None where nothing
+    was built."""
 
     built: bool
-    on: bool
+    enabled: bool
     isa: str | None
     threads: int | None
     why: str | None
@@ -41,26 +41,26 @@ def ops(*arrays: mx.array) -> Any:
     return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
-def return_memory() -> None:
+def trim_memory() -> None:
     """When many arrays are gone for good: what is kept of theirs goes back to the system."""
     if _module is not None:
         _module.return_memory()
 
 
-def describe() -> Described:
+def describe() -> KernelInfo:
     if _module is None:
-        return Described(built=_built, on=False, isa=None, threads=None, why=_why)
+        return KernelInfo(built=_built, enabled=False, isa=None, threads=None, why=_why)
     on = ops() is not None
-    return Described(
+    return KernelInfo(
         built=True,
-        on=on,
+        enabled=on,
         isa=_module.isa(),
         threads=_module.threads(),
         why=None if on else "the device is not the CPU",
     )
 
 
-def _load() -> tuple[Any, bool, str | None]:
+def _load_extension() -> tuple[Any, bool, str | None]:
     """(the extension, whether it was built, what is wrong)."""
     if os.environ.get("MLXRUNNER_KERNELS") == "off":
         return None, True, "MLXRUNNER_KERNELS is off"
@@ -70,7 +70,7 @@ def _load() -> tuple[Any, bool, str | None]:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":
             raise
-        return None, False, backend.why_not_built(Path(__file__).parent)
+        return None, False, backend.read_not_built_reason(Path(__file__).parent)
     except ImportError as error:  # made for another Python, or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
@@ -84,9 +84,9 @@ def _load() -> tuple[Any, bool, str | None]:
         found.isa()  # chosen now: the first work there is would be an odd place to be refused
     except RuntimeError as error:
         return None, True, str(error)
-    found.use_threads(backend.IN_USE.threads)
+    found.use_threads(backend.ACTIVE.threads)
     found.keep_memory()
     return found, True, None
 
 
-_module, _built, _why = _load()
+_module, _built, _why = _load_extension()

@@ -1,7 +1,7 @@
 """Attention that writes new keys and values into the caches' own buffers as it goes.
 
-Knows: what a cache lends of itself (`Lender`), the kernels. Must not know: kinds of caches. One
-operation does for all rows of a batch, or for one sequence's many positions, what MLX takes
+Knows: what a cache lends of itself (`InPlaceCache`), the kernels. Must not know: kinds of caches.
+One operation does for all rows of a batch, or for one sequence's many positions, what MLX takes
 several for, each of them for each row.
 """
 
@@ -15,38 +15,38 @@ from models import kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SlotMapping:
     """Where in a buffer of `capacity` slots a sequence's positions lie, new ones included.
 
-    `length` positions, the oldest of which stands at absolute position `first` and lies in slot
-    `head`; slots go on at 0 behind the last. The new ones are the newest, and begin in `slot`.
-    window: how many positions a query sees, its own included; 0 for all.
+    `length` positions, the oldest of which stands at absolute position `first_position` and lies in
+    slot `head_slot`; slots go on at 0 behind the last. The new ones are the newest, and begin in
+    `write_slot`. window: how many positions a query sees, its own included; 0 for all.
     """
 
-    slot: int
+    write_slot: int
     length: int
-    head: int
-    first: int
+    head_slot: int
+    first_position: int
     window: int
 
 
-class Lender(Protocol):
-    """As `models.kv.Buffers`."""
+class InPlaceCache(Protocol):
+    """As `models.kv.KVBuffers`."""
 
     @property
-    def lends(self) -> bool: ...
+    def supports_in_place(self) -> bool: ...
 
-    def claim(self, keys: mx.array, values: mx.array) -> Place:
+    def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         """Of what it is given only shapes and types matter."""
         ...
 
-    def taken(self) -> tuple[mx.array, mx.array]: ...
+    def take_buffers(self) -> tuple[mx.array, mx.array]: ...
 
-    def give(self, keys: mx.array, values: mx.array) -> None: ...
+    def return_buffers(self, keys: mx.array, values: mx.array) -> None: ...
 
 
 def attend_in_place(
-    caches: Sequence[Lender],
+    caches: Sequence[InPlaceCache],
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -59,10 +59,10 @@ def attend_in_place(
     changed, where the kernels cannot: other types or devices, several sequences in one
     cache, a cache that does not lend."""
     ops = kernels.ops(queries, keys, values)
-    if ops is None or len(caches) != len(queries) or not caches[0].lends:
+    if ops is None or len(caches) != len(queries) or not caches[0].supports_in_place:
         return None
 
-    def attend(*lent: Any, window: int) -> Attended:
+    def attend(*lent: Any, window: int) -> AttentionResult:
         return ops.attend(
             queries,
             keys,
@@ -74,14 +74,14 @@ def attend_in_place(
             softcap=softcap or 0.0,
         )
 
-    return written(caches, keys[:1], values[:1], attend)
+    return write_in_place(caches, keys[:1], values[:1], attend)
 
 
 # what comes out, and the buffers of keys and of values with the new positions in them
-Attended = tuple[mx.array, list[mx.array], list[mx.array]]
+AttentionResult = tuple[mx.array, list[mx.array], list[mx.array]]
 
 
-class Writer(Protocol):
+class InPlaceOp(Protocol):
     """An operation that writes new positions to buffers, a row a cache."""
 
     def __call__(
@@ -95,33 +95,35 @@ class Writer(Protocol):
         /,
         *,
         window: int,
-    ) -> Attended: ...
+    ) -> AttentionResult: ...
 
 
-def written(caches: Sequence[Lender], keys: mx.array, values: mx.array, write: Writer) -> mx.array:
-    """What comes out of `write`, which is lent the caches' buffers with room for what it writes.
-    keys, values: as `Lender.claim` takes them, of each of the caches."""
-    places = [cache.claim(keys, values) for cache in caches]
-    buffers = [cache.taken() for cache in caches]
-    seen, new_keys, new_values = write(
+def write_in_place(
+    caches: Sequence[InPlaceCache], keys: mx.array, values: mx.array, op: InPlaceOp
+) -> mx.array:
+    """What comes out of `op`, which is lent the caches' buffers with room for what it writes.
+    keys, values: as `InPlaceCache.allocate_slots` takes them, of each of the caches."""
+    places = [cache.allocate_slots(keys, values) for cache in caches]
+    buffers = [cache.take_buffers() for cache in caches]
+    seen, new_keys, new_values = op(
         [keys for keys, _ in buffers],
         [values for _, values in buffers],
-        [place.slot for place in places],
+        [place.write_slot for place in places],
         [place.length for place in places],
-        [place.head for place in places],
-        [place.first for place in places],
+        [place.head_slot for place in places],
+        [place.first_position for place in places],
         window=places[0].window,
     )
     for cache, made in zip(caches, zip(new_keys, new_values, strict=True), strict=True):
-        cache.give(*made)
+        cache.return_buffers(*made)
     return seen
 
 
-def score_bytes(layer: object, heads: int, seen: int) -> int | None:
-    """At most so much does `attend_in_place` hold of scores, where a query of the layer sees `seen`
-    positions: those of the queries that one thread has before it (src/attention_job.cpp), on each
-    thread. None for a layer whose attention is not ours."""
+def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:
+    """At most so much does `attend_in_place` hold of scores, where a query of the layer sees
+    `length` positions: those of the queries that one thread has before it (src/attention_job.cpp),
+    on each thread. None for a layer whose attention is not ours."""
     ops = kernels.ops()
-    if ops is None or not getattr(layer, "lends", False):
+    if ops is None or not getattr(layer, "supports_in_place", False):
         return None
-    return ops.threads() * 4 * max(24, heads) * (seen + 32)
+    return ops.threads() * 4 * max(24, heads) * (length + 32)

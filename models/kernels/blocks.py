@@ -16,9 +16,9 @@ from weakref import ref
 
 import mlx.core as mx
 
-from models.heads import GroupedAttention
+from models.heads import GroupedQueryAttention
 from models.kernels import layers
-from models.kernels.attending import written
+from models.kernels.attending import write_in_place
 from models.kv import AttentionCache
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
@@ -26,23 +26,25 @@ from models.rope import Rope
 
 # Sequences whose step is one operation: with more it makes no difference how many operations there
 # are, and what is held on the way, which MLX does not count, grows.
-MOST = 64
+MAX_FUSED_ROWS = 64
 
-_PRODUCT, _WEIGHT = attrgetter("product"), itemgetter("weight")
+_GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
 
-Attended = Callable[[mx.array, AttentionCache], mx.array]
-Fed = Callable[[mx.array], mx.array]
+AttentionResidual = Callable[[mx.array, AttentionCache], mx.array]
+MlpResidual = Callable[[mx.array], mx.array]
 
 
-def attending(block: PreNormBlock, ops: Any) -> Attended | None:
+def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
     """What stands in the place of `block.attended`; None where there is no such thing."""
     attention: Any = block.self_attn
-    if not _is(block, PreNormBlock, "attended") or not _is(attention, GroupedAttention, "__call__"):
+    if not _has_unmodified(block, PreNormBlock, "attention_residual") or not _has_unmodified(
+        attention, GroupedQueryAttention, "__call__"
+    ):
         return None
     products = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     of_heads = (attention.q_norm, attention.k_norm)
     norms = [block.input_layernorm, *(norm for norm in of_heads if norm is not None)]
-    if not _are_twins(products, norms):
+    if not _are_kernel_layers(products, norms):
         return None
 
     def make(*parts: Any) -> Any:
@@ -58,10 +60,10 @@ def attending(block: PreNormBlock, ops: Any) -> Attended | None:
             scale=attention.scale,
             sinks=sinks,
             **more,
-            **_rotation(attention.rope),
+            **_rope_arguments(attention.rope),
         )
 
-    fused = _Latest(lambda: [*_parts(products, norms), attention.get("sinks")], make)
+    fused = _CachedOp(lambda: [*_op_parts(products, norms), attention.get("sinks")], make)
     # of what `claim` makes room for; never evaluated
     heads = attention.kv_heads
     like = mx.zeros((1, heads, 1, products[1].weight.shape[0] // heads))
@@ -69,78 +71,80 @@ def attending(block: PreNormBlock, ops: Any) -> Attended | None:
     itself = ref(block)
 
     def attended(x: mx.array, kv: AttentionCache) -> mx.array:
-        caches = kv.lenders
+        caches = kv.in_place_caches
         rows, length, _ = x.shape
-        if length > 1 or rows > MOST or rows != len(caches) or x.dtype != mx.float32:
-            return PreNormBlock.attended(_there(itself), x, kv)
-        return written(caches, like, like, partial(fused(), x))
+        if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
+            return PreNormBlock.attention_residual(_dereference(itself), x, kv)
+        return write_in_place(caches, like, like, partial(fused(), x))
 
     return attended
 
 
-def feeding(block: PreNormBlock, ops: Any) -> Fed | None:
+def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
     """What stands in the place of `block.fed`; None where there is no such thing."""
     mlp: Any = block.mlp
-    if not _is(block, PreNormBlock, "fed") or not _is(mlp, GatedMLP, "__call__", "gated"):
+    if not _has_unmodified(block, PreNormBlock, "mlp_residual") or not _has_unmodified(
+        mlp, GatedMLP, "__call__", "gate_up"
+    ):
         return None
-    products, norms = [mlp[name] for name in mlp.names], [block.post_attention_layernorm]
-    kind = layers.kind_of(mlp.activation)
-    if kind is None or not _are_twins(products, norms):
+    products, norms = [mlp[name] for name in mlp.projection_names], [block.post_attention_layernorm]
+    kind = layers.get_activation_name(mlp.activation)
+    if kind is None or not _are_kernel_layers(products, norms):
         return None
-    if not products[0].product.alike(products[1].product):
+    if not products[0].matmul.alike(products[1].matmul):
         return None
 
     def make(gate: Any, up: Any, down: Any, weight: mx.array) -> Any:
         return ops.MlpBlock((weight, norms[0].eps), kind, gate, up, down)
 
-    fused = _Latest(lambda: _parts(products, norms), make)
+    fused = _CachedOp(lambda: _op_parts(products, norms), make)
     itself = ref(block)
 
     def fed(x: mx.array) -> mx.array:
         rows, length, _ = x.shape
-        if length > 1 or rows > MOST or x.dtype != mx.float32:
-            return PreNormBlock.fed(_there(itself), x)
+        if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
+            return PreNormBlock.mlp_residual(_dereference(itself), x)
         return fused()(x)
 
     return fed
 
 
-class _Latest:
-    """What is made of parts: anew where one of them is another by now, as a weight may be that
+class _CachedOp:
+    """What is made of get_parts: anew where one of them is another by now, as a weight may be that
     somebody replaced."""
 
-    def __init__(self, parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
-        self._parts, self._make = parts, make
-        self._of: Sequence[Any] | None = None
-        self._made: Any = None
+    def __init__(self, get_parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
+        self._get_parts, self._make = get_parts, make
+        self._parts: Sequence[Any] | None = None
+        self._op: Any = None
 
     def __call__(self) -> Any:
-        parts = self._parts()
-        if self._of is None or not all(map(is_, parts, self._of)):
-            self._made, self._of = self._make(*parts), parts
-        return self._made
+        parts = self._get_parts()
+        if self._parts is None or not all(map(is_, parts, self._parts)):
+            self._op, self._parts = self._make(*parts), parts
+        return self._op
 
 
-def _is(module: Any, kind: type, *methods: str) -> bool:
+def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
     """Whether these methods are what that kind has."""
-    return isinstance(module, kind) and all(
-        getattr(type(module), name) is getattr(kind, name) for name in methods
+    return isinstance(module, base) and all(
+        getattr(type(module), name) is getattr(base, name) for name in methods
     )
 
 
-def _are_twins(products: Sequence[Any], norms: Sequence[Any]) -> bool:
-    linear = layers.Linear | layers.QuantizedLinear
-    return all(isinstance(one, linear) for one in products) and all(
-        isinstance(one, layers.RMSNorm) for one in norms
+def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    linear = layers.KernelLinear | layers.KernelQuantizedLinear
+    return all(isinstance(one, linear) for one in linears) and all(
+        isinstance(one, layers.KernelRMSNorm) for one in norms
     )
 
 
-def _parts(products: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
+def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
     """What a twin is in a block."""
-    return [*map(_PRODUCT, products), *map(_WEIGHT, norms)]
+    return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
 
 
-def _rotation(rope: Any) -> dict[str, Any]:
+def _rope_arguments(rope: Any) -> dict[str, Any]:
     if not isinstance(rope, Rope):
         return {}
     return {
@@ -151,7 +155,7 @@ def _rotation(rope: Any) -> dict[str, Any]:
     }
 
 
-def _there(itself: ref[PreNormBlock]) -> PreNormBlock:
+def _dereference(itself: ref[PreNormBlock]) -> PreNormBlock:
     """It is what asks."""
     found = itself()
     assert found is not None

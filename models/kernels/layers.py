@@ -16,71 +16,71 @@ import mlx.nn as nn
 if TYPE_CHECKING:
     from models.kernels._kernels import Product
 
-_BITS, _GROUPS = (4, 8), (32, 64, 128)
-_PARTS = ("weight", "scales", "biases", "bias")
-_FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+_SUPPORTED_BITS, _SUPPORTED_GROUP_SIZES = (4, 8), (32, 64, 128)
+_PARAMETERS = ("weight", "scales", "biases", "bias")
+_FLOAT_DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
-class Twin(nn.Module):
+class KernelLayer(nn.Module):
     def __init__(self, layer: Any, ops: Any) -> None:
         nn.Module.__init__(self)
         self._ops = ops
-        take_over(self, layer, ops)
-        self._latest: Product | None = product_of(self, ops)
+        copy_parameters(self, layer, ops)
+        self._matmul: Product | None = make_matmul(self, ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Classes of other libraries give their layers other weights as they go."""
-        if name in _PARTS:
-            value = laid(self, name, value, self._ops)
-            self._latest = None
+        if name in _PARAMETERS:
+            value = to_kernel_layout(self, name, value, self._ops)
+            self._matmul = None
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Parts row after row, as whoever asks a layer for them expects; as items, parts are as
         they lie in memory."""
         value: Any = super().__getattr__(name)
-        if name not in _PARTS or value.ndim < 2 or name == "bias":
+        if name not in _PARAMETERS or value.ndim < 2 or name == "bias":
             return value
         return self._ops.strips(value, _bits(self, name), back=True)
 
     @property
-    def product(self) -> "Product":
+    def matmul(self) -> "Product":
         """With the arrays that it holds."""
-        if self._latest is None:
-            self._latest = product_of(self, self._ops)
-        return self._latest
+        if self._matmul is None:
+            self._matmul = make_matmul(self, self._ops)
+        return self._matmul
 
 
-class Linear(Twin, nn.Linear):
+class KernelLinear(KernelLayer, nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x)
+        return self.matmul(x)
 
 
-class QuantizedLinear(Twin, nn.QuantizedLinear):
+class KernelQuantizedLinear(KernelLayer, nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x)
+        return self.matmul(x)
 
 
-class Embedding(Twin, nn.Embedding):
+class KernelEmbedding(KernelLayer, nn.Embedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product.rows(x)
+        return self.matmul.rows(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.product(x)
+        return self.matmul(x)
 
 
-class QuantizedEmbedding(Twin, nn.QuantizedEmbedding):
+class KernelQuantizedEmbedding(KernelLayer, nn.QuantizedEmbedding):
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product.rows(x)
+        return self.matmul.rows(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.product(x)
+        return self.matmul(x)
 
 
-class RMSNorm(nn.RMSNorm):
+class KernelRMSNorm(nn.RMSNorm):
     def __init__(self, layer: nn.RMSNorm, ops: Any) -> None:
         nn.Module.__init__(self)
-        take_over(self, layer, ops)
+        copy_parameters(self, layer, ops)
         self.weight = self.weight.astype(mx.float32)
         self._norm = ops.rms_norm
 
@@ -90,7 +90,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 # by the functions that they are
-_ACTIVATIONS: Mapping[Any, str] = {
+_ACTIVATION_NAMES: Mapping[Any, str] = {
     nn.silu: "silu",
     nn.gelu: "gelu",
     nn.gelu_approx: "gelu_tanh",
@@ -98,60 +98,66 @@ _ACTIVATIONS: Mapping[Any, str] = {
 }
 
 
-def kind_of(activation: Any) -> str | None:
+def get_activation_name(activation: Any) -> str | None:
     """The name by which `ops.gate` knows it."""
-    return _ACTIVATIONS.get(activation)
+    return _ACTIVATION_NAMES.get(activation)
 
 
-def gating(activation: Any, gate: Any, up: Any, ops: Any) -> Callable[[mx.array], mx.array] | None:
+def fuse_gate_up(
+    activation: Any, gate: Any, up: Any, ops: Any
+) -> Callable[[mx.array], mx.array] | None:
     """activation(gate(x)) * up(x) as one operation, of two twins; None where there is none."""
-    kind = kind_of(activation)
-    if kind is None or not isinstance(gate, Twin) or not isinstance(up, Twin):
+    kind = get_activation_name(activation)
+    if kind is None or not isinstance(gate, KernelLayer) or not isinstance(up, KernelLayer):
         return None
-    if not gate.product.alike(up.product):
+    if not gate.matmul.alike(up.matmul):
         return None
-    return lambda x: ops.gated(kind, gate.product, up.product, x)
+    return lambda x: ops.gated(kind, gate.matmul, up.matmul, x)
 
 
-def is_plain(layer: Any) -> bool:
-    return layer.weight.dtype in _FLOATS
+def is_unquantized(layer: Any) -> bool:
+    return layer.weight.dtype in _FLOAT_DTYPES
 
 
-def is_packed(layer: Any) -> bool:
+def is_supported_quantization(layer: Any) -> bool:
     """In a way that the kernels know."""
-    return layer.mode == "affine" and layer.bits in _BITS and layer.group_size in _GROUPS
+    return (
+        layer.mode == "affine"
+        and layer.bits in _SUPPORTED_BITS
+        and layer.group_size in _SUPPORTED_GROUP_SIZES
+    )
 
 
 # a layer's very class, its twin's, and which of the layers have one
-Twins = Mapping[type, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]]
+KernelLayerTable = Mapping[type, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]]
 
-TWINS: Twins = {
-    nn.RMSNorm: (RMSNorm, lambda _: True),
-    nn.Linear: (Linear, is_plain),
-    nn.Embedding: (Embedding, is_plain),
-    nn.QuantizedLinear: (QuantizedLinear, is_packed),
-    nn.QuantizedEmbedding: (QuantizedEmbedding, is_packed),
+KERNEL_LAYERS: KernelLayerTable = {
+    nn.RMSNorm: (KernelRMSNorm, lambda _: True),
+    nn.Linear: (KernelLinear, is_unquantized),
+    nn.Embedding: (KernelEmbedding, is_unquantized),
+    nn.QuantizedLinear: (KernelQuantizedLinear, is_supported_quantization),
+    nn.QuantizedEmbedding: (KernelQuantizedEmbedding, is_supported_quantization),
 }
 
 
-def twin(layer: Any, ops: Any, twins: Twins = TWINS) -> Any:
+def to_kernel_layer(layer: Any, ops: Any, table: KernelLayerTable = KERNEL_LAYERS) -> Any:
     """What computes the same with `ops`; the layer itself where there is no such thing."""
-    made, suits = twins.get(type(layer), (None, None))
+    made, suits = table.get(type(layer), (None, None))
     return layer if made is None or suits is None or not suits(layer) else made(layer, ops)
 
 
-def take_over(made: Any, layer: Any, ops: Any) -> None:
+def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
     """All that the layer is, its arrays as `laid` has them."""
     for name, value in vars(layer).items():
         if name not in ("_no_grad", "_training"):
-            setattr(made, name, value)
+            setattr(target, name, value)
     for name, array in layer.items():
-        made[name] = laid(layer, name, array, ops)
-    made.freeze()
-    made.eval()
+        target[name] = to_kernel_layout(layer, name, array, ops)
+    target.freeze()
+    target.eval()
 
 
-def laid(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
+def to_kernel_layout(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
     """A part of a layer in the type in which the kernels read it, and so in memory."""
     if name == "bias":
         return mx.contiguous(array.astype(mx.float32))
@@ -162,7 +168,7 @@ def _bits(layer: Any, name: str) -> int:
     return layer.bits if name == "weight" and "scales" in layer else 0
 
 
-def product_of(layer: Any, ops: Any) -> "Product":
+def make_matmul(layer: Any, ops: Any) -> "Product":
     """Of a twin's parts."""
     bias = layer.get("bias")
     if "scales" not in layer:

@@ -9,48 +9,57 @@ from typing import Any
 import mlx.core as mx
 
 from models import experts, latent
-from models.kernels.layers import Twin, Twins, is_packed, is_plain
+from models.kernels.layers import (
+    KernelLayer,
+    KernelLayerTable,
+    is_supported_quantization,
+    is_unquantized,
+)
 
 
-class ExpertLinear(Twin, experts.ExpertLinear):
-    in_order = False
+class KernelExpertLinear(KernelLayer, experts.ExpertLinear):
+    prefers_sorted = False
 
-    def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
         # what is not in order is put so there
-        return self.product.choose(x, chosen)
+        return self.matmul.choose(x, expert_ids)
 
 
-class QuantizedExpertLinear(Twin, experts.QuantizedExpertLinear):
-    in_order = False
+class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
+    prefers_sorted = False
 
-    def __call__(self, x: mx.array, chosen: mx.array, *, ordered: bool = False) -> mx.array:
-        return self.product.choose(x, chosen)
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
+        return self.matmul.choose(x, expert_ids)
 
 
-class HeadLinear(Twin, latent.HeadLinear):
+class KernelMultiLinear(KernelLayer, latent.MultiLinear):
     """`transposed`, which prompts alone need, is MLX's: the other way round, weights would have to
     be here twice."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _each_head(self, x)
+        return _matmul_per_head(self, x)
 
 
-class QuantizedHeadLinear(Twin, latent.QuantizedHeadLinear):
-    """As `HeadLinear`."""
+class KernelQuantizedMultiLinear(KernelLayer, latent.QuantizedMultiLinear):
+    """As `MultiLinear`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _each_head(self, x)
+        return _matmul_per_head(self, x)
 
 
-TWINS: Twins = {
-    experts.ExpertLinear: (ExpertLinear, is_plain),
-    experts.QuantizedExpertLinear: (QuantizedExpertLinear, is_packed),
-    latent.HeadLinear: (HeadLinear, is_plain),
-    latent.QuantizedHeadLinear: (QuantizedHeadLinear, is_packed),
+STACKED_KERNEL_LAYERS: KernelLayerTable = {
+    experts.ExpertLinear: (KernelExpertLinear, is_unquantized),
+    experts.QuantizedExpertLinear: (KernelQuantizedExpertLinear, is_supported_quantization),
+    latent.MultiLinear: (KernelMultiLinear, is_unquantized),
+    latent.QuantizedMultiLinear: (KernelQuantizedMultiLinear, is_supported_quantization),
 }
 
 
-def _each_head(layer: Any, x: mx.array) -> mx.array:
+def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
     """[B, H or 1, L, in] -> [B, H, L, out]: each position chooses its head's matrix."""
     heads = mx.arange(layer["weight"].shape[0])[:, None]
-    return layer.product.choose(x[..., None, :], heads).squeeze(-2)
+    return layer.matmul.choose(x[..., None, :], heads).squeeze(-2)

@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.dialects.openai_reply import Chunks
-from app.core.events import Spoken
+from app.api.dialects.openai_reply import ChunkEncoder
+from app.core.events import OutputEvent
 
 
-def chunks(writer: Chunks, events: Sequence[Spoken]) -> list[Any]:
+def chunks(writer: ChunkEncoder, events: Sequence[OutputEvent]) -> list[Any]:
     """The payloads of a stream that ends as it should."""
     told = b"".join(map(writer.feed, events)) + writer.end()
     frames = told.decode().split("\n\n")

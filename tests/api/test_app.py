@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.api.app import build_app
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, ask
 from tests.fakes import FakeGenerate
@@ -74,7 +74,7 @@ def test_what_was_installed_meanwhile_is_looked_for(call: Any, generate: FakeGen
         ("POST", "/v1/models/load", {"model": "fake/model"}),
     ]:
         call(method, path, body)
-    assert generate.looked == ["", "a/b", "c/d", "e/f", "fake/model"]
+    assert generate.discovered == ["", "a/b", "c/d", "e/f", "fake/model"]
 
 
 @pytest.mark.parametrize("name", ["fake", "none", "../etc", "a" * 3000, ""])
@@ -87,7 +87,7 @@ def test_a_model_that_is_not_served_is_not_found(call: Any, name: str):
 
 def test_a_fault_of_ours_has_a_reply_without_details():
     async def run() -> Reply:
-        generate = FakeGenerate(refusal=KeyError("secret"))
+        generate = FakeGenerate(open_error=KeyError("secret"))
         body = json.dumps({"model": "fake/model", "messages": HI}).encode()
         app = build_app(generate, Settings())
         conversation = Conversation(app, "POST", CHAT, body)
@@ -194,7 +194,7 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
     caplog: pytest.LogCaptureFixture,
 ):
     async def run() -> Reply:
-        app = build_app(FakeGenerate(refusal=KeyError("secret")), Settings())
+        app = build_app(FakeGenerate(open_error=KeyError("secret")), Settings())
         body = json.dumps({"model": "fake/model", "messages": HI}).encode()
         headers = {"origin": "http://localhost:3000", "x-request-id": "mine"}
         conversation = Conversation(app, "POST", CHAT, body, headers)
@@ -211,12 +211,13 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
 
 
 @pytest.mark.parametrize(
-    ("kind", "logged"), [(Kind.ENGINE, 1), (Kind.LOADING, 0), (Kind.BUSY, 0), (Kind.INVALID, 0)]
+    ("kind", "logged"),
+    [(ErrorKind.ENGINE, 1), (ErrorKind.LOADING, 0), (ErrorKind.BUSY, 0), (ErrorKind.INVALID, 0)],
 )
 def test_only_what_somebody_should_look_into_is_logged(
-    kind: Kind, logged: int, caplog: pytest.LogCaptureFixture
+    kind: ErrorKind, logged: int, caplog: pytest.LogCaptureFixture
 ):
-    generate = FakeGenerate(refusal=AppError(kind, "what"))
+    generate = FakeGenerate(open_error=AppError(kind, "what"))
     reply = ask(generate, "POST", CHAT, {"model": "fake/model", "messages": HI})
     assert reply.status >= 400
     assert len(caplog.messages) == logged

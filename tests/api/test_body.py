@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.app import build_app
-from app.api.body import MOST_VALUES, BodyBudget, RequestBodies, ValueCounter
-from app.core.errors import AppError, Kind
+from app.api.body import MAX_VALUES, BodyMemoryBudget, RequestBodies, ValueCounter
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import MEBIBYTE, Settings
-from app.core.workers import Workers
+from app.core.workers import ThreadPools
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FakeGenerate
 
@@ -140,7 +140,7 @@ def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
         body = {"model": "fake/model", "prompt": [65] * longest, "max_tokens": 1}
         app = build_app(generate, Settings())
         data = json.dumps(body).encode()
-        assert counted(data) > MOST_VALUES
+        assert counted(data) > MAX_VALUES
         return await Conversation(app, "POST", "/v1/completions", data).end()
 
     assert asyncio.run(run()).status == 200
@@ -174,7 +174,7 @@ def scope(caller: str = "") -> Any:
 
 
 def bodies_of(**settings: Any) -> RequestBodies:
-    return RequestBodies(Settings(**settings), Workers(), lambda: 0)
+    return RequestBodies(Settings(**settings), ThreadPools(), lambda: 0)
 
 
 def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
@@ -200,30 +200,30 @@ def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
         assert len(errors) == 2, "of 128 MiB, twelve have 120"
         for error in errors:
             assert isinstance(error, AppError)
-            assert (error.kind, error.code) == (Kind.OVERLOADED, "too_many_bodies")
+            assert (error.kind, error.code) == (ErrorKind.OVERLOADED, "too_many_bodies")
             assert error.retry_after == 1
         assert bodies.in_flight == 12
-        assert bodies.memory <= 128 * MEBIBYTE
+        assert bodies.reserved_bytes <= 128 * MEBIBYTE
         small = Incoming()
         small.send(b"[]", more=False)
         assert await bodies.read_json(scope(), small.receive) == [], "small ones are served"
         done.set()
         await asyncio.gather(*reading, return_exceptions=True)
-        assert (bodies.in_flight, bodies.memory, bodies.parsing) == (0, 0, 0)
+        assert (bodies.in_flight, bodies.reserved_bytes, bodies.parsing) == (0, 0, 0)
 
     asyncio.run(run())
 
 
 def test_one_key_gets_half_of_the_memory_for_bodies():
-    budget = BodyBudget(100)
-    budget.take("anna", 50)
+    budget = BodyMemoryBudget(100)
+    budget.reserve("anna", 50)
     with pytest.raises(AppError, match="try again"):
-        budget.take("anna", 1)
-    budget.take("ben", 50)
+        budget.reserve("anna", 1)
+    budget.reserve("ben", 50)
     with pytest.raises(AppError, match="try again"):
-        budget.take("cleo", 1)
-    budget.give_back("anna", 50)
-    budget.take("cleo", 50)
+        budget.reserve("cleo", 1)
+    budget.release("anna", 50)
+    budget.reserve("cleo", 50)
     assert budget.used == 100
 
 

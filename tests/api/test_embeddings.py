@@ -13,9 +13,9 @@ import orjson
 import pytest
 
 from app.api.app import build_app
-from app.api.dialects.embeddings import parse, written
+from app.api.dialects.embeddings import parse_embeddings, render_embeddings
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, ask, serving
 from tests.fakes import CARD, FakeGenerate
@@ -28,11 +28,11 @@ def body(value: Any = "hello", **fields: Any) -> dict[str, Any]:
 
 
 def understood(value: Any = "hello", **fields: Any) -> EmbedRequest:
-    return parse(body(value, **fields), {CARD.id}).request
+    return parse_embeddings(body(value, **fields), {CARD.id}).request
 
 
 def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
-    return [(one.content, one.at) for one in request.inputs]
+    return [(one.content, one.param) for one in request.inputs]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_not_said_is_left_to_the_model():
         understood(pooling=None, dimensions=None, encoding_format=None, user=None),
     ):
         assert request == EmbedRequest(
-            model=CARD.id, inputs=(EmbedInput(content="hello", at="input"),)
+            model=CARD.id, inputs=(EmbedInput(content="hello", param="input"),)
         )
     asked = understood(pooling="last", dimensions=3, user="me")
     assert (asked.pooling, asked.dimensions) == ("last", 3)
@@ -129,15 +129,17 @@ def test_base64_holds_the_same_numbers(call: Call):
 def test_floats_are_written_so_that_none_is_lost():
     """Read back, a float32 is the same to the bit."""
     vector = struct.pack("<5f", 0.1, -1 / 3, 1e-38, 3.4e38, 0.0)
-    found = Embeddings(vectors=(vector,), tokens=1)
-    wish = parse(body(), {CARD.id})
-    reply = json.loads(orjson.dumps(written(wish, found)))
+    found = Embeddings(vectors=(vector,), prompt_tokens=1)
+    wish = parse_embeddings(body(), {CARD.id})
+    reply = json.loads(orjson.dumps(render_embeddings(wish, found)))
     assert struct.pack("<5f", *reply["data"][0]["embedding"]) == vector
 
 
-@pytest.mark.parametrize("kind", [Kind.INVALID, Kind.BUSY, Kind.LOADING, Kind.ENGINE])
-def test_what_is_refused_below_is_told_above(kind: Kind):
-    generate = FakeGenerate(refusal=AppError(kind, "no", param="dimensions"))
+@pytest.mark.parametrize(
+    "kind", [ErrorKind.INVALID, ErrorKind.BUSY, ErrorKind.LOADING, ErrorKind.ENGINE]
+)
+def test_what_is_refused_below_is_told_above(kind: ErrorKind):
+    generate = FakeGenerate(open_error=AppError(kind, "no", param="dimensions"))
     reply = ask(generate, "POST", "/v1/embeddings", body())
     assert reply.status in (400, 429, 500, 503)
     assert (reply.error["message"], reply.error["param"]) == ("no", "dimensions")
@@ -180,7 +182,7 @@ def test_a_client_that_leaves_cancels_and_is_counted():
 
 
 def test_each_end_is_counted(generate: FakeGenerate):
-    refused = FakeGenerate(refusal=AppError(Kind.BUSY, "no"))
+    refused = FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no"))
 
     async def run(generate: FakeGenerate) -> str:
         app = build_app(generate, Settings())
@@ -210,4 +212,4 @@ def test_openais_client_reads_them(generate: FakeGenerate):
     assert answers[0].data[1].embedding == [1.0, 3.0, 0.5, -0.25]
     assert answers[0].usage.prompt_tokens == 5
     assert short.data[0].embedding == [0.0, 2.0]
-    assert generate.embedded[-1].inputs == (EmbedInput(content=(1, 2), at="input"),)
+    assert generate.embedded[-1].inputs == (EmbedInput(content=(1, 2), param="input"),)

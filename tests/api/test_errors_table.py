@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from app.api.wire import MANNERS
-from app.core.errors import AppError, Kind
+from app.api.wire import ERROR_FORMATS
+from app.core.errors import AppError, ErrorKind
 from tests.api.asgi import ask
 from tests.fakes import CARD, FakeGenerate
 
@@ -48,7 +48,7 @@ class Row:
 class Raised:
     """An error as our code makes it. waits: whether it says how long."""
 
-    kind: Kind
+    kind: ErrorKind
     code: str | None
     waits: bool
 
@@ -74,11 +74,13 @@ def raised() -> Iterator[Raised]:
         for call in ast.walk(tree):
             match call:
                 case ast.Call(func=ast.Name(id="AppError"), args=[ast.Attribute(attr=kind), *_]):
-                    if kind not in Kind.__members__:
+                    if kind not in ErrorKind.__members__:
                         continue
                     said = {keyword.arg: keyword.value for keyword in call.keywords}
-                    for code in codes(said.get("code"), names) or [MANNERS[Kind[kind]].code]:
-                        yield Raised(Kind[kind], code, "retry_after" in said)
+                    for code in codes(said.get("code"), names) or [
+                        ERROR_FORMATS[ErrorKind[kind]].code
+                    ]:
+                        yield Raised(ErrorKind[kind], code, "retry_after" in said)
 
 
 def assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
@@ -111,7 +113,7 @@ def test_the_table_has_all_that_is_raised_and_nothing_else():
     expected = {
         (status, one.code)
         for one in RAISED
-        for status in OTHER_STATUSES.get(one.code or "", {MANNERS[one.kind].status})
+        for status in OTHER_STATUSES.get(one.code or "", {ERROR_FORMATS[one.kind].status})
     }
     assert {(row.status, row.code) for row in ROWS} == expected
 
@@ -120,12 +122,12 @@ def test_the_table_has_all_that_is_raised_and_nothing_else():
 def test_a_client_is_told_what_the_row_says(row: Row):
     HTTPStatus(row.status)
     for one in (one for one in RAISED if one.code == row.code):
-        assert row.type == MANNERS[one.kind].type
-        if row.retry_after == "never" and row.status == MANNERS[one.kind].status:
+        assert row.type == ERROR_FORMATS[one.kind].type
+        if row.retry_after == "never" and row.status == ERROR_FORMATS[one.kind].status:
             assert not one.waits
         for wait in (None, 7) if row.retry_after == "sometimes" else (None,):
             error = AppError(one.kind, "what", code=one.code, retry_after=wait)
-            reply = ask(FakeGenerate(refusal=error), "POST", "/v1/chat/completions", CHAT)
+            reply = ask(FakeGenerate(open_error=error), "POST", "/v1/chat/completions", CHAT)
             assert reply.error["code"] == row.code
             if row.code not in OTHER_STATUSES:
                 assert reply.status == row.status

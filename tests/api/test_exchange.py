@@ -12,21 +12,21 @@ import pytest
 import app.api.exchange
 from app.api.app import build_app
 from app.api.body import RequestBodies
-from app.api.exchange import Ask, GenerateEndpoint, WholeBody
-from app.core.errors import AppError, Kind
-from app.core.events import Loading, Progress
+from app.api.exchange import GenerateEndpoint, JsonBody, ParsedRequest
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ModelLoading, PrefillProgress
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
-from app.core.workers import Workers
+from app.core.workers import ThreadPools
 from app.door.keyring import Keyring
-from app.door.keys import Key, digest
+from app.door.keys import ApiKey, hash_key
 from tests.api.asgi import Conversation, Reply, leftovers
 from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
 
 CHAT = "/v1/chat/completions"
 LINES = "/completion"
 ASK: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
-BROKEN = AppError(Kind.ENGINE, "out of memory")
+BROKEN = AppError(ErrorKind.ENGINE, "out of memory")
 
 # Every way to be answered: path and body.
 WHOLE = (CHAT, ASK)
@@ -86,7 +86,7 @@ def test_an_answer_leaves_its_context_once(path: str, body: Any):
     reply, generate = converse(HELLO, path, body)
     assert reply.status == 200
     assert reply.complete
-    assert len(generate.opened) == generate.left == 1
+    assert len(generate.opened) == generate.num_closed == 1
 
 
 def test_a_whole_answer_is_put_together_beside_the_event_loop():
@@ -94,13 +94,13 @@ def test_a_whole_answer_is_put_together_beside_the_event_loop():
     answered meanwhile. What is kept of an answer is the event loop's, though."""
     loops, kept = threading.get_ident(), list[tuple[int, Any]]()
     request = GenerateRequest(model="fake/model", prompt="hi")
-    reply = WholeBody(
+    reply = JsonBody(
         lambda said: {"events": len(said), "beside": threading.get_ident() != loops},
         lambda body: kept.append((threading.get_ident(), body)),
     )
     generate = FakeGenerate(HELLO)
-    ask, settings = Ask(request=request, reply=reply), Settings()
-    bodies = RequestBodies(settings, Workers(), lambda: 0)
+    ask, settings = ParsedRequest(request=request, reply=reply), Settings()
+    bodies = RequestBodies(settings, ThreadPools(), lambda: 0)
     endpoint = GenerateEndpoint(lambda _body, _caller: ask, generate, settings, bodies)
 
     async def run() -> Reply:
@@ -116,7 +116,7 @@ def test_a_whole_answer_is_put_together_beside_the_event_loop():
 def test_a_client_that_leaves_before_the_first_token_cancels(path: str, body: Any):
     reply, generate = converse([FOREVER], path, body, leave_when_opened)
     assert reply.status == 0
-    assert len(generate.opened) == generate.left == 1
+    assert len(generate.opened) == generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
@@ -124,14 +124,14 @@ def test_a_client_that_leaves_amid_a_stream_cancels(path: str, body: Any):
     reply, generate = converse([text("Hel"), FOREVER], path, body, leave_after(b"Hel"))
     assert reply.status == 200
     assert not reply.complete
-    assert len(generate.opened) == generate.left == 1
+    assert len(generate.opened) == generate.num_closed == 1
 
 
 def test_a_client_that_leaves_amid_a_plain_answer_cancels():
     script = [text("Hel"), text("lo"), FOREVER, finish()]
     reply, generate = converse(script, *WHOLE, leave_when_opened)
     assert reply.status == 0
-    assert len(generate.opened) == generate.left == 1
+    assert len(generate.opened) == generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
@@ -145,13 +145,13 @@ def test_a_client_that_leaves_without_having_read_cancels(path: str, body: Any):
 
     reply, generate = converse([text("Hel"), FOREVER], path, body, act)
     assert reply.body == b""
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 def test_a_client_that_leaves_between_keep_alives_cancels():
     act = leave_after(b"keep-alive\n\n: keep-alive")
     _, generate = converse([FOREVER], *STREAM, act, ping=0.02)
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
@@ -184,7 +184,7 @@ def test_a_server_that_stops_cancels_too(path: str, body: Any):
         assert not leftovers()
 
     asyncio.run(run())
-    assert len(generate.opened) == generate.left == 1
+    assert len(generate.opened) == generate.num_closed == 1
 
 
 def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
@@ -219,27 +219,31 @@ def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
 
         asyncio.run(run())
         assert generate.settled
-        assert generate.left == 1
+        assert generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [WHOLE, JSONL])
 def test_an_error_before_the_first_token_has_a_status(path: str, body: Any):
-    reply, generate = converse([Progress(done=1, total=2), BROKEN], path, body)
+    reply, generate = converse(
+        [PrefillProgress(computed_tokens=1, total_tokens=2), BROKEN], path, body
+    )
     assert reply.status == 500
     assert reply.error["message"] == "out of memory"
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 def test_a_stream_that_fails_at_once_has_a_status():
     reply, generate = converse([BROKEN], *STREAM)
     assert reply.status == 500
     assert reply.headers["content-type"] == "application/json"
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
 def test_a_refused_request_has_a_status(path: str, body: Any, call: Any, generate: FakeGenerate):
-    generate.refusal = AppError(Kind.CONTEXT_LENGTH, "9 tokens are too many", param="messages")
+    generate.open_error = AppError(
+        ErrorKind.CONTEXT_LENGTH, "9 tokens are too many", param="messages"
+    )
     reply = call("POST", path, body)
     assert reply.status == 400
     assert reply.error == {
@@ -255,7 +259,7 @@ def test_a_full_server_says_when_to_come_again(
     path: str, body: Any, call: Any, generate: FakeGenerate
 ):
     """With a status, streamed or not: a client that retries looks at nothing else."""
-    generate.refusal = AppError(Kind.BUSY, "66 are here", retry_after=9)
+    generate.open_error = AppError(ErrorKind.BUSY, "66 are here", retry_after=9)
     reply = call("POST", path, body)
     assert reply.status == 429
     assert reply.headers["retry-after"] == "9"
@@ -274,7 +278,7 @@ def test_an_error_amid_a_stream_is_an_event_before_done():
     *_, problem, done, end = reply.body.split(b"\n\n")
     assert json.loads(problem.removeprefix(b"data: "))["error"]["message"] == "out of memory"
     assert (done, end) == (b"data: [DONE]", b"")
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 def test_an_error_amid_lines_is_a_line_and_nothing_is_done():
@@ -288,7 +292,7 @@ def test_an_error_amid_lines_is_a_line_and_nothing_is_done():
         "Status": "500 Internal Server Error",
         "error": "out of memory",
     }
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAM, JSONL])
@@ -302,27 +306,31 @@ def test_a_fault_of_ours_amid_a_stream_ends_it_without_details(
     assert b"internal error" in reply.body
     assert b"secret" not in reply.body
     assert "a response stream failed" in caplog.text
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 def test_progress_is_told_in_comments_but_not_too_often():
-    prefill = [Progress(done=n, total=30) for n in range(31)]
+    prefill = [PrefillProgress(computed_tokens=n, total_tokens=30) for n in range(31)]
     reply, _ = converse([*prefill, *HELLO], *STREAM)
     comments = [line for line in reply.body.splitlines() if line.startswith(b":")]
     assert comments == [b": prefill 0/30"]
 
 
 def test_progress_is_told_again_after_a_while(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(app.api.exchange, "PROGRESS_EVERY", 0.02)
-    prefill = [Progress(done=1, total=3), Pause(0.03), Progress(done=2, total=3)]
+    monkeypatch.setattr(app.api.exchange, "PROGRESS_INTERVAL", 0.02)
+    prefill = [
+        PrefillProgress(computed_tokens=1, total_tokens=3),
+        Pause(0.03),
+        PrefillProgress(computed_tokens=2, total_tokens=3),
+    ]
     reply, _ = converse([*prefill, *HELLO], *STREAM)
     assert reply.body.startswith(b": prefill 1/3\n\n: prefill 2/3\n\ndata: ")
 
 
 def test_progress_does_not_show_where_there_are_no_comments():
-    reply, _ = converse([Progress(done=1, total=2), *HELLO], *JSONL)
+    reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *JSONL)
     assert len(reply.body.splitlines()) == 3
-    reply, _ = converse([Progress(done=1, total=2), *HELLO], *WHOLE)
+    reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *WHOLE)
     assert reply.json["choices"][0]["message"]["content"] == "Hello"
 
 
@@ -362,7 +370,7 @@ def test_headers_of_a_stream_come_no_later_than_the_first_keep_alive():
 
 
 def test_streams_are_framed_with_line_feeds():
-    reply, _ = converse([Progress(done=1, total=2), *HELLO], *STREAM)
+    reply, _ = converse([PrefillProgress(computed_tokens=1, total_tokens=2), *HELLO], *STREAM)
     assert b"\r" not in reply.body
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-store"
@@ -398,7 +406,7 @@ class TestSeveralChoices:
                     reasons[choice["index"]] = choice["finish_reason"]
         assert said == {0: "a", 1: "Hello"}
         assert reasons == {0: "stop", 1: "length"}
-        assert generate.left == 1
+        assert generate.num_closed == 1
 
     def test_a_whole_answer_has_them_in_their_order(self):
         reply, _ = converse(self.SCRIPT, CHAT, {**ASK, "n": 2})
@@ -410,7 +418,7 @@ class TestSeveralChoices:
         reply, generate = converse([*self.SCRIPT[:3], BROKEN], CHAT, SEVERAL)
         assert reply.body.endswith(b"data: [DONE]\n\n")
         assert b"out of memory" in reply.body
-        assert generate.left == 1
+        assert generate.num_closed == 1
 
     def test_usage_comes_once_at_the_end(self):
         body = {**SEVERAL, "stream_options": {"include_usage": True}}
@@ -423,7 +431,7 @@ class TestSeveralChoices:
         assert counted["usage"]["prompt_tokens"] == 7, "both answer one prompt"
 
 
-WAITING: Script = [Loading(progress=0, waits=True), Loading(progress=40)]
+WAITING: Script = [ModelLoading(progress=0, queued=True), ModelLoading(progress=40)]
 
 
 def test_a_stream_tells_that_its_model_is_being_loaded():
@@ -442,12 +450,12 @@ def test_who_can_be_told_nothing_waits_for_a_model_only_so_long(path: str, body:
     late, generate = converse([*WAITING, FOREVER], path, body, load_wait=0)
     assert (late.status, late.error["code"]) == (503, "model_loading")
     assert int(late.headers["retry-after"]) > 1
-    assert generate.left == 1
+    assert generate.num_closed == 1
 
 
 @pytest.mark.parametrize(("path", "body"), WAYS)
 def test_a_model_that_cannot_be_loaded_has_a_status_if_nothing_was_told(path: str, body: Any):
-    error = AppError(Kind.MODEL_FILES, "it broke", retry_after=7)
+    error = AppError(ErrorKind.MODEL_FILES, "it broke", retry_after=7)
     reply, _ = converse([error], path, body)
     assert (reply.status, reply.error["message"]) == (500, "it broke")
     assert reply.headers["retry-after"] == "7"
@@ -456,7 +464,7 @@ def test_a_model_that_cannot_be_loaded_has_a_status_if_nothing_was_told(path: st
 def test_who_asks_is_known_by_the_name_of_the_key():
     generate = FakeGenerate(HELLO)
 
-    keyring = Keyring((Key(name="laptop", digest=digest("what the laptop has")),))
+    keyring = Keyring((ApiKey(name="laptop", digest=hash_key("what the laptop has")),))
     shown = {"authorization": "Bearer what the laptop has"}
 
     async def run() -> None:

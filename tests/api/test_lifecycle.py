@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from tests.fakes import FakeGenerate
 
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
@@ -36,7 +36,7 @@ def test_a_wrong_field_is_named(call: Any, path: str, body: Any, param: str):
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD])
 def test_what_stands_in_the_way_is_told(call: Any, generate: FakeGenerate, path: str):
-    generate.refusal = AppError(Kind.MODEL_FILES, "it broke")
+    generate.open_error = AppError(ErrorKind.MODEL_FILES, "it broke")
     reply = call("POST", path, {"model": "fake/model"})
     assert (reply.status, reply.error["message"]) == (500, "it broke")
 

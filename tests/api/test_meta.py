@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from app.api.meta import hit_classes, routes
-from app.core.jobs import Backend, EngineStats
+from app.api.meta import health_routes, hit_bucket_labels
+from app.core.jobs import ComputeBackend, EngineStats
 from app.core.ports import RunnerStatus
 from app.core.residents import ModelState
 from app.core.settings import Settings
 from tests.api.asgi import Conversation
-from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate, front_end
+from tests.fakes import CAPACITY, CARD, STATS, FakeGenerate, make_front_end
 
-LOADING = RunnerStatus(state="loading", progress=40, stats=EngineStats(memory=5))
+LOADING = RunnerStatus(state="loading", progress=40, stats=EngineStats(allocated_bytes=5))
 FAILED = RunnerStatus(state="failed", progress=40, stats=EngineStats(), error="no such tensor")
 STALLED = RunnerStatus(
     state="stalled",
@@ -104,7 +104,7 @@ def test_a_ready_server_says_so_and_tells_all_it_counts(call: Any):
 
 def test_requests_that_are_prepared_wait_for_a_place(call: Any, generate: FakeGenerate):
     """Twenty clients waited for a schema, and `Waiting` reported 0."""
-    generate.now = replace(generate.now, preparing=2, compiling=20)
+    generate.runner_status = replace(generate.runner_status, preparing=2, compiling=20)
     status = call("GET", "/v1/status").json
     assert (status["Waiting"], status["Preparing"], status["Compiling"]) == (25, 2, 20)
     [model] = status["Models"]
@@ -115,8 +115,10 @@ def test_each_model_tells_how_it_stands(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
     broken = ModelState(name="a", phase="refused", restarts=3, error="killed by SIGKILL")
-    loaded = ModelState(name="b", phase="ready", leases=1, share=5, expires=1.5, pid=7, pinned=True)
-    monkeypatch.setattr(generate, "states", lambda: [broken, loaded])
+    loaded = ModelState(
+        name="b", phase="ready", leases=1, allocation=5, expires_at=1.5, pid=7, pinned=True
+    )
+    monkeypatch.setattr(generate, "list_model_states", lambda: [broken, loaded])
     one, two = call("GET", "/v1/status").json["Models"]
     assert [one[key] for key in ("Name", "Phase", "Restarts", "Error", "Pid")] == [
         *("a", "refused", 3, "killed by SIGKILL", None)
@@ -128,9 +130,9 @@ def test_each_model_tells_how_it_stands(
 def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
-    backend = Backend(device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2)
+    backend = ComputeBackend(device="cpu", kernels="avx512", blas="OpenBLAS 0.3", threads=2)
     loaded = ModelState(name="a", phase="ready", backend=backend)
-    monkeypatch.setattr(generate, "states", lambda: [loaded])
+    monkeypatch.setattr(generate, "list_model_states", lambda: [loaded])
     [one] = call("GET", "/v1/status").json["Models"]
     assert one["Backend"] == {
         "device": "cpu",
@@ -141,9 +143,11 @@ def test_a_model_that_is_loaded_tells_what_it_is_computed_with(
 
 
 def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGenerate):
-    """`app.door.access.Access` says so of a request without a key, or with a plain one."""
+    """`app.door.access.AuthMiddleware` says so of a request without a key, or with a plain one."""
     [route] = [
-        route for route in routes(generate, Settings(), front_end()) if route.path == "/v1/status"
+        route
+        for route in health_routes(generate, Settings(), make_front_end())
+        if route.path == "/v1/status"
     ]
 
     async def run(state: dict[str, Any]) -> Any:
@@ -158,7 +162,7 @@ def test_who_may_not_see_it_all_sees_what_ollamas_client_reads(generate: FakeGen
 
 
 def test_every_class_of_hits_has_a_name_of_its_own():
-    assert len(set(hit_classes())) == len(EngineStats().hits)
+    assert len(set(hit_bucket_labels())) == len(EngineStats().prefix_hit_counts)
 
 
 def first_four(status: Any) -> list[int]:
@@ -166,7 +170,7 @@ def first_four(status: Any) -> list[int]:
 
 
 def test_a_loading_server_tells_how_far_it_is(call: Any, generate: FakeGenerate):
-    generate.now, generate.cards = LOADING, ()
+    generate.runner_status, generate.cards = LOADING, ()
     reply = call("GET", "/v1/status")
     assert reply.status == 200
     assert first_four(reply.json) == [3, 40, 0, 5]
@@ -178,7 +182,7 @@ def test_a_loading_server_tells_how_far_it_is(call: Any, generate: FakeGenerate)
 
 
 def test_a_failed_server_tells_why(call: Any, generate: FakeGenerate):
-    generate.now = FAILED
+    generate.runner_status = FAILED
     reply = call("GET", "/v1/status")
     assert (reply.status, reply.json["Status"]) == (200, 5)
     assert reply.json["Error"] == "no such tensor"
@@ -190,7 +194,7 @@ def test_a_failed_server_tells_why(call: Any, generate: FakeGenerate):
 
 def test_a_stalled_server_tells_what_it_is_at(call: Any, generate: FakeGenerate):
     """It is loaded, and still nobody should be sent to it."""
-    generate.now = STALLED
+    generate.runner_status = STALLED
     reply = call("GET", "/v1/status")
     assert reply.status == 200
     assert first_four(reply.json) == [4, 100, 4096, 123_456]

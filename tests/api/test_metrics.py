@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.api.app import build_app
 from app.api.metrics.registry import Metrics
-from app.core.errors import AppError, Kind
-from app.core.events import Loading, Progress
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ModelLoading, PrefillProgress
 from app.core.jobs import EngineStats
 from app.core.ports import RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.residents import ModelState
 from app.core.settings import Settings
-from app.core.traffic import Traffic
+from app.core.traffic import ConnectionStats
 from tests.api.asgi import Conversation
 from tests.fakes import (
     CARD,
@@ -29,7 +29,7 @@ from tests.fakes import (
     Pause,
     Script,
     finish,
-    front_end,
+    make_front_end,
     text,
 )
 
@@ -116,7 +116,7 @@ def test_the_engines_figures_are_those_of_the_status(call: Any):
     assert told("vllm:prompt_tokens_total") == tokens["cached"] + tokens["prefilled"]
     assert told("vllm:generation_tokens_total") == tokens["generated"]
     assert told("vllm:prefix_cache_hits_total") == tokens["cached"]
-    assert told("vllm:prefix_cache_queries_total") == STATS.looked_up_tokens
+    assert told("vllm:prefix_cache_queries_total") == STATS.prefix_query_tokens
     assert told("vllm:num_preemptions_total") == status["Preemptions"]
     assert told("mlxrunner_prefix_cache_evictions_total") == status["Evictions"]
     assert told("mlxrunner_engine_failures_total") == status["Failures"]
@@ -136,7 +136,7 @@ def test_the_lines_of_the_ledger_add_up_to_the_budget(call: Any):
 def test_the_cache_is_as_full_as_running_requests_hold_it(call: Any, generate: FakeGenerate):
     """What is remembered and nobody runs on counts as free, as with vLLM's blocks."""
     assert scrape(call)("vllm:kv_cache_usage_perc") == pytest.approx(250 / (250 + 100 + 200))
-    generate.now = RunnerStatus(state="loading", progress=0, stats=EngineStats())
+    generate.runner_status = RunnerStatus(state="loading", progress=0, stats=EngineStats())
     assert scrape(call)("vllm:kv_cache_usage_perc") == 0
 
 
@@ -153,7 +153,7 @@ def test_hits_are_a_histogram_of_cached_lengths(call: Any):
 
 @pytest.mark.parametrize("state", ["loading", "ready", "stalled", "failed"])
 def test_one_state_is_the_present_one(call: Any, generate: FakeGenerate, state: Any):
-    generate.now = RunnerStatus(state=state, progress=0, stats=EngineStats())
+    generate.runner_status = RunnerStatus(state=state, progress=0, stats=EngineStats())
     told = scrape(call)
     assert told.of("mlxrunner_state", "state") == {state: 1}
     assert told.of("mlxrunner_model_state", "state") == {state: 1}
@@ -163,7 +163,7 @@ def test_before_a_model_is_loaded_nothing_is_said_of_what_it_can_do(
     call: Any, generate: FakeGenerate, monkeypatch: pytest.MonkeyPatch
 ):
     on_disk = ModelState(name=CARD.id, phase="unloaded")
-    monkeypatch.setattr(generate, "states", lambda: [on_disk])
+    monkeypatch.setattr(generate, "list_model_states", lambda: [on_disk])
     told = scrape(call)
     names = {name for name, _ in told.samples}
     assert not names & {f"mlxrunner_{n}" for n in ("max_num_seqs", "max_model_len")}
@@ -182,7 +182,7 @@ def test_every_model_is_told_apart():
 
 def test_what_a_client_made_up_is_no_label():
     body = {"model": "made up", "inputs": [], "messages": CHAT["messages"]}
-    generate = FakeGenerate(refusal=AppError(Kind.MODEL_NOT_FOUND, "no"))
+    generate = FakeGenerate(open_error=AppError(ErrorKind.MODEL_NOT_FOUND, "no"))
     told = after(generate, "/v1/embeddings", {**body, "input": "x"})
     labels = {dict(labels).get("model_name") for _, labels in told.samples}
     assert labels <= {CARD.id, "", None}
@@ -191,10 +191,10 @@ def test_what_a_client_made_up_is_no_label():
 @pytest.mark.parametrize("asked", ["m", "m:latest"])
 def test_a_model_is_one_under_both_of_its_names(asked: str):
     cards = (replace(CARD, id="m"),)
-    metrics = Metrics(FakeGenerate(cards=cards), Traffic(), front_end())
-    watch = metrics.watch(GenerateRequest(model=asked, prompt="x"))
-    watch.fail(AppError(Kind.BUSY, "no"))
-    watch.end(complete=False)
+    metrics = Metrics(FakeGenerate(cards=cards), ConnectionStats(), make_front_end())
+    watch = metrics.observe(GenerateRequest(model=asked, prompt="x"))
+    watch.on_error(AppError(ErrorKind.BUSY, "no"))
+    watch.on_end(complete=False)
     [route] = metrics.routes()
     told = asyncio.run(get(route.app, "/metrics"))
     assert Scraped(read(told.body.decode())).of("mlxrunner_request_errors_total", "model_name") == {
@@ -234,8 +234,8 @@ def test_times_are_those_of_the_phases():
     """Two milliseconds of prefill and thirty of decoding, of thirty-five in all."""
     slow: Script = [
         Pause(0.03),
-        Progress(done=1, total=9),
-        Progress(done=9, total=9),
+        PrefillProgress(computed_tokens=1, total_tokens=9),
+        PrefillProgress(computed_tokens=9, total_tokens=9),
         Pause(0.06),
         text("a"),
         text("b"),
@@ -268,7 +268,7 @@ def test_one_token_has_no_time_between_tokens():
 def test_gaps_between_tokens_are_the_engines():
     """Not of when a client happened to read them."""
     end = finish(tokens=4)
-    gaps = replace(end.timings, gaps_ns=(1_000_000, 5_000_000, 90_000_000_000))
+    gaps = replace(end.timings, inter_token_ns=(1_000_000, 5_000_000, 90_000_000_000))
     generate = FakeGenerate([text("abcd"), replace(end, timings=gaps)])
     told = after(generate, "/completion", LINES)
     name = "vllm:inter_token_latency_seconds"
@@ -287,7 +287,7 @@ def test_an_echoed_prompt_is_no_first_token():
 
 
 def test_a_load_is_timed_apart_from_the_queue():
-    script: Script = [Loading(progress=0), Pause(0.05), Loading(progress=9), *HELLO]
+    script: Script = [ModelLoading(progress=0), Pause(0.05), ModelLoading(progress=9), *HELLO]
     told = after(FakeGenerate(script), "/v1/chat/completions", {**CHAT, "stream": True})
     assert told("mlxrunner_request_load_time_seconds_count") == 1
     assert told("mlxrunner_request_load_time_seconds_sum") >= 0.05
@@ -299,13 +299,13 @@ def test_a_load_is_timed_apart_from_the_queue():
 @pytest.mark.parametrize(
     ("kind", "outcome"),
     [
-        (Kind.BUSY, "server_busy"),
-        (Kind.CONTEXT_LENGTH, "context_length_exceeded"),
-        (Kind.ENGINE, "engine_error"),
+        (ErrorKind.BUSY, "server_busy"),
+        (ErrorKind.CONTEXT_LENGTH, "context_length_exceeded"),
+        (ErrorKind.ENGINE, "engine_error"),
     ],
 )
-def test_a_refused_request_is_counted_by_its_reason(kind: Kind, outcome: str):
-    told = after(FakeGenerate(refusal=AppError(kind, "no")), "/v1/chat/completions", CHAT)
+def test_a_refused_request_is_counted_by_its_reason(kind: ErrorKind, outcome: str):
+    told = after(FakeGenerate(open_error=AppError(kind, "no")), "/v1/chat/completions", CHAT)
     assert told.errors() == {outcome: 1}
     assert told.ended() == {}
     assert told("vllm:time_to_first_token_seconds_count") == 0
@@ -313,7 +313,7 @@ def test_a_refused_request_is_counted_by_its_reason(kind: Kind, outcome: str):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_breaks_off_is_counted_by_its_error(stream: bool):
-    generate = FakeGenerate([text("a"), AppError(Kind.ENGINE, "planted")])
+    generate = FakeGenerate([text("a"), AppError(ErrorKind.ENGINE, "planted")])
     told = after(generate, "/v1/chat/completions", {**CHAT, "stream": stream})
     # a stream tells its client and leaves in good order, and still the answer broke off
     assert told.errors() == {"engine_error": 1}
@@ -343,7 +343,7 @@ def test_a_client_that_leaves_is_counted_as_an_abort(path: str, body: Any):
 def test_vectors_are_counted_too():
     told = after(FakeGenerate(), "/v1/embeddings", {"model": CARD.id, "input": "x"})
     assert told("mlxrunner_embedding_requests_total", outcome="done") == 1
-    generate = FakeGenerate(refusal=AppError(Kind.BUSY, "no"))
+    generate = FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no"))
     told = after(generate, "/v1/embeddings", {"model": CARD.id, "input": "x"})
     assert told.errors() == {"server_busy": 1}
 
@@ -370,8 +370,8 @@ def test_no_figure_has_two_names_and_every_family_of_a_model_names_it(call: Any)
 
 
 def test_what_came_to_the_door_is_told():
-    traffic = Traffic(open=3, opened=9)
-    traffic.turned_away["invalid_http"] += 2
+    traffic = ConnectionStats(open_connections=3, accepted_connections=9)
+    traffic.closed_by_reason["invalid_http"] += 2
 
     async def run() -> Scraped:
         app = build_app(FakeGenerate(), Settings(), traffic=traffic)
@@ -403,12 +403,12 @@ def test_what_came_to_the_door_is_told():
 def test_a_client_that_left_is_an_answer_of_class_four():
     """Whatever would have come of it: the server's log has 499."""
 
-    async def run() -> Traffic:
-        traffic = Traffic()
+    async def run() -> ConnectionStats:
+        traffic = ConnectionStats()
         app = build_app(FakeGenerate([FOREVER]), Settings(), traffic=traffic)
         conversation = Conversation(app, "POST", "/v1/completions", None)
         conversation.hang_up()
         await conversation.end()
         return traffic
 
-    assert asyncio.run(run()).answered == {("POST", "/v1/completions", "4xx"): 1}
+    assert asyncio.run(run()).responses == {("POST", "/v1/completions", "4xx"): 1}

@@ -6,35 +6,37 @@ from typing import Any
 import pytest
 
 from app.api.dialects.openai_caller import (
-    check_caller,
+    check_identifiers,
     check_metadata,
     read_keep_alive,
     read_model,
-    read_tier,
+    read_service_tier,
 )
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 
 def check(**given: Any) -> None:
-    fields = Fields.of(given)
-    check_caller(fields)
+    fields = Fields.from_value(given)
+    check_identifiers(fields)
     check_metadata(fields)
-    read_tier(fields)
-    fields.close()
+    read_service_tier(fields)
+    fields.reject_unknown()
 
 
 def test_a_model_is_one_of_those_that_are_served():
-    assert read_model(Fields.of({"model": "a/b"}), {"a/b"}) == "a/b"
+    assert read_model(Fields.from_value({"model": "a/b"}), {"a/b"}) == "a/b"
     with pytest.raises(AppError) as caught:
-        read_model(Fields.of({"model": "x" * 5000}), {"a/b"})
-    assert (caught.value.kind, caught.value.param) == (Kind.MODEL_NOT_FOUND, "model")
+        read_model(Fields.from_value({"model": "x" * 5000}), {"a/b"})
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.MODEL_NOT_FOUND, "model")
     assert len(caught.value.message) < 400
 
 
 def test_the_tier_is_told_where_one_was_named():
-    assert read_tier(Fields.of({})) is None
-    assert [read_tier(Fields.of({"service_tier": it})) for it in ("auto", "default")] == [
+    assert read_service_tier(Fields.from_value({})) is None
+    assert [
+        read_service_tier(Fields.from_value({"service_tier": it})) for it in ("auto", "default")
+    ] == [
         "default",
         "default",
     ]
@@ -64,7 +66,7 @@ def test_what_openai_allows_is_welcome():
 def test_a_wrong_record_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         check(**given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +89,12 @@ def test_a_wrong_record_is_named(given: Any, param: str):
     ],
 )
 def test_a_model_is_kept_for_as_long_as_ollamas_clients_say(given: Any, seconds: float | None):
-    assert read_keep_alive(Fields.of({"keep_alive": given})) == seconds
+    assert read_keep_alive(Fields.from_value({"keep_alive": given})) == seconds
 
 
 @pytest.mark.parametrize("given", ["", "m", "5 m", "5d", "1e3", "forever", True, [], "9" * 5000])
 def test_a_time_that_nobody_understands_is_refused(given: Any):
     with pytest.raises(AppError) as caught:
-        read_keep_alive(Fields.of({"keep_alive": given}))
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "keep_alive")
+        read_keep_alive(Fields.from_value({"keep_alive": given}))
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "keep_alive")
     assert len(caught.value.message) < 400

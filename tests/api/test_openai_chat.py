@@ -6,37 +6,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.dialects.openai_chat import ChatChunks, collect_chat
-from app.api.dialects.openai_reply import Head
+from app.api.dialects.openai_chat import ChatChunkEncoder, collect_chat
+from app.api.dialects.openai_reply import CompletionMetadata
 from app.core.events import (
-    CallDelta,
     Finish,
-    Prompt,
+    OutputEvent,
+    PromptTokenIds,
     ReasoningDelta,
-    Spoken,
     TextDelta,
     TokenLogprob,
+    ToolCallDelta,
 )
 from tests.api.streams import choices, chunks, message
 from tests.fakes import finish, text
 
-HEAD = Head(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1")
-LOGPROBS = Head(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1", logprobs=True)
-IDS = Head(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1", ids=True)
+HEAD = CompletionMetadata(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1")
+LOGPROBS = CompletionMetadata(
+    id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1", logprobs=True
+)
+IDS = CompletionMetadata(
+    id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1", return_token_ids=True
+)
 
 
 def token(raw: bytes, logprob: float = -0.5) -> TokenLogprob:
-    return TokenLogprob(text=raw.decode(errors="replace"), raw=raw, logprob=logprob, top=())
+    return TokenLogprob(
+        text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob, top_logprobs=()
+    )
 
 
-def call(place: int, name: str, *pieces: str, choice: int = 0) -> list[CallDelta]:
+def call(place: int, name: str, *pieces: str, choice: int = 0) -> list[ToolCallDelta]:
     first, *rest = pieces or ("",)
-    begun = CallDelta(choice=choice, call=place, id=f"call_{place}", name=name, arguments=first)
-    return [begun, *(CallDelta(choice=choice, call=place, arguments=piece) for piece in rest)]
+    begun = ToolCallDelta(
+        choice=choice, call_index=place, id=f"call_{place}", name=name, arguments=first
+    )
+    return [
+        begun,
+        *(ToolCallDelta(choice=choice, call_index=place, arguments=piece) for piece in rest),
+    ]
 
 
-def deltas(head: Head, *events: Spoken) -> list[Any]:
-    return [choice["delta"] for choice in choices(chunks(ChatChunks(head), events))]
+def deltas(head: CompletionMetadata, *events: OutputEvent) -> list[Any]:
+    return [choice["delta"] for choice in choices(chunks(ChatChunkEncoder(head), events))]
 
 
 def test_the_role_comes_once_and_with_the_first_text():
@@ -48,7 +59,7 @@ def test_the_role_comes_once_and_with_the_first_text():
 
 
 def test_an_answer_without_text_still_has_a_role():
-    (only,) = choices(chunks(ChatChunks(HEAD), [finish()]))
+    (only,) = choices(chunks(ChatChunkEncoder(HEAD), [finish()]))
     assert only["delta"] == {"role": "assistant"}
     assert only["finish_reason"] == "stop"
 
@@ -117,7 +128,7 @@ def test_calls_without_text_leave_the_content_null():
 
 
 def test_logprobs_wait_for_the_next_thing_said_so_that_no_text_is_empty():
-    held = ChatChunks(LOGPROBS)
+    held = ChatChunkEncoder(LOGPROBS)
     assert held.feed(text("", token(b"\xe4"))) == b""
     told = [text("ä", token(b"\xbd\xa0")), text("", token(b"<")), *call(0, "f")]
     told += [text("", token(b"!")), finish("tool_calls")]
@@ -135,22 +146,24 @@ def test_logprobs_that_were_asked_for_are_there_even_if_nothing_was_said():
 
 
 def test_what_stopped_an_answer_is_told():
-    end = Finish(reason="stop", usage=finish().usage, timings=finish().timings, stop="\n\nHuman:")
+    end = Finish(
+        reason="stop", usage=finish().usage, timings=finish().timings, stop_string="\n\nHuman:"
+    )
     assert collect_chat(HEAD, [text("a"), end])["choices"][0]["stop_reason"] == "\n\nHuman:"
-    *_, last = choices(chunks(ChatChunks(HEAD), [text("a"), end]))
+    *_, last = choices(chunks(ChatChunkEncoder(HEAD), [text("a"), end]))
     assert last["stop_reason"] == "\n\nHuman:"
     assert collect_chat(HEAD, [finish()])["choices"][0]["stop_reason"] is None
 
 
 def test_ids_are_those_of_the_prompt_once_and_of_the_answer_as_it_comes():
     told = [
-        Prompt(ids=(5, 6)),
-        TextDelta(text="", ids=(7,)),
-        TextDelta(text="a", ids=(8,)),
-        TextDelta(text="", ids=(9,)),
+        PromptTokenIds(token_ids=(5, 6)),
+        TextDelta(text="", token_ids=(7,)),
+        TextDelta(text="a", token_ids=(8,)),
+        TextDelta(text="", token_ids=(9,)),
         finish(),
     ]
-    first, last = chunks(ChatChunks(IDS), told)
+    first, last = chunks(ChatChunkEncoder(IDS), told)
     assert first["prompt_token_ids"] == [5, 6]
     assert "prompt_token_ids" not in last
     assert [choices([chunk])[0]["token_ids"] for chunk in (first, last)] == [[7, 8], [9]]
@@ -159,9 +172,9 @@ def test_ids_are_those_of_the_prompt_once_and_of_the_answer_as_it_comes():
 
 
 @st.composite
-def answers(draw: st.DrawFn, choice: int) -> list[Spoken]:
+def answers(draw: st.DrawFn, choice: int) -> list[OutputEvent]:
     """What one choice may say: pieces of text, thoughts and calls, in any order."""
-    events: list[Spoken] = []
+    events: list[OutputEvent] = []
     begun = 0
     for kind in draw(st.lists(st.sampled_from(["text", "held", "thought", "call", "more"]))):
         words = draw(st.text(min_size=1, max_size=3))
@@ -170,28 +183,30 @@ def answers(draw: st.DrawFn, choice: int) -> list[Spoken]:
             case "text":
                 events.append(TextDelta(choice=choice, text=words, logprobs=logprobs))
             case "held":
-                events.append(TextDelta(choice=choice, text="", logprobs=logprobs, ids=(1,)))
+                events.append(TextDelta(choice=choice, text="", logprobs=logprobs, token_ids=(1,)))
             case "thought":
                 events.append(ReasoningDelta(choice=choice, text=words))
             case "call":
                 events += call(begun, "f", draw(st.sampled_from(["", words])), choice=choice)
                 begun += 1
             case _ if begun:
-                events.append(CallDelta(choice=choice, call=begun - 1, arguments=words))
+                events.append(ToolCallDelta(choice=choice, call_index=begun - 1, arguments=words))
             case _:
                 pass
     reason: Any = draw(st.sampled_from(["stop", "length", "tool_calls"]))
     usage = finish(tokens=draw(st.integers(0, 9))).usage
     stop = draw(st.sampled_from([None, "END"]))
-    end = Finish(choice=choice, reason=reason, usage=usage, timings=finish().timings, stop=stop)
+    end = Finish(
+        choice=choice, reason=reason, usage=usage, timings=finish().timings, stop_string=stop
+    )
     return [*events, end]
 
 
 @st.composite
-def interleaved(draw: st.DrawFn, count: int) -> list[Spoken]:
+def interleaved(draw: st.DrawFn, count: int) -> list[OutputEvent]:
     """Choices beside each other, each in its own order."""
     lines = [draw(answers(choice)) for choice in range(count)]
-    told: list[Spoken] = []
+    told: list[OutputEvent] = []
     while any(lines):
         told.append(draw(st.sampled_from([line for line in lines if line])).pop(0))
     return told
@@ -202,17 +217,17 @@ def interleaved(draw: st.DrawFn, count: int) -> list[Spoken]:
 def test_streamed_equals_collected(count: int, data: st.DataObject):
     """Joining what was streamed gives the body: messages, logprobs, reasons, usage, counters."""
     told = data.draw(interleaved(count))
-    head = Head(
+    head = CompletionMetadata(
         id="x-1",
         created=0,
         model="m",
         fingerprint="fp",
         n=count,
-        made=count,
+        best_of=count,
         logprobs=True,
         include_usage=True,
     )
-    *payloads, usage = chunks(ChatChunks(head), told)
+    *payloads, usage = chunks(ChatChunkEncoder(head), told)
     body = collect_chat(head, told)
     for whole in body["choices"]:
         pieces = choices(payloads, whole["index"])

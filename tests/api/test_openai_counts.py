@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.api.dialects.openai_counts import Tally, usage_object
+from app.api.dialects.openai_counts import UsageTotals, render_usage
 from app.core.events import Finish, Timings, Usage
 
 
@@ -10,7 +10,7 @@ def end(
     *, prompt: int = 0, tokens: int = 2, cached: int = 3, reasoning: int = 0, times: int = 1
 ) -> Finish:
     return Finish(
-        prompt=prompt,
+        prompt_index=prompt,
         reason="stop",
         usage=Usage(
             prompt_tokens=7,
@@ -19,20 +19,20 @@ def end(
             reasoning_tokens=reasoning,
         ),
         timings=Timings(
-            prompt_ns=2_000_000 * times, eval_ns=30_000_000 * times, total_ns=35_000_000 * times
+            prefill_ns=2_000_000 * times, decode_ns=30_000_000 * times, total_ns=35_000_000 * times
         ),
     )
 
 
-def tally(*ends: Finish) -> Tally:
-    tally = Tally()
+def tally(*ends: Finish) -> UsageTotals:
+    tally = UsageTotals()
     for finish in ends:
         tally.add(finish)
     return tally
 
 
 def test_one_choice_counts_as_it_is():
-    assert usage_object(tally(end(tokens=20, reasoning=15)).usage) == {
+    assert render_usage(tally(end(tokens=20, reasoning=15)).usage) == {
         "prompt_tokens": 7,
         "completion_tokens": 20,
         "total_tokens": 27,
@@ -55,7 +55,7 @@ def test_choices_run_beside_each_other():
 
 
 def test_timings_are_those_of_llama_cpp():
-    counters = tally(end(tokens=15)).counters()
+    counters = tally(end(tokens=15)).render_counters()
     assert counters == {
         "prompt_eval_count": 7,
         "prompt_eval_duration": 2_000_000,
@@ -78,6 +78,6 @@ def test_timings_are_those_of_llama_cpp():
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_what_took_no_time_has_no_pace(tokens: int):
-    timings = tally(end(tokens=tokens, cached=7, times=0)).counters()["timings"]
+    timings = tally(end(tokens=tokens, cached=7, times=0)).render_counters()["timings"]
     assert timings["prompt_per_token_ms"] == timings["prompt_per_second"] == 0.0
     assert timings["predicted_per_token_ms"] == timings["predicted_per_second"] == 0.0

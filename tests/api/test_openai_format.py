@@ -7,17 +7,17 @@ import pytest
 
 from app.api.dialects.openai_format import read_grammar
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
-from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
 
 SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"type": "integer"}}}
 WRITTEN = '{"type":"object","properties":{"b":{"const":"é"},"a":{"type":"integer"}}}'
 
 
 def read(**given: Any) -> Grammar | None:
-    fields = Fields.of(given)
+    fields = Fields.from_value(given)
     grammar = read_grammar(fields)
-    fields.close()
+    fields.reject_unknown()
     return grammar
 
 
@@ -41,7 +41,7 @@ def test_text_has_no_format(given: Any):
 
 
 def test_a_json_object_is_any_object():
-    wanted = JsonSchema(text='{"type":"object"}', at="response_format")
+    wanted = JsonSchema(text='{"type":"object"}', param="response_format")
     assert read(response_format={"type": "json_object"}) == wanted
     assert read(response_format={"type": "json_object", "json_schema": None}) == wanted
 
@@ -49,15 +49,15 @@ def test_a_json_object_is_any_object():
 @pytest.mark.parametrize("more", [{}, {"strict": True}, {"strict": False}, {"description": "of"}])
 def test_a_named_schema_keeps_the_order_of_its_keys(more: Any):
     assert read(**named(name="thing", schema=SCHEMA, **more)) == JsonSchema(
-        text=WRITTEN, at="response_format.json_schema.schema"
+        text=WRITTEN, param="response_format.json_schema.schema"
     )
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)])
 def test_a_schema_may_come_as_text(schema: Any):
-    assert read(guided_json=schema) == JsonSchema(text=WRITTEN, at="guided_json")
+    assert read(guided_json=schema) == JsonSchema(text=WRITTEN, param="guided_json")
     assert read(structured_outputs={"json": schema}) == JsonSchema(
-        text=WRITTEN, at="structured_outputs.json"
+        text=WRITTEN, param="structured_outputs.json"
     )
 
 
@@ -65,8 +65,8 @@ def test_a_schema_may_come_as_text(schema: Any):
     ("kind", "value", "grammar"),
     [
         ("regex", "a+", Regex(pattern="a+")),
-        ("grammar", "start: /a/", Lark(text="start: /a/")),
-        ("choice", ["yes", "no", "yes"], Choice(options=("yes", "no"))),
+        ("grammar", "start: /a/", LarkGrammar(text="start: /a/")),
+        ("choice", ["yes", "no", "yes"], ChoiceGrammar(options=("yes", "no"))),
     ],
 )
 def test_each_kind_has_two_spellings(kind: str, value: Any, grammar: Any):
@@ -80,7 +80,7 @@ def test_each_kind_has_two_spellings(kind: str, value: Any, grammar: Any):
 def test_structured_outputs_may_be_any_object():
     at = "structured_outputs.json_object"
     assert read(structured_outputs={"json_object": True}) == JsonSchema(
-        text='{"type":"object"}', at=at
+        text='{"type":"object"}', param=at
     )
 
 
@@ -130,4 +130,4 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_format_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

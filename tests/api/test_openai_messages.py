@@ -7,14 +7,14 @@ import pytest
 
 from app.api.dialects.openai_messages import read_conversation
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
-from app.core.requests import CalledTool, Message
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import Message, ToolCall
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 def read(*messages: Any) -> tuple[Message, ...]:
-    return read_conversation(Fields.of({"messages": list(messages)})).messages
+    return read_conversation(Fields.from_value({"messages": list(messages)})).messages
 
 
 def calling(*ids: str) -> Any:
@@ -96,7 +96,7 @@ def test_what_the_sdk_has_parsed_may_come_along():
 
 def test_calls_may_keep_the_places_that_a_stream_gave_them():
     message, _ = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, result("c1"))
-    assert message.tool_calls == (CalledTool(id="c1", name="f", arguments='{"a": 1}'),)
+    assert message.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
 
 
 def test_tool_calls_and_their_results_pass():
@@ -105,7 +105,7 @@ def test_tool_calls_and_their_results_pass():
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     )
     assert called.content is None
-    assert called.tool_calls == (CalledTool(id="c1", name="f", arguments='{"a": 1}'),)
+    assert called.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
     assert result == Message(role="tool", content="42", tool_call_id="c1")
 
 
@@ -147,7 +147,7 @@ def test_results_without_calls_and_calls_without_results_are_named(
     """With OpenAI's messages."""
     with pytest.raises(AppError) as caught:
         read(*messages)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
     assert says in caught.value.message
 
 
@@ -240,13 +240,13 @@ WRONG: list[tuple[Any, str]] = [
 def test_a_wrong_message_is_named(message: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(message)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 @pytest.mark.parametrize("messages", ["hi", {}, 5, []])
 def test_messages_are_an_array_of_at_least_one(messages: Any):
     with pytest.raises(AppError) as caught:
-        read_conversation(Fields.of({"messages": messages}))
+        read_conversation(Fields.from_value({"messages": messages}))
     assert caught.value.param == "messages"
 
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_prompt import read_count, read_prompt
+from app.api.dialects.openai_prompt import read_n, read_prompt
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
-from app.core.requests import Several
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import PromptBatch
 
 
 def read(**given: Any) -> tuple[Any, int]:
-    fields = Fields.of(given)
+    fields = Fields.from_value(given)
     prompt = read_prompt(fields)
-    return prompt, read_count(fields, prompt)
+    return prompt, read_n(fields, prompt)
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def read(**given: Any) -> tuple[Any, int]:
         (["hi"], "hi"),
         ([5, 6.0], (5, 6)),
         ([[5, 6]], (5, 6)),
-        (["a", "b", "a"], Several(prompts=("a", "b", "a"))),
-        ([[1], [2, 3]], Several(prompts=((1,), (2, 3)))),
-        (["a", [2, 3]], Several(prompts=("a", (2, 3)))),
+        (["a", "b", "a"], PromptBatch(prompts=("a", "b", "a"))),
+        ([[1], [2, 3]], PromptBatch(prompts=((1,), (2, 3)))),
+        (["a", [2, 3]], PromptBatch(prompts=("a", (2, 3)))),
     ],
 )
 def test_a_prompt_is_text_or_ids_or_several_of_them(prompt: Any, wanted: Any):
@@ -64,4 +64,4 @@ def test_there_may_be_as_many_answers_as_openai_allows():
 def test_a_wrong_prompt_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

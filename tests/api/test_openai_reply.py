@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_chat import ChatChunks, collect_chat
-from app.api.dialects.openai_completion import CompletionChunks, collect_completion
-from app.api.dialects.openai_reply import Head
-from app.core.errors import AppError, Kind
-from app.core.events import Prompt
+from app.api.dialects.openai_chat import ChatChunkEncoder, collect_chat
+from app.api.dialects.openai_completion import CompletionChunkEncoder, collect_completion
+from app.api.dialects.openai_reply import CompletionMetadata
+from app.core.errors import AppError, ErrorKind
+from app.core.events import PromptTokenIds
 from tests.api.streams import choices, chunks
 from tests.fakes import finish, text
 
-HEAD = Head(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1")
-WAYS = [(ChatChunks, collect_chat), (CompletionChunks, collect_completion)]
+HEAD = CompletionMetadata(id="x-1", created=1_700_000_000, model="m", fingerprint="fp_1")
+WAYS = [(ChatChunkEncoder, collect_chat), (CompletionChunkEncoder, collect_completion)]
 
 
 @pytest.mark.parametrize(("writer", "collect"), WAYS)
@@ -45,12 +45,12 @@ def test_a_stream_says_usage_only_when_asked(writer: Any, collect: Any):
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, include_usage: bool):
     """vLLM's continuous_usage_stats: of each choice and its prompt, in every chunk of a choice."""
-    head = replace(HEAD, n=2, made=2, include_usage=include_usage, running_usage=True)
+    head = replace(HEAD, n=2, best_of=2, include_usage=include_usage, continuous_usage=True)
     events = [
-        Prompt(prompt=0, ids=(1,) * 7),
-        replace(text("a"), choice=0, ids=(5, 6)),
-        replace(text("b"), choice=1, ids=(7,)),
-        replace(text(""), choice=0, ids=(8,)),
+        PromptTokenIds(prompt_index=0, token_ids=(1,) * 7),
+        replace(text("a"), choice=0, token_ids=(5, 6)),
+        replace(text("b"), choice=1, token_ids=(7,)),
+        replace(text(""), choice=0, token_ids=(8,)),
         replace(text("c"), choice=0),
         replace(finish("length", tokens=2), choice=1),
         replace(finish("stop", tokens=4), choice=0),
@@ -72,7 +72,7 @@ def test_a_stream_has_the_counts_so_far_when_asked(writer: Any, collect: Any, in
 
 @pytest.mark.parametrize(("writer", "collect"), WAYS)
 def test_choices_come_beside_each_other_and_end_each_for_itself(writer: Any, collect: Any):
-    head = replace(HEAD, n=2, made=2, include_usage=True)
+    head = replace(HEAD, n=2, best_of=2, include_usage=True)
     told = [
         replace(text("a"), choice=0),
         replace(text("b"), choice=1),
@@ -92,9 +92,9 @@ def test_choices_come_beside_each_other_and_end_each_for_itself(writer: Any, col
     assert payloads[-2]["timings"] == body["timings"]
 
 
-@pytest.mark.parametrize("writer", [ChatChunks(HEAD), CompletionChunks(HEAD)])
+@pytest.mark.parametrize("writer", [ChatChunkEncoder(HEAD), CompletionChunkEncoder(HEAD)])
 def test_a_stream_that_breaks_off_says_why_and_ends(writer: Any):
-    frames = writer.feed(text("a")) + writer.fail(AppError(Kind.ENGINE, "out of memory"))
+    frames = writer.feed(text("a")) + writer.fail(AppError(ErrorKind.ENGINE, "out of memory"))
     *_, problem, done, _ = frames.decode().split("\n\n")
     assert json.loads(problem.removeprefix("data: ")) == {
         "error": {

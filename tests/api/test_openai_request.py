@@ -6,19 +6,25 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from app.api.dialects.openai_request import Wish, parse_chat, parse_completion
-from app.core.errors import AppError, Kind
-from app.core.requests import GenerateRequest, JsonSchema, NamedTool, Several, Thinking
+from app.api.dialects.openai_request import ParsedCompletionRequest, parse_chat, parse_completion
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import (
+    GenerateRequest,
+    JsonSchema,
+    NamedToolChoice,
+    PromptBatch,
+    ReasoningOptions,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 MODELS = {"m"}
 
 
-def chat(**fields: Any) -> Wish:
+def chat(**fields: Any) -> ParsedCompletionRequest:
     return parse_chat({"model": "m", "messages": HI, **fields}, MODELS)
 
 
-def completion(**fields: Any) -> Wish:
+def completion(**fields: Any) -> ParsedCompletionRequest:
     return parse_completion({"model": "m", "prompt": "hi", **fields}, MODELS)
 
 
@@ -86,9 +92,9 @@ def test_the_newer_token_limit_wins(fields: Any, limit: int | None):
 
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_the_cache_may_be_kept_out_of_it(parse: Any):
-    assert parse().request.reuse is True
-    assert parse(cache_prompt=True).request.reuse is True
-    assert parse(cache_prompt=False).request.reuse is False
+    assert parse().request.cache_prompt is True
+    assert parse(cache_prompt=True).request.cache_prompt is True
+    assert parse(cache_prompt=False).request.cache_prompt is False
     assert refusal(parse, cache_prompt="no").param == "cache_prompt"
 
 
@@ -129,11 +135,11 @@ def test_a_chat_request_says_everything_it_was_told():
     }
     request = chat(**fields).request
     assert [tool.name for tool in request.tools] == ["f"]
-    assert request.tool_choice == NamedTool(name="f")
+    assert request.tool_choice == NamedToolChoice(name="f")
     assert request.parallel_tool_calls is False
-    assert request.thinking == Thinking(effort="high", budget=64)
-    assert request.template_options == {"enable_thinking": True}
-    assert (request.n, request.return_ids) == (3, True)
+    assert request.reasoning == ReasoningOptions(effort="high", token_budget=64)
+    assert request.chat_template_kwargs == {"enable_thinking": True}
+    assert (request.n, request.return_token_ids) == (3, True)
 
 
 def test_a_completion_says_everything_it_was_told():
@@ -142,14 +148,14 @@ def test_a_completion_says_everything_it_was_told():
     )
     assert wish.request == GenerateRequest(
         model="m",
-        prompt=Several(prompts=("a", (1, 2))),
+        prompt=PromptBatch(prompts=("a", (1, 2))),
         n=2,
         max_tokens=0,
         echo=True,
         suffix=" end",
-        return_ids=True,
+        return_token_ids=True,
     )
-    assert (wish.prompts, wish.n) == (2, 2)
+    assert (wish.num_prompts, wish.n) == (2, 2)
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
@@ -161,7 +167,7 @@ def test_an_answer_may_have_a_least_length_and_no_end_of_its_own(parse: Any):
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_both_endpoints_take_grammars(parse: Any):
     request = parse(guided_json={"type": "object"}).request
-    assert request.grammar == JsonSchema(text='{"type":"object"}', at="guided_json")
+    assert request.grammar == JsonSchema(text='{"type":"object"}', param="guided_json")
 
 
 def test_where_calls_must_be_made_the_format_of_texts_has_nothing_to_say():
@@ -321,21 +327,21 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), BOTH + CHAT)
 def test_a_wrong_field_of_chat_is_named(fields: Any, param: str):
     error = refusal(chat, **fields)
-    assert (error.kind, error.param) == (Kind.INVALID, param)
+    assert (error.kind, error.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in error.message
 
 
 @pytest.mark.parametrize(("fields", "param"), BOTH + COMPLETION)
 def test_a_wrong_field_of_completions_is_named(fields: Any, param: str):
     error = refusal(completion, **fields)
-    assert (error.kind, error.param) == (Kind.INVALID, param)
+    assert (error.kind, error.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in error.message
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
 def test_a_model_that_is_not_served_is_not_found(parse: Any):
     error = refusal(parse, model="../../etc")
-    assert (error.kind, error.param) == (Kind.MODEL_NOT_FOUND, "model")
+    assert (error.kind, error.param) == (ErrorKind.MODEL_NOT_FOUND, "model")
 
 
 @pytest.mark.parametrize("body", [[], 7, "x", None, True])

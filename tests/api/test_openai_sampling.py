@@ -4,23 +4,23 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_sampling import Ending, read_ending, read_sampling
+from app.api.dialects.openai_sampling import StopConditions, read_sampling, read_stop_conditions
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 
 def sampling_of(**given: Any) -> Any:
-    return read_sampling(Fields.of(given))
+    return read_sampling(Fields.from_value(given))
 
 
-def ending(*, constrained: bool = False, limit: int | None = None, **given: Any) -> Ending:
-    return read_ending(Fields.of(given), max_tokens=limit, constrained=constrained)
+def ending(*, constrained: bool = False, limit: int | None = None, **given: Any) -> StopConditions:
+    return read_stop_conditions(Fields.from_value(given), max_tokens=limit, constrained=constrained)
 
 
 def read(given: Any) -> None:
-    fields = Fields.of(given)
+    fields = Fields.from_value(given)
     read_sampling(fields)
-    read_ending(fields, max_tokens=None, constrained=False)
+    read_stop_conditions(fields, max_tokens=None, constrained=False)
 
 
 def test_only_what_was_set_is_said():
@@ -56,7 +56,7 @@ def test_stop_is_one_string_or_several(stop: Any, read: tuple[str, ...]):
 
 
 def test_an_answer_may_have_a_least_length_and_no_end_of_its_own():
-    assert ending() == Ending(min_tokens=0, ignore_eos=False, stop=())
+    assert ending() == StopConditions(min_tokens=0, ignore_eos=False, stop=())
     both = ending(limit=5, min_tokens=5, ignore_eos=True)
     assert (both.min_tokens, both.ignore_eos) == (5, True)
 
@@ -117,5 +117,5 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_field_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
     assert param.split(".")[0] in caught.value.message

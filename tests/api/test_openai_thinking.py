@@ -4,35 +4,40 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_thinking import BUDGETS, EFFORTS, read_template_options, read_thinking
+from app.api.dialects.openai_thinking import (
+    REASONING_EFFORTS,
+    THINKING_BUDGET_FIELDS,
+    read_template_options,
+    read_thinking,
+)
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
-from app.core.requests import Thinking
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import ReasoningOptions
 
 
-def read(**given: Any) -> tuple[Thinking, dict[str, Any]]:
-    fields = Fields.of(given)
+def read(**given: Any) -> tuple[ReasoningOptions, dict[str, Any]]:
+    fields = Fields.from_value(given)
     thinking = read_thinking(fields)
     options = read_template_options(fields, thinking)
-    fields.close()
+    fields.reject_unknown()
     return thinking, options
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("effort", REASONING_EFFORTS)
 def test_effort_is_a_word(effort: str):
-    assert read(reasoning_effort=effort) == (Thinking(effort=effort), {})
+    assert read(reasoning_effort=effort) == (ReasoningOptions(effort=effort), {})
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize("name", THINKING_BUDGET_FIELDS)
 def test_a_budget_has_the_names_of_several_servers(name: str):
-    assert read(**{name: 100})[0] == Thinking(budget=100)
-    assert read(**{name: 0})[0] == Thinking(budget=0)
-    assert read(**{name: -1})[0] == Thinking()
+    assert read(**{name: 100})[0] == ReasoningOptions(token_budget=100)
+    assert read(**{name: 0})[0] == ReasoningOptions(token_budget=0)
+    assert read(**{name: -1})[0] == ReasoningOptions()
 
 
 def test_words_for_the_template_pass_as_they_are():
     options = {"enable_thinking": False, "language": {"of": ["the", 5]}}
-    assert read(chat_template_kwargs=options) == (Thinking(), options)
+    assert read(chat_template_kwargs=options) == (ReasoningOptions(), options)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +64,4 @@ def test_words_for_the_template_pass_as_they_are():
 def test_a_wrong_wish_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.openai_tools import NO_PARAMETERS, Toolbox, read_toolbox
+from app.api.dialects.openai_tools import NO_PARAMETERS, ToolOptions, read_tool_options
 from app.api.fields import Fields
-from app.core.errors import AppError, Kind
-from app.core.requests import NamedTool, Tool
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import NamedToolChoice, Tool
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -16,10 +16,10 @@ def function(name: Any = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def read(**given: Any) -> Toolbox:
-    fields = Fields.of(given)
-    toolbox = read_toolbox(fields)
-    fields.close()
+def read(**given: Any) -> ToolOptions:
+    fields = Fields.from_value(given)
+    toolbox = read_tool_options(fields)
+    fields.reject_unknown()
     return toolbox
 
 
@@ -43,7 +43,7 @@ def test_a_function_keeps_what_it_says():
         description="Of a city.",
         parameters=SCHEMA,
         strict=True,
-        at="tools.0.function",
+        param="tools.0.function",
     )
 
 
@@ -62,8 +62,8 @@ def test_names_may_hold_what_benchmarks_put_into_them(name: str):
 def test_the_model_chooses_unless_told_otherwise():
     box = read(tools=[function()])
     assert (box.choice, box.parallel, box.must_call) == ("auto", True, False)
-    assert read() == Toolbox()
-    assert read(tool_choice="none", parallel_tool_calls=None) == Toolbox()
+    assert read() == ToolOptions()
+    assert read(tool_choice="none", parallel_tool_calls=None) == ToolOptions()
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
@@ -75,7 +75,7 @@ def test_a_choice_may_be_a_word(choice: str):
 
 def test_a_choice_may_be_a_function():
     box = read(tools=[function("f"), function("g")], tool_choice=function("g"))
-    assert box.choice == NamedTool(name="g")
+    assert box.choice == NamedToolChoice(name="g")
     assert box.must_call
     assert [tool.name for tool in box.tools] == ["f", "g"]
 
@@ -157,4 +157,4 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_wrong_tool_is_named(given: Any, param: str):
     with pytest.raises(AppError) as caught:
         read(**given)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

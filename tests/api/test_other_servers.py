@@ -9,12 +9,12 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from app.api.dialects.embeddings import parse as parse_embeddings
+from app.api.dialects.embeddings import parse_embeddings as parse_embeddings
 from app.api.dialects.openai_request import parse_chat, parse_completion
-from app.api.dialects.other_servers import OTHER_FIELDS, Endpoint, OtherField
-from app.api.dialects.responses_request import parse as parse_response
+from app.api.dialects.other_servers import COMPAT_FIELDS, CompatField, Endpoint
+from app.api.dialects.responses_request import parse_responses_request as parse_response
 from app.api.dialects.responses_store import ResponseStores
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
 
@@ -26,7 +26,7 @@ SCHEMAS = {
     "embeddings": "EmbeddingRequest",
 }
 DOCUMENT: Any = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
-ROWS = [(row, endpoint) for row in OTHER_FIELDS for endpoint in row.endpoints]
+ROWS = [(row, endpoint) for row in COMPAT_FIELDS for endpoint in row.endpoints]
 
 # JSON of every kind, some of it close to what is neutral
 VALUES: list[Any] = [
@@ -40,16 +40,16 @@ OF_KIND: dict[str, list[Any]] = {
 }
 
 
-def named(row: tuple[OtherField, Endpoint]) -> str:
+def named(row: tuple[CompatField, Endpoint]) -> str:
     return f"{row[1]}-{row[0].name}"
 
 
-def accepted(row: OtherField) -> list[Any]:
-    return [*row.neutral, *OF_KIND.get(row.any or "", ())]
+def accepted(row: CompatField) -> list[Any]:
+    return [*row.neutral, *OF_KIND.get(row.any_type or "", ())]
 
 
-def is_accepted(row: OtherField, value: Any) -> bool:
-    match row.any:
+def is_accepted(row: CompatField, value: Any) -> bool:
+    match row.any_type:
         case None:
             return any(json.dumps(value) == json.dumps(neutral) for neutral in row.neutral)
         case "number":
@@ -70,13 +70,15 @@ def read(endpoint: Endpoint, **fields: Any) -> Any:
         case "completions":
             return parse_completion(body, models)
         case "responses":
-            return parse_response(body, models, ResponseStores().of(""), shifts=False).request
+            return parse_response(
+                body, models, ResponseStores().for_caller(""), context_shift=False
+            ).request
         case "embeddings":
             return parse_embeddings(body, models)
 
 
 @pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_what_changes_nothing_is_accepted(pair: tuple[OtherField, Endpoint]):
+def test_what_changes_nothing_is_accepted(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     plain = read(endpoint)
     for value in accepted(row):
@@ -84,18 +86,18 @@ def test_what_changes_nothing_is_accepted(pair: tuple[OtherField, Endpoint]):
 
 
 @pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_whatever_else_is_refused_by_its_name(pair: tuple[OtherField, Endpoint]):
+def test_whatever_else_is_refused_by_its_name(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     others = [value for value in VALUES if not is_accepted(row, value)]
     assert len(others) >= len(VALUES) - 8
     for value in others:
         with pytest.raises(AppError) as caught:
             read(endpoint, **{row.name: value})
-        assert (caught.value.kind, caught.value.param) == (Kind.INVALID, row.name), value
+        assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, row.name), value
 
 
 @pytest.mark.parametrize("pair", ROWS, ids=named)
-def test_openapi_says_the_same_of_each(pair: tuple[OtherField, Endpoint]):
+def test_openapi_says_the_same_of_each(pair: tuple[CompatField, Endpoint]):
     row, endpoint = pair
     schema = DOCUMENT["components"]["schemas"][SCHEMAS[endpoint]]["properties"][row.name]
     valid = jsonschema_rs.Draft202012Validator(schema).is_valid
@@ -127,8 +129,10 @@ def test_the_document_has_the_same_table():
         (
             row.name,
             ", ".join(row.endpoints),
-            kinds[row.any] if row.any else " or ".join(f"`{json.dumps(v)}`" for v in row.neutral),
-            ", ".join(row.of),
+            kinds[row.any_type]
+            if row.any_type
+            else " or ".join(f"`{json.dumps(v)}`" for v in row.neutral),
+            ", ".join(row.servers),
         )
-        for row in OTHER_FIELDS
+        for row in COMPAT_FIELDS
     ]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from app.api.app import build_app
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 from app.door.keyring import Keyring
-from app.door.keys import Key, digest
+from app.door.keys import ApiKey, hash_key
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply, leftovers
 from tests.fakes import FOREVER, FakeGenerate, Script, finish, text
@@ -31,7 +31,7 @@ class Server:
     ) -> None:
         """keys: each is the name of a key, too."""
         self.generate = FakeGenerate(script or (text("Hel"), text("lo"), finish()))
-        keyring = Keyring(tuple(Key(name=key, digest=digest(key)) for key in keys))
+        keyring = Keyring(tuple(ApiKey(name=key, digest=hash_key(key)) for key in keys))
         self.app = build_app(self.generate, Settings(**settings), keyring=keyring)
 
     def __call__(
@@ -143,13 +143,13 @@ def test_an_answer_that_was_cut_is_kept_too():
 def test_an_answer_that_nobody_waited_for_is_not_kept():
     server = Server([text("Hel"), FOREVER])
     reply = server("POST", URL, HI | {"stream": True}, leave=True)
-    assert server.generate.left == 1
+    assert server.generate.num_closed == 1
     begun = json.loads(reply.body.decode().split("\n\n")[0].partition("data: ")[2])
     assert server("GET", f"{URL}/{begun['response']['id']}").status == 404
 
 
 def test_an_answer_that_failed_is_not_kept():
-    server = Server([text("Hel"), AppError(Kind.ENGINE, "out of memory")])
+    server = Server([text("Hel"), AppError(ErrorKind.ENGINE, "out of memory")])
     failed = streamed(server("POST", URL, HI | {"stream": True}))
     assert failed["status"] == "failed"
     assert server("GET", f"{URL}/{failed['id']}").status == 404
@@ -315,7 +315,7 @@ def test_the_tokens_of_a_request_are_counted(server: Server):
         "input_tokens": len("Be brief.hi"),
     }
     server.create(**{name: body[name] for name in ("instructions", "tools", "reasoning")})
-    (counted,) = server.generate.counted
+    (counted,) = server.generate.tokenized_chats
     assert replace(counted, admin=True) == server.asked
     # nothing was generated for it, and nothing is kept
     assert len(server.generate.opened) == 1
@@ -330,7 +330,7 @@ def test_what_is_continued_counts_too(server: Server):
 def test_a_count_may_leave_out_model_and_input(server: Server):
     reply = server("POST", COUNT, {"instructions": "Be brief.", "model": None})
     assert reply.json["input_tokens"] == len("Be brief.")
-    assert server.generate.counted[0].model == HI["model"]
+    assert server.generate.tokenized_chats[0].model == HI["model"]
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 from openai.types import responses as sdk
 from pydantic import BaseModel
 
-from app.api.dialects.responses_reply import Answer, Head, ResponseFrames, collect
-from app.api.dialects.responses_request import parse
+from app.api.dialects.responses_reply import (
+    ResponseBuilder,
+    ResponseEventEncoder,
+    ResponseMetadata,
+    collect_response,
+)
+from app.api.dialects.responses_request import parse_responses_request
 from app.api.dialects.responses_store import ResponseStores
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
-    CallDelta,
     Finish,
+    OutputEvent,
     ReasoningDelta,
-    Spoken,
     TextDelta,
     Timings,
     TokenLogprob,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -47,28 +52,30 @@ EVENTS: dict[str, type[BaseModel]] = {
     "failed": sdk.ResponseFailedEvent,
     "error": sdk.ResponseErrorEvent,
 }
-ECHO = parse({"model": "m", "input": "hi"}, {"m"}, ResponseStores().of(""), shifts=False).echo
-HEAD = Head(id="resp_1", created=1_700_000_000, echo=ECHO)
+ECHO = parse_responses_request(
+    {"model": "m", "input": "hi"}, {"m"}, ResponseStores().for_caller(""), context_shift=False
+).echo
+HEAD = ResponseMetadata(id="resp_1", created=1_700_000_000, echo=ECHO)
 
 
 def think(said: str) -> ReasoningDelta:
     return ReasoningDelta(text=said)
 
 
-def call(number: int, *pieces: str, name: str = "f") -> list[Spoken]:
-    first = CallDelta(call=number, id=f"call_{number}", name=name)
-    return [first, *(CallDelta(call=number, arguments=piece) for piece in pieces)]
+def call(number: int, *pieces: str, name: str = "f") -> list[OutputEvent]:
+    first = ToolCallDelta(call_index=number, id=f"call_{number}", name=name)
+    return [first, *(ToolCallDelta(call_index=number, arguments=piece) for piece in pieces)]
 
 
 def token(raw: bytes) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), raw=raw, logprob=-0.5)
-    return TokenLogprob(text=said.text, raw=raw, logprob=-0.5, top=(said,))
+    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=-0.5)
+    return TokenLogprob(text=said.text, token_bytes=raw, logprob=-0.5, top_logprobs=(said,))
 
 
 def told(events: list[Any], error: AppError | None = None) -> list[Any]:
     """What a stream says, frame by frame; it breaks off where there is an error."""
     kept: list[Any] = []
-    frames = ResponseFrames(Answer(HEAD), kept.append)
+    frames = ResponseEventEncoder(ResponseBuilder(HEAD), kept.append)
     said = b"".join(map(frames.feed, events))
     said += frames.end() if error is None else frames.fail(error)
     payloads: list[Any] = []
@@ -81,7 +88,7 @@ def told(events: list[Any], error: AppError | None = None) -> list[Any]:
 
 
 def whole(events: list[Any]) -> Any:
-    return collect(Answer(HEAD), events)
+    return collect_response(ResponseBuilder(HEAD), events)
 
 
 def anonymous(response: Any) -> str:
@@ -162,7 +169,7 @@ def test_an_answer_that_says_nothing_is_an_empty_message():
 
 def test_tokens_are_counted():
     usage = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
-    timings = Timings(prompt_ns=1, eval_ns=2, total_ns=3)
+    timings = Timings(prefill_ns=1, decode_ns=2, total_ns=3)
     response = whole([Finish(reason="stop", usage=usage, timings=timings)])
     assert response["usage"] == {
         "input_tokens": 7,
@@ -204,7 +211,7 @@ def test_tokens_of_reasoning_and_of_calls_are_not_those_of_a_message():
 
 
 def test_a_stream_that_breaks_off_tells_the_error_and_then_that_it_failed():
-    error = AppError(Kind.ENGINE, "out of memory")
+    error = AppError(ErrorKind.ENGINE, "out of memory")
     *_, said, failed = told([text("Hel")], error)
     assert said["type"] == "error"
     assert said["message"] == said["error"]["message"] == "out of memory"
@@ -221,7 +228,7 @@ def test_a_stream_that_breaks_off_tells_the_error_and_then_that_it_failed():
 
 
 def test_a_stream_that_breaks_off_at_once_still_begins():
-    assert types(told([], AppError(Kind.ENGINE, "no"))) == [
+    assert types(told([], AppError(ErrorKind.ENGINE, "no"))) == [
         "created",
         "in_progress",
         "error",
@@ -230,9 +237,9 @@ def test_a_stream_that_breaks_off_at_once_still_begins():
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [(Kind.BUSY, "rate_limit_exceeded"), (Kind.INVALID, "server_error")]
+    ("kind", "code"), [(ErrorKind.BUSY, "rate_limit_exceeded"), (ErrorKind.INVALID, "server_error")]
 )
-def test_a_response_fails_with_one_of_openais_codes(kind: Kind, code: str):
+def test_a_response_fails_with_one_of_openais_codes(kind: ErrorKind, code: str):
     assert told([], AppError(kind, "no"))[-1]["response"]["error"]["code"] == code
 
 
@@ -245,8 +252,8 @@ SPOKEN = st.one_of(
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> list[Spoken]:
-    said: list[Spoken] = []
+def answers(draw: st.DrawFn) -> list[OutputEvent]:
+    said: list[OutputEvent] = []
     calls = 0
     for part in draw(st.lists(SPOKEN, max_size=12)):
         if all(isinstance(piece, str) for piece in part):
@@ -258,7 +265,7 @@ def answers(draw: st.DrawFn) -> list[Spoken]:
 
 
 @given(answers())
-def test_whatever_is_said_is_streamed_as_it_is_collected(events: list[Spoken]):
+def test_whatever_is_said_is_streamed_as_it_is_collected(events: list[OutputEvent]):
     payloads = told(events)
     assert [payload["sequence_number"] for payload in payloads] == list(range(len(payloads)))
     for type_, payload in zip(types(payloads), payloads, strict=True):
@@ -273,7 +280,7 @@ def test_whatever_is_said_is_streamed_as_it_is_collected(events: list[Spoken]):
 
 
 @given(answers())
-def test_the_pieces_of_each_item_are_its_whole(events: list[Spoken]):
+def test_the_pieces_of_each_item_are_its_whole(events: list[OutputEvent]):
     payloads = told(events)
     for place, item in enumerate(payloads[-1]["response"]["output"]):
         pieces = "".join(
@@ -287,12 +294,12 @@ def test_the_pieces_of_each_item_are_its_whole(events: list[Spoken]):
 
 
 @given(answers())
-def test_nothing_that_was_said_is_lost(events: list[Spoken]):
+def test_nothing_that_was_said_is_lost(events: list[OutputEvent]):
     """All texts in a row, as they were said."""
     said = "".join(
-        event.arguments if isinstance(event, CallDelta) else event.text
+        event.arguments if isinstance(event, ToolCallDelta) else event.text
         for event in events
-        if isinstance(event, TextDelta | ReasoningDelta | CallDelta)
+        if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta)
     )
     output = whole(events)["output"]
     assert said == "".join(

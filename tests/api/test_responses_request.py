@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from app.api.dialects.responses_request import Wish, parse
-from app.api.dialects.responses_store import Kept, ResponseStore, ResponseStores
-from app.core.errors import AppError, Kind
+from app.api.dialects.responses_request import ParsedResponsesRequest, parse_responses_request
+from app.api.dialects.responses_store import ResponseStore, ResponseStores, StoredResponse
+from app.core.errors import AppError, ErrorKind
 from app.core.requests import (
-    CalledTool,
     Conversation,
     JsonSchema,
     Message,
-    NamedTool,
-    Thinking,
+    NamedToolChoice,
+    ReasoningOptions,
     Tool,
+    ToolCall,
 )
 
 MODEL = "fake/model"
@@ -35,13 +35,15 @@ CALL: dict[str, Any] = {
     "arguments": '{"city":"Ulm"}',
 }
 OUTPUT: dict[str, Any] = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
-CALLED = CalledTool(id="call_1", name="weather", arguments='{"city":"Ulm"}')
+CALLED = ToolCall(id="call_1", name="weather", arguments='{"city":"Ulm"}')
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def read(kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any) -> Wish:
-    store = ResponseStores().of("") if kept is None else kept
-    return parse(HI | fields, {MODEL}, store, shifts=shifts)
+def read(
+    kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any
+) -> ParsedResponsesRequest:
+    store = ResponseStores().for_caller("") if kept is None else kept
+    return parse_responses_request(HI | fields, {MODEL}, store, context_shift=shifts)
 
 
 def messages(kept: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:
@@ -53,7 +55,7 @@ def messages(kept: ResponseStore | None = None, /, **fields: Any) -> tuple[Messa
 def refused(*, shifts: bool = False, **fields: Any) -> AppError:
     with pytest.raises(AppError) as raised:
         read(shifts=shifts, **fields)
-    assert raised.value.kind is Kind.INVALID
+    assert raised.value.kind is ErrorKind.INVALID
     return raised.value
 
 
@@ -65,7 +67,7 @@ def test_a_text_is_what_the_user_says():
 
 
 def test_a_text_becomes_an_item_like_any_other():
-    (item,) = read().items
+    (item,) = read().input_items
     assert item.pop("id").startswith("msg_")
     assert item == {
         "type": "message",
@@ -122,7 +124,7 @@ def test_an_answer_as_we_send_it_is_one_turn_of_the_assistant():
 
 def test_two_calls_at_once_are_one_turn_and_a_call_after_their_outputs_is_another():
     second = CALL | {"call_id": "call_2", "arguments": ""}
-    two = CalledTool(id="call_2", name="weather", arguments="{}")
+    two = ToolCall(id="call_2", name="weather", arguments="{}")
     third = CALL | {"call_id": "call_3"}
     out2, out3 = (OUTPUT | {"call_id": f"call_{n}"} for n in (2, 3))
     got = messages(input=[CALL, second, OUTPUT, out2, third, out3])
@@ -214,25 +216,25 @@ def test_instructions_and_what_the_conversation_begins_with_are_one_message():
 
 def stored() -> ResponseStore:
     """Two responses, the second one ended with a call."""
-    store = ResponseStores().of("")
-    first = Kept(
+    store = ResponseStores().for_caller("")
+    first = StoredResponse(
         id="resp_1",
-        previous=None,
+        previous_response_id=None,
         input=b'[{"type":"message","id":"m1","role":"user","content":[{"text":"a"}]}]',
         body=b'{"output":[{"type":"message","id":"m2","role":"assistant",'
         b'"content":[{"text":"b"}]}],"instructions":"Forgotten."}',
         items=("m1", "m2"),
     )
-    second = Kept(
+    second = StoredResponse(
         id="resp_2",
-        previous="resp_1",
+        previous_response_id="resp_1",
         input=b'[{"type":"message","id":"m3","role":"user","content":[{"text":"c"}]}]',
         body=b'{"output":[{"type":"function_call","id":"fc","call_id":"call_1","name":"weather",'
         b'"arguments":"{\\"city\\":\\"Ulm\\"}","status":"completed"}]}',
         items=("m3", "fc"),
     )
-    store.keep(first)
-    store.keep(second)
+    store.add(first)
+    store.add(second)
     return store
 
 
@@ -250,24 +252,26 @@ def test_a_response_is_continued_without_its_instructions():
 
 def test_a_response_may_be_continued_by_nothing_new():
     wish = read(stored(), previous_response_id="resp_1", input=[])
-    assert wish.items == []
+    assert wish.input_items == []
     assert isinstance(wish.request.prompt, Conversation)
     assert len(wish.request.prompt.messages) == 2
 
 
 def test_only_the_new_items_are_kept_again():
     wish = read(stored(), previous_response_id="resp_2", input=[OUTPUT])
-    assert [item["type"] for item in wish.items] == ["function_call_output"]
-    assert wish.previous == "resp_2"
+    assert [item["type"] for item in wish.input_items] == ["function_call_output"]
+    assert wish.previous_response_id == "resp_2"
 
 
 def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
-    store = ResponseStores().of("")
+    store = ResponseStores().for_caller("")
     body = (
         b'{"output":[{"type":"function_call","id":"f","call_id":"c","name":"n",'
         b'"arguments":"{oops","status":"completed"}]}'
     )
-    store.keep(Kept(id="r", previous=None, input=b"[]", body=body, items=("f",)))
+    store.add(
+        StoredResponse(id="r", previous_response_id=None, input=b"[]", body=body, items=("f",))
+    )
     wish = read(store, previous_response_id="r")
     assert isinstance(wish.request.prompt, Conversation)
     [called] = wish.request.prompt.messages[0].tool_calls
@@ -283,7 +287,7 @@ def test_an_item_may_be_referred_to(reference: Any):
 def test_an_item_that_is_not_kept_is_not_found():
     with pytest.raises(AppError) as raised:
         read(input=[{"type": "item_reference", "id": "none"}])
-    assert (raised.value.kind, raised.value.param) == (Kind.NOT_FOUND, "input.0.id")
+    assert (raised.value.kind, raised.value.param) == (ErrorKind.NOT_FOUND, "input.0.id")
 
 
 # Tools
@@ -296,7 +300,7 @@ def test_functions_are_flat():
         description="Tells it.",
         parameters=WEATHER["parameters"],
         strict=True,
-        at="tools.0",
+        param="tools.0",
     )
     assert other.strict is False
 
@@ -313,7 +317,7 @@ def test_clients_may_speak_of_tools_where_there_are_none():
         (None, "auto", 2),
         ("none", "none", 2),
         ("required", "required", 2),
-        ({"type": "function", "name": "time"}, NamedTool(name="time"), 2),
+        ({"type": "function", "name": "time"}, NamedToolChoice(name="time"), 2),
         (
             {
                 "type": "allowed_tools",
@@ -370,14 +374,14 @@ def test_a_schema_is_the_form_of_the_answer():
     format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     wish = read(text={"format": format_})
     assert wish.request.grammar == JsonSchema(
-        text='{"type":"object","properties":{"a":{"type":"integer"}}}', at="text.format.schema"
+        text='{"type":"object","properties":{"a":{"type":"integer"}}}', param="text.format.schema"
     )
     assert wish.echo["text"] == {"format": format_, "verbosity": "medium"}
 
 
 def test_any_object_may_be_the_form():
     wish = read(text={"format": {"type": "json_object"}})
-    assert wish.request.grammar == JsonSchema(text='{"type":"object"}', at="text.format")
+    assert wish.request.grammar == JsonSchema(text='{"type":"object"}', param="text.format")
 
 
 def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
@@ -424,7 +428,7 @@ def test_the_length_is_limited():
 
 def test_effort_and_budget_of_thinking():
     wish = read(reasoning={"effort": "low", "summary": "auto"}, thinking_budget=100)
-    assert wish.request.thinking == Thinking(effort="low", budget=100)
+    assert wish.request.reasoning == ReasoningOptions(effort="low", token_budget=100)
     assert wish.echo["reasoning"] == {"effort": "low", "summary": None}
 
 
@@ -529,4 +533,4 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(fields: Any, param: str 
 def test_an_unknown_model_is_not_found():
     with pytest.raises(AppError) as raised:
         read(model="other")
-    assert raised.value.kind is Kind.MODEL_NOT_FOUND
+    assert raised.value.kind is ErrorKind.MODEL_NOT_FOUND

@@ -13,13 +13,13 @@ from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
 from app.api.app import build_app
-from app.core.errors import AppError, Kind
-from app.core.events import CallDelta, ReasoningDelta
-from app.core.requests import CalledTool, Conversation, GenerateRequest, Message
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ReasoningDelta, ToolCallDelta
+from app.core.requests import Conversation, GenerateRequest, Message, ToolCall
 from app.core.settings import Settings
 from tests.api.asgi import serving
 from tests.fakes import FakeGenerate, Script, finish, text
-from tests.serving import serving as serving_process
+from tests.serving import run_server as serving_process
 
 MODEL = "fake/model"
 WEATHER: Any = {
@@ -41,10 +41,10 @@ def script(request: GenerateRequest) -> Script:
     assert isinstance(prompt, Conversation)
     last = prompt.messages[-1]
     if last.content == "break":
-        return [text("a "), AppError(Kind.ENGINE, "out of memory")]
+        return [text("a "), AppError(ErrorKind.ENGINE, "out of memory")]
     if request.tools and last.role != "tool":
-        called = CallDelta(call=0, id="call_1", name="weather")
-        arguments = CallDelta(call=0, arguments='{"city":"Ulm"}')
+        called = ToolCallDelta(call_index=0, id="call_1", name="weather")
+        arguments = ToolCallDelta(call_index=0, arguments='{"city":"Ulm"}')
         return [ReasoningDelta(text="Ask."), called, arguments, finish("tool_calls")]
     if request.grammar is not None:
         return [text('{"city":'), text('"Ulm"}'), finish()]
@@ -102,11 +102,11 @@ def test_a_round_with_a_tool_that_the_client_keeps_track_of(client: OpenAI, gene
     call = first.output[-1]
     assert isinstance(call, ResponseFunctionToolCall)
     assert json.loads(call.arguments) == {"city": "Ulm"}
-    said.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    said.append({"type": "function_call_output", "call_id": call.make_call_id, "output": "rain"})
     second = client.responses.create(model=MODEL, input=said, tools=[WEATHER])
     assert second.output_text == "Hello"
     _, turn, _ = conversation(generate)
-    called = CalledTool(id="call_1", name="weather", arguments='{"city":"Ulm"}')
+    called = ToolCall(id="call_1", name="weather", arguments='{"city":"Ulm"}')
     assert turn == Message(role="assistant", content=None, reasoning="Ask.", tool_calls=(called,))
 
 
@@ -245,7 +245,7 @@ def test_the_built_in_model_makes_the_call_that_it_must(real: OpenAI):
         streamed = stream.get_final_response()
     (same,) = [item for item in streamed.output if item.type == "function_call"]
     assert same.arguments == call.arguments
-    told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Yes."}
+    told: Any = {"type": "function_call_output", "call_id": call.make_call_id, "output": "Yes."}
     after = real.responses.create(
         input=[told], previous_response_id=response.id, tools=[WEATHER], **KNOBS
     )

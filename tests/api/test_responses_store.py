@@ -7,26 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.dialects.responses_store import Kept, ResponseStore, ResponseStores, ids_of
+from app.api.dialects.responses_store import ResponseStore, ResponseStores, StoredResponse, item_ids
 from app.core.errors import AppError
 
 
-def kept(id_: str, previous: str | None = None, *, text: str = "hi") -> Kept:
+def kept(id_: str, previous: str | None = None, *, text: str = "hi") -> StoredResponse:
     said: list[Any] = [{"type": "message", "id": f"msg_in_{id_}", "text": text}]
     answer: list[Any] = [{"type": "message", "id": f"msg_out_{id_}", "text": "hello"}]
-    return Kept(
+    return StoredResponse(
         id=id_,
-        previous=previous,
+        previous_response_id=previous,
         input=orjson.dumps(said),
         body=orjson.dumps({"id": id_, "output": answer}),
-        items=ids_of([*said, *answer]),
+        items=item_ids([*said, *answer]),
     )
 
 
-def holding(*entries: Kept, **bounds: int) -> ResponseStore:
-    store = ResponseStores(**bounds).of("")
+def holding(*entries: StoredResponse, **bounds: int) -> ResponseStore:
+    store = ResponseStores(**bounds).for_caller("")
     for entry in entries:
-        store.keep(entry)
+        store.add(entry)
     return store
 
 
@@ -36,7 +36,7 @@ def ids(store: ResponseStore, *names: str) -> list[str]:
 
 def test_a_conversation_is_everything_that_was_said_in_order():
     store = holding(kept("a"), kept("b", "a"), kept("c", "b"))
-    assert [item["id"] for item in store.conversation("c")] == [
+    assert [item["id"] for item in store.get_conversation("c")] == [
         "msg_in_a",
         "msg_out_a",
         "msg_in_b",
@@ -48,43 +48,45 @@ def test_a_conversation_is_everything_that_was_said_in_order():
 
 def test_a_response_that_is_not_kept_has_the_code_that_clients_look_for():
     with pytest.raises(AppError, match="'none' was not found") as raised:
-        ResponseStores().of("").chain("none")
+        ResponseStores().for_caller("").chain("none")
     assert raised.value.code == "previous_response_not_found"
     assert raised.value.param == "previous_response_id"
 
 
 def test_a_chain_with_a_gap_names_what_is_missing():
     store = holding(kept("a"), kept("b", "a"))
-    store.forget("a")
+    store.delete("a")
     with pytest.raises(AppError, match="'b' continues 'a', which was not found"):
         store.chain("b")
 
 
 def test_items_of_both_sides_are_found_by_their_ids():
     store = holding(kept("a"))
-    assert store.item("msg_in_a") == {"type": "message", "id": "msg_in_a", "text": "hi"}
-    assert store.item("msg_out_a") is not None
-    store.forget("a")
-    assert store.item("msg_out_a") is None
+    assert store.get_item("msg_in_a") == {"type": "message", "id": "msg_in_a", "text": "hi"}
+    assert store.get_item("msg_out_a") is not None
+    store.delete("a")
+    assert store.get_item("msg_out_a") is None
 
 
 def test_an_item_that_was_sent_again_is_found_as_long_as_the_later_copy_is_kept():
-    again = Kept(id="b", previous=None, input=b"[]", body=kept("a").body, items=("msg_out_a",))
+    again = StoredResponse(
+        id="b", previous_response_id=None, input=b"[]", body=kept("a").body, items=("msg_out_a",)
+    )
     store = holding(kept("a"), again)
-    store.forget("a")
-    assert store.item("msg_out_a") is not None
+    store.delete("a")
+    assert store.get_item("msg_out_a") is not None
 
 
 def test_the_least_recently_used_goes_first():
     store = holding(kept("a"), kept("b"), kept("c"), most=3)
-    store.use("a")
-    store.keep(kept("d"))
+    store.touch("a")
+    store.add(kept("d"))
     assert ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
 
 
 def test_who_continues_a_chain_uses_all_of_it():
     store = holding(kept("a"), kept("b", "a"), kept("other"), most=3)
-    store.keep(kept("c", "b"))
+    store.add(kept("c", "b"))
     assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
 
 
@@ -100,7 +102,7 @@ def test_what_has_no_room_at_all_is_not_kept_and_costs_only_what_was_in_its_way(
 
 
 def test_a_response_that_is_too_large_is_not_kept_and_costs_nothing():
-    store = holding(kept("a"), kept("large", text="x" * 9000), most_each=8000)
+    store = holding(kept("a"), kept("large", text="x" * 9000), max_response_bytes=8000)
     assert ids(store, "a", "large") == ["a"]
 
 
@@ -108,25 +110,25 @@ def test_a_response_that_is_too_large_is_not_kept_and_costs_nothing():
 def test_who_holds_most_makes_room(bounds: dict[str, int]):
     """Eight large responses of one key cost every other key all of its own."""
     stores = ResponseStores(**bounds)
-    light, heavy = stores.of("light"), stores.of("heavy")
-    light.keep(kept("a"))
-    light.keep(kept("b", "a"))
+    light, heavy = stores.for_caller("light"), stores.for_caller("heavy")
+    light.add(kept("a"))
+    light.add(kept("b", "a"))
     for number in range(20):
-        heavy.keep(kept(f"h{number}", text="x" * 3000))
+        heavy.add(kept(f"h{number}", text="x" * 3000))
         assert ids(light, "a", "b") == ["a", "b"]
     assert heavy.find("h19") is not None
     assert heavy.find("h0") is None
-    light.keep(kept("c", "b"))
+    light.add(kept("c", "b"))
     assert ids(light, "a", "b", "c") == ["a", "b", "c"]
     assert light.nbytes + heavy.nbytes <= 8 * kept("h0", text="x" * 3000).size
 
 
 def test_a_caller_has_the_whole_room_while_no_other_needs_it():
-    stores = ResponseStores(most=4)
-    stores.of("other")
-    one = stores.of("one")
+    stores = ResponseStores(max_responses=4)
+    stores.for_caller("other")
+    one = stores.for_caller("one")
     for name in "abcd":
-        one.keep(kept(name))
+        one.add(kept(name))
     assert ids(one, *"abcd") == list("abcd")
 
 
@@ -142,7 +144,7 @@ def test_whatever_happens_the_bounds_hold_and_chains_are_whole(
     history: list[tuple[str, int, int]], most: int, most_bytes: int
 ):
     """Whole, unless a client itself has deleted something from them."""
-    store = ResponseStores(most, most_bytes).of("")
+    store = ResponseStores(most, most_bytes).for_caller("")
     names: list[str] = []
     deleted: set[str] = set()
     for number, (what, which, size) in enumerate(history):
@@ -150,20 +152,20 @@ def test_whatever_happens_the_bounds_hold_and_chains_are_whole(
         match what:
             case "keep":
                 names.append(f"r{number}")
-                store.keep(kept(f"r{number}", text="x" * size))
+                store.add(kept(f"r{number}", text="x" * size))
             case "continue" if chosen is not None and store.find(chosen) is not None:
                 names.append(f"r{number}")
-                store.keep(kept(f"r{number}", chosen, text="x" * size))
+                store.add(kept(f"r{number}", chosen, text="x" * size))
             case "use" if chosen is not None:
-                store.use(chosen)
+                store.touch(chosen)
             case "forget" if chosen is not None:
                 deleted.add(chosen)
-                store.forget(chosen)
+                store.delete(chosen)
             case _:
                 pass
         present = [found for found in map(store.find, names) if found is not None]
         assert len(store) == len(present) <= most
         assert store.nbytes == sum(found.size for found in present) <= most_bytes
         for found in present:
-            parent = found.previous
+            parent = found.previous_response_id
             assert parent is None or parent in deleted or store.find(parent) is not None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.events import CallDelta, Progress, ReasoningDelta, TokenLogprob, TopLogprob
+from app.core.errors import AppError, ErrorKind
+from app.core.events import PrefillProgress, ReasoningDelta, TokenLogprob, ToolCallDelta, TopLogprob
 from tests.fakes import HELLO, FakeGenerate, Script, finish, text
 
 HI: dict[str, Any] = {"model": "fake/model", "input": "hi"}
@@ -23,9 +23,11 @@ WEATHER: dict[str, Any] = {
 
 
 def token(raw: bytes, logprob: float) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), raw=raw, logprob=logprob)
-    other = TopLogprob(text="?", raw=b"?", logprob=logprob - 1)
-    return TokenLogprob(text=said.text, raw=raw, logprob=logprob, top=(said, other))
+    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
+    other = TopLogprob(text="?", token_bytes=b"?", logprob=logprob - 1)
+    return TokenLogprob(
+        text=said.text, token_bytes=raw, logprob=logprob, top_logprobs=(said, other)
+    )
 
 
 LOGPROBS: Script = (
@@ -35,19 +37,19 @@ LOGPROBS: Script = (
     finish(tokens=4),
 )
 CALLS: Script = (
-    Progress(done=512, total=1500),
+    PrefillProgress(computed_tokens=512, total_tokens=1500),
     ReasoningDelta(text="They want"),
     ReasoningDelta(text=" weather."),
     text("One moment."),
-    CallDelta(call=0, id="call_a", name="weather"),
-    CallDelta(call=0, arguments='{"city":'),
-    CallDelta(call=0, arguments='"Ulm"}'),
-    CallDelta(call=1, id="call_b", name="weather"),
-    CallDelta(call=1, arguments='{"city":"Aden"}'),
+    ToolCallDelta(call_index=0, id="call_a", name="weather"),
+    ToolCallDelta(call_index=0, arguments='{"city":'),
+    ToolCallDelta(call_index=0, arguments='"Ulm"}'),
+    ToolCallDelta(call_index=1, id="call_b", name="weather"),
+    ToolCallDelta(call_index=1, arguments='{"city":"Aden"}'),
     finish("tool_calls", 20),
 )
 CUT: Script = (ReasoningDelta(text="Hm."), text("Hel"), finish("length", 4))
-BROKEN: Script = (text("Hel"), AppError(Kind.ENGINE, "the engine ran out of memory"))
+BROKEN: Script = (text("Hel"), AppError(ErrorKind.ENGINE, "the engine ran out of memory"))
 TOOLS = {"tools": [WEATHER], "instructions": "Be brief."}
 SCORED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from app.api.dialects.runner import parse
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import TokenLogprob, TopLogprob
-from app.core.requests import JsonSchema, Sampling
+from app.core.requests import JsonSchema, SamplingParams
 from tests.fakes import FakeGenerate, finish, text
 
 LINE = {
@@ -27,7 +27,7 @@ def options(**fields: Any) -> Any:
     return parse({"prompt": "hi", "options": fields}, "m")
 
 
-def sampling(**fields: Any) -> Sampling:
+def sampling(**fields: Any) -> SamplingParams:
     """What reaches the sampler of a model whose own defaults are anything but neutral."""
     wild = {
         "temperature": 2.0,
@@ -40,11 +40,11 @@ def sampling(**fields: Any) -> Sampling:
         "repeat_last_n": 5,
         "seed": 9,
     }
-    return Sampling.layered(wild, options(**fields).sampling)
+    return SamplingParams.merge(wild, options(**fields).sampling)
 
 
 def test_what_is_not_set_is_off_whatever_the_model_prefers():
-    assert sampling() == Sampling(temperature=0.0)
+    assert sampling() == SamplingParams(temperature=0.0)
 
 
 def test_zero_is_the_same_as_not_set():
@@ -74,7 +74,7 @@ def test_options_reach_the_sampler():
         frequency_penalty=-1,
         repeat_penalty=1.1,
         seed=5,
-    ) == Sampling(
+    ) == SamplingParams(
         temperature=0.7,
         top_p=0.9,
         min_p=0.05,
@@ -138,7 +138,7 @@ def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, keep: int
     [({}, True), ({"cache_prompt": None}, True), ({"Cache_Prompt": False}, False)],
 )
 def test_the_cache_may_be_kept_out_of_it(fields: Any, reuse: bool):
-    assert parse({"prompt": "hi", **fields}, "m").reuse is reuse
+    assert parse({"prompt": "hi", **fields}, "m").cache_prompt is reuse
 
 
 # What the client of August 2026 sends for a request that sets nothing: DefaultOptions of Ollama's
@@ -171,9 +171,9 @@ NEWEST: dict[str, Any] = {
 def test_the_newest_client_is_understood(call: Any, generate: FakeGenerate):
     assert call("POST", "/completion", NEWEST).status == 200
     (request,) = generate.opened
-    assert (request.prompt, request.max_tokens, request.keep) == ("hi", None, 4)
+    assert (request.prompt, request.max_tokens, request.num_keep) == ("hi", None, 4)
     assert (request.grammar, request.top_logprobs) == (None, None)
-    assert Sampling.layered(request.sampling) == Sampling(
+    assert SamplingParams.merge(request.sampling) == SamplingParams(
         temperature=0.8, top_k=40, top_p=0.9, repeat_last_n=64, repetition_penalty=1.1
     )
 
@@ -195,13 +195,15 @@ def test_what_its_own_runner_ignores_changes_nothing():
 )
 def test_a_format_is_followed(format_: Any, text: str | None):
     grammar = parse({"Prompt": "hi", "Format": format_}, "m").grammar
-    assert grammar == (None if text is None else JsonSchema(text=text, at="format"))
+    assert grammar == (None if text is None else JsonSchema(text=text, param="format"))
 
 
 def test_log_probabilities_come_with_the_text_of_their_tokens(call: Any, generate: FakeGenerate):
     def scored(token: str) -> TokenLogprob:
-        rival = TopLogprob(text="?", raw=b"?", logprob=-2.0)
-        return TokenLogprob(text=token, raw=token.encode(), logprob=-0.5, top=(rival,))
+        rival = TopLogprob(text="?", token_bytes=b"?", logprob=-2.0)
+        return TokenLogprob(
+            text=token, token_bytes=token.encode(), logprob=-0.5, top_logprobs=(rival,)
+        )
 
     generate.script = [text("Hel", scored("H"), scored("el")), text("", scored("l")), finish()]
     body = {"Prompt": "hi", "Logprobs": True, "TopLogprobs": 1}
@@ -261,7 +263,7 @@ def test_stop_strings_are_taken():
 def test_a_wrong_field_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
         parse(body, "m")
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, param)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 def test_every_line_has_every_key_and_the_last_one_the_counters(call: Any):

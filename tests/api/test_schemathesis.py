@@ -16,4 +16,4 @@ SCHEMA.app = build_app(FakeGenerate(), Settings())
 @SCHEMA.parametrize()
 @examples(30)
 def test_every_answer_is_as_documented(case: Any):
-    case.call_and_validate(checks=ACCEPTING_CHECKS)
+    case.call_and_validate(check_invariants=ACCEPTING_CHECKS)

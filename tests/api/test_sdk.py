@@ -13,12 +13,12 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from app.api.app import build_app
-from app.core.errors import AppError, Kind
-from app.core.events import CallDelta, ReasoningDelta
-from app.core.requests import CalledTool, Conversation, GenerateRequest, JsonSchema, Message
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ReasoningDelta, ToolCallDelta
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, ToolCall
 from app.core.settings import Settings
 from tests.api.asgi import serving
-from tests.fakes import FOREVER, FakeGenerate, Script, finish, greetings, text
+from tests.fakes import FOREVER, FakeGenerate, Script, finish, script_greetings, text
 
 MODEL = "fake/model"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -32,16 +32,16 @@ def script(request: GenerateRequest) -> Script:
         case "endless":
             return [text("a "), FOREVER]
         case "break":
-            return [text("a "), AppError(Kind.ENGINE, "out of memory")]
+            return [text("a "), AppError(ErrorKind.ENGINE, "out of memory")]
         case "call":
-            piece = CallDelta(call=0, arguments='{"city": ')
-            begun = CallDelta(call=0, id="call_1", name="weather")
-            rest = CallDelta(call=0, arguments='"Ulm"}')
+            piece = ToolCallDelta(call_index=0, arguments='{"city": ')
+            begun = ToolCallDelta(call_index=0, id="call_1", name="weather")
+            rest = ToolCallDelta(call_index=0, arguments='"Ulm"}')
             return [ReasoningDelta(text="Hm."), begun, piece, rest, finish("tool_calls")]
         case "person":
             return [text('{"name": "Ada", '), text('"age": 36}'), finish()]
         case _:
-            return greetings(request)
+            return script_greetings(request)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_a_call_and_its_result_go_round(client: OpenAI, generate: FakeGenerate):
     client.chat.completions.create(model=MODEL, messages=[*ask, message, result, *HI])
     prompt = generate.opened[-1].prompt
     assert isinstance(prompt, Conversation)
-    called = CalledTool(id="call_1", name="weather", arguments='{"city": "Ulm"}')
+    called = ToolCall(id="call_1", name="weather", arguments='{"city": "Ulm"}')
     assert prompt.messages[1:3] == (
         Message(role="assistant", content=None, reasoning="Hm.", tool_calls=(called,)),
         Message(role="tool", content="rain", tool_call_id="call_1"),
@@ -211,21 +211,21 @@ def test_an_error_amid_a_stream_is_raised(client: OpenAI):
 
 def test_closing_a_stream_cancels(client: OpenAI, generate: FakeGenerate):
     ask: list[Any] = [{"role": "user", "content": "endless"}]
-    before = generate.left
+    before = generate.num_closed
     with client.chat.completions.create(model=MODEL, messages=ask, stream=True) as stream:
         assert next(iter(stream)).choices[0].delta.content == "a "
-        assert generate.left == before
-    wait_until(lambda: generate.left == before + 1)
+        assert generate.num_closed == before
+    wait_until(lambda: generate.num_closed == before + 1)
 
 
 def test_giving_up_on_a_plain_answer_cancels(client: OpenAI, generate: FakeGenerate):
     ask: list[Any] = [{"role": "user", "content": "endless"}]
-    before = generate.left
+    before = generate.num_closed
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(
             model=MODEL, messages=ask, timeout=openai.Timeout(5, read=0.1)
         )
-    wait_until(lambda: generate.left == before + 1)
+    wait_until(lambda: generate.num_closed == before + 1)
 
 
 def test_many_at_once(url: str):
@@ -243,12 +243,12 @@ def test_many_at_once(url: str):
 
 def test_a_loading_server_asks_to_be_asked_again(url: str):
     """The SDK waits for as long as Retry-After says and then gets its answer."""
-    generate = FakeGenerate(refusal=AppError(Kind.LOADING, "the model is loading"))
+    generate = FakeGenerate(open_error=AppError(ErrorKind.LOADING, "the model is loading"))
     with (
         serving(build_app(generate, Settings())) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client,
     ):
-        threading.Timer(0.2, lambda: setattr(generate, "refusal", None)).start()
+        threading.Timer(0.2, lambda: setattr(generate, "open_error", None)).start()
         answer = client.chat.completions.create(model=MODEL, messages=HI)
     assert answer.choices[0].message.content == "Hello"
 

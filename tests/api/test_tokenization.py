@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.requests import Message, Thinking
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import Message, ReasoningOptions
 from tests.fakes import CARD, FakeGenerate
 
 TOKENIZE = ("/v1/tokenize", "/tokenize")
@@ -59,7 +59,7 @@ def test_special_tokens_are_added_as_each_server_does_it(
 def test_the_model_is_named_in_the_body_or_in_the_query(call: Any, generate: FakeGenerate):
     assert call("POST", "/tokenize", {"prompt": "x", "model": CARD.id}).status == 200
     assert generate.tokenized == [("x", CARD.id, True)]
-    assert generate.looked == [CARD.id]
+    assert generate.discovered == [CARD.id]
     missing = call("POST", "/tokenize", {"prompt": "x", "model": "none"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
@@ -87,23 +87,23 @@ def test_a_conversation_is_counted_as_the_model_gets_it(call: Any, generate: Fak
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     assert call("POST", "/tokenize", body).json["tokens"] == [*b"hi"]
-    (counted,) = generate.counted
+    (counted,) = generate.tokenized_chats
     assert counted.model == CARD.id
     assert counted.prompt.messages == (Message(role="user", content="hi"),)  # pyright: ignore
-    assert counted.thinking == Thinking(effort="low")
+    assert counted.reasoning == ReasoningOptions(effort="low")
     assert [tool.name for tool in counted.tools] == ["f"]
-    assert counted.template_options == {"enable_thinking": False}
+    assert counted.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_the_beginning_of_an_answer_may_be_left_out(call: Any, generate: FakeGenerate):
     body = {"messages": HI, "add_generation_prompt": False}
     assert call("POST", "/v1/tokenize", body).status == 200
-    assert generate.counted[0].template_options == {"add_generation_prompt": False}
-    assert generate.counted[0].model == CARD.id
+    assert generate.tokenized_chats[0].chat_template_kwargs == {"add_generation_prompt": False}
+    assert generate.tokenized_chats[0].model == CARD.id
 
 
 def test_a_conversation_that_the_template_refuses_is_a_400(call: Any, generate: FakeGenerate):
-    generate.refusal = AppError(Kind.INVALID, "the template refuses it", param="messages")
+    generate.open_error = AppError(ErrorKind.INVALID, "the template refuses it", param="messages")
     reply = call("POST", "/tokenize", {"messages": HI})
     assert (reply.status, reply.error["param"]) == (400, "messages")
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.events import (
-    CallDelta,
-    Progress,
-    Prompt,
+    PrefillProgress,
+    PromptTokenIds,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
+    ToolCallDelta,
     TopLogprob,
 )
-from tests.fakes import HELLO, FakeGenerate, Script, finish, greetings, text
+from tests.fakes import HELLO, FakeGenerate, Script, finish, script_greetings, text
 
 CHAT, COMPLETIONS, RUNNER = "/v1/chat/completions", "/v1/completions", "/completion"
 HI: dict[str, Any] = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
@@ -26,9 +26,11 @@ PROMPT: dict[str, Any] = {"model": "fake/model", "prompt": "hi"}
 
 
 def token(raw: bytes, logprob: float) -> TokenLogprob:
-    said = TopLogprob(text=raw.decode(errors="replace"), raw=raw, logprob=logprob)
-    other = TopLogprob(text="?", raw=b"?", logprob=logprob - 1)
-    return TokenLogprob(text=said.text, raw=raw, logprob=logprob, top=(said, other))
+    said = TopLogprob(text=raw.decode(errors="replace"), token_bytes=raw, logprob=logprob)
+    other = TopLogprob(text="?", token_bytes=b"?", logprob=logprob - 1)
+    return TokenLogprob(
+        text=said.text, token_bytes=raw, logprob=logprob, top_logprobs=(said, other)
+    )
 
 
 # A character of two tokens, and a stop string that was held back and then cut off.
@@ -44,21 +46,25 @@ CALLS: Script = (
     ReasoningDelta(text="Two "),
     ReasoningDelta(text="cities."),
     text("I'll look."),
-    CallDelta(call=0, id="call_1", name="weather"),
-    CallDelta(call=0, arguments='{"city": '),
-    CallDelta(call=0, arguments='"Ulm"}'),
-    CallDelta(call=1, id="call_2", name="weather", arguments="{}"),
+    ToolCallDelta(call_index=0, id="call_1", name="weather"),
+    ToolCallDelta(call_index=0, arguments='{"city": '),
+    ToolCallDelta(call_index=0, arguments='"Ulm"}'),
+    ToolCallDelta(call_index=1, id="call_2", name="weather", arguments="{}"),
     finish("tool_calls", 12),
 )
 IDS: Script = (
-    Prompt(ids=(104, 105)),
-    TextDelta(text="", ids=(228,)),
-    TextDelta(text="ä!", ids=(164, 33)),
+    PromptTokenIds(token_ids=(104, 105)),
+    TextDelta(text="", token_ids=(228,)),
+    TextDelta(text="ä!", token_ids=(164, 33)),
     finish(tokens=3),
 )
 TOOLS = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
-PREFILL: Script = (Progress(done=512, total=1500), Progress(done=1024, total=1500), *HELLO)
-BROKEN: Script = (text("Hel"), AppError(Kind.ENGINE, "the engine ran out of memory"))
+PREFILL: Script = (
+    PrefillProgress(computed_tokens=512, total_tokens=1500),
+    PrefillProgress(computed_tokens=1024, total_tokens=1500),
+    *HELLO,
+)
+BROKEN: Script = (text("Hel"), AppError(ErrorKind.ENGINE, "the engine ran out of memory"))
 STREAM = {"stream": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -86,8 +92,8 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
         ),
         ("openai_chat_calls.json", CALLS, CHAT, {**HI, **TOOLS}),
         ("openai_chat_stream_calls.sse", CALLS, CHAT, {**HI, **TOOLS, **STREAM}),
-        ("openai_chat_choices.json", greetings, CHAT, {**HI, "n": 2}),
-        ("openai_chat_stream_choices.sse", greetings, CHAT, {**HI, **USAGE, "n": 2}),
+        ("openai_chat_choices.json", script_greetings, CHAT, {**HI, "n": 2}),
+        ("openai_chat_stream_choices.sse", script_greetings, CHAT, {**HI, **USAGE, "n": 2}),
         ("openai_chat_stream_ids.sse", IDS, CHAT, {**HI, **STREAM, "return_token_ids": True}),
         ("openai_completion_ids.json", IDS, COMPLETIONS, {**PROMPT, "return_token_ids": True}),
         ("openai_completion.json", HELLO, COMPLETIONS, PROMPT),

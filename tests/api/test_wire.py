@@ -10,14 +10,14 @@ import pytest
 
 from app.api.app import build_app
 from app.api.wire import (
-    MANNERS,
-    envelope,
-    event_frame,
-    line_frame,
-    long_array,
-    problem_reply,
+    ERROR_FORMATS,
+    encode_json_line,
+    encode_long_array,
+    encode_sse_event,
+    error_response,
+    render_error,
 )
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, serving
 from tests.fakes import FakeGenerate
@@ -129,25 +129,28 @@ def test_the_connection_lives_on_after_a_body_that_was_too_large():
         connection.close()
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_every_kind_of_mistake_has_a_status(kind: Kind):
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_every_kind_of_mistake_has_a_status(kind: ErrorKind):
     error = AppError(kind, "what", param="where")
-    assert set(envelope(error)["error"]) == {"message", "type", "param", "code"}
-    reply = problem_reply(error)
-    assert reply.status_code == MANNERS[kind].status >= 400
+    assert set(render_error(error)["error"]) == {"message", "type", "param", "code"}
+    reply = error_response(error)
+    assert reply.status_code == ERROR_FORMATS[kind].status >= 400
     assert reply.headers.get("retry-after") == {503: "1", 429: "1"}.get(reply.status_code)
 
 
 def test_whoever_knows_how_long_to_wait_says_so():
-    assert problem_reply(AppError(Kind.BUSY, "what", retry_after=17)).headers["retry-after"] == "17"
+    assert (
+        error_response(AppError(ErrorKind.BUSY, "what", retry_after=17)).headers["retry-after"]
+        == "17"
+    )
 
 
 def test_a_more_precise_code_wins():
-    error = AppError(Kind.CONTEXT_LENGTH, "what", code="prompt_alone_is_too_long")
-    assert envelope(error)["error"]["code"] == "prompt_alone_is_too_long"
+    error = AppError(ErrorKind.CONTEXT_LENGTH, "what", code="prompt_alone_is_too_long")
+    assert render_error(error)["error"]["code"] == "prompt_alone_is_too_long"
 
 
-@pytest.mark.parametrize("frame", [event_frame, line_frame])
+@pytest.mark.parametrize("frame", [encode_sse_event, encode_json_line])
 def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
     """A model said U+0085, and httpx's `iter_lines` made two lines of one event."""
     said = "a\x85b\u2028c\u2029d\x0b\x1ce"
@@ -158,5 +161,5 @@ def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
 @pytest.mark.parametrize("count", [0, 1, 512, 513, 2000])
 def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
     items = [{"token": f"t{n}", "top": [n, None, "\u2028,]"]} for n in range(count)]
-    assert orjson.dumps({"a": long_array(items)}) == orjson.dumps({"a": items})
-    assert isinstance(long_array(items), list) == (count <= 512)
+    assert orjson.dumps({"a": encode_long_array(items)}) == orjson.dumps({"a": items})
+    assert isinstance(encode_long_array(items), list) == (count <= 512)

@@ -26,8 +26,8 @@ import trustme
 from app.door import keys
 from tests import tiny
 from tests.attacks.attacker import Attack
-from tests.machine import Machine
-from tests.serving import PATIENCE, ROOT, UNTRACED, Served, serving
+from tests.machine import MachineLock
+from tests.serving import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 
 # What another client may notice of an attack: its median latency is at most twice the usual and
 # 50 ms, for a machine that has two cores and this test on them, and no request takes longer than
@@ -61,7 +61,7 @@ class Undisturbed:
     server's certificate. machine: which other tests must not use meanwhile."""
 
     def __init__(
-        self, server: Served, machine: Machine, trust: ssl.SSLContext | None = None
+        self, server: ServerProcess, machine: MachineLock, trust: ssl.SSLContext | None = None
     ) -> None:
         self._server = server
         self._machine = machine
@@ -98,7 +98,7 @@ class Undisturbed:
 
     def _client(self) -> httpx.Client:
         verify = True if self._trust is None else self._trust
-        return httpx.Client(base_url=self._server.url, verify=verify, timeout=PATIENCE)
+        return httpx.Client(base_url=self._server.url, verify=verify, timeout=TIMEOUT)
 
     def _made(self, attack: Attack | Callable[[], object]) -> "AbstractContextManager[_Result]":
         if isinstance(attack, Attack):
@@ -139,7 +139,7 @@ def _attacking(attack: Attack) -> Iterator[_Result]:
                 assert process.stdout.readline() == "under way\n"
             yield result
             for process in processes:
-                out, _ = process.communicate(timeout=PATIENCE)
+                out, _ = process.communicate(timeout=TIMEOUT)
                 told = json.loads(out)
                 result.statuses.update(told["statuses"])
                 result.sent += told["sent"]
@@ -170,7 +170,7 @@ def _repeating(attack: Callable[[], object]) -> Iterator[_Result]:
         yield _Result()
     finally:
         over.set()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert not thread.is_alive(), "the attack was never answered"
     if failure:
         raise failure[0]
@@ -237,7 +237,7 @@ class Victim:
     """marker: a file that is there once somebody has got out of the sandbox. disk: a folder with
     model folders, of which only some are served."""
 
-    server: Served
+    server: ServerProcess
     client: httpx.Client
     undisturbed: Undisturbed
     disk: Path
@@ -245,7 +245,7 @@ class Victim:
 
 
 @pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterator[Victim]:
+def victim(tmp_path_factory: pytest.TempPathFactory, machine: MachineLock) -> Iterator[Victim]:
     """Serves `tiny`, `long`, which has a long context, and `hostile`; a fourth model lies beside
     them."""
     disk = tmp_path_factory.mktemp("attacked")
@@ -254,8 +254,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterat
     folders.append(tiny.write(disk / "long", max_position_embeddings=20_000))
     (folders[1] / "chat_template.jinja").write_text(_hostile(marker))
     with (
-        serving(str(folders[0]), str(folders[1]), str(folders[3])) as server,
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        run_server(str(folders[0]), str(folders[1]), str(folders[3])) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
     ):
         yield Victim(server, client, Undisturbed(server, machine), disk, marker)
 
@@ -264,7 +264,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> Iterat
 class Guarded:
     """A server with keys: user and admin from its file, owner from its environment."""
 
-    server: Served
+    server: ServerProcess
     client: httpx.Client
     user: str
     admin: str
@@ -275,7 +275,7 @@ class Guarded:
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     disk = tmp_path_factory.mktemp("guarded")
-    user, admin, owner = (keys.fresh() for _ in range(3))
+    user, admin, owner = (keys.generate_key() for _ in range(3))
     file = disk / "keys.toml"
     file.write_text(entries(user=user) + entries(admin=True, boss=admin))
     file.chmod(0o600)
@@ -290,13 +290,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     certificate = ("--tls-cert", str(disk / "cert.pem"), "--tls-key", str(disk / "key.pem"))
     variables = {"MLXRUNNER_API_KEY": owner}
     with (
-        serving(*arguments, *certificate, variables=variables, trust=trust) as server,
-        httpx.Client(base_url=server.url, verify=trust, timeout=PATIENCE) as client,
+        run_server(*arguments, *certificate, environ=variables, ssl_context=trust) as server,
+        httpx.Client(base_url=server.url, verify=trust, timeout=TIMEOUT) as client,
     ):
         yield Guarded(server, client, user, admin, owner, file)
 
 
 def entries(*, admin: bool = False, **named: str) -> str:
     """Tables of a file of keys, by name and key."""
-    made = (keys.Key(name=n, digest=keys.digest(k), admin=admin) for n, k in named.items())
-    return "".join(keys.written(key, "") + "\n" for key in made)
+    made = (keys.ApiKey(name=n, digest=keys.hash_key(k), admin=admin) for n, k in named.items())
+    return "".join(keys.format_entry(key, "") + "\n" for key in made)

@@ -16,7 +16,7 @@ from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import ESCAPES, Victim
 from tests.door import lines
 from tests.door.lines import head
-from tests.serving import PATIENCE, serving
+from tests.serving import TIMEOUT, run_server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -97,7 +97,10 @@ def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
     for name in ("tokenizer", "weights", "template", "gone"):
         tiny.write(tmp_path / name)
     models = [str(folder) for folder in sorted(tmp_path.iterdir())]
-    with serving(*models) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with (
+        run_server(*models) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as client,
+    ):
         (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
         (tmp_path / "weights" / "model.safetensors").write_bytes(b"garbage")
         (tmp_path / "template" / "tokenizer_config.json").write_text('{"chat_template": [1]}')
@@ -119,7 +122,7 @@ def test_no_error_of_a_broken_model_reveals_a_path(tmp_path: Path) -> None:
                     assert str(tmp_path) not in seen.text, (name, path)
                     assert "site-packages" not in seen.text, (name, path)
         assert failed == 4 * 5
-        log = server.text()
+        log = server.log_text()
     assert str(tmp_path / "weights" / "model.safetensors") in log
 
 
@@ -267,7 +270,7 @@ def test_nothing_that_a_client_says_begins_a_line_of_the_log(victim: Victim) -> 
     victim.client.get("/nowhere", params={said: said}, headers={"user-agent": "a\tb"})
     victim.client.get(raw(victim, f"/v1/models/{quote(said)}"))
     victim.client.get(raw(victim, f"/{quote(said)}"), headers={"x-request-id": "a\tb"})
-    log = victim.server.text()
+    log = victim.server.log_text()
     assert "\x1b" not in log
     assert "\u202e" not in log
     assert [line for line in re.split("[\r\n\u2028\x85]", log) if line.startswith("2026-01")] == []

@@ -17,9 +17,9 @@ from tests import tiny
 from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import Undisturbed, Victim
 from tests.door.lines import GET, Line, calling, head, post
-from tests.machine import Machine
+from tests.machine import MachineLock
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, serving
+from tests.serving import TIMEOUT, run_server
 
 COMPLETIONS = "/v1/completions"
 GIGABYTE = 1 << 30
@@ -31,12 +31,12 @@ def connect(victim: Victim) -> Iterator[Callable[[], Line]]:
         yield opened
 
 
-def test_slow_loris_with_500_sockets(victim: Victim, machine: Machine):
+def test_slow_loris_with_500_sockets(victim: Victim, machine: MachineLock):
     """Each says one more byte of a head that never ends. They are refused when their time is up,
     each in words that say so, and cost nobody else anything."""
     model = str(victim.disk / "tiny")
     with (
-        serving(model, "--runner", "thread", "--header-timeout", "3") as server,
+        run_server(model, "--runner", "thread", "--header-timeout", "3") as server,
         calling(server.port) as connect,
     ):
         slow = [connect().say(b"POST / HTTP/1.1\r\nX: ") for _ in range(500)]
@@ -53,7 +53,7 @@ def test_slow_loris_with_500_sockets(victim: Victim, machine: Machine):
         assert slow[-1].reply().status == 408
 
 
-def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machine: Machine):
+def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machine: MachineLock):
     """asyncio waited a minute for each, and nobody counted them: they could take all open files."""
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
@@ -64,7 +64,10 @@ def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machin
     model, cert, key = (str(one) for one in (victim.disk / "tiny", *sorted(tmp_path.iterdir())))
     patience = ("--header-timeout", "3", "--max-connections", "600")
     arguments = ("--runner", "thread", "--tls-cert", cert, "--tls-key", key, *patience)
-    with serving(model, *arguments, trust=trust) as server, calling(server.port) as connect:
+    with (
+        run_server(model, *arguments, ssl_context=trust) as server,
+        calling(server.port) as connect,
+    ):
         silent = [connect().say(b"\x16\x03\x01") for _ in range(500)]
 
         def more() -> None:
@@ -76,7 +79,7 @@ def test_500_sockets_that_never_speak_tls(victim: Victim, tmp_path: Path, machin
         # let go when their time is up, as those are that say something else
         assert silent[0].closed(within=10)
         assert silent[-1].closed(within=10)
-        metrics = httpx.get(f"{server.url}/metrics", verify=trust, timeout=PATIENCE).text
+        metrics = httpx.get(f"{server.url}/metrics", verify=trust, timeout=TIMEOUT).text
         assert "too_many_connections" in metrics
         assert figure(metrics, "mlxrunner_http_connections") <= 600 + 64
         assert (
@@ -103,7 +106,7 @@ def test_more_clients_than_there_are_files_for(victim: Victim):
     """Each took a file of the server's, which then could not reach its own model: 500."""
     model = str(victim.disk / "tiny")
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4}
-    with serving(model, files=320) as server:
+    with run_server(model, max_open_files=320) as server:
 
         async def ask(client: httpx.AsyncClient) -> httpx.Response:
             return await client.post(COMPLETIONS, json=body)
@@ -111,7 +114,7 @@ def test_more_clients_than_there_are_files_for(victim: Victim):
         async def all_at_once() -> list[httpx.Response]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(
-                base_url=server.url, timeout=PATIENCE, limits=limits
+                base_url=server.url, timeout=TIMEOUT, limits=limits
             ) as client:
                 return await asyncio.gather(*(ask(client) for _ in range(330)))
 
@@ -120,9 +123,9 @@ def test_more_clients_than_there_are_files_for(victim: Victim):
         assert {reply.status_code for reply in refused} <= {429, 503}
         assert all(int(reply.headers["retry-after"]) > 0 for reply in refused)
         assert len(refused) < 330
-        assert "accepting at most 160 connections" in server.text()
-        assert "Traceback" not in server.text()
-        assert "Too many open files" not in server.text()
+        assert "accepting at most 160 connections" in server.log_text()
+        assert "Traceback" not in server.log_text()
+        assert "Too many open files" not in server.log_text()
 
 
 def test_a_body_of_a_gigabyte(victim: Victim):

@@ -9,7 +9,7 @@ import pytest
 
 from app.door import keys
 from tests.attacks.conftest import Guarded, entries
-from tests.serving import PATIENCE
+from tests.serving import TIMEOUT
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -22,7 +22,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_only_keys_come_in(guarded: Guarded) -> None:
     client = guarded.client
     assert client.post(CHAT, json=ASK).status_code == 401
-    assert client.post(CHAT, json=ASK, headers=bearer(keys.fresh())).status_code == 401
+    assert client.post(CHAT, json=ASK, headers=bearer(keys.generate_key())).status_code == 401
     for key in (guarded.user, guarded.admin, guarded.owner):
         assert client.post(CHAT, json=ASK, headers=bearer(key)).status_code == 200
         assert client.post(CHAT, json=ASK, headers={"x-api-key": key}).status_code == 200
@@ -64,7 +64,7 @@ def test_only_admins_have_a_model_leave(guarded: Guarded) -> None:
         assert reply.status_code == status, reply.text
         assert stays()
     assert ask(guarded.owner) == 200
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT
     while state() == "ready":
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -98,12 +98,12 @@ def test_guessing_tells_nothing_by_its_time(guarded: Guarded) -> None:
 
 def test_a_key_that_was_taken_away_is_of_no_use(guarded: Guarded) -> None:
     """And one that was added is, without a restart; a file that breaks changes nothing."""
-    lost, text = keys.fresh(), guarded.file.read_text()
+    lost, text = keys.generate_key(), guarded.file.read_text()
 
     def wait_for(status: int) -> None:
         deadline = time.monotonic() + 10
         while guarded.client.get("/v1/models", headers=bearer(lost)).status_code != status:
-            assert time.monotonic() < deadline, guarded.server.text()
+            assert time.monotonic() < deadline, guarded.server.log_text()
             time.sleep(0.05)
 
     try:
@@ -134,7 +134,7 @@ SECRETS = ("xylophone-prompt", "xylophone-answer-prefix", "xylophone-tool", "xyl
 
 def test_the_log_holds_neither_keys_nor_prompts(guarded: Guarded) -> None:
     prompt, prefix, tool, schema = SECRETS
-    wrong = keys.fresh()
+    wrong = keys.generate_key()
     user, client = bearer(guarded.user), guarded.client
     said = {**ASK, "messages": [{"role": "user", "content": prompt}]}
     function = {"name": "f", "description": tool, "parameters": {"type": "object"}}
@@ -173,9 +173,9 @@ def test_the_log_holds_neither_keys_nor_prompts(guarded: Guarded) -> None:
     client.post(CHAT, content=f'{{"{prompt}', headers={**user, "content-type": "application/json"})
     client.post(CHAT, content=b"\xff" + prompt.encode(), headers=user)
     client.get("/v1/models", headers=bearer(wrong), params={"key": wrong, "prompt": prompt})
-    log = guarded.server.text()
+    log = guarded.server.log_text()
     assert "listening" in log or "running on" in log, "the log is read at all"
     for secret in (guarded.user, guarded.admin, guarded.owner, wrong, *SECRETS):
         assert secret not in log
-    for digest in (keys.digest(key).hex() for key in (guarded.user, guarded.admin)):
+    for digest in (keys.hash_key(key).hex() for key in (guarded.user, guarded.admin)):
         assert digest not in log

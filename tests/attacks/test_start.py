@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from tests.serving import PATIENCE, Served
+from tests.serving import TIMEOUT, ServerProcess
 
 
 def ended(*arguments: str, **variables: str) -> str:
     """What a server said that would not start."""
-    server = Served(arguments, variables)
-    assert server.process.wait(PATIENCE) != 0
+    server = ServerProcess(arguments, variables)
+    assert server.process.wait(TIMEOUT) != 0
     server.stop()
-    said = server.text()
+    said = server.log_text()
     assert "Traceback" not in said
     return said
 

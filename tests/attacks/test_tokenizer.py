@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests import tiny
-from tests.serving import PATIENCE, Served, serving
+from tests.serving import TIMEOUT, ServerProcess, run_server
 
 COMPLETIONS = "/v1/completions"
 
@@ -45,20 +45,20 @@ def hostile() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("models")
     models = [tiny.write(folder / "good")]
     for name, changes in hostile().items():
         models.append(tiny.write(folder / name))
         file = models[-1] / "tokenizer.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with serving(*map(str, models), "--memory", "2", "--parallel", "2") as server:
+    with run_server(*map(str, models), "--memory", "2", "--parallel", "2") as server:
         yield server
 
 
-def ask(served: Served, model: str, prompt: str = "abc") -> httpx.Response:
+def ask(served: ServerProcess, model: str, prompt: str = "abc") -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 2}
-    return httpx.post(f"{served.url}{COMPLETIONS}", json=body, timeout=PATIENCE)
+    return httpx.post(f"{served.url}{COMPLETIONS}", json=body, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def ask(served: Served, model: str, prompt: str = "abc") -> httpx.Response:
     ],
 )
 def test_a_tokenizer_that_takes_all_memory_is_refused_and_the_others_go_on(
-    served: Served, model: str, why: str
+    served: ServerProcess, model: str, why: str
 ) -> None:
     assert ask(served, "good").status_code == 200
     for _ in range(2):
@@ -80,14 +80,14 @@ def test_a_tokenizer_that_takes_all_memory_is_refused_and_the_others_go_on(
         assert error["message"].startswith(f"{model}/tokenizer.json is not a usable tokenizer: ")
         assert why in error["message"]
         url = f"{served.url}/v1/tokenize"
-        tokenized = httpx.post(url, params={"model": model}, content="a", timeout=PATIENCE)
+        tokenized = httpx.post(url, params={"model": model}, content="a", timeout=TIMEOUT)
         assert tokenized.status_code == 500
     assert served.process.poll() is None
     assert ask(served, "good").status_code == 200
 
 
 def test_a_text_over_which_a_tokenizer_panics_is_refused_and_others_are_answered(
-    served: Served,
+    served: ServerProcess,
 ) -> None:
     """The panic is no Exception in Python: it became a 500 in plain text."""
     reply = ask(served, "panics", "x" * 40)
@@ -103,8 +103,10 @@ def test_a_server_of_such_a_model_alone_says_why_it_ends(tmp_path: Path) -> None
     folder = tiny.write(tmp_path / "alone")
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **hostile()["multiplies"]}))
-    server = Served([str(folder)], {})
-    assert server.process.wait(PATIENCE) == 1
+    server = ServerProcess([str(folder)], {})
+    assert server.process.wait(TIMEOUT) == 1
     server.stop()
-    assert "Traceback" not in server.text()
-    assert "its normalizers can make a text 1e+18 times as long" in server.text().splitlines()[-1]
+    assert "Traceback" not in server.log_text()
+    assert (
+        "its normalizers can make a text 1e+18 times as long" in server.log_text().splitlines()[-1]
+    )

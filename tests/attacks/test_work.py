@@ -13,7 +13,7 @@ from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send, Wait
 from tests.attacks.conftest import Victim
 from tests.door.lines import head, post
-from tests.serving import PATIENCE, serving
+from tests.serving import TIMEOUT, run_server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -129,7 +129,7 @@ def test_schemas_of_clients_that_leave_disturb_nobody(victim: Victim) -> None:
     # and new ones are compiled, not refused because of those that nobody waits for
     reply = victim.client.post(COMPLETIONS, json={**YES_OR_NO, "guided_choice": ["up", "down"]})
     assert reply.status_code == 200, reply.text
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while victim.server.status()["Compiling"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -142,7 +142,7 @@ def test_schemas_that_are_compiled_count_as_waiting(victim: Victim) -> None:
 
         line = socket.create_connection(("127.0.0.1", victim.server.port))
         line.sendall(body)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not (status := victim.server.status())["Compiling"]:
             assert time.monotonic() < deadline
         assert status["Waiting"] >= 1
@@ -167,7 +167,7 @@ def test_echoes_with_log_probabilities_disturb_nobody(victim: Victim) -> None:
 def test_memory_of_large_bodies_is_given_back(tmp_path: Path) -> None:
     """700 MB never were."""
     model = str(tiny.write(tmp_path / "tiny"))
-    with serving(model) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with run_server(model) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         pid = server.process.pid
 
         def used() -> int:
@@ -185,7 +185,7 @@ def test_memory_of_large_bodies_is_given_back(tmp_path: Path) -> None:
                 path = COMPLETIONS if b'"prompt"' in body[:40] else CHAT
                 reply = client.post(path, content=body, headers=headers)
                 assert reply.status_code == 400, (kind, reply.text[:300])
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while (now := used()) > 1.2 * before:
             assert time.monotonic() < deadline, f"{before >> 20} MiB before, {now >> 20} MiB now"
             time.sleep(0.5)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from models.builtin.score import HELD_BACK, questions, score
-from models.builtin.score import report as scores
+from models.builtin.score import HELD_OUT, evaluate, load_questions
+from models.builtin.score import format_report as scores
 from tests.bench import (
     grammars,
     grid,
@@ -37,13 +37,13 @@ from tests.bench import (
     versus,
     weights,
 )
-from tests.bench.builtin import chat
+from tests.bench.builtin import make_chat_client
 from tests.bench.serving import MEASUREMENTS
 from tests.conftest import SHARED
-from tests.serving import Served, serving
+from tests.serving import ServerProcess, run_server
 
 # on a random-weight model folder, in this process or with servers of their own
-ON_FOLDER: dict[str, Callable[[Path], str]] = {
+MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
     "grid": grid.report,
     "switch": switch.report,
     "layouts": layouts.report,
@@ -52,8 +52,8 @@ ON_FOLDER: dict[str, Callable[[Path], str]] = {
     "grammars": grammars.report,
     "runners": runners.report,
 }
-ALONE = ("builtin", "start", "traces", "hits", "kinds", "rounding", "loading", "soak")
-CHOICES = [*MEASUREMENTS, *ON_FOLDER, *ALONE]
+OTHER_REPORTS = ("builtin", "start", "traces", "hits", "kinds", "rounding", "loading", "soak")
+CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS]
 
 
 def main() -> None:
@@ -68,14 +68,16 @@ def main() -> None:
         if name not in CHOICES:
             parser.error(f"unknown measurement {name}; choose from {', '.join(CHOICES)}")
     wanted = arguments.what or CHOICES
-    print(_machine(arguments.size), flush=True)
+    print(_describe_machine(arguments.size), flush=True)
     if "start" in wanted:
-        print(_start(), flush=True)
+        print(_measure_start(), flush=True)
     if "builtin" in wanted:
-        with serving() as server:
-            print(scores(score(chat(server.url), questions(HELD_BACK))), flush=True)
+        with run_server() as server:
+            print(
+                scores(evaluate(make_chat_client(server.url), load_questions(HELD_OUT))), flush=True
+            )
     if "traces" in wanted:
-        print(_traces(), flush=True)
+        print(_replay_traces(), flush=True)
     if "hits" in wanted:
         print(hits.report(), flush=True)
     if "kinds" in wanted:
@@ -93,15 +95,15 @@ def main() -> None:
         folder = random_model.write(Path(place), arguments.size)
         measured = [name for name in MEASUREMENTS if name in wanted]
         if measured:
-            with serving(str(folder)) as server:
+            with run_server(str(folder)) as server:
                 for name in measured:
                     print(MEASUREMENTS[name](server, folder), flush=True)
-        for name, report in ON_FOLDER.items():
+        for name, report in MODEL_REPORTS.items():
             if name in wanted:
                 print(report(folder), flush=True)
 
 
-def _machine(size: str) -> str:
+def _describe_machine(size: str) -> str:
     preloaded = os.environ.get("LD_PRELOAD", "nothing")
     return (
         f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
@@ -110,17 +112,17 @@ def _machine(size: str) -> str:
     )
 
 
-def _traces() -> str:
+def _replay_traces() -> str:
     if not SHARED.is_dir():
         return "traces: not replayed (../shared/data is missing)"
     return replay.report(SHARED)
 
 
-def _start() -> str:
+def _measure_start() -> str:
     """Seconds from the command to the first answer of /v1/status, on the built-in model."""
     times: list[float] = []
     for _ in range(5):
-        server = Served([])
+        server = ServerProcess([])
         server.status()
         times.append(time.monotonic() - server.started)
         server.stop()

@@ -10,7 +10,7 @@ import httpx
 PATIENCE_SECONDS = 120.0
 
 
-def chat(base: str) -> Callable[[str], str]:
+def make_chat_client(base: str) -> Callable[[str], str]:
     """A function from a question to what POST /v1/chat/completions of the server at `base` says,
     with the server's own defaults for everything."""
 

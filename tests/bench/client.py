@@ -15,7 +15,7 @@ TIMEOUT = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class StreamTiming:
     """arrivals: seconds from sending to each piece of text. tokens, cached: as the server counts;
     a token that is half a character brings no text."""
 
@@ -24,16 +24,16 @@ class Timed:
     cached: int
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         return self.arrivals[0]
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens per second from the first to the last."""
         return (self.tokens - 1) / (self.arrivals[-1] - self.arrivals[0])
 
 
-def stream(url: str, model: str, prompt: str, max_tokens: int) -> Timed:
+def stream_completion(url: str, model: str, prompt: str, max_tokens: int) -> StreamTiming:
     """One greedy, streamed completion."""
     body = {
         "model": model,
@@ -58,22 +58,22 @@ def stream(url: str, model: str, prompt: str, max_tokens: int) -> Timed:
     assert usage is not None
     assert usage["completion_tokens"] == max_tokens
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Timed(arrivals=arrivals, tokens=max_tokens, cached=cached)
+    return StreamTiming(arrivals=arrivals, tokens=max_tokens, cached=cached)
 
 
-def text(tokens: int, seed: int) -> str:
+def make_prompt(tokens: int, seed: int) -> str:
     """A prompt of exactly that many tokens of the byte tokenizer, unlike any other seed's."""
     letters = random.Random(seed).choices("abcdefgh ijklmnop", k=tokens)
     return "".join(letters)
 
 
-def resident(pid: int) -> int:
+def get_rss(pid: int) -> int:
     """Bytes of a process's resident memory (Linux)."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def spread(values: Sequence[float]) -> str:
+def format_spread(values: Sequence[float]) -> str:
     """median (least to most)"""
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 

@@ -23,26 +23,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench import cpu_http, cpu_profile
-from tests.bench.cpu_arms import FOREIGN, ROOT, Arm, environment
+from tests.bench.cpu_arms import CLEARED_VARIABLES, ROOT, BackendProcess, make_environment
 from tests.bench.cpu_cells import (
     CACHED,
     FORMATS,
     PROMPT,
     SHAPES,
-    WORKS,
+    WORKLOADS,
     Cell,
-    Rounds,
-    cores,
-    table,
-    verdicts,
+    CellRounds,
+    format_table,
+    format_verdicts,
+    median_cores,
 )
 
-VARIABLE = "LLAMA_CPP"
-AGAINST = ("stock", "llama", "http")
+LLAMA_VARIABLE = "LLAMA_CPP"
+BASELINES = ("stock", "llama", "http")
 STOCK = {"MLXRUNNER_KERNELS": "off", "MLXRUNNER_BLAS": "stock"}
 
 # an arm that took this many budgets for a cell has said what there is to say of it
-PATIENCE = 3
+MAX_BUDGETS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,20 @@ class Plan:
     sizes: Sequence[str]
     formats: Sequence[str]
     threads: Sequence[int]
-    against: Sequence[str]
+    baselines: Sequence[str]
     rounds: int
     budget: float
     llama: str | None
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether its figures may replace those that are published."""
-        return set(AGAINST) == set(self.against) and self.llama is not None and self.rounds >= 3
+        return set(BASELINES) == set(self.baselines) and self.llama is not None and self.rounds >= 3
 
 
 def main() -> None:
-    arguments = _arguments()
-    for name in FOREIGN:
+    arguments = _parse_arguments()
+    for name in CLEARED_VARIABLES:
         os.environ.pop(name, None)
     if arguments.what == "profile":
         told = (arguments.size, arguments.format, arguments.streams, arguments.threads[-1])
@@ -76,110 +76,117 @@ def main() -> None:
         sizes=arguments.sizes,
         formats=arguments.formats,
         threads=sorted(arguments.threads),
-        against=arguments.against,
+        baselines=arguments.baselines,
         rounds=arguments.rounds,
         budget=arguments.budget,
-        llama=os.environ.get(VARIABLE),
+        llama=os.environ.get(LLAMA_VARIABLE),
     )
-    print(_machine(plan), flush=True)
-    if {"stock", "llama"} & set(plan.against):
-        for line in bare(plan, arguments.raw):
+    print(_describe_machine(plan), flush=True)
+    if {"stock", "llama"} & set(plan.baselines):
+        for line in run_bare_loops(plan, arguments.raw):
             print(line, flush=True)
-    if "http" in plan.against:
+    if "http" in plan.baselines:
         # a part of the measurement does not replace the plot of the whole
-        plot = arguments.plot or (ROOT / cpu_http.PLOT if plan.whole else None)
+        plot = arguments.plot or (ROOT / cpu_http.PLOT if plan.is_complete else None)
         threads = max(plan.threads)
         print(cpu_http.report(threads, plan.rounds, plan.llama, plot), flush=True)
 
 
-def bare(plan: Plan, raw: Path | None = None) -> Iterator[str]:
+def run_bare_loops(plan: Plan, raw: Path | None = None) -> Iterator[str]:
     """The tables of bare loops. raw: where each measurement is appended as a line of JSON."""
-    found: dict[Cell, Rounds] = {}
+    found: dict[Cell, CellRounds] = {}
     # in order, each once: whoever reads the figures sees where one arm was not always the same
     runs_on: dict[str, None] = {}
     for size, form in itertools.product(plan.sizes, plan.formats):
         with tempfile.TemporaryDirectory() as place:
-            files = _prepared(Path(place), size, form, plan)
+            files = _write_models(Path(place), size, form, plan)
             for threads in plan.threads:
                 with contextlib.ExitStack() as stack:
-                    arms = [stack.enter_context(arm) for arm in _arms(files, threads, plan)]
+                    arms = [
+                        stack.enter_context(arm) for arm in _make_backends(files, threads, plan)
+                    ]
                     runs_on |= {f"{arm.name}: {arm.runs_on}": None for arm in arms}
                     print(
                         *(f"{arm.name}: {arm.runs_on}" for arm in arms), sep="\n", file=sys.stderr
                     )
                     cells = [
-                        Cell(size=size, form=form, threads=threads, work=work) for work in WORKS
+                        Cell(size=size, form=form, threads=threads, workload=work)
+                        for work in WORKLOADS
                     ]
-                    for cell, name, measured in _rounds(arms, cells, plan):
-                        found.setdefault(cell, Rounds()).add(name, measured)
+                    for cell, name, measured in _measure_rounds(arms, cells, plan):
+                        found.setdefault(cell, CellRounds()).add(name, measured)
                         if raw is not None:
                             line = {"cell": str(cell), "arm": name, **asdict(measured)}
                             with raw.open("a") as file:
                                 file.write(json.dumps(line) + "\n")
     yield "\n".join(f"- {told}" for told in runs_on)
-    for other, said in (("stock", _SAID_OF_STOCK), ("llama", _SAID_OF_LLAMA)):
-        if lines := table(found, other):
+    for other, said in (("stock", _STOCK_NOTE), ("llama", _LLAMA_NOTE)):
+        if lines := format_table(found, other):
             yield "\n".join(["", f"### Against {other}", "", said, "", *lines])
     for threads in plan.threads:
-        busy = {name: cores(found, name, threads) for name in ("ours", "llama")}
+        busy = {name: median_cores(found, name, threads) for name in ("ours", "llama")}
         told = ", ".join(f"{name} {value:.2f}" for name, value in busy.items() if value is not None)
         yield f"\nCores kept busy with {threads} thread(s), median of cells: {told}"
-    yield "\n".join(["", "Targets:", *verdicts(found)])
+    yield "\n".join(["", "Targets:", *format_verdicts(found)])
 
 
-_SAID = (
+_TABLE_NOTE = (
     "Tokens/s, ours / theirs = **ratio** (range of the rounds' ratios). Decode: greedy, with "
     f"so many streams together, after {CACHED} cached positions; prefill: {PROMPT} tokens at once."
 )
-_SAID_OF_STOCK = (
-    f"{_SAID} Stock MLX has one thread, and is measured beside ours on the fewest; [n, r] is where "
+_STOCK_NOTE = (
+    f"{_TABLE_NOTE} Stock MLX has one thread, and is measured beside ours on the fewest; "
+    "[n, r] is where "
     "it was measured on n steps or prompt tokens only, or in r rounds, because more take too long."
 )
-_SAID_OF_LLAMA = (
-    f"{_SAID} Threads are those that compute: with one, Python builds the graph of the next step "
+_LLAMA_NOTE = (
+    f"{_TABLE_NOTE} Threads are those that compute: with one, Python builds the graph of "
+    "the next step "
     "on another thread meanwhile, which llama.cpp does not need."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
+class _ModelFiles:
     folder: Path
     gguf: Path | None
 
 
-def _prepared(place: Path, size: str, form: str, plan: Plan) -> _Files:
+def _write_models(place: Path, size: str, form: str, plan: Plan) -> _ModelFiles:
     """Written by processes of their own, which take what they held along."""
     print(f"writing {size} {form}", file=sys.stderr)
     folder = place / size
     _run([sys.executable, "-m", "tests.bench.cpu_models", str(folder), size, form])
-    if plan.llama is None or "llama" not in plan.against:
-        return _Files(folder=folder, gguf=None)
+    if plan.llama is None or "llama" not in plan.baselines:
+        return _ModelFiles(folder=folder, gguf=None)
     gguf = place / f"{size}.gguf"
     _run([plan.llama, "-m", "tests.bench.cpu_gguf", str(gguf), size, form])
-    return _Files(folder=folder, gguf=gguf)
+    return _ModelFiles(folder=folder, gguf=gguf)
 
 
-def _arms(files: _Files, threads: int, plan: Plan) -> Iterator[Arm]:
+def _make_backends(files: _ModelFiles, threads: int, plan: Plan) -> Iterator[BackendProcess]:
     mlx = [sys.executable, "-m", "tests.bench.cpu_worker"]
     folder = str(files.folder)
-    yield Arm("ours", [*mlx, "ours", folder], {"MLXRUNNER_THREADS": str(threads)})
+    yield BackendProcess("ours", [*mlx, "ours", folder], {"MLXRUNNER_THREADS": str(threads)})
     if files.gguf is not None and plan.llama is not None:
         command = [plan.llama, "-m", "tests.bench.cpu_llama", str(files.gguf), str(threads)]
-        yield Arm("llama", command)
-    if "stock" in plan.against and threads == min(plan.threads):
-        yield Arm("stock", [*mlx, "stock", folder], STOCK, capped=True)
+        yield BackendProcess("llama", command)
+    if "stock" in plan.baselines and threads == min(plan.threads):
+        yield BackendProcess("stock", [*mlx, "stock", folder], STOCK, capped=True)
 
 
-def _rounds(arms: Sequence[Arm], cells: Sequence[Cell], plan: Plan) -> Iterator[tuple]:
+def _measure_rounds(
+    backends: Sequence[BackendProcess], cells: Sequence[Cell], plan: Plan
+) -> Iterator[tuple]:
     """Cell, arm's name, what it measured: arms in turns, every other round in the other order."""
     told_all: set[tuple[str, Cell]] = set()
     for turn in range(plan.rounds):
         for cell in cells:
-            for arm in arms if turn % 2 == 0 else reversed(arms):
+            for arm in backends if turn % 2 == 0 else reversed(backends):
                 if (arm.name, cell) in told_all:
                     continue
-                measured = arm.measure(cell.work, plan.budget)
-                if arm.name == "stock" and measured.seconds > PATIENCE * plan.budget:
+                measured = arm.measure(cell.workload, plan.budget)
+                if arm.name == "stock" and measured.seconds > MAX_BUDGETS * plan.budget:
                     told_all.add((arm.name, cell))
                 shown = f"{measured.rate:.4g} tokens/s, {measured.cores:.2f} cores"
                 print(f"{cell}, round {turn}, {arm.name}: {shown}", file=sys.stderr)
@@ -187,19 +194,19 @@ def _rounds(arms: Sequence[Arm], cells: Sequence[Cell], plan: Plan) -> Iterator[
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, cwd=ROOT, env=environment({}), check=True)
+    subprocess.run(command, cwd=ROOT, env=make_environment({}), check=True)
 
 
-def _machine(plan: Plan) -> str:
+def _describe_machine(plan: Plan) -> str:
     told = [platform.platform(), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
     # two threads of llama.cpp lose an order of magnitude where a third party wants a core
     told.append(f"load before {os.getloadavg()[0]:.1f}")
-    if plan.llama is None and {"llama", "http"} & set(plan.against):
-        told.append(f"llama.cpp not measured ({VARIABLE} is not set)")
+    if plan.llama is None and {"llama", "http"} & set(plan.baselines):
+        told.append(f"llama.cpp not measured ({LLAMA_VARIABLE} is not set)")
     return f"{', '.join(told)}; random weights, {plan.rounds} rounds of {plan.budget:g} s"
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make bench-cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -209,7 +216,7 @@ def _arguments() -> argparse.Namespace:
         ("--sizes", list(SHAPES), list(SHAPES), str),
         ("--formats", list(FORMATS), plain, str),
         ("--threads", None, [1, 2], int),
-        ("--against", AGAINST, list(AGAINST), str),
+        ("--against", BASELINES, list(BASELINES), str),
     )
     for name, choices, default, kind in lists:
         parser.add_argument(

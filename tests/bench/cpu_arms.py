@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.bench.cpu_cells import CACHED, PROMPT, Measured, Work
+from tests.bench.cpu_cells import CACHED, PROMPT, Measurement, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # what would make an arm something else than it is called
-FOREIGN = (
+CLEARED_VARIABLES = (
     "LD_PRELOAD",
     "MLXRUNNER_BLAS",
     "MLXRUNNER_KERNELS",
@@ -32,14 +32,14 @@ FOREIGN = (
 )
 
 
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
+def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Ours, without what a person may have set for another measurement, and with these."""
-    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    kept = {name: value for name, value in os.environ.items() if name not in CLEARED_VARIABLES}
     return {**kept, **variables}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class MeasureRequest:
     """streams: as in Work. budget: seconds to measure for. capped: whether the prompt and the steps
     may be cut short where one of them takes longer than that."""
 
@@ -50,7 +50,7 @@ class Ask:
     cached: int = CACHED
 
 
-class Arm:
+class BackendProcess:
     def __init__(
         self,
         name: str,
@@ -65,7 +65,7 @@ class Arm:
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(variables or {}),
+            env=make_environment(variables or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -74,23 +74,23 @@ class Arm:
         try:
             self.runs_on: str = self._read()["runs_on"]
         except BaseException:
-            self._end()
+            self._stop()
             raise
 
-    def measure(self, work: Work, budget: float) -> Measured:
-        ask = Ask(streams=work.streams, budget=budget, capped=self._capped)
+    def measure(self, work: Workload, budget: float) -> Measurement:
+        ask = MeasureRequest(streams=work.streams, budget=budget, capped=self._capped)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(ask)) + "\n")
         self._process.stdin.flush()
-        return Measured(**self._read())
+        return Measurement(**self._read())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._process.kill()
         self._process.communicate()
         self._log.close()
@@ -105,7 +105,9 @@ class Arm:
         return json.loads(line)
 
 
-def serve(measure: Callable[[dict[str, Any]], tuple[float, int]], runs_on: str) -> None:
+def serve_measurements(
+    measure: Callable[[dict[str, Any]], tuple[float, int]], runs_on: str
+) -> None:
     """The worker's end: answers until there are no more lines. measure: tokens per second of what
     an Ask wants, and how many steps or tokens that is of."""
     print(json.dumps({"runs_on": runs_on}), flush=True)

@@ -14,7 +14,7 @@ PROMPT, CACHED = 512, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ModelShape:
     kind: str
     width: int
     layers: int
@@ -25,8 +25,8 @@ class Shape:
     vocab: int
 
 
-SHAPES: Mapping[str, Shape] = {
-    "15M": Shape(
+SHAPES: Mapping[str, ModelShape] = {
+    "15M": ModelShape(
         kind="llama",
         width=288,
         layers=6,
@@ -36,7 +36,7 @@ SHAPES: Mapping[str, Shape] = {
         inner=768,
         vocab=32000,
     ),
-    "110M": Shape(
+    "110M": ModelShape(
         kind="llama",
         width=768,
         layers=12,
@@ -46,7 +46,7 @@ SHAPES: Mapping[str, Shape] = {
         inner=2048,
         vocab=32000,
     ),
-    "Qwen3-0.6B": Shape(
+    "Qwen3-0.6B": ModelShape(
         kind="qwen3",
         width=1024,
         layers=28,
@@ -62,36 +62,36 @@ SHAPES: Mapping[str, Shape] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """bits: of a quantised weight, in groups of `group`. dtype: of a plain weight, or of scales.
-    gguf: the type that is nearest to it in llama.cpp. judged: whether a target names it."""
+    gguf: the type that is nearest to it in llama.cpp. has_target: whether a target names it."""
 
     dtype: str
     gguf: str
     bits: int | None = None
     group: int = 64
-    judged: bool = True
+    has_target: bool = True
 
 
 FORMATS: Mapping[str, Format] = {
     "f32": Format(dtype="float32", gguf="F32"),
-    "bf16": Format(dtype="bfloat16", gguf="BF16", judged=False),
+    "bf16": Format(dtype="bfloat16", gguf="BF16", has_target=False),
     "q8": Format(dtype="float32", gguf="Q8_0", bits=8),
     "q4": Format(dtype="float32", gguf="Q4_0", bits=4),
-    "q4-bf16": Format(dtype="bfloat16", gguf="Q4_0", bits=4, judged=False),
+    "q4-bf16": Format(dtype="bfloat16", gguf="Q4_0", bits=4, has_target=False),
     # llama.cpp's own groups
-    "q8-g32": Format(dtype="float32", gguf="Q8_0", bits=8, group=32, judged=False),
-    "q4-g32": Format(dtype="float32", gguf="Q4_0", bits=4, group=32, judged=False),
+    "q8-g32": Format(dtype="float32", gguf="Q8_0", bits=8, group=32, has_target=False),
+    "q4-g32": Format(dtype="float32", gguf="Q4_0", bits=4, group=32, has_target=False),
 }
 # the format in which 4-bit models are published
 PUBLISHED = "q4-bf16"
 
 
-def group_of(shape: Shape, form: Format) -> int:
+def get_group_size(shape: ModelShape, form: Format) -> int:
     """A group of 64 does not divide every width; 32 does."""
     return form.group if shape.width % form.group == 0 else 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Work:
+class Workload:
     """streams: that decode together from CACHED positions on; none of a prefill of PROMPT."""
 
     streams: int
@@ -100,8 +100,8 @@ class Work:
         return f"decode {self.streams}" if self.streams else f"prefill {PROMPT}"
 
 
-PREFILL = Work(0)
-WORKS = (Work(1), Work(4), Work(8), PREFILL)
+PREFILL = Workload(0)
+WORKLOADS = (Workload(1), Workload(4), Workload(8), PREFILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +109,14 @@ class Cell:
     size: str
     form: str
     threads: int
-    work: Work
+    workload: Workload
 
     def __str__(self) -> str:
-        return f"{self.size} {self.form}, {self.threads} thr., {self.work}"
+        return f"{self.size} {self.form}, {self.threads} thr., {self.workload}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurement:
     """rate: tokens per second, of all streams. cores: processor time by wall time. count: steps, or
     tokens of a prompt, that one figure is of. seconds: that measuring took."""
 
@@ -127,20 +127,20 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Rounds:
+class CellRounds:
     """What each arm gave, round by round; an arm that takes too long is not asked again, and then
     has fewer rounds."""
 
-    by_arm: dict[str, list[Measured]] = field(default_factory=dict[str, list[Measured]])
+    by_backend: dict[str, list[Measurement]] = field(default_factory=dict[str, list[Measurement]])
 
-    def add(self, arm: str, measured: Measured) -> None:
-        self.by_arm.setdefault(arm, []).append(measured)
+    def add(self, backend: str, measured: Measurement) -> None:
+        self.by_backend.setdefault(backend, []).append(measured)
 
-    def rate(self, arm: str) -> float:
-        return statistics.median(m.rate for m in self.by_arm[arm])
+    def rate(self, backend: str) -> float:
+        return statistics.median(m.rate for m in self.by_backend[backend])
 
     def ratios(self, other: str, mine: str = "ours") -> list[float]:
-        pairs = zip(self.by_arm.get(mine, []), self.by_arm.get(other, []), strict=False)
+        pairs = zip(self.by_backend.get(mine, []), self.by_backend.get(other, []), strict=False)
         return [ours.rate / theirs.rate for ours, theirs in pairs]
 
     def ratio(self, other: str) -> float | None:
@@ -148,89 +148,97 @@ class Rounds:
         return statistics.median(ratios) if ratios else None
 
 
-Found = Mapping[Cell, Rounds]
+CellResults = Mapping[Cell, CellRounds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """least: what the ratio to the arm `other` has to be in the cells that `wanted` tells."""
+    """min_ratio: what the ratio to the arm `other` has to be in the cells that `applies_to`
+    tells."""
 
     name: str
     other: str
-    least: float
-    wanted: Callable[[Cell], bool]
+    min_ratio: float
+    applies_to: Callable[[Cell], bool]
 
 
-def _judged(cell: Cell) -> bool:
-    return FORMATS[cell.form].judged
+def _has_target(cell: Cell) -> bool:
+    return FORMATS[cell.form].has_target
 
 
 TARGETS = (
     Target(
         name="decode, every format",
         other="stock",
-        least=8,
-        wanted=lambda cell: cell.work != PREFILL,
+        min_ratio=8,
+        applies_to=lambda cell: cell.workload != PREFILL,
     ),
     Target(
         name="decode, 4 bit with bf16 scales",
         other="stock",
-        least=100,
-        wanted=lambda cell: cell.work != PREFILL and cell.form == PUBLISHED,
+        min_ratio=100,
+        applies_to=lambda cell: cell.workload != PREFILL and cell.form == PUBLISHED,
     ),
-    Target(name="prefill", other="stock", least=25, wanted=lambda cell: cell.work == PREFILL),
+    Target(
+        name="prefill",
+        other="stock",
+        min_ratio=25,
+        applies_to=lambda cell: cell.workload == PREFILL,
+    ),
     Target(
         name="decode, 1 stream; f32, q8, q4",
         other="llama",
-        least=1.0,
-        wanted=lambda cell: cell.work == Work(1) and _judged(cell),
+        min_ratio=1.0,
+        applies_to=lambda cell: cell.workload == Workload(1) and _has_target(cell),
     ),
     Target(
         name="decode, 4 and 8 streams; f32, q8, q4",
         other="llama",
-        least=1.2,
-        wanted=lambda cell: cell.work.streams > 1 and _judged(cell),
+        min_ratio=1.2,
+        applies_to=lambda cell: cell.workload.streams > 1 and _has_target(cell),
     ),
     Target(
         name="prefill; f32, q8, q4",
         other="llama",
-        least=1.0,
-        wanted=lambda cell: cell.work == PREFILL and _judged(cell),
+        min_ratio=1.0,
+        applies_to=lambda cell: cell.workload == PREFILL and _has_target(cell),
     ),
 )
 
 
-def verdicts(found: Found, targets: Iterable[Target] = TARGETS) -> list[str]:
+def format_verdicts(found: CellResults, targets: Iterable[Target] = TARGETS) -> list[str]:
     """A line a target that anything was measured for: how many cells meet it, which do not."""
     lines: list[str] = []
     for target in targets:
         ratios = {
             cell: ratio
             for cell, rounds in found.items()
-            if target.wanted(cell) and (ratio := rounds.ratio(target.other)) is not None
+            if target.applies_to(cell) and (ratio := rounds.ratio(target.other)) is not None
         }
         if not ratios:
             continue
-        short = sorted((ratio, str(cell)) for cell, ratio in ratios.items() if ratio < target.least)
+        short = sorted(
+            (ratio, str(cell)) for cell, ratio in ratios.items() if ratio < target.min_ratio
+        )
         met = f"{len(ratios) - len(short)} of {len(ratios)} cells"
         missed = "; ".join(f"{cell} {ratio:.3g}" for ratio, cell in short)
         lines.append(
-            f"- {target.name}, at least {target.least:g} times {target.other}: {met}"
+            f"- {target.name}, at least {target.min_ratio:g} times {target.other}: {met}"
             + (f". Short: {missed}" if short else "")
         )
     return lines
 
 
-def table(found: Found, other: str) -> list[str]:
+def format_table(found: CellResults, other: str) -> list[str]:
     """Ours, theirs, the ratio: a row for each shape, format and number of threads."""
     rows = {
         (cell.size, cell.form, cell.threads): None
         for cell, rounds in found.items()
         if rounds.ratios(other)
     }
-    works = sorted({cell.work for cell, rounds in found.items() if rounds.ratios(other)})
+    works = sorted({cell.workload for cell, rounds in found.items() if rounds.ratios(other)})
     # prefill behind decode
-    works = [work for work in WORKS if work in works]
+    works = [work for work in WORKLOADS if work in works]
     if not rows:
         return []
     lines = [
@@ -238,35 +246,35 @@ def table(found: Found, other: str) -> list[str]:
         "|---|---|---|" + "---|" * len(works),
     ]
     for size, form, threads in rows:
-        cells = (Cell(size=size, form=form, threads=threads, work=work) for work in works)
-        told = " | ".join(_told(found.get(cell), other) for cell in cells)
+        cells = (Cell(size=size, form=form, threads=threads, workload=work) for work in works)
+        told = " | ".join(_format_cell(found.get(cell), other) for cell in cells)
         lines.append(f"| {size} | {form} | {threads} | {told} |")
     return lines
 
 
-def _told(rounds: Rounds | None, other: str) -> str:
+def _format_cell(rounds: CellRounds | None, other: str) -> str:
     if rounds is None or not (ratios := rounds.ratios(other)):
         return ""
-    whole = f"{_digits(rounds.rate('ours'))} / {_digits(rounds.rate(other))} = "
-    ratio = f"**{_digits(statistics.median(ratios))}**"
+    whole = f"{_format_number(rounds.rate('ours'))} / {_format_number(rounds.rate(other))} = "
+    ratio = f"**{_format_number(statistics.median(ratios))}**"
     if len(ratios) > 1:
-        ratio += f" ({_digits(min(ratios))} to {_digits(max(ratios))})"
+        ratio += f" ({_format_number(min(ratios))} to {_format_number(max(ratios))})"
     # where theirs was measured on less: the note that a figure of it needs
-    mine, theirs = rounds.by_arm["ours"], rounds.by_arm[other]
+    mine, theirs = rounds.by_backend["ours"], rounds.by_backend[other]
     least = min(m.count for m in theirs)
     fewer = least < min(m.count for m in mine) or len(theirs) < len(mine)
     return whole + ratio + (f" [{least}, {len(theirs)}]" if fewer else "")
 
 
-def cores(found: Found, arm: str, threads: int) -> float | None:
+def median_cores(found: CellResults, backend: str, threads: int) -> float | None:
     """Cores that the arm kept busy, the median of cells."""
     values = [
-        statistics.median(m.cores for m in rounds.by_arm[arm])
+        statistics.median(m.cores for m in rounds.by_backend[backend])
         for cell, rounds in found.items()
-        if cell.threads == threads and arm in rounds.by_arm
+        if cell.threads == threads and backend in rounds.by_backend
     ]
     return statistics.median(values) if values else None
 
 
-def _digits(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf  # pyright: ignore[reportMissingImports]  # of another environment
 import numpy as np
 
-from tests.bench.cpu_cells import FORMATS, SHAPES, Shape
+from tests.bench.cpu_cells import FORMATS, SHAPES, ModelShape
 
 BOS, EOS = 1, 2
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
@@ -38,11 +38,11 @@ def write(file: Path, size: str, form: str) -> None:
     made.add_vocab_size(shape.vocab)
     _add_vocabulary(made, shape.vocab)
     rng = np.random.default_rng(0)
-    for name, rows, columns in _matrices(shape):
+    for name, rows, columns in _list_matrices(shape):
         plain = rng.standard_normal((rows, columns), dtype=np.float32) / columns**0.5
         packed = plain if kind.name == "F32" else gguf.quants.quantize(plain, kind)
         made.add_tensor(name, packed, raw_dtype=kind)
-    for name, length in _norms(shape):
+    for name, length in _list_norms(shape):
         made.add_tensor(name, np.ones(length, np.float32))
     made.write_header_to_file()
     made.write_kv_data_to_file()
@@ -66,7 +66,7 @@ def _add_vocabulary(made: gguf.GGUFWriter, size: int) -> None:
     made.add_add_space_prefix(False)
 
 
-def _matrices(shape: Shape) -> list[tuple[str, int, int]]:
+def _list_matrices(shape: ModelShape) -> list[tuple[str, int, int]]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = [("token_embd.weight", shape.vocab, shape.width)]
     for i in range(shape.layers):
@@ -82,7 +82,7 @@ def _matrices(shape: Shape) -> list[tuple[str, int, int]]:
     return found
 
 
-def _norms(shape: Shape) -> list[tuple[str, int]]:
+def _list_norms(shape: ModelShape) -> list[tuple[str, int]]:
     found = [("output_norm.weight", shape.width)]
     for i in range(shape.layers):
         found += [(f"blk.{i}.{name}.weight", shape.width) for name in ("attn_norm", "ffn_norm")]

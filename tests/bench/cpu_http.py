@@ -22,10 +22,10 @@ from pathlib import Path
 import httpx
 
 from tests.bench import client, cpu_plot
-from tests.bench.cpu_arms import ROOT, environment
-from tests.bench.peer import _free_port
-from tests.bench.streams import Body, Stream, together
-from tests.serving import serving
+from tests.bench.cpu_arms import ROOT, make_environment
+from tests.bench.peer import find_free_port
+from tests.bench.streams import Body, Stream, run_all
+from tests.serving import run_server
 
 SIZE, FORMATS, CLIENTS = "110M", ("f32", "q4"), (1, 8)
 PROMPT, ANSWER = 64, 64
@@ -37,7 +37,7 @@ BLAS = "BLAS"
 PRELOADABLE = "/usr/lib/*-linux-gnu/openblas*/libopenblas.so.0"
 
 
-class Counted(Stream):
+class FixedLengthStream(Stream):
     """Of a server that tells no usage in a stream, but why it ended: at the length that was wanted.
     Pieces cannot be counted: some tokens are half a character."""
 
@@ -49,7 +49,7 @@ class Counted(Stream):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class HttpServer:
     """model: what requests have to call it."""
 
     name: str
@@ -59,40 +59,41 @@ class Server:
 
 
 @dataclass(slots=True)
-class Seen:
+class HttpTimings:
     """Tokens per second of all clients, from the first request to the last token; seconds to the
     first token of each client."""
 
     rates: list[float] = field(default_factory=list[float])
-    firsts: list[float] = field(default_factory=list[float])
+    ttfts: list[float] = field(default_factory=list[float])
 
 
 # by format, clients, server
-Found = Mapping[tuple[str, int, str], Seen]
+HttpResults = Mapping[tuple[str, int, str], HttpTimings]
 
 
 def report(threads: int, rounds: int, llama: str | None, plot: Path | None) -> str:
     """The table; and the plot, where one is wanted. llama: the Python that has llama.cpp."""
-    found: dict[tuple[str, int, str], Seen] = {}
+    found: dict[tuple[str, int, str], HttpTimings] = {}
     for form in FORMATS:
         with contextlib.ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             servers = [
-                stack.enter_context(server) for server in _servers(place, form, threads, llama)
+                stack.enter_context(server)
+                for server in _start_servers(place, form, threads, llama)
             ]
             for (clients, name), seen in asyncio.run(_measure(servers, rounds)).items():
                 found[form, clients, name] = seen
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.write_text(chart(found))
+        plot.write_text(draw_chart(found))
     told = (
         f"{SIZE}, {threads} threads; {PROMPT} prompt and {ANSWER} answer tokens a client. Median "
         "(range). llama-cpp-python's server handles one request at a time."
     )
-    return "\n".join(["", "### Through HTTP", "", told, "", *table(found)])
+    return "\n".join(["", "### Through HTTP", "", told, "", *format_table(found)])
 
 
-def table(found: Found) -> list[str]:
+def format_table(found: HttpResults) -> list[str]:
     lines = [
         "| format | clients | server | tokens/s | ours / theirs | first token, s |",
         "|---|---|---|---|---|---|",
@@ -103,12 +104,14 @@ def table(found: Found) -> list[str]:
         if mine is not None and name != "mlxrunner":
             pairs = zip(mine.rates, seen.rates, strict=False)
             ratio = f"**{statistics.median(a / b for a, b in pairs):.3g}**"
-        spreads = f"{client.spread(seen.rates)} | {ratio} | {client.spread(seen.firsts)}"
+        spreads = (
+            f"{client.format_spread(seen.rates)} | {ratio} | {client.format_spread(seen.ttfts)}"
+        )
         lines.append(f"| {form} | {clients} | {name} | {spreads} |")
     return lines
 
 
-def chart(found: Found) -> str:
+def draw_chart(found: HttpResults) -> str:
     panels: list[cpu_plot.Panel] = []
     for form, clients in dict.fromkeys((form, clients) for form, clients, _ in found):
         values = {
@@ -118,36 +121,38 @@ def chart(found: Found) -> str:
         }
         many = "1 client" if clients == 1 else f"{clients} clients"
         panels.append(cpu_plot.Panel(title=f"{form}, {many}", values=values))
-    return cpu_plot.bars(f"{SIZE} on a CPU through HTTP, tokens/s", panels)
+    return cpu_plot.draw_bars(f"{SIZE} on a CPU through HTTP, tokens/s", panels)
 
 
-async def _measure(servers: Sequence[Server], rounds: int) -> dict[tuple[int, str], Seen]:
-    found: dict[tuple[int, str], Seen] = {}
+async def _measure(
+    servers: Sequence[HttpServer], rounds: int
+) -> dict[tuple[int, str], HttpTimings]:
+    found: dict[tuple[int, str], HttpTimings] = {}
     slow: set[tuple[int, str]] = set()
     for server in servers:
         # whatever is loaded or allocated by the first request
-        await _turn(server, 1, answer=4, seed=-1)
+        await _run_streams(server, 1, answer=4, seed=-1)
     for turn, clients, server in itertools.product(range(rounds), CLIENTS, servers):
         if (clients, server.name) in slow:
             continue
         begun = time.perf_counter()
-        streams = await _turn(server, clients, answer=ANSWER, seed=100 * turn + 10 * clients)
+        streams = await _run_streams(server, clients, answer=ANSWER, seed=100 * turn + 10 * clients)
         end = max(stream.arrivals[-1] for stream in streams)
         rate = clients * ANSWER / (end - min(stream.sent for stream in streams))
-        seen = found.setdefault((clients, server.name), Seen())
+        seen = found.setdefault((clients, server.name), HttpTimings())
         seen.rates.append(rate)
-        seen.firsts += [stream.first for stream in streams]
+        seen.ttfts += [stream.ttft for stream in streams]
         if time.perf_counter() - begun > PATIENCE:
             slow.add((clients, server.name))
         print(f"{server.name}, {clients} clients, turn {turn}: {rate:.4g}", file=sys.stderr)
     return found
 
 
-async def _turn(server: Server, clients: int, *, answer: int, seed: int) -> list[Stream]:
+async def _run_streams(server: HttpServer, clients: int, *, answer: int, seed: int) -> list[Stream]:
     streams: list[Stream] = []
     for row in range(clients):
         # no spaces: of these, tokenizers think differently
-        prompt = client.text(PROMPT, seed=seed + row).replace(" ", "q")
+        prompt = client.make_prompt(PROMPT, seed=seed + row).replace(" ", "q")
         body: Body = {
             "model": server.model,
             "prompt": prompt,
@@ -155,61 +160,67 @@ async def _turn(server: Server, clients: int, *, answer: int, seed: int) -> list
             "temperature": 0,
         }
         streams.append(server.stream(server.port, body))
-    await together(streams)
+    await run_all(streams)
     return streams
 
 
-def _servers(
+def _start_servers(
     place: Path, form: str, threads: int, llama: str | None
-) -> Iterator[contextlib.AbstractContextManager[Server]]:
+) -> Iterator[contextlib.AbstractContextManager[HttpServer]]:
     folder = place / SIZE
     _run([sys.executable, "-m", "tests.bench.cpu_models", str(folder), SIZE, form, "served"])
-    yield _ours(folder, threads)
+    yield _run_ours(folder, threads)
     if llama is not None:
         gguf = place / f"{SIZE}.gguf"
         _run([llama, "-m", "tests.bench.cpu_gguf", str(gguf), SIZE, form])
-        yield _llama(llama, gguf, threads)
+        yield _run_llama_cpp(llama, gguf, threads)
     python = os.environ.get("MLX_LM", sys.executable)
     if python != sys.executable or importlib.util.find_spec("mlx_lm"):
-        yield _mlx_lm("mlx-lm", python, folder, {})
-        if (blas := _blas()) is not None:
+        yield _run_mlx_lm("mlx-lm", python, folder, {})
+        if (blas := _find_blas()) is not None:
             variables = {"LD_PRELOAD": blas, "OPENBLAS_NUM_THREADS": str(threads)}
-            yield _mlx_lm("mlx-lm, OpenBLAS preloaded", python, folder, variables)
+            yield _run_mlx_lm("mlx-lm, OpenBLAS preloaded", python, folder, variables)
 
 
 @contextlib.contextmanager
-def _ours(folder: Path, threads: int) -> Iterator[Server]:
+def _run_ours(folder: Path, threads: int) -> Iterator[HttpServer]:
     variables = {"MLXRUNNER_THREADS": str(threads)}
-    with serving(str(folder), "--parallel", str(max(CLIENTS)), variables=variables) as server:
-        yield Server(name="mlxrunner", port=server.port, model=folder.name)
+    with run_server(str(folder), "--parallel", str(max(CLIENTS)), environ=variables) as server:
+        yield HttpServer(name="mlxrunner", port=server.port, model=folder.name)
 
 
 @contextlib.contextmanager
-def _llama(python: str, gguf: Path, threads: int) -> Iterator[Server]:
+def _run_llama_cpp(python: str, gguf: Path, threads: int) -> Iterator[HttpServer]:
     """It would break off one answer for the next request."""
-    port = _free_port()
+    port = find_free_port()
     command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--port", str(port)]
     command += ["--n_ctx", "1024", "--interrupt_requests", "False", "--verbose", "False"]
     command += ["--n_threads", str(threads), "--n_threads_batch", str(threads)]
-    with _started(command, {}, f"http://127.0.0.1:{port}/v1/models"):
-        yield Server(name="llama-cpp-python", port=port, model=str(gguf), stream=Counted)
+    with _run_command(command, {}, f"http://127.0.0.1:{port}/v1/models"):
+        yield HttpServer(
+            name="llama-cpp-python", port=port, model=str(gguf), stream=FixedLengthStream
+        )
 
 
 @contextlib.contextmanager
-def _mlx_lm(name: str, python: str, folder: Path, variables: Mapping[str, str]) -> Iterator[Server]:
-    port = _free_port()
+def _run_mlx_lm(
+    name: str, python: str, folder: Path, variables: Mapping[str, str]
+) -> Iterator[HttpServer]:
+    port = find_free_port()
     command = [python, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
-    with _started(command, {"HF_HUB_OFFLINE": "1", **variables}, f"http://127.0.0.1:{port}/health"):
-        yield Server(name=name, port=port, model=str(folder))
+    with _run_command(
+        command, {"HF_HUB_OFFLINE": "1", **variables}, f"http://127.0.0.1:{port}/health"
+    ):
+        yield HttpServer(name=name, port=port, model=str(folder))
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], variables: Mapping[str, str], url: str) -> Iterator[None]:
+def _run_command(command: Sequence[str], variables: Mapping[str, str], url: str) -> Iterator[None]:
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=environment(variables), stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=make_environment(variables), stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + READY
-            while not _answers(url):
+            while not _is_ready(url):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     raise RuntimeError(f"{' '.join(command)} does not serve:\n{log.read()[-2000:]}")
@@ -220,13 +231,13 @@ def _started(command: Sequence[str], variables: Mapping[str, str], url: str) -> 
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(url).status_code == httpx.codes.OK
     return False
 
 
-def _blas() -> str | None:
+def _find_blas() -> str | None:
     """The one that BLAS names, or the system's OpenBLAS."""
     named = os.environ.get(BLAS)
     found = [named] if named else [str(path) for path in sorted(Path("/").glob(PRELOADABLE[1:]))]
@@ -234,4 +245,4 @@ def _blas() -> str | None:
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, cwd=ROOT, env=environment({}), check=True)
+    subprocess.run(command, cwd=ROOT, env=make_environment({}), check=True)

@@ -15,7 +15,7 @@ from typing import Any
 import llama_cpp as llama  # pyright: ignore[reportMissingImports]  # of another environment
 import numpy as np
 
-from tests.bench.cpu_arms import serve
+from tests.bench.cpu_arms import serve_measurements
 
 STEPS, ROOM = 16, 256
 # an ordinary piece, behind the bytes
@@ -23,11 +23,11 @@ FIRST = 1000
 
 
 @llama.llama_log_callback
-def silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
+def discard_log(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     pass
 
 
-class Context:
+class LlamaContext:
     """rows: of `room` positions each."""
 
     def __init__(self, model: Any, threads: int, rows: int, room: int) -> None:
@@ -67,15 +67,15 @@ class Context:
         return np.ctypeslib.as_array(logits, (count, self._vocab)).argmax(axis=1).tolist()
 
 
-class Worker:
+class LlamaWorker:
     def __init__(self, file: str, threads: int) -> None:
-        llama.llama_log_set(silent, ctypes.c_void_p(0))
+        llama.llama_log_set(discard_log, ctypes.c_void_p(0))
         llama.llama_backend_init()
         told = llama.llama_model_default_params()
         self._model = llama.llama_model_load_from_file(file.encode(), told)
         assert self._model, f"{file} is not loaded"
         self._threads = threads
-        self._contexts: dict[tuple[int, int], Context] = {}
+        self._contexts: dict[tuple[int, int], LlamaContext] = {}
 
     def measure(self, ask: dict[str, Any]) -> tuple[float, int]:
         if ask["streams"] == 0:
@@ -110,12 +110,12 @@ class Worker:
             found.append((time.perf_counter() - started) / STEPS)
         return streams / statistics.median(found), STEPS
 
-    def _context(self, rows: int, room: int) -> Context:
+    def _context(self, rows: int, room: int) -> LlamaContext:
         if (rows, room) not in self._contexts:
-            self._contexts[rows, room] = Context(self._model, self._threads, rows, room)
+            self._contexts[rows, room] = LlamaContext(self._model, self._threads, rows, room)
         return self._contexts[rows, room]
 
 
 if __name__ == "__main__":
     runs_on = f"llama-cpp-python {llama.__version__}"
-    serve(Worker(sys.argv[1], int(sys.argv[2])).measure, runs_on)
+    serve_measurements(LlamaWorker(sys.argv[1], int(sys.argv[2])).measure, runs_on)

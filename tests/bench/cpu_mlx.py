@@ -20,25 +20,25 @@ import models
 from models import backend, kernels
 from models.base import Model
 from models.kv import KVCache, LayerCache
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 
-STEPS, LEAST_PROMPT = 16, 4
+STEPS, MIN_PROMPT = 16, 4
 
-Past = Sequence[LayerCache]
+SequenceCaches = Sequence[LayerCache]
 
 
-class Loop:
+class DecodeLoop:
     """Sequences that decode together."""
 
-    def __init__(self, model: Model, past: Past, streams: int) -> None:
-        """Each row goes on behind a copy of `past`."""
+    def __init__(self, model: Model, caches: SequenceCaches, streams: int) -> None:
+        """Each row goes on behind a copy of `caches`."""
         self._model = model
-        self.streams, self.cached = streams, past[0].offset
-        self._rows = [[layer.copy() for layer in past] for _ in range(streams)]
+        self.streams, self.cached = streams, caches[0].offset
+        self._rows = [[layer.copy() for layer in caches] for _ in range(streams)]
 
     def step(self, tokens: mx.array) -> mx.array:
         """[B] ids -> [B] ids, lazy."""
-        hidden = self._model(tokens[:, None], self._together())
+        hidden = self._model(tokens[:, None], self._make_batch())
         return mx.argmax(self._model.logits(hidden[:, -1]), axis=-1)
 
     def rewind(self) -> None:
@@ -46,14 +46,14 @@ class Loop:
             for layer in row:
                 layer.trim(layer.offset - self.cached)
 
-    def _together(self) -> Sequence[object]:
+    def _make_batch(self) -> Sequence[object]:
         if self.streams == 1:
             return self._rows[0]
         offsets = mx.array([row[0].offset for row in self._rows])
         return [rows[0].together(rows, offsets) for rows in zip(*self._rows, strict=True)]
 
 
-def made_up(model: Model, length: int) -> Past:
+def make_random_caches(model: Model, length: int) -> SequenceCaches:
     """Keys and values of one token, and noise behind them: what they say changes no time, and stock
     MLX would take minutes to read so long a prompt."""
     kv = model.make_kv()
@@ -68,7 +68,7 @@ def made_up(model: Model, length: int) -> Past:
     return kv
 
 
-def decode(loop: Loop, budget: float, steps: int) -> tuple[float, int]:
+def measure_decode(loop: DecodeLoop, budget: float, steps: int) -> tuple[float, int]:
     """Seconds of a step, and of how many at once."""
     # the very first also takes memory for what the caches grow to
     mx.eval(loop.step(mx.arange(loop.streams)))
@@ -97,7 +97,7 @@ def decode(loop: Loop, budget: float, steps: int) -> tuple[float, int]:
     return statistics.median(found), steps
 
 
-def prefill(model: Model, length: int) -> float:
+def measure_prefill(model: Model, length: int) -> float:
     """Seconds to the first token of a prompt."""
     ids = mx.random.randint(0, 256, (1, length))
     mx.eval(ids)
@@ -106,42 +106,44 @@ def prefill(model: Model, length: int) -> float:
     return time.perf_counter() - begun
 
 
-def prefills(model: Model, length: int, budget: float, capped: bool) -> tuple[float, int]:
+def measure_prefill_rate(
+    model: Model, length: int, budget: float, capped: bool
+) -> tuple[float, int]:
     """Tokens per second, and of how many at once."""
     begun = time.perf_counter()
     if capped:
-        took = prefill(model, LEAST_PROMPT)
-        length = max(LEAST_PROMPT, min(length, int(LEAST_PROMPT * budget / took)))
-        if length == LEAST_PROMPT:
+        took = measure_prefill(model, MIN_PROMPT)
+        length = max(MIN_PROMPT, min(length, int(MIN_PROMPT * budget / took)))
+        if length == MIN_PROMPT:
             return length / took, length
     found: list[float] = []
     while not found or time.perf_counter() - begun < budget:
-        found.append(prefill(model, length))
+        found.append(measure_prefill(model, length))
     return length / statistics.median(found), length
 
 
-class Worker:
+class MlxWorker:
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._loops: dict[int, Loop] = {}
-        self._made_up: Past | None = None
+        self._loops: dict[int, DecodeLoop] = {}
+        self._random_caches: SequenceCaches | None = None
 
     def measure(self, ask: dict[str, Any]) -> tuple[float, int]:
         """Tokens per second, and of how many steps or tokens at once."""
         streams, budget = ask["streams"], ask["budget"]
         if streams == 0:
-            return prefills(self._model, ask["prompt"], budget, ask["capped"])
+            return measure_prefill_rate(self._model, ask["prompt"], budget, ask["capped"])
         if streams not in self._loops:
-            self._loops[streams] = Loop(self._model, self._past(ask["cached"]), streams)
+            self._loops[streams] = DecodeLoop(self._model, self._get_caches(ask["cached"]), streams)
         loop = self._loops[streams]
         loop.rewind()
-        seconds, count = decode(loop, budget, STEPS)
+        seconds, count = measure_decode(loop, budget, STEPS)
         return streams / seconds, count
 
-    def _past(self, length: int) -> Past:
-        if self._made_up is None:
-            self._made_up = made_up(self._model, length)
-        return self._made_up
+    def _get_caches(self, length: int) -> SequenceCaches:
+        if self._random_caches is None:
+            self._random_caches = make_random_caches(self._model, length)
+        return self._random_caches
 
 
 def load(folder: Path, *, stock: bool = False) -> Model:
@@ -153,12 +155,16 @@ def load(folder: Path, *, stock: bool = False) -> Model:
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     if not stock:
-        suit_device(model)
+        apply_cpu_layout(model)
         mx.eval(model.parameters())
     return model
 
 
-def runs_on() -> str:
-    ours, blas = kernels.describe(), backend.IN_USE
-    own = f"kernels {ours.isa}, {ours.threads} thread(s)" if ours.on else f"no kernels: {ours.why}"
+def describe_backend() -> str:
+    ours, blas = kernels.describe(), backend.ACTIVE
+    own = (
+        f"kernels {ours.isa}, {ours.threads} thread(s)"
+        if ours.enabled
+        else f"no kernels: {ours.why}"
+    )
     return f"MLX {importlib.metadata.version('mlx')}, {own}, {blas.blas or blas.why}"

@@ -15,12 +15,12 @@ from mlx.utils import tree_flatten
 
 import models
 from tests.bench import random_model
-from tests.bench.cpu_cells import FORMATS, SHAPES, Format, Shape, group_of
+from tests.bench.cpu_cells import FORMATS, SHAPES, Format, ModelShape, get_group_size
 
 DTYPES: Mapping[str, mx.Dtype] = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
-def config_of(shape: Shape, form: Format) -> dict[str, Any]:
+def make_config(shape: ModelShape, form: Format) -> dict[str, Any]:
     config = {
         "model_type": shape.kind,
         "hidden_size": shape.width,
@@ -36,16 +36,16 @@ def config_of(shape: Shape, form: Format) -> dict[str, Any]:
         "tie_word_embeddings": True,
     }
     if form.bits is not None:
-        config["quantization"] = {"group_size": group_of(shape, form), "bits": form.bits}
+        config["quantization"] = {"group_size": get_group_size(shape, form), "bits": form.bits}
     return config
 
 
-def weights_of(shape: Shape, form: Format, seed: int = 0) -> dict[str, mx.array]:
+def make_weights(shape: ModelShape, form: Format, seed: int = 0) -> dict[str, mx.array]:
     """Each evaluated as it is made: the plain form of a quantised model is never held whole."""
     mx.random.seed(seed)
     made: dict[str, mx.array] = {}
     dtype = DTYPES[form.dtype]
-    for name, size in _sizes(config_of(shape, form)).items():
+    for name, size in _weight_shapes(make_config(shape, form)).items():
         if name.endswith("norm.weight"):
             made[name] = mx.ones(size, dtype)
             continue
@@ -54,7 +54,7 @@ def weights_of(shape: Shape, form: Format, seed: int = 0) -> dict[str, mx.array]
             made[name] = plain
         else:
             path = name.removesuffix(".weight")
-            packed = mx.quantize(plain, group_of(shape, form), form.bits)
+            packed = mx.quantize(plain, get_group_size(shape, form), form.bits)
             made |= zip((name, f"{path}.scales", f"{path}.biases"), packed, strict=True)
         mx.eval(made)
     return made
@@ -64,17 +64,17 @@ def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
     """served: with a tokenizer, of which every id but the bytes is a visible piece of text."""
     shape, chosen = SHAPES[size], FORMATS[form]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(shape, chosen)))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights_of(shape, chosen))
+    (folder / "config.json").write_text(json.dumps(make_config(shape, chosen)))
+    mx.save_safetensors(str(folder / "model.safetensors"), make_weights(shape, chosen))
     if served:
         described = {"tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(described))
-        random_model._tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+        random_model.make_tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
 
 
-def _sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of the plain weights, by name."""
-    architecture = models._architecture(config)
+    architecture = models._find_architecture(config)
     flat: Any = tree_flatten(architecture.Model(architecture.Config.from_dict(config)).parameters())
     return {name: array.shape for name, array in flat}
 

@@ -21,14 +21,14 @@ class Panel:
     values: Mapping[str, float]
 
 
-def bars(title: str, panels: Sequence[Panel]) -> str:
+def draw_bars(title: str, panels: Sequence[Panel]) -> str:
     """Each panel has a scale of its own: its longest bar is as long as there is room."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.values))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)}
-    drawn = [_text(0, 20, title, size=16, weight="bold")]
+    drawn = [_draw_text(0, 20, title, size=16, weight="bold")]
     top = 20 + GAP
     for panel in panels:
-        drawn += _panel(panel, top, colours)
+        drawn += _draw_panel(panel, top, colours)
         top += HEAD + len(panel.values) * BAR + GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
@@ -38,23 +38,23 @@ def bars(title: str, panels: Sequence[Panel]) -> str:
     )
 
 
-def _panel(panel: Panel, top: int, colours: Mapping[str, str]) -> list[str]:
-    drawn = [_text(0, top + 18, panel.title, size=13, weight="bold")]
+def _draw_panel(panel: Panel, top: int, colours: Mapping[str, str]) -> list[str]:
+    drawn = [_draw_text(0, top + 18, panel.title, size=13, weight="bold")]
     room, most = WIDTH - LABELS - FIGURES, max(panel.values.values(), default=0.0) or 1.0
     for i, (name, value) in enumerate(panel.values.items()):
         y = top + HEAD + i * BAR
         # what is next to nothing is still seen
         length = max(1.0, room * value / most)
-        drawn.append(_text(0, y + 13, name))
+        drawn.append(_draw_text(0, y + 13, name))
         drawn.append(
             f'<rect x="{LABELS}" y="{y + 2}" width="{length:.1f}" height="{BAR - 4}" '
             f'fill="{colours[name]}"/>'
         )
-        drawn.append(_text(LABELS + length + 6, y + 13, f"{value:.3g}"))
+        drawn.append(_draw_text(LABELS + length + 6, y + 13, f"{value:.3g}"))
     return drawn
 
 
-def _text(x: float, y: float, text: str, *, size: int = 12, weight: str = "normal") -> str:
+def _draw_text(x: float, y: float, text: str, *, size: int = 12, weight: str = "normal") -> str:
     return (
         f'<text x="{x:.1f}" y="{y}" font-size="{size}" font-weight="{weight}">{escape(text)}</text>'
     )

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.cpu_arms import ROOT, environment
+from tests.bench.cpu_arms import ROOT, make_environment
 
 SECONDS, SHOWN = 4.0, 16
 
@@ -22,21 +22,21 @@ SECONDS, SHOWN = 4.0, 16
 def report(size: str, form: str, streams: int, threads: int) -> str:
     with tempfile.TemporaryDirectory() as place:
         folder = str(Path(place) / size)
-        variables = environment({"MLXRUNNER_THREADS": str(threads)})
+        variables = make_environment({"MLXRUNNER_THREADS": str(threads)})
         python = [sys.executable, "-m"]
         write = [*python, "tests.bench.cpu_models", folder, size, form]
-        subprocess.run(write, cwd=ROOT, env=environment({}), check=True)
+        subprocess.run(write, cwd=ROOT, env=make_environment({}), check=True)
         look = [*python, "tests.bench.cpu_worker", "look", folder, str(streams)]
         looked = subprocess.run(
             look, cwd=ROOT, env=variables, check=True, stdout=subprocess.PIPE, text=True
         )
         lines = [f"{size} {form}, {streams or 'no'} streams, {threads} thread(s)", looked.stdout]
         keep = [*python, "tests.bench.cpu_worker", "step", folder, str(streams), str(SECONDS)]
-        lines += _sampled(keep, variables, Path(place) / "perf.data")
+        lines += _sample_with_perf(keep, variables, Path(place) / "perf.data")
     return "\n".join(lines)
 
 
-def _sampled(command: list[str], variables: dict[str, str], data: Path) -> list[str]:
+def _sample_with_perf(command: list[str], variables: dict[str, str], data: Path) -> list[str]:
     perf = shutil.which("perf")
     if perf is None:
         return ["no samples: perf is not installed"]

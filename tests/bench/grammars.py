@@ -15,9 +15,9 @@ from pathlib import Path
 
 from app import store
 from app.core.jobs import Job, Token
-from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex, Sampling
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex, SamplingParams
 from app.core.settings import Settings
-from app.engine.grammar import Grammars
+from app.engine.grammar import GrammarCompiler
 from app.engine.load import load
 from app.engine.loop import Loop
 from tests.bench import client
@@ -38,21 +38,21 @@ _ITEM = {
     "additionalProperties": False,
 }
 _SCHEMA = json.dumps({"type": "array", "items": _ITEM, "minItems": 1000})
-_THOUGHT = TOKENS // 2
+_THINKING_TOKENS = TOKENS // 2
 
 GRAMMARS: Mapping[str, Grammar | None] = {
     "none": None,
     "JSON schema": JsonSchema(text=_SCHEMA),
     "regular expression": Regex(pattern=r"([A-Za-z0-9 ]{1,9}, )+"),
-    f"{_THOUGHT} tokens free, then the schema": Lark(
-        text=f'start: thought "." answer\nthought[max_tokens={_THOUGHT}]: /(?s:.*)/\n'
+    f"{_THINKING_TOKENS} tokens free, then the schema": LarkGrammar(
+        text=f'start: thought "." answer\nthought[max_tokens={_THINKING_TOKENS}]: /(?s:.*)/\n'
         f"answer: %json {_SCHEMA}\n"
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
+class _GrammarTiming:
     """rate: tokens per second. work: milliseconds of all cores for a token, which other programs
     on the machine change less."""
 
@@ -62,71 +62,72 @@ class _Pace:
 
 def report(folder: Path) -> str:
     files = store.resolve(str(folder))
-    grammars = Grammars(files.tokenizer, vocab=files.sampled_ids)
-    lines = [*_compiling(grammars), "", "decoding, by grammar:"]
+    grammars = GrammarCompiler(files.tokenizer_path, vocab=files.sampleable_vocab_size)
+    lines = [*_measure_compilation(grammars), "", "decoding, by grammar:"]
     lines += [
         "| rows | grammar | tokens/s | cost | processor, ms a token | cost |",
         "|---|---|---|---|---|---|",
     ]
     for rows in ROWS:
         loop = load(files, Settings(parallel=rows), lambda done, memory: None)
-        paces = {name: list[_Pace]() for name in GRAMMARS}
+        paces = {name: list[_GrammarTiming]() for name in GRAMMARS}
         for turn in range(ROUNDS):
             for name, grammar in GRAMMARS.items():
-                paces[name].append(_pace(loop, grammars, grammar, rows, seed=turn))
+                paces[name].append(_measure_decode(loop, grammars, grammar, rows, seed=turn))
         for name, measured in paces.items():
             pairs = list(zip(paces["none"], measured, strict=True))
             slower = statistics.median(plain.rate / bound.rate - 1 for plain, bound in pairs)
             harder = statistics.median(bound.work / plain.work - 1 for plain, bound in pairs)
             lines.append(
-                f"| {rows} | {name} | {client.spread([pace.rate for pace in measured])} "
-                f"| {100 * slower:.1f} % | {client.spread([pace.work for pace in measured])} "
+                f"| {rows} | {name} | {client.format_spread([pace.rate for pace in measured])} "
+                f"| {100 * slower:.1f} % | "
+                f"{client.format_spread([pace.work for pace in measured])} "
                 f"| {100 * harder:.1f} % |"
             )
     return "\n".join(lines)
 
 
-def _pace(
-    loop: Loop, grammars: Grammars, grammar: Grammar | None, rows: int, *, seed: int
-) -> _Pace:
+def _measure_decode(
+    loop: Loop, grammars: GrammarCompiler, grammar: Grammar | None, rows: int, *, seed: int
+) -> _GrammarTiming:
     """From when each row has its first token, until all have their last."""
     for row in range(rows):
         job = Job(
             id=str(row),
-            ids=tuple(client.text(32, seed=100 * seed + row).encode()),
-            sampling=Sampling(seed=row),
+            prompt_token_ids=tuple(client.make_prompt(32, seed=100 * seed + row).encode()),
+            sampling=SamplingParams(seed=row),
             max_tokens=TOKENS,
-            stop_ids=NONE,
-            reuse=False,
+            stop_token_ids=NONE,
+            cache_prompt=False,
             grammar=grammar,
         )
         loop.submit(job, None if grammar is None else grammars.compile(grammar, NONE))
     told = Counter[str]()
     while len(told) < rows:
-        told.update(_told(loop))
+        told.update(_job_ids_of_step(loop))
     early, begun, worked = told.total(), time.perf_counter(), time.process_time()
     while not loop.idle:
-        told.update(_told(loop))
+        told.update(_job_ids_of_step(loop))
     took, work = time.perf_counter() - begun, time.process_time() - worked
     assert set(told.values()) == {TOKENS}, "an answer ended early"
     decoded = told.total() - early
-    return _Pace(rate=decoded / took, work=1000 * work / decoded)
+    return _GrammarTiming(rate=decoded / took, work=1000 * work / decoded)
 
 
-def _told(loop: Loop) -> list[str]:
+def _job_ids_of_step(loop: Loop) -> list[str]:
     """Whose tokens a step brings."""
-    return [update.job for update in loop.step().updates if isinstance(update, Token)]
+    return [update.job_id for update in loop.step().updates if isinstance(update, Token)]
 
 
-def _compiling(grammars: Grammars) -> list[str]:
+def _measure_compilation(grammars: GrammarCompiler) -> list[str]:
     """Milliseconds to a matcher that the engine can be given."""
     # the tokenizer is read once for all
     grammars.compile(Regex(pattern="a"), NONE)
     asked: dict[str, Grammar] = {
         "the schema below": JsonSchema(text=_SCHEMA),
-        "300 properties, all optional": JsonSchema(text=json.dumps(_wide(300))),
+        "300 properties, all optional": JsonSchema(text=json.dumps(_make_wide_schema(300))),
         "a regular expression": Regex(pattern=r"\d{4}-\d{2}-\d{2}( \w+){1,5}"),
-        "a choice of 500": Choice(options=tuple(f"option {i}" for i in range(500))),
+        "a choice of 500": ChoiceGrammar(options=tuple(f"option {i}" for i in range(500))),
     }
     lines = ["compiling, ms:", "| grammar | first | again |", "|---|---|---|"]
     for name, grammar in asked.items():
@@ -135,12 +136,12 @@ def _compiling(grammars: Grammars) -> list[str]:
     return lines
 
 
-def _milliseconds(grammars: Grammars, grammar: Grammar) -> float:
+def _milliseconds(grammars: GrammarCompiler, grammar: Grammar) -> float:
     begun = time.perf_counter()
     grammars.compile(grammar, NONE)
     return 1000 * (time.perf_counter() - begun)
 
 
-def _wide(count: int) -> dict[str, object]:
+def _make_wide_schema(count: int) -> dict[str, object]:
     properties = {f"property{i}": {"type": ["string", "null"]} for i in range(count)}
     return {"type": "object", "properties": properties, "additionalProperties": False}

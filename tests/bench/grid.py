@@ -14,7 +14,7 @@ import mlx.core as mx
 from models.base import Model
 from tests.bench import client, random_model
 
-GRIDS = (32, 64, 128, 256, 512)
+ALIGNMENTS = (32, 64, 128, 256, 512)
 TOKENS, ROUNDS = 1024, 3
 
 # (prompt tokens that are new, answer tokens) of each turn: a short system prompt and a chat
@@ -23,9 +23,9 @@ CHAT = [(220, 180), (40, 210), (35, 160), (60, 240), (25, 120), (80, 200)]
 AGENT = [(2400, 60), (700, 45), (1500, 80), (300, 40), (900, 60), (500, 120)]
 
 
-def prefill_rate(model: Model, chunk: int, seed: int) -> float:
+def measure_prefill_rate(model: Model, chunk: int, seed: int) -> float:
     """Tokens per second over TOKENS tokens in chunks of that length."""
-    ids = list(client.text(TOKENS, seed).encode())
+    ids = list(client.make_prompt(TOKENS, seed).encode())
     kv = model.make_kv()
     begun = time.perf_counter()
     for start in range(0, TOKENS, chunk):
@@ -34,7 +34,7 @@ def prefill_rate(model: Model, chunk: int, seed: int) -> float:
     return TOKENS / (time.perf_counter() - begun)
 
 
-def evaluated(turns: Sequence[tuple[int, int]], grid: int | None) -> int:
+def count_computed_tokens(turns: Sequence[tuple[int, int]], alignment: int | None) -> int:
     """Prompt tokens that a conversation evaluates in all; grid None: plain longest prefix."""
     length = reusable = total = 0
     for fresh, answer in turns:
@@ -42,27 +42,28 @@ def evaluated(turns: Sequence[tuple[int, int]], grid: int | None) -> int:
         total += prompt - min(reusable, prompt - 1)
         length = prompt + answer
         # without a grid all but the last sampled token is there; with one, only whole chunks
-        reusable = length - 1 if grid is None else prompt - prompt % grid
+        reusable = length - 1 if alignment is None else prompt - prompt % alignment
     return total
 
 
 def report(folder: Path) -> str:
     model = random_model.load(folder)
-    rates: dict[int, list[float]] = {grid: [] for grid in GRIDS}
+    rates: dict[int, list[float]] = {grid: [] for grid in ALIGNMENTS}
     for turn in range(ROUNDS):
-        for grid in GRIDS:
-            rates[grid].append(prefill_rate(model, grid, seed=turn))
+        for grid in ALIGNMENTS:
+            rates[grid].append(measure_prefill_rate(model, grid, seed=turn))
     lines = [
         f"prefill in aligned chunks ({TOKENS} tokens), and prompt tokens that two "
         "conversations compute:",
         "| alignment | tokens/s | of 512 | chat | agent |",
         "|---|---|---|---|---|",
-        f"| none | | | {evaluated(CHAT, None)} | {evaluated(AGENT, None)} |",
+        f"| none | | | {count_computed_tokens(CHAT, None)} | "
+        f"{count_computed_tokens(AGENT, None)} |",
     ]
-    for grid in GRIDS:
+    for grid in ALIGNMENTS:
         ratios = [a / b for a, b in zip(rates[grid], rates[512], strict=True)]
         lines.append(
-            f"| {grid} | {client.spread(rates[grid])} | {client.spread(ratios)} "
-            f"| {evaluated(CHAT, grid)} | {evaluated(AGENT, grid)} |"
+            f"| {grid} | {client.format_spread(rates[grid])} | {client.format_spread(ratios)} "
+            f"| {count_computed_tokens(CHAT, grid)} | {count_computed_tokens(AGENT, grid)} |"
         )
     return "\n".join(lines)

@@ -14,15 +14,15 @@ from tempfile import TemporaryDirectory
 
 from app.core.ports import PrefixCache
 from app.engine.loop import Loop
-from app.engine.memory import measured
+from app.engine.memory import profile_memory
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
-from app.engine.scheduler import Limits
+from app.engine.scheduler import SchedulerLimits
 from models.base import Model
 from models.kv import LayerCache
-from tests.bench.replay import Unbounded
-from tests.engine.driving import job, run_one, settle
+from tests.bench.replay import UnboundedCache
+from tests.engine.driving import evaluate_layers, job, run_one
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
@@ -35,21 +35,21 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """title: what happens in the conversation. prompt: its ids. served: how many were cached.
-    most: how many any cache could have served."""
+class PrefixHit:
+    """title: what happens in the conversation. prompt: its ids. cached: how many were cached.
+    max_cached: how many any cache could have served."""
 
     title: str
     prompt: int
-    served: int
-    most: int
+    cached: int
+    max_cached: int
 
 
-def conversation(model: Model, vocab: int, policy: str) -> list[Request]:
+def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
     """The highest id ends a turn; answers do not end before they are ANSWER ids long."""
-    loop, oracle = _loop(model, vocab, policy), Unbounded()
+    loop, oracle = _make_loop(model, vocab, policy), UnboundedCache()
     rng, end = random.Random(0), vocab - 1
-    made: list[Request] = []
+    made: list[PrefixHit] = []
 
     def text(length: int) -> Ids:
         return tuple(rng.randrange(end) for _ in range(length))
@@ -71,8 +71,10 @@ def conversation(model: Model, vocab: int, policy: str) -> list[Request]:
         )
         outcome = run_one(loop, one)
         assert len(outcome.ids) == ANSWER
-        most = oracle.longest(prompt)
-        made.append(Request(title=title, prompt=len(prompt), served=outcome.cached, most=most))
+        most = oracle.longest_prefix(prompt)
+        made.append(
+            PrefixHit(title=title, prompt=len(prompt), cached=outcome.cached, max_cached=most)
+        )
         evaluated = (*prompt, *outcome.ids)
         # the last sampled id is reported without being evaluated
         oracle.add(evaluated[:-1])
@@ -98,31 +100,31 @@ def conversation(model: Model, vocab: int, policy: str) -> list[Request]:
 def report() -> str:
     """Rows that are alike are one row; columns where nothing could be served are left out."""
     rows: dict[tuple[str, tuple[int, ...]], list[Case]] = {}
-    head: list[Request] = []
+    head: list[PrefixHit] = []
     for case in cases():
         with TemporaryDirectory() as place:
             parity.saved(case, Path(place))
             model = parity.opened(Path(place))
         for policy in POLICIES:
-            head = [one for one in conversation(model, case.vocab, policy) if one.most]
-            rows.setdefault((policy, tuple(one.served for one in head)), []).append(case)
+            head = [one for one in run_conversation(model, case.vocab, policy) if one.max_cached]
+            rows.setdefault((policy, tuple(one.cached for one in head)), []).append(case)
     lines = [
-        _line("policy", [one.title for one in head], "models"),
-        _line("---", ["---"] * len(head), "---"),
-        _line("prompt ids", [one.prompt for one in head], ""),
-        _line("most that could be cached", [one.most for one in head], ""),
+        _format_row("policy", [one.title for one in head], "models"),
+        _format_row("---", ["---"] * len(head), "---"),
+        _format_row("prompt ids", [one.prompt for one in head], ""),
+        _format_row("most that could be cached", [one.max_cached for one in head], ""),
     ]
     # the policies in our order, and of each what serves most first
     for policy, served in sorted(rows, key=lambda row: (POLICIES.index(row[0]), -sum(row[1]))):
-        lines.append(_line(policy, served, _names(rows[policy, served])))
+        lines.append(_format_row(policy, served, _architecture_names(rows[policy, served])))
     return "\n".join(lines)
 
 
-def _line(first: str, cells: Sequence[object], last: str) -> str:
+def _format_row(first: str, cells: Sequence[object], last: str) -> str:
     return f"| {first} | {' | '.join(map(str, cells))} | {last} |"
 
 
-def _names(found: Sequence[Case]) -> str:
+def _architecture_names(found: Sequence[Case]) -> str:
     """Architectures; of one whose cases differ, the case."""
     kinds = Counter(case.config["model_type"] for case in cases())
     here = Counter(case.config["model_type"] for case in found)
@@ -134,28 +136,38 @@ def _names(found: Sequence[Case]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _loop(model: Model, vocab: int, policy: str) -> Loop:
+def _make_loop(model: Model, vocab: int, policy: str) -> Loop:
     """With the policies as they are served."""
-    memory = measured(
-        model, budget=1 << 34, weights=0, chunk=CHUNK, rows=PARALLEL, heads=0, context=CONTEXT
+    memory = profile_memory(
+        model,
+        budget=1 << 34,
+        weights=0,
+        chunk=CHUNK,
+        max_batch_size=PARALLEL,
+        heads=0,
+        context=CONTEXT,
     )
     return Loop(
         model,
-        _prefix(model, policy),
+        _make_prefix_cache(model, policy),
         vocab=vocab,
-        limits=Limits(running=PARALLEL, prefill=CHUNK),
+        limits=SchedulerLimits(max_running=PARALLEL, max_prefill_tokens=CHUNK),
         memory=memory,
         context=CONTEXT,
     )
 
 
-def _prefix(model: Model, policy: str) -> PrefixCache[LayerCache]:
+def _make_prefix_cache(model: Model, policy: str) -> PrefixCache[LayerCache]:
     match policy:
         case "single":
             return SinglePrefixCache(model.make_kv)
         case "radix":
-            return RadixPrefixCache(model.make_kv, settle=settle)
+            return RadixPrefixCache(model.make_kv, evaluate=evaluate_layers)
         case _:
             return SlotPrefixCache(
-                model.make_kv, slots=PARALLEL, context=CONTEXT, multi_user=False, settle=settle
+                model.make_kv,
+                slots=PARALLEL,
+                context=CONTEXT,
+                multi_user=False,
+                evaluate=evaluate_layers,
             )

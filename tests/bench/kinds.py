@@ -21,7 +21,7 @@ def report() -> str:
         "|---|---|---|---|",
     ]
     for kind in parity.KINDS:
-        found = {case.id: _difference(case, kind) for case in cases()}
+        found = {case.id: _largest_difference(case, kind) for case in cases()}
         within = {id: value for id, value in found.items() if value < parity.TOLERANCE}
         beyond = [f"{id} ({value:.1e})" for id, value in found.items() if id not in within]
         largest = max(within.values(), default=0.0)
@@ -31,7 +31,7 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _difference(case: Case, kind: str) -> float:
+def _largest_difference(case: Case, kind: str) -> float:
     """In any way of evaluating it."""
     with TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
         reference = parity.saved(case, Path(place), kind=kind)

@@ -16,18 +16,18 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.attention import attention
+from models.attention import scaled_dot_product_attention
 from models.base import Model
 from models.kv import STEP, KVCache
 
 PAGE = 64
 
 # one sequence's caches, one a layer
-Past = Sequence[KVCache]
+SequenceCaches = Sequence[KVCache]
 
 
-class Layout(Protocol):
-    def join(self, past: Past) -> None: ...
+class KVLayout(Protocol):
+    def join(self, past: SequenceCaches) -> None: ...
 
     def leave(self, row: int) -> None: ...
 
@@ -42,18 +42,18 @@ class Layout(Protocol):
     def arrays(self) -> list[mx.array]: ...
 
 
-class PerSequence:
-    def __init__(self, pasts: Sequence[Past]) -> None:
+class PerSequenceLayout:
+    def __init__(self, pasts: Sequence[SequenceCaches]) -> None:
         self.rows = list(pasts)
 
-    def join(self, past: Past) -> None:
+    def join(self, past: SequenceCaches) -> None:
         self.rows.append(past)
 
     def leave(self, row: int) -> None:
         del self.rows[row]
 
     def grow(self) -> None:
-        self.rows[0] = [with_room(layer.state(), layer.offset) for layer in self.rows[0]]
+        self.rows[0] = [copy_with_capacity(layer.state(), layer.offset) for layer in self.rows[0]]
 
     def step(self, model: Model, tokens: mx.array) -> mx.array:
         offsets = mx.array([row[0].offset for row in self.rows])
@@ -64,7 +64,7 @@ class PerSequence:
         return [array for row in self.rows for layer in row for array in layer.state()]
 
 
-class Alone(PerSequence):
+class UnbatchedLayout(PerSequenceLayout):
     def step(self, model: Model, tokens: mx.array) -> mx.array:
         each = mx.split(tokens[:, None], len(self.rows))
         return mx.concatenate(
@@ -72,7 +72,7 @@ class Alone(PerSequence):
         )
 
 
-class SlicedSlots:
+class SliceWrittenCache:
     """One layer. keys, values: [slots, H, capacity, D], the first len(lengths) slots in use.
     lengths: shared by all layers, counted before the step's position."""
 
@@ -90,7 +90,7 @@ class SlicedSlots:
         self.write(keys, values)
         rows, longest = len(self.lengths), max(self.lengths) + 1
         held = (array[:rows, :, :longest] for array in (self.keys, self.values))
-        return attention(queries, *held, scale=scale, mask=self.mask)
+        return scaled_dot_product_attention(queries, *held, scale=scale, mask=self.mask)
 
     def write(self, keys: mx.array, values: mx.array) -> None:
         for row, at in enumerate(self.lengths):
@@ -98,24 +98,24 @@ class SlicedSlots:
             self.values[row : row + 1, :, at : at + 1] = values[row : row + 1]
 
 
-class ScatteredSlots(SlicedSlots):
+class ScatterWrittenCache(SliceWrittenCache):
     def write(self, keys: mx.array, values: mx.array) -> None:
         rows = mx.arange(len(self.lengths))
         self.keys[rows, :, self.offset] = keys[:, :, 0]
         self.values[rows, :, self.offset] = values[:, :, 0]
 
 
-class Padded:
+class PaddedLayout:
     """kind: how a step's positions are written."""
 
-    def __init__(self, pasts: Sequence[Past], kind: type[SlicedSlots]) -> None:
+    def __init__(self, pasts: Sequence[SequenceCaches], kind: type[SliceWrittenCache]) -> None:
         capacity = max(past[0].state()[0].shape[2] for past in pasts)
         self.layers = [kind(len(pasts), capacity, layer.state()[0]) for layer in pasts[0]]
         self.lengths: list[int] = []
         for past in pasts:
             self.join(past)
 
-    def join(self, past: Past) -> None:
+    def join(self, past: SequenceCaches) -> None:
         row, length = len(self.lengths), past[0].offset
         for layer, cache in zip(self.layers, past, strict=True):
             keys, values = cache.state()
@@ -155,7 +155,7 @@ class Padded:
         return [array for layer in self.layers for array in (layer.keys, layer.values)]
 
 
-class Pages:
+class PagedCache:
     """One layer. keys, values: [pages, H, PAGE, D]. table: [B, most pages of a row]. page, slot:
     [B], where the step's positions go."""
 
@@ -171,7 +171,7 @@ class Pages:
         self.keys[self.page, :, self.slot] = keys[:, :, 0]
         self.values[self.page, :, self.slot] = values[:, :, 0]
         held = (self._gathered(array) for array in (self.keys, self.values))
-        return attention(queries, *held, scale=scale, mask=self.mask)
+        return scaled_dot_product_attention(queries, *held, scale=scale, mask=self.mask)
 
     def _gathered(self, pool: mx.array) -> mx.array:
         pages = pool[self.table].transpose(0, 2, 1, 3, 4)
@@ -179,25 +179,25 @@ class Pages:
         return pages.reshape(rows, heads, -1, dim)
 
 
-class Paged:
-    def __init__(self, pasts: Sequence[Past]) -> None:
+class PagedLayout:
+    def __init__(self, pasts: Sequence[SequenceCaches]) -> None:
         # one row more than there are, and room to grow in
         count = (len(pasts) + 1) * -(-(pasts[0][0].offset + 2 * STEP) // PAGE)
-        self.layers = [Pages(count, layer.state()[0]) for layer in pasts[0]]
+        self.layers = [PagedCache(count, layer.state()[0]) for layer in pasts[0]]
         self.free = list(range(count))
         self.tables: list[list[int]] = []
         self.lengths: list[int] = []
         for past in pasts:
             self.join(past)
 
-    def join(self, past: Past) -> None:
+    def join(self, past: SequenceCaches) -> None:
         length = past[0].offset
         pages = [self.free.pop() for _ in range(-(-length // PAGE))]
         where = mx.array(pages)
         for layer, cache in zip(self.layers, past, strict=True):
             keys, values = cache.state()
-            layer.keys[where] = _cut(keys[..., :length, :])
-            layer.values[where] = _cut(values[..., :length, :])
+            layer.keys[where] = _split_pages(keys[..., :length, :])
+            layer.values[where] = _split_pages(values[..., :length, :])
         self.tables.append(pages)
         self.lengths.append(length)
 
@@ -228,7 +228,7 @@ class Paged:
         return [array for layer in self.layers for array in (layer.keys, layer.values)]
 
 
-def with_room(state: Sequence[mx.array], length: int) -> KVCache:
+def copy_with_capacity(state: Sequence[mx.array], length: int) -> KVCache:
     """A cache of its own with the first `length` positions and room for STEP more."""
     made = KVCache()
     made.reserve(length + STEP)
@@ -236,7 +236,7 @@ def with_room(state: Sequence[mx.array], length: int) -> KVCache:
     return made
 
 
-def _cut(array: mx.array) -> mx.array:
+def _split_pages(array: mx.array) -> mx.array:
     """[1, H, L, D] -> [pages, H, PAGE, D], the last page filled up with zeros."""
     _, heads, length, dim = array.shape
     padded = mx.pad(array[0], [(0, 0), (0, -length % PAGE), (0, 0)])

@@ -14,25 +14,25 @@ from models.base import Model
 from models.kv import STEP, KVCache
 from tests.bench import random_model
 from tests.bench.layout_kinds import (
-    Alone,
-    Layout,
-    Padded,
-    Paged,
-    Past,
-    PerSequence,
-    ScatteredSlots,
-    SlicedSlots,
-    with_room,
+    KVLayout,
+    PaddedLayout,
+    PagedLayout,
+    PerSequenceLayout,
+    ScatterWrittenCache,
+    SequenceCaches,
+    SliceWrittenCache,
+    UnbatchedLayout,
+    copy_with_capacity,
 )
 
 ROWS, LENGTHS, STEPS, ROUNDS = 8, (64, 1500), 24, 3
 
-LAYOUTS: dict[str, Callable[[Sequence[Past]], Layout]] = {
-    "per sequence": PerSequence,
-    "padded, slices": lambda pasts: Padded(pasts, SlicedSlots),
-    "padded, scatter": lambda pasts: Padded(pasts, ScatteredSlots),
-    "paged": Paged,
-    "alone": Alone,
+LAYOUTS: dict[str, Callable[[Sequence[SequenceCaches]], KVLayout]] = {
+    "per sequence": PerSequenceLayout,
+    "padded, slices": lambda pasts: PaddedLayout(pasts, SliceWrittenCache),
+    "padded, scatter": lambda pasts: PaddedLayout(pasts, ScatterWrittenCache),
+    "paged": PagedLayout,
+    "alone": UnbatchedLayout,
 }
 
 
@@ -45,8 +45,8 @@ def report(folder: Path) -> str:
     ]
     for length in LENGTHS:
         # unlike lengths: what padding and masks are for
-        pasts = [_past(folder, length + 7 * row, seed=row) for row in range(ROWS)]
-        _check_alike(model, pasts)
+        pasts = [_make_caches(folder, length + 7 * row, seed=row) for row in range(ROWS)]
+        _check_equal(model, pasts)
         measured: dict[str, list[Sequence[float]]] = {name: [] for name in LAYOUTS}
         for _ in range(ROUNDS):
             for name, make in LAYOUTS.items():
@@ -60,20 +60,22 @@ def report(folder: Path) -> str:
 
 
 def _measure(
-    model: Model, make: Callable[[Sequence[Past]], Layout], pasts: Sequence[Past]
+    model: Model,
+    make: Callable[[Sequence[SequenceCaches]], KVLayout],
+    pasts: Sequence[SequenceCaches],
 ) -> tuple[float, float, float, float]:
     """Milliseconds of a step, a join, a leave, a growth."""
-    layout = make([_copied(past) for past in pasts])
-    newcomer = _copied(pasts[0])
+    layout = make([_copy_caches(past) for past in pasts])
+    newcomer = _copy_caches(pasts[0])
     mx.eval(layout.arrays(), [layer.state() for layer in newcomer])
-    step = _steps(model, layout)
-    leave = _timed(layout, lambda: layout.leave(ROWS // 2))
-    join = _timed(layout, lambda: layout.join(newcomer))
-    growth = _timed(layout, layout.grow)
+    step = _measure_step(model, layout)
+    leave = _measure_call(layout, lambda: layout.leave(ROWS // 2))
+    join = _measure_call(layout, lambda: layout.join(newcomer))
+    growth = _measure_call(layout, layout.grow)
     return step, join, leave, growth
 
 
-def _steps(model: Model, layout: Layout) -> float:
+def _measure_step(model: Model, layout: KVLayout) -> float:
     """Milliseconds of one, greedy and one step ahead as the engine is."""
 
     def step(tokens: mx.array) -> mx.array:
@@ -91,29 +93,29 @@ def _steps(model: Model, layout: Layout) -> float:
     return 1000 * (time.perf_counter() - begun) / STEPS
 
 
-def _timed(layout: Layout, work: Callable[[], None]) -> float:
+def _measure_call(layout: KVLayout, work: Callable[[], None]) -> float:
     begun = time.perf_counter()
     work()
     mx.eval(layout.arrays())
     return 1000 * (time.perf_counter() - begun)
 
 
-def _check_alike(model: Model, pasts: Sequence[Past]) -> None:
+def _check_equal(model: Model, pasts: Sequence[SequenceCaches]) -> None:
     """The same hidden states from every layout, also behind a leave and a join."""
     found: list[mx.array] = []
     for make in LAYOUTS.values():
-        layout = make([_copied(past) for past in pasts])
+        layout = make([_copy_caches(past) for past in pasts])
         first = layout.step(model, mx.arange(ROWS))
         # the last row first, since a padded batch moves it
         layout.leave(ROWS - 1)
-        layout.join(_copied(pasts[-1]))
+        layout.join(_copy_caches(pasts[-1]))
         found.append(mx.concatenate([first, layout.step(model, mx.arange(ROWS))]))
         mx.eval(found)
     for hidden in found[1:]:
         assert mx.allclose(hidden, found[0], rtol=1e-3, atol=1e-3).item(), "the layouts disagree"
 
 
-def _past(folder: Path, length: int, seed: int) -> Past:
+def _make_caches(folder: Path, length: int, seed: int) -> SequenceCaches:
     """Random keys and values, with room behind them, for each layer of the folder's model."""
     shape = random_model.SHAPES[folder.name]
     mx.random.seed(seed)
@@ -125,5 +127,5 @@ def _past(folder: Path, length: int, seed: int) -> Past:
     return past
 
 
-def _copied(past: Past) -> Past:
-    return [with_room(layer.state(), layer.offset) for layer in past]
+def _copy_caches(past: SequenceCaches) -> SequenceCaches:
+    return [copy_with_capacity(layer.state(), layer.offset) for layer in past]

@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from app import store
-from app.engine.describe import complete
-from app.engine.weights import open_model, parameters, read
+from app.engine.describe import complete_config
+from app.engine.weights import list_parameters, open_model, read_weights
 from models import llama
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests import tiny
 
 # 1.0 GB in bfloat16, its largest tensor 131 MB
@@ -90,25 +90,25 @@ def report() -> str:
 
 
 def main(folder: str, bits: int) -> None:
-    files = complete(store.resolve(folder))
+    files = complete_config(store.resolve(folder))
     # what is there before: the interpreter and its libraries
     mx.eval(mx.zeros((1,)))
-    before = _peak()
+    before = _peak_rss()
     begun = time.monotonic()
     model = open_model(files, cast(Any, bits or None))
-    read(model, files.path, lambda percent, memory: None)
+    read_weights(model, files.path, lambda percent, memory: None)
     assert isinstance(model, nn.Module)
-    suit_device(model)
+    apply_cpu_layout(model)
     found = {
-        "weights": sum(array.nbytes for array in parameters(model)),
-        "process": _peak() - before,
+        "weights": sum(array.nbytes for array in list_parameters(model)),
+        "process": _peak_rss() - before,
         "mlx": mx.get_peak_memory(),
         "seconds": time.monotonic() - begun,
     }
     print(json.dumps(found))
 
 
-def _peak() -> int:
+def _peak_rss() -> int:
     """Bytes that this process has held at most so far."""
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

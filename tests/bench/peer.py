@@ -15,17 +15,17 @@ from pathlib import Path
 
 import httpx
 
-from tests.serving import serving
+from tests.serving import run_server
 
-VARIABLE = "MLX_LM"
-PATIENCE = 120.0
+MLX_LM_VARIABLE = "MLX_LM"
+TIMEOUT = 120.0
 
 # our default on a CPU, said aloud because figures are told in units of it
 CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class BenchServer:
     """model: what requests have to call it."""
 
     name: str
@@ -34,20 +34,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def ours(folder: Path, parallel: int) -> Iterator[Server]:
+def run_ours(folder: Path, parallel: int) -> Iterator[BenchServer]:
     options = ["--parallel", str(parallel), "--cache", "radix", "--prefill-chunk", str(CHUNK)]
-    with serving(str(folder), *options) as server:
-        yield Server(name="ours", port=server.port, model=folder.name)
+    with run_server(str(folder), *options) as server:
+        yield BenchServer(name="ours", port=server.port, model=folder.name)
 
 
 @contextlib.contextmanager
-def theirs(folder: Path) -> Iterator[Server | None]:
+def run_mlx_lm(folder: Path) -> Iterator[BenchServer | None]:
     """None where MLX_LM is not set."""
-    python = os.environ.get(VARIABLE)
+    python = os.environ.get(MLX_LM_VARIABLE)
     if python is None:
         yield None
         return
-    port = _free_port()
+    port = find_free_port()
     command = [python, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
     process = subprocess.Popen(
         command,
@@ -56,17 +56,19 @@ def theirs(folder: Path) -> Iterator[Server | None]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        _wait(process, f"http://127.0.0.1:{port}/health")
-        yield Server(name="mlx-lm", port=port, model=str(folder))
+        _wait_until_ready(process, f"http://127.0.0.1:{port}/health")
+        yield BenchServer(name="mlx-lm", port=port, model=str(folder))
     finally:
         process.kill()
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"the server of {os.environ[VARIABLE]} exited unexpectedly"
+        assert process.poll() is None, (
+            f"the server of {os.environ[MLX_LM_VARIABLE]} exited unexpectedly"
+        )
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(url).status_code == httpx.codes.OK:
                 return
@@ -74,6 +76,6 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
     raise TimeoutError(f"{url} is not ready")
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]

@@ -17,12 +17,12 @@ from tokenizers import models as kinds
 
 import models
 from models import llama
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests.bench import cpu_cells
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class LlamaShape:
     """Keys of a Llama config."""
 
     hidden_size: int
@@ -35,7 +35,7 @@ class Shape:
 
 
 SHAPES = {
-    size: Shape(
+    size: LlamaShape(
         hidden_size=cpu_cells.SHAPES[size].width,
         num_hidden_layers=cpu_cells.SHAPES[size].layers,
         intermediate_size=cpu_cells.SHAPES[size].inner,
@@ -70,7 +70,7 @@ def write(folder: Path, size: str, seed: int = 0) -> Path:
             for name, array in shapes.items()
         },
     )
-    _tokenizer(SHAPES[size].vocab_size).save(str(made / "tokenizer.json"))
+    make_tokenizer(SHAPES[size].vocab_size).save(str(made / "tokenizer.json"))
     return made
 
 
@@ -81,11 +81,11 @@ def load(folder: Path) -> models.Model:
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     # as the engine does
-    suit_device(model)
+    apply_cpu_layout(model)
     return model
 
 
-def _tokenizer(size: int) -> Tokenizer:
+def make_tokenizer(size: int) -> Tokenizer:
     """Bytes first, then made-up words that no text is split into but every id decodes to."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(alphabet)}

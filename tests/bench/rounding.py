@@ -17,7 +17,7 @@ import numpy as np
 
 from models import kernels
 from models.base import Model
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests.bench import random_model
 from tests.models import parity, test_glm4_moe_lite, test_llama, test_qwen3_5, test_qwen3_next
 from tests.models.architectures import Case
@@ -41,21 +41,21 @@ def report() -> str:
         "|---|---|---|---|---|",
     ]
     with TemporaryDirectory() as place:
-        for name, opened, vocab in models_of(Path(place)):
+        for name, opened, vocab in iter_models(Path(place)):
             for by_kernels in (False, True):
                 if by_kernels and kernels.ops() is None:
                     continue
                 with computing(by_kernels=by_kernels):
                     model = opened()
-                    suit_device(cast(nn.Module, model))
-                    found = [measured(model, vocab, seed) for seed in SEEDS]
+                    apply_cpu_layout(cast(nn.Module, model))
+                    found = [measure_differences(model, vocab, seed) for seed in SEEDS]
                 most = [max(column) for column in zip(*found, strict=True)]
                 figures = " | ".join((f"{most[0]:.3g}", *(f"{one:.1e}" for one in most[1:])))
                 lines.append(f"| {name} | {'ours' if by_kernels else 'MLX'} | {figures} |")
     return "\n".join(lines)
 
 
-def models_of(place: Path) -> Iterator[tuple[str, Callable[[], Model], int]]:
+def iter_models(place: Path) -> Iterator[tuple[str, Callable[[], Model], int]]:
     """Names, what opens them, sizes of their vocabularies."""
     yield "built-in", lambda: parity.opened(BUILTIN), 1024
     folder = random_model.write(place, "15M")
@@ -67,7 +67,7 @@ def models_of(place: Path) -> Iterator[tuple[str, Callable[[], Model], int]]:
         yield f"tiny {case.id}", lambda saved=saved: parity.opened(saved), case.vocab
 
 
-def measured(model: Model, vocab: int, seed: int) -> tuple[float, float, float]:
+def measure_differences(model: Model, vocab: int, seed: int) -> tuple[float, float, float]:
     """The largest logit, and the largest differences by the cache and by the batch."""
 
     def ids(length: int, salt: int) -> list[int]:
@@ -76,7 +76,7 @@ def measured(model: Model, vocab: int, seed: int) -> tuple[float, float, float]:
     prompt = ids(LENGTH, 0)
     whole = parity.our_prefilled(model, prompt, [CHUNK, LENGTH - CHUNK])
     cached = max(
-        float(np.abs(whole[have:] - _behind(model, prompt, have)).max()) for have in CACHED
+        float(np.abs(whole[have:] - _logits_after(model, prompt, have)).max()) for have in CACHED
     )
     prompts = [ids(length, length) for length in BATCH]
     steps = [ids(STEPS, 1000 + length) for length in BATCH]
@@ -87,9 +87,9 @@ def measured(model: Model, vocab: int, seed: int) -> tuple[float, float, float]:
     return float(np.abs(whole).max()), cached, float(np.abs(together - np.stack(alone)).max())
 
 
-def _behind(model: Model, prompt: Sequence[int], have: int) -> Any:
-    """Logits of what comes behind `have` ids that were decoded one by one."""
+def _logits_after(model: Model, prompt: Sequence[int], cached: int) -> Any:
+    """Logits of what comes behind `cached` ids that were decoded one by one."""
     kv = model.make_kv()
-    for id_ in prompt[:have]:
+    for id_ in prompt[:cached]:
         mx.eval(model(mx.array([[id_]]), kv))
-    return np.array(model.logits(model(mx.array([prompt[have:]]), kv))[0].astype(mx.float32))
+    return np.array(model.logits(model(mx.array([prompt[cached:]]), kv))[0].astype(mx.float32))

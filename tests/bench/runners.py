@@ -15,16 +15,19 @@ from pathlib import Path
 from app import store
 from app.core.jobs import Job, Token
 from app.core.ports import Runner
-from app.core.requests import Sampling
+from app.core.requests import SamplingParams
 from app.core.settings import Settings
-from app.engine.describe import complete
-from app.runners.local import LocalRunner
+from app.engine.describe import complete_config
+from app.runners.local import ThreadRunner
 from app.runners.process import ProcessRunner
 from tests.bench import client
 from tests.bench.serving import status
-from tests.serving import Served
+from tests.serving import ServerProcess
 
-KINDS: dict[str, Callable[[Settings], Runner]] = {"thread": LocalRunner, "process": ProcessRunner}
+RUNNERS: dict[str, Callable[[Settings], Runner]] = {
+    "thread": ThreadRunner,
+    "process": ProcessRunner,
+}
 
 # of app/server.py
 SWITCH_INTERVAL = 0.0005
@@ -32,25 +35,25 @@ ROUNDS, STARTS, TOKENS, STREAMS, FIRSTS = 3, 5, 96, 8, 10
 
 
 @dataclass(kw_only=True)
-class Measured:
+class RunnerTimings:
     """Seconds, and tokens per second."""
 
-    first: list[float] = field(default_factory=list[float])
-    hops: list[float] = field(default_factory=list[float])
+    ttft: list[float] = field(default_factory=list[float])
+    token_latency: list[float] = field(default_factory=list[float])
     alone: list[float] = field(default_factory=list[float])
     together: list[float] = field(default_factory=list[float])
 
 
 def report(folder: Path) -> str:
-    return "\n\n".join([_at_the_runner(folder), _through_http(folder)])
+    return "\n\n".join([_measure_runners(folder), _measure_servers(folder)])
 
 
-def _at_the_runner(folder: Path) -> str:
-    found = {kind: Measured() for kind in KINDS}
+def _measure_runners(folder: Path) -> str:
+    found = {kind: RunnerTimings() for kind in RUNNERS}
     sys.setswitchinterval(SWITCH_INTERVAL)
     for _ in range(ROUNDS):
         for kind, measured in found.items():
-            asyncio.run(_measure(KINDS[kind](Settings(parallel=STREAMS)), folder, measured))
+            asyncio.run(_measure(RUNNERS[kind](Settings(parallel=STREAMS)), folder, measured))
     lines = [
         f"runners, {folder.name}, {ROUNDS} rounds of each in turn:",
         "| | first token, ms | token to loop, ms: median | p99 | tokens/s of 1 | of 8 together |",
@@ -58,36 +61,36 @@ def _at_the_runner(folder: Path) -> str:
     ]
     for kind, m in found.items():
         lines.append(
-            f"| {kind} | {_ms(m.first)} | {1000 * statistics.median(m.hops):.2f} "
-            f"| {1000 * client.percentile(m.hops, 0.99):.2f} "
-            f"| {client.spread(m.alone)} | {client.spread(m.together)} |"
+            f"| {kind} | {_format_ms(m.ttft)} | {1000 * statistics.median(m.token_latency):.2f} "
+            f"| {1000 * client.percentile(m.token_latency, 0.99):.2f} "
+            f"| {client.format_spread(m.alone)} | {client.format_spread(m.together)} |"
         )
     return "\n".join(lines)
 
 
-async def _measure(runner: Runner, folder: Path, measured: Measured) -> None:
-    await runner.start(complete(store.resolve(str(folder))))
-    await _answer(runner, "warm", [])
+async def _measure(runner: Runner, folder: Path, measured: RunnerTimings) -> None:
+    await runner.start(complete_config(store.resolve(str(folder))))
+    await _run_job(runner, "warm", [])
     for n in range(FIRSTS):
-        measured.first.append((await _answer(runner, f"first {n}", [], tokens=2))[0])
-    arrivals = await _answer(runner, "alone", measured.hops)
+        measured.ttft.append((await _run_job(runner, f"first {n}", [], tokens=2))[0])
+    arrivals = await _run_job(runner, "alone", measured.token_latency)
     measured.alone.append((TOKENS - 1) / (arrivals[-1] - arrivals[0]))
     begun = time.perf_counter()
-    await asyncio.gather(*(_answer(runner, f"of many {n}", []) for n in range(STREAMS)))
+    await asyncio.gather(*(_run_job(runner, f"of many {n}", []) for n in range(STREAMS)))
     measured.together.append(STREAMS * TOKENS / (time.perf_counter() - begun))
     await runner.stop()
 
 
-async def _answer(
+async def _run_job(
     runner: Runner, name: str, hops: list[float], tokens: int = TOKENS
 ) -> Sequence[float]:
     """Seconds from submitting to each token. hops: gets those from the engine to here."""
     job = Job(
         id=name,
-        ids=tuple(name.encode()),
-        sampling=Sampling(temperature=0.0),
+        prompt_token_ids=tuple(name.encode()),
+        sampling=SamplingParams(temperature=0.0),
         max_tokens=tokens,
-        stop_ids=frozenset(),
+        stop_token_ids=frozenset(),
     )
     arrivals: list[float] = []
     begun = time.perf_counter()
@@ -95,13 +98,13 @@ async def _answer(
         async for update in updates:
             if isinstance(update, Token):
                 arrivals.append(time.perf_counter() - begun)
-                hops.append((time.monotonic_ns() - update.at) / 1e9)
+                hops.append((time.monotonic_ns() - update.timestamp_ns) / 1e9)
     assert len(arrivals) == tokens, runner.status()
     return arrivals
 
 
-def _through_http(folder: Path) -> str:
-    starts: dict[str, list[float]] = {kind: [] for kind in KINDS}
+def _measure_servers(folder: Path) -> str:
+    starts: dict[str, list[float]] = {kind: [] for kind in RUNNERS}
     for _ in range(STARTS):
         for kind, seconds in starts.items():
             seconds.append(_start(kind))
@@ -112,29 +115,31 @@ def _through_http(folder: Path) -> str:
         "|---|---|---|---|",
     ]
     for kind, seconds in starts.items():
-        server = Served([str(folder), "--runner", kind]).ready()
+        server = ServerProcess([str(folder), "--runner", kind]).wait_until_ready()
         told = status(server, folder).partition(": ")[2]
         server.stop()
-        lines.append(f"| {kind} | {client.spread(seconds)} | {_resident(kind)} | {told} |")
+        lines.append(
+            f"| {kind} | {client.format_spread(seconds)} | {_measure_rss(kind)} | {told} |"
+        )
     return "\n".join(lines)
 
 
 def _start(kind: str) -> float:
-    server = Served(["--runner", kind]).ready()
+    server = ServerProcess(["--runner", kind]).wait_until_ready()
     seconds = time.monotonic() - server.started
     server.stop()
     return seconds
 
 
-def _resident(kind: str) -> str:
+def _measure_rss(kind: str) -> str:
     """Of the server and its processes, with the built-in model (Linux)."""
-    server = Served(["--runner", kind]).ready()
+    server = ServerProcess(["--runner", kind]).wait_until_ready()
     parent = server.process.pid
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    sizes = [client.resident(int(pid)) for pid in (parent, *children)]
+    sizes = [client.get_rss(int(pid)) for pid in (parent, *children)]
     server.stop()
     return " + ".join(f"{size / (1 << 20):.0f}" for size in sizes)
 
 
-def _ms(seconds: Sequence[float]) -> str:
-    return client.spread([1000 * one for one in seconds])
+def _format_ms(seconds: Sequence[float]) -> str:
+    return client.format_spread([1000 * one for one in seconds])

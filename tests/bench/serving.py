@@ -13,13 +13,13 @@ import mlx.core as mx
 
 from models.base import Model
 from tests.bench import client, random_model
-from tests.serving import Served
+from tests.serving import ServerProcess
 
 PROMPT, ANSWER, PAIRS = 64, 48, 7
 LONG, STATUS_PROMPT = 1500, 4000
 
 
-def bare_decode(model: Model, prompt: str) -> float:
+def measure_bare_decode(model: Model, prompt: str) -> float:
     """Tokens per second of the least loop there is: greedy, one step ahead, nothing else."""
     kv = model.make_kv()
     hidden = model(mx.array([list(prompt.encode())]), kv)
@@ -35,48 +35,53 @@ def bare_decode(model: Model, prompt: str) -> float:
     return ANSWER / (time.perf_counter() - begun)
 
 
-def decode(server: Served, folder: Path) -> str:
+def decode(server: ServerProcess, folder: Path) -> str:
     """Bare loop and server take turns, so that a machine that drifts drifts under both."""
     model = random_model.load(folder)
-    prompt = client.text(PROMPT, seed=0)
+    prompt = client.make_prompt(PROMPT, seed=0)
     bare, served = list[float](), list[float]()
     for _ in range(PAIRS):
-        bare.append(bare_decode(model, prompt))
-        served.append(client.stream(server.url, folder.name, prompt, ANSWER).rate)
+        bare.append(measure_bare_decode(model, prompt))
+        served.append(
+            client.stream_completion(server.url, folder.name, prompt, ANSWER).tokens_per_second
+        )
     ratios = [s / b for s, b in zip(served, bare, strict=True)]
     return (
-        f"decode, tokens/s: bare {client.spread(bare)}, served {client.spread(served)}, "
-        f"served/bare {client.spread(ratios)}"
+        f"decode, tokens/s: bare {client.format_spread(bare)}, served "
+        f"{client.format_spread(served)}, "
+        f"served/bare {client.format_spread(ratios)}"
     )
 
 
-def first_token(server: Served, folder: Path) -> str:
+def first_token(server: ServerProcess, folder: Path) -> str:
     """Seconds to the first token of a prompt never seen, and of the same prompt again."""
     cold, warm = list[float](), list[float]()
     for seed in range(3):
-        prompt = client.text(LONG, seed=1000 + seed)
-        first = client.stream(server.url, folder.name, prompt, 2)
-        again = client.stream(server.url, folder.name, prompt, 2)
+        prompt = client.make_prompt(LONG, seed=1000 + seed)
+        first = client.stream_completion(server.url, folder.name, prompt, 2)
+        again = client.stream_completion(server.url, folder.name, prompt, 2)
         # two random prompts may begin with the same letter or two
         assert first.cached < 10
         assert again.cached == LONG - 1
-        cold.append(first.first)
-        warm.append(again.first)
+        cold.append(first.ttft)
+        warm.append(again.ttft)
     ratios = [c / w for c, w in zip(cold, warm, strict=True)]
     return (
-        f"first token after {LONG} prompt tokens, s: cold {client.spread(cold)}, "
-        f"warm {client.spread(warm)}, cold/warm {client.spread(ratios)}"
+        f"first token after {LONG} prompt tokens, s: cold {client.format_spread(cold)}, "
+        f"warm {client.format_spread(warm)}, cold/warm {client.format_spread(ratios)}"
     )
 
 
-def status(server: Served, folder: Path) -> str:
+def status(server: ServerProcess, folder: Path) -> str:
     """Milliseconds that /v1/status takes while the engine reads a long prompt."""
-    prompt = client.text(STATUS_PROMPT, seed=2000)
-    times = _status_during(server, lambda: client.stream(server.url, folder.name, prompt, 2))
+    prompt = client.make_prompt(STATUS_PROMPT, seed=2000)
+    times = _status_during(
+        server, lambda: client.stream_completion(server.url, folder.name, prompt, 2)
+    )
     return f"/v1/status while {STATUS_PROMPT} prompt tokens are evaluated, ms: {times}"
 
 
-def flood(server: Served, folder: Path) -> str:
+def flood(server: ServerProcess, folder: Path) -> str:
     """The same while the largest body there may be is tokenised."""
     text = "hello world " * (9_000_000 // 12)
 
@@ -87,7 +92,7 @@ def flood(server: Served, folder: Path) -> str:
     return f"/v1/status while 9 MB are tokenised, ms: {_status_during(server, tokenize)}"
 
 
-def _status_during(server: Served, work: Callable[[], object]) -> str:
+def _status_during(server: ServerProcess, work: Callable[[], object]) -> str:
     working = threading.Thread(target=work, daemon=True)
     times: list[float] = []
     with httpx.Client(base_url=server.url, timeout=client.TIMEOUT) as http:
@@ -103,19 +108,19 @@ def _status_during(server: Served, work: Callable[[], object]) -> str:
     )
 
 
-def memory(server: Served, folder: Path, requests: int = 1000) -> str:
+def memory(server: ServerProcess, folder: Path, requests: int = 1000) -> str:
     """Resident memory of the server over many requests of changing lengths, mostly new prompts."""
     sizes: list[int] = []
     for i in range(requests):
         body = {
             "model": folder.name,
-            "prompt": client.text(4 + 7 * i % 20, seed=3000 + i),
+            "prompt": client.make_prompt(4 + 7 * i % 20, seed=3000 + i),
             "max_tokens": 1 + i % 4,
         }
         httpx.post(
             f"{server.url}/v1/completions", json=body, timeout=client.TIMEOUT
         ).raise_for_status()
-        sizes.append(client.resident(server.process.pid))
+        sizes.append(client.get_rss(server.process.pid))
     settled = sizes[requests // 10 :]
     base = settled[0]
     return (
@@ -126,23 +131,27 @@ def memory(server: Served, folder: Path, requests: int = 1000) -> str:
     )
 
 
-def hang_up(server: Served, folder: Path) -> str:
+def disconnect(server: ServerProcess, folder: Path) -> str:
     """Seconds from a client's leaving to the end of the next, short request."""
     lines: list[str] = []
     for kind, prompt, awaited in (
-        ("decoding", client.text(PROMPT, seed=4000), b"data: "),
-        ("prefilling", client.text(STATUS_PROMPT, seed=4001), b": prefill"),
+        ("decoding", client.make_prompt(PROMPT, seed=4000), b"data: "),
+        ("prefilling", client.make_prompt(STATUS_PROMPT, seed=4001), b": prefill"),
     ):
         alone, after = list[float](), list[float]()
         for i in range(3):
-            alone.append(client.stream(server.url, folder.name, f"short {i}", 1).first)
-            _leave(server, folder.name, prompt + str(i), awaited)
-            after.append(client.stream(server.url, folder.name, f"short again {i}", 1).first)
-        lines.append(f"{kind}: alone {client.spread(alone)}, after {client.spread(after)}")
+            alone.append(client.stream_completion(server.url, folder.name, f"short {i}", 1).ttft)
+            _disconnect_when(server, folder.name, prompt + str(i), awaited)
+            after.append(
+                client.stream_completion(server.url, folder.name, f"short again {i}", 1).ttft
+            )
+        lines.append(
+            f"{kind}: alone {client.format_spread(alone)}, after {client.format_spread(after)}"
+        )
     return "a short request after a disconnect, s: " + "; ".join(lines)
 
 
-def _leave(server: Served, model: str, prompt: str, awaited: bytes) -> None:
+def _disconnect_when(server: ServerProcess, model: str, prompt: str, awaited: bytes) -> None:
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 2000, "stream": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=client.TIMEOUT) as line:
@@ -152,11 +161,11 @@ def _leave(server: Served, model: str, prompt: str, awaited: bytes) -> None:
             seen += line.recv(65536)
 
 
-MEASUREMENTS: dict[str, Callable[[Served, Path], str]] = {
+MEASUREMENTS: dict[str, Callable[[ServerProcess, Path], str]] = {
     "decode": decode,
     "ttft": first_token,
     "status": status,
     "flood": flood,
-    "hangup": hang_up,
+    "hangup": disconnect,
     "memory": memory,
 }

@@ -27,7 +27,7 @@ class Stream:
         self._port = port
         self._body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         self._last = b""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ended = False
         self.sent = 0.0
         self.progress: list[float] = []
@@ -38,34 +38,34 @@ class Stream:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=LINE_LIMIT)
         try:
             self.sent = time.perf_counter()
-            writer.write(post("/v1/completions", self._body))
+            writer.write(encode_post_request("/v1/completions", self._body))
             status = await reader.readline()
             assert b" 200 " in status, status + await reader.read()
             async for line in reader:
-                self._note(line, time.perf_counter())
+                self._record(line, time.perf_counter())
         finally:
             writer.transport.abort()
             self._ended = True
-            self._news.set()
+            self._changed.set()
         wanted, got = self._body["max_tokens"], self.usage["completion_tokens"]
         assert got == wanted, f"{got} tokens instead of {wanted}"
         return self
 
-    async def tokens(self, count: int) -> None:
+    async def wait_for_tokens(self, count: int) -> None:
         """Returns when so many have come."""
         while len(self.arrivals) < count:
             assert not self._ended, f"it ended after {len(self.arrivals)} tokens"
-            await self._more()
+            await self._wait_for_change()
 
-    async def begun(self, patience: float) -> None:
+    async def wait_for_prefill(self, limit: float) -> None:
         """Returns when the server tells that it reads the prompt, or when patience ends."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(limit):
                 while not self.progress:
-                    await self._more()
+                    await self._wait_for_change()
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         """Seconds to the first token."""
         return self.arrivals[0] - self.sent
 
@@ -80,12 +80,12 @@ class Stream:
         pairs = pairwise(self.arrivals)
         return [after - before for before, after in pairs if after > start and before < end]
 
-    async def _more(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
-    def _note(self, line: bytes, now: float) -> None:
-        self._news.set()
+    def _record(self, line: bytes, now: float) -> None:
+        self._changed.set()
         if line.startswith(b"data: {"):
             self._last = line
             # the last two chunks of a stream bring none: why it ended, and the usage
@@ -95,12 +95,12 @@ class Stream:
             self.progress.append(now)
 
 
-async def together(streams: Sequence[Stream]) -> None:
+async def run_all(streams: Sequence[Stream]) -> None:
     await asyncio.gather(*(stream.run() for stream in streams))
 
 
 @contextlib.asynccontextmanager
-async def running(streams: Sequence[Stream]) -> AsyncIterator[None]:
+async def run_in_background(streams: Sequence[Stream]) -> AsyncIterator[None]:
     """Streams that run meanwhile, and are hung up on afterwards."""
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     try:
@@ -114,7 +114,7 @@ async def running(streams: Sequence[Stream]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def post(path: str, body: Body) -> bytes:
+def encode_post_request(path: str, body: Body) -> bytes:
     """A request whose connection ends with the answer."""
     data = json.dumps(body).encode()
     head = (

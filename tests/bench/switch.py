@@ -11,25 +11,25 @@ from pathlib import Path
 
 from app import store
 from app.core.jobs import Job, Token
-from app.core.requests import Sampling
+from app.core.requests import SamplingParams
 from app.core.settings import Settings
-from app.runners.local import LocalRunner
+from app.runners.local import ThreadRunner
 from tests.bench import client
 
 INTERVALS = (0.005, 0.001, 0.0005, 0.0002)
-TOKENS, ROUNDS, NAP = 128, 5, 0.002
+TOKENS, ROUNDS, SLEEP_SECONDS = 128, 5, 0.002
 
 
 async def _measure(folder: Path) -> str:
-    runner = LocalRunner(Settings())
+    runner = ThreadRunner(Settings())
     await runner.start(store.resolve(str(folder)))
     rates: dict[float, list[float]] = {interval: [] for interval in INTERVALS}
     late: dict[float, list[float]] = {interval: [] for interval in INTERVALS}
     for _ in range(ROUNDS):
         for interval in INTERVALS:
             sys.setswitchinterval(interval)
-            watching = asyncio.create_task(_lateness(late[interval]))
-            rates[interval].append(await _rate(runner))
+            watching = asyncio.create_task(_record_timer_delay(late[interval]))
+            rates[interval].append(await _measure_rate(runner))
             watching.cancel()
     await runner.stop()
     lines = [
@@ -39,30 +39,30 @@ async def _measure(folder: Path) -> str:
     ]
     for interval in INTERVALS:
         lines.append(
-            f"| {1000 * interval:g} | {client.spread(rates[interval])} "
+            f"| {1000 * interval:g} | {client.format_spread(rates[interval])} "
             f"| {1000 * statistics.median(late[interval]):.2f} "
             f"| {1000 * client.percentile(late[interval], 0.99):.2f} |"
         )
     return "\n".join(lines)
 
 
-async def _lateness(late: list[float]) -> None:
+async def _record_timer_delay(late: list[float]) -> None:
     while True:
         begun = time.perf_counter()
-        await asyncio.sleep(NAP)
-        late.append(time.perf_counter() - begun - NAP)
+        await asyncio.sleep(SLEEP_SECONDS)
+        late.append(time.perf_counter() - begun - SLEEP_SECONDS)
 
 
-async def _rate(runner: LocalRunner) -> float:
+async def _measure_rate(runner: ThreadRunner) -> float:
     job = Job(
         id="a",
-        ids=(1, 2, 3),
-        sampling=Sampling(temperature=0.0),
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(temperature=0.0),
         max_tokens=TOKENS,
-        stop_ids=frozenset(),
+        stop_token_ids=frozenset(),
     )
     async with runner.submit(job) as updates:
-        at = [update.at async for update in updates if isinstance(update, Token)]
+        at = [update.timestamp_ns async for update in updates if isinstance(update, Token)]
     return 1e9 * (len(at) - 1) / (at[-1] - at[0])
 
 

@@ -8,38 +8,40 @@ import mlx.core as mx
 import pytest
 
 from tests.bench import cpu_http, cpu_models, cpu_plot
-from tests.bench.cpu_arms import Arm, environment
+from tests.bench.cpu_arms import BackendProcess, make_environment
 from tests.bench.cpu_cells import (
     FORMATS,
     PREFILL,
     SHAPES,
     Cell,
+    CellRounds,
     Format,
-    Measured,
-    Rounds,
-    Shape,
-    Work,
-    group_of,
-    table,
-    verdicts,
+    Measurement,
+    ModelShape,
+    Workload,
+    format_table,
+    format_verdicts,
+    get_group_size,
 )
-from tests.bench.cpu_http import Seen
-from tests.bench.cpu_look import Ledger, ledger_rows
+from tests.bench.cpu_http import HttpTimings
+from tests.bench.cpu_look import ModuleTimer, format_rows
 
-TINY = Shape(
+TINY = ModelShape(
     kind="qwen3", width=64, layers=2, heads=2, kv_heads=1, head_dim=32, inner=128, vocab=96
 )
 
 
-def cell(work: Work = PREFILL, *, size: str = "110M", form: str = "q4", threads: int = 1) -> Cell:
-    return Cell(size=size, form=form, threads=threads, work=work)
+def cell(
+    work: Workload = PREFILL, *, size: str = "110M", form: str = "q4", threads: int = 1
+) -> Cell:
+    return Cell(size=size, form=form, threads=threads, workload=work)
 
 
-def rounds(count: int = 16, **rates: list[float]) -> Rounds:
-    made = Rounds()
+def rounds(count: int = 16, **rates: list[float]) -> CellRounds:
+    made = CellRounds()
     for arm, values in rates.items():
         for rate in values:
-            made.add(arm, Measured(rate=rate, cores=1.0, count=count, seconds=1.0))
+            made.add(arm, Measurement(rate=rate, cores=1.0, count=count, seconds=1.0))
     return made
 
 
@@ -57,62 +59,64 @@ def test_an_arm_with_fewer_rounds_is_compared_where_both_were_measured():
 
 def test_a_verdict_counts_the_cells_and_names_the_short_ones_worst_first():
     found = {
-        cell(Work(4)): rounds(ours=[130], llama=[100]),
-        cell(Work(8)): rounds(ours=[110], llama=[100]),
-        cell(Work(8), threads=2): rounds(ours=[90], llama=[100]),
+        cell(Workload(4)): rounds(ours=[130], llama=[100]),
+        cell(Workload(8)): rounds(ours=[110], llama=[100]),
+        cell(Workload(8), threads=2): rounds(ours=[90], llama=[100]),
     }
-    [line] = verdicts(found)
+    [line] = format_verdicts(found)
     assert "1 of 3 cells" in line
     assert line.endswith("Short: 110M q4, 2 thr., decode 8 0.9; 110M q4, 1 thr., decode 8 1.1")
 
 
 def test_a_cell_at_its_target_meets_it():
-    [line] = verdicts({cell(Work(1)): rounds(ours=[100], llama=[100])})
+    [line] = format_verdicts({cell(Workload(1)): rounds(ours=[100], llama=[100])})
     assert "1 of 1 cells" in line
     assert "Short" not in line
 
 
 @pytest.mark.parametrize("form", ["bf16", "q4-bf16", "q4-g32"])
 def test_formats_that_no_target_names_are_not_judged_against_llama(form):
-    assert verdicts({cell(Work(1), form=form): rounds(ours=[1], llama=[100])}) == []
+    assert format_verdicts({cell(Workload(1), form=form): rounds(ours=[1], llama=[100])}) == []
 
 
 def test_the_published_format_is_held_to_more_against_stock():
-    lines = verdicts({cell(Work(1), form="q4-bf16"): rounds(ours=[50], stock=[1])})
+    lines = format_verdicts({cell(Workload(1), form="q4-bf16"): rounds(ours=[50], stock=[1])})
     assert [line.partition(": ")[2][:6] for line in lines] == ["1 of 1", "0 of 1"]
 
 
 def test_a_table_has_prefill_last_and_leaves_out_what_was_not_measured():
     found = {
         cell(PREFILL): rounds(ours=[300], llama=[200]),
-        cell(Work(1)): rounds(ours=[60, 62], llama=[50, 40]),
-        cell(Work(1), form="f32"): rounds(ours=[20]),
+        cell(Workload(1)): rounds(ours=[60, 62], llama=[50, 40]),
+        cell(Workload(1), form="f32"): rounds(ours=[20]),
     }
-    head, _, row = table(found, "llama")
+    head, _, row = format_table(found, "llama")
     assert head == "| shape | format | threads | decode 1 | prefill 512 |"
     assert row == ("| 110M | q4 | 1 | 61 / 45 = **1.38** (1.2 to 1.55) | 300 / 200 = **1.5** |")
-    assert table(found, "stock") == []
+    assert format_table(found, "stock") == []
 
 
 def test_a_table_says_where_theirs_was_measured_on_less():
     short = rounds(ours=[80, 80])
-    short.add("stock", Measured(rate=2, cores=1, count=3, seconds=9))
-    assert table({cell(Work(1)): short}, "stock")[-1].endswith("80 / 2 = **40** [3, 1] |")
+    short.add("stock", Measurement(rate=2, cores=1, count=3, seconds=9))
+    assert format_table({cell(Workload(1)): short}, "stock")[-1].endswith(
+        "80 / 2 = **40** [3, 1] |"
+    )
 
 
 def test_groups_divide_every_width():
     for shape in SHAPES.values():
         for form in FORMATS.values():
-            group = group_of(shape, form)
+            group = get_group_size(shape, form)
             assert shape.width % group == shape.inner % group == 0
-    assert group_of(SHAPES["110M"], FORMATS["q4"]) == 64
-    assert group_of(SHAPES["15M"], FORMATS["q4"]) == 32
+    assert get_group_size(SHAPES["110M"], FORMATS["q4"]) == 64
+    assert get_group_size(SHAPES["15M"], FORMATS["q4"]) == 32
 
 
 def test_weights_are_in_the_format_that_the_cell_says():
-    plain = cpu_models.weights_of(TINY, FORMATS["bf16"])
+    plain = cpu_models.make_weights(TINY, FORMATS["bf16"])
     assert {array.dtype for array in plain.values()} == {mx.bfloat16}
-    packed = cpu_models.weights_of(TINY, Format(dtype="bfloat16", gguf="Q4_0", bits=4))
+    packed = cpu_models.make_weights(TINY, Format(dtype="bfloat16", gguf="Q4_0", bits=4))
     path = "model.layers.1.mlp.up_proj"
     assert packed[f"{path}.weight"].shape == (128, 64 * 4 // 32)
     assert packed[f"{path}.scales"].dtype == mx.bfloat16
@@ -122,7 +126,7 @@ def test_weights_are_in_the_format_that_the_cell_says():
 def test_an_arm_inherits_nothing_that_would_make_it_another(monkeypatch):
     monkeypatch.setenv("MLXRUNNER_KERNELS", "off")
     monkeypatch.setenv("LD_PRELOAD", "")
-    made = environment({"MLXRUNNER_THREADS": "1"})
+    made = make_environment({"MLXRUNNER_THREADS": "1"})
     assert made["MLXRUNNER_THREADS"] == "1"
     assert "MLXRUNNER_KERNELS" not in made
     assert "LD_PRELOAD" not in made
@@ -134,32 +138,32 @@ def test_an_arm_measures_when_it_is_told_to():
         "from tests.bench.cpu_arms import serve\n"
         "serve(lambda ask: (ask['streams'] * ask['budget'], ask['prompt']), 'a test')"
     )
-    with Arm("ours", [sys.executable, "-c", work]) as arm:
+    with BackendProcess("ours", [sys.executable, "-c", work]) as arm:
         assert arm.runs_on == "a test"
-        first, second = arm.measure(Work(4), 2.0), arm.measure(Work(8), 2.0)
+        first, second = arm.measure(Workload(4), 2.0), arm.measure(Workload(8), 2.0)
     assert (first.rate, second.rate, first.count) == (8, 16, 512)
 
 
 def test_an_arm_that_dies_says_what_it_said_last():
     with pytest.raises(RuntimeError, match=r"ours ended by itself:\n.*no such model"):
-        Arm("ours", [sys.executable, "-c", "raise SystemExit('no such model')"])
+        BackendProcess("ours", [sys.executable, "-c", "raise SystemExit('no such model')"])
 
 
 def test_a_ledger_books_each_second_once(monkeypatch):
     clock = iter(float(i) for i in range(100))
     monkeypatch.setattr("tests.bench.cpu_look.time.perf_counter", lambda: next(clock))
-    ledger = Ledger(lambda held: None, price=0.0)
-    inner = ledger.booked("inner", lambda: None)
-    ledger.booked("outer", inner)()
+    ledger = ModuleTimer(lambda held: None, eval_overhead=0.0)
+    inner = ledger.wrap("inner", lambda: None)
+    ledger.wrap("outer", inner)()
     # came 0, begun 1; inner came 2, begun 3, ended 4; ended 5
     assert ledger.by_kind["inner"].seconds == 1.0
     assert ledger.by_kind["outer"].seconds == 2.0
-    assert ledger_rows(ledger, turns=2)[0] == "| outer | 0.5 | 1000.000 | 67% |"
+    assert format_rows(ledger, turns=2)[0] == "| outer | 0.5 | 1000.000 | 67% |"
 
 
 def test_a_chart_is_svg_in_which_the_longest_bar_of_a_panel_fills_it():
     names = ("ours & theirs", "theirs")
-    drawn = cpu_plot.bars(
+    drawn = cpu_plot.draw_bars(
         "tokens/s",
         [
             cpu_plot.Panel(title="f32", values=dict(zip(names, (40.0, 10.0), strict=True))),
@@ -177,10 +181,10 @@ def test_a_chart_is_svg_in_which_the_longest_bar_of_a_panel_fills_it():
 
 def test_the_table_of_servers_sets_each_beside_ours():
     found = {
-        ("q4", 8, "mlxrunner"): Seen(rates=[100, 120], firsts=[0.1]),
-        ("q4", 8, "mlx-lm"): Seen(rates=[10], firsts=[2.0]),
+        ("q4", 8, "mlxrunner"): HttpTimings(rates=[100, 120], ttfts=[0.1]),
+        ("q4", 8, "mlx-lm"): HttpTimings(rates=[10], ttfts=[2.0]),
     }
-    _, _, ours, theirs = cpu_http.table(found)
+    _, _, ours, theirs = cpu_http.format_table(found)
     assert "| mlxrunner | 110 (100 to 120) |  |" in ours
     assert "| mlx-lm | 10 (10 to 10) | **10** | 2 (2 to 2) |" in theirs
     assert Path(cpu_http.PLOT).suffix == ".svg"

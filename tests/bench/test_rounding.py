@@ -6,11 +6,11 @@ from typing import cast
 import mlx.nn as nn
 import pytest
 
-from models.layout import suit_device
-from tests.bench.rounding import measured, models_of
+from models.layout import apply_cpu_layout
+from tests.bench.rounding import iter_models, measure_differences
 from tests.models.switched import BOTH, computing
 
-# by the names of `models_of`: the bound without our operations, and whether ours give equal bits
+# by the names of `iter_models`: the bound without our operations, and whether ours give equal bits
 BOUNDS = {
     "built-in": (1e-4, True),
     "tiny llama-plain": (1e-4, True),
@@ -27,12 +27,12 @@ BOUNDS = {
 def test_cached_and_batched_logits_are_as_near_as_the_documents_say(
     name: str, by_kernels: bool, tmp_path: Path
 ) -> None:
-    [(opened, vocab)] = [found[1:] for found in models_of(tmp_path) if found[0] == name]
+    [(opened, vocab)] = [found[1:] for found in iter_models(tmp_path) if found[0] == name]
     bound, equal = BOUNDS[name]
     with computing(by_kernels=by_kernels):
         model = opened()
-        suit_device(cast(nn.Module, model))
-        largest, cached, batched = measured(model, vocab, seed=0)
+        apply_cpu_layout(cast(nn.Module, model))
+        largest, cached, batched = measure_differences(model, vocab, seed=0)
     assert largest > 1
     if by_kernels:
         assert batched == 0

@@ -15,33 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from app.core.files import ModelFiles
-from app.core.requests import CalledTool, Message
+from app.core.requests import Message, ToolCall
 from app.text.chat import ChatTemplate
 from app.text.tokenizer import Tokenizer
 
-AT_ONCE = 8
+CONCURRENCY = 8
 END_OF_TURN = "<|im_end|>"
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """marks: positions of the prompt behind each end of a turn."""
+class RecordedTurn:
+    """turn_ends: positions of the prompt behind each end of a turn."""
 
     prompt: Ids
     answer: Ids = ()
-    marks: Ids = ()
+    turn_ends: Ids = ()
 
 
-def conversations(shared: Path) -> list[list[Turn]]:
+def load_conversations(shared: Path) -> list[list[RecordedTurn]]:
     """tau-bench's 50 airline conversations and SWE-agent's 7 runs, shuffled among each other: the
     order in which they come is not recorded."""
     traces = shared / "traces"
     tools = json.loads((traces / "tau_airline_tools.json").read_text())
-    script = _Script(shared / "tokenizers" / "qwen3")
+    script = _ConversationEncoder(shared / "tokenizers" / "qwen3")
     recorded = [
-        script.turns(_messages(row), row_tools)
+        script.encode_turns(_messages(row), row_tools)
         for name, row_tools in (("tau_airline", tools), ("sweagent", None))
         for row in _rows(traces / f"{name}_conversations.jsonl")
     ]
@@ -49,11 +49,13 @@ def conversations(shared: Path) -> list[list[Turn]]:
     return recorded
 
 
-def interleaved(recorded: Sequence[Sequence[Turn]], at_once: int = AT_ONCE) -> list[Turn]:
+def interleave(
+    conversations: Sequence[Sequence[RecordedTurn]], concurrency: int = CONCURRENCY
+) -> list[RecordedTurn]:
     """Turn by turn around those that run; where one ends, the next begins."""
-    waiting = deque(map(iter, recorded))
-    running = deque(waiting.popleft() for _ in range(min(at_once, len(waiting))))
-    turns: list[Turn] = []
+    waiting = deque(map(iter, conversations))
+    running = deque(waiting.popleft() for _ in range(min(concurrency, len(waiting))))
+    turns: list[RecordedTurn] = []
     while running:
         turn = next(running[0], None)
         if turn is not None:
@@ -66,14 +68,14 @@ def interleaved(recorded: Sequence[Sequence[Turn]], at_once: int = AT_ONCE) -> l
     return turns
 
 
-def mooncake(shared: Path, name: str) -> list[Turn]:
+def load_mooncake(shared: Path, name: str) -> list[RecordedTurn]:
     """name: conversation or synthetic. What was answered is in no trace; where a conversation goes
     on, its next request brings it as blocks of its own."""
     rows = _rows(shared / "traces" / f"mooncake_{name}_trace.jsonl")
-    return [Turn(prompt=tuple(row["hash_ids"])) for row in rows]
+    return [RecordedTurn(prompt=tuple(row["hash_ids"])) for row in rows]
 
 
-class _Script:
+class _ConversationEncoder:
     """Recorded messages → what a server would have evaluated, turn by turn."""
 
     def __init__(self, folder: Path) -> None:
@@ -83,24 +85,24 @@ class _Script:
             path=folder,
             config={},
             shards=(),
-            tokenizer=folder / "tokenizer.json",
+            tokenizer_path=folder / "tokenizer.json",
             tokenizer_config=json.loads((folder / "tokenizer_config.json").read_text()),
             generation_config={},
-            template=None,
+            chat_template=None,
             created=0,
         )
         self._template = ChatTemplate(files)
         self._tokenizer = Tokenizer.load(files)
-        end = self._tokenizer.token_id(END_OF_TURN)
+        end = self._tokenizer.token_to_id(END_OF_TURN)
         assert end is not None
         self._end = end
         self._known: dict[str, Ids] = {}
 
-    def turns(self, messages: Sequence[Message], tools: Any) -> list[Turn]:
+    def encode_turns(self, messages: Sequence[Message], tools: Any) -> list[RecordedTurn]:
         spoken = [place for place, m in enumerate(messages) if m.role == "assistant"]
-        return [self._turn(messages[: place + 1], tools) for place in spoken]
+        return [self._encode_turn(messages[: place + 1], tools) for place in spoken]
 
-    def _turn(self, messages: Sequence[Message], tools: Any) -> Turn:
+    def _encode_turn(self, messages: Sequence[Message], tools: Any) -> RecordedTurn:
         asked = self._template.render(messages[:-1], tools=tools)
         # followed by something, so that it is written as history is
         told = self._template.render(
@@ -108,16 +110,16 @@ class _Script:
         )
         assert told.startswith(asked)
         answer, found, _ = told[len(asked) :].partition(END_OF_TURN)
-        prompt = self._ids(asked)
+        prompt = self._encode(asked)
         marks = tuple(place + 1 for place, id in enumerate(prompt) if id == self._end)
-        return Turn(prompt=prompt, answer=self._ids(answer + found), marks=marks)
+        return RecordedTurn(prompt=prompt, answer=self._encode(answer + found), turn_ends=marks)
 
-    def _ids(self, text: str) -> Ids:
+    def _encode(self, text: str) -> Ids:
         """Encoded piece by piece, and each piece once: no token spans a special one."""
         ids: list[int] = []
         for piece in text.split(END_OF_TURN):
             if piece not in self._known:
-                self._known[piece] = tuple(self._tokenizer.encode(piece, add_special=False))
+                self._known[piece] = tuple(self._tokenizer.encode(piece, add_special_tokens=False))
             ids += (*self._known[piece], self._end)
         return tuple(ids[:-1])
 
@@ -129,7 +131,7 @@ def _messages(row: dict[str, Any]) -> list[Message]:
             content=message["content"],
             name=message.get("name"),
             tool_calls=tuple(
-                CalledTool(
+                ToolCall(
                     id=call["id"],
                     name=call["function"]["name"],
                     arguments=call["function"]["arguments"],

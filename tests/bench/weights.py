@@ -9,17 +9,17 @@ import mlx.nn as nn
 
 from models.base import Model
 from tests.bench import client, random_model
-from tests.bench.layout_kinds import PerSequence
+from tests.bench.layout_kinds import PerSequenceLayout
 
-ROWS, PROMPT, STEPS, TURNS = (1, 8), 64, 12, 9
+ROWS, PROMPT, STEPS, REPEATS = (1, 8), 64, 12, 9
 
 
-def step(model: Model, count: int) -> float:
+def measure_step(model: Model, count: int) -> float:
     """Milliseconds that a decode step of `count` rows takes."""
     rows = [model.make_kv() for _ in range(count)]
     for row, kv in enumerate(rows):
-        mx.eval(model(mx.array([list(client.text(PROMPT, seed=row).encode())]), kv))
-    batch = PerSequence(rows)  # pyright: ignore[reportArgumentType]  # a Llama's are KVCaches
+        mx.eval(model(mx.array([list(client.make_prompt(PROMPT, seed=row).encode())]), kv))
+    batch = PerSequenceLayout(rows)  # pyright: ignore[reportArgumentType]  # a Llama's are KVCaches
     tokens = mx.zeros((count,), mx.int32)
     begun = time.perf_counter()
     for _ in range(STEPS):
@@ -37,10 +37,13 @@ def report(folder: Path) -> str:
     mx.eval(as_stored.parameters())
     lines = ["| rows | as stored, ms | as read, ms | ratio |", "|---|---|---|---|"]
     for count in ROWS:
-        pairs = [(step(as_stored, count), step(laid_out, count)) for _ in range(TURNS)]
+        pairs = [
+            (measure_step(as_stored, count), measure_step(laid_out, count)) for _ in range(REPEATS)
+        ]
         before, after = ([pair[i] for pair in pairs] for i in (0, 1))
         ratio = statistics.median(before) / statistics.median(after)
         lines.append(
-            f"| {count} | {client.spread(before)} | {client.spread(after)} | {ratio:.2f} |"
+            f"| {count} | {client.format_spread(before)} | {client.format_spread(after)} "
+            f"| {ratio:.2f} |"
         )
     return "\n".join(lines)

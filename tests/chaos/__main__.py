@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.judge import complaints
-from tests.chaos.questions import answers, questions, write_models
-from tests.chaos.run import run
+from tests.chaos.judge import find_violations
+from tests.chaos.questions import compute_answers, make_questions, write_models
+from tests.chaos.run import run_chaos
 
 
 def main() -> int:
@@ -23,10 +23,10 @@ def main() -> int:
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        root, asked = Path(folder), questions(chosen.prompts, chosen.seed)
+        root, asked = Path(folder), make_questions(chosen.prompts, chosen.seed)
         write_models(root)
-        expected = answers(root, asked)
-        report = run(
+        expected = compute_answers(root, asked)
+        report = run_chaos(
             root,
             asked,
             seconds=60 * chosen.minutes,
@@ -38,13 +38,13 @@ def main() -> int:
         chosen.log.write_text(report.log)
     print(f"requests {report.counts()}")
     print(f"faults {dict(report.faults)}")
-    longest = sorted(outcome.seconds for outcome in report.asked)
+    longest = sorted(outcome.seconds for outcome in report.outcomes)
     print(f"seconds, median {longest[len(longest) // 2]:.2f}, longest {longest[-1]:.1f}")
     print(f"before {report.before}\nafter {report.after}")
-    told = Counter(outcome.message for outcome in report.asked if outcome.message is not None)
+    told = Counter(outcome.message for outcome in report.outcomes if outcome.message is not None)
     for message, count in told.most_common():
         print(f"{count:6} {' '.join(message.split())}")
-    found = complaints(report, expected)
+    found = find_violations(report, expected)
     for complaint in found:
         print(f"WRONG: {complaint}")
     return 1 if found else 0

@@ -15,19 +15,19 @@ from tests.chaos import machine
 from tests.chaos.questions import SHAPES
 
 # bytes that a runner may still take before its memory is at its end
-_LITTLE = 1 << 20
+_SPARE_BYTES = 1 << 20
 
 # seconds for which no process of ours can write to a file
-_DISK_FULL = 2.0
+_DISK_FULL_SECONDS = 2.0
 
 
-class Faults:
-    """pid: of the server's first process. Every other one that was seen is kept in `seen`, so that
+class FaultInjector:
+    """pid: of the server's first process. Every other one that was seen is kept in `pids`, so that
     nobody who outlives the server goes unnoticed."""
 
     def __init__(self, pid: int, url: str, *, pause: tuple[float, float], seed: int) -> None:
-        self.done: Counter[str] = Counter()
-        self.seen: set[int] = set()
+        self.counts: Counter[str] = Counter()
+        self.pids: set[int] = set()
         self._pid = pid
         self._url = url
         self._pause = pause
@@ -37,16 +37,16 @@ class Faults:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await asyncio.sleep(self._rng.uniform(*self._pause))
-            self.seen.update(machine.descendants(self._pid))
+            self.pids.update(machine.list_descendants(self._pid))
             faults = [self._kill, self._stop, self._starve, self._fill_disk, self._unload]
             [fault] = self._rng.choices(faults, weights=[3, 2, 2, 1, 1])
             # what was to suffer from it may have ended just now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if await fault():
-                    self.done[fault.__name__.strip("_")] += 1
+                    self.counts[fault.__name__.strip("_")] += 1
 
-    def _victim(self) -> int | None:
-        runners = machine.runners(self._pid)
+    def _pick_runner(self) -> int | None:
+        runners = machine.list_runners(self._pid)
         return self._rng.choice(runners) if runners else None
 
     async def _kill(self) -> bool:
@@ -56,26 +56,26 @@ class Faults:
         return self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> bool:
-        victim = self._victim()
+        victim = self._pick_runner()
         if victim is not None:
             os.kill(victim, number)
         return victim is not None
 
     async def _starve(self) -> bool:
-        victim = self._victim()
+        victim = self._pick_runner()
         if victim is None:
             return False
-        limit = machine.address_space(victim) + _LITTLE
+        limit = machine.read_address_space(victim) + _SPARE_BYTES
         resource.prlimit(victim, resource.RLIMIT_AS, (limit, limit))
         return True
 
     async def _fill_disk(self) -> bool:
         """No file may grow: whoever writes to one gets EFBIG. Who is started meanwhile inherits
         that, and keeps it."""
-        for pid in (self._pid, *machine.runners(self._pid)):
+        for pid in (self._pid, *machine.list_runners(self._pid)):
             _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
-        await asyncio.sleep(_DISK_FULL)
+        await asyncio.sleep(_DISK_FULL_SECONDS)
         _, most = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (most, most))
         return True

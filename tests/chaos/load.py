@@ -9,36 +9,38 @@ from dataclasses import dataclass
 
 import httpx
 
-from tests.chaos.questions import Question
+from tests.chaos.questions import ChaosQuestion
 
 # seconds after which a request that has not ended counts as one that never does
-ENDLESS = 120.0
+TIMEOUT = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What one request came to. text: of an answer that is whole. status, code, message: of an
-    error. left: the client hung up. broken: a clause, for what is neither an answer nor an error
-    that we were told."""
+    error. disconnected: the client hung up. failure: a clause, for what is neither an answer nor an
+    error that we were told."""
 
-    question: Question
+    question: ChaosQuestion
     streamed: bool
     seconds: float = 0.0
     text: str | None = None
     status: int = 200
     code: str | None = None
     message: str | None = None
-    left: bool = False
-    broken: str | None = None
+    disconnected: bool = False
+    failure: str | None = None
 
 
-class Load:
+class LoadGenerator:
     """clients: beside each other, each of which asks one thing after the other."""
 
-    def __init__(self, url: str, asked: Sequence[Question], *, clients: int, seed: int) -> None:
+    def __init__(
+        self, url: str, questions: Sequence[ChaosQuestion], *, clients: int, seed: int
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self._url = url
-        self._asked = asked
+        self._questions = questions
         self._clients = clients
         self._seed = seed
 
@@ -50,12 +52,14 @@ class Load:
                 group.create_task(self._ask_until(until, random.Random(self._seed + client)))
 
     async def _ask_until(self, until: float, rng: random.Random) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=ENDLESS) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT) as http:
             while time.monotonic() < until:
-                question = rng.choice(self._asked)
+                question = rng.choice(self._questions)
                 patience = rng.uniform(0, 2) if rng.random() < 0.15 else None
                 began = time.monotonic()
-                outcome = await ask(http, question, streamed=rng.random() < 0.5, patience=patience)
+                outcome = await send_question(
+                    http, question, streamed=rng.random() < 0.5, disconnect_after=patience
+                )
                 self.outcomes.append(
                     Outcome(**{**vars(outcome), "seconds": time.monotonic() - began})
                 )
@@ -63,62 +67,70 @@ class Load:
                     await asyncio.sleep(0.1)
 
 
-async def ask(
-    http: httpx.AsyncClient, question: Question, *, streamed: bool, patience: float | None = None
+async def send_question(
+    http: httpx.AsyncClient,
+    question: ChaosQuestion,
+    *,
+    streamed: bool,
+    disconnect_after: float | None = None,
 ) -> Outcome:
-    """patience: seconds after which the client hangs up."""
-    asking = _stream(http, question) if streamed else _whole(http, question)
+    """disconnect_after: seconds after which the client hangs up."""
+    asking = _send_streamed(http, question) if streamed else _send_unstreamed(http, question)
     try:
-        async with asyncio.timeout(ENDLESS if patience is None else patience):
+        async with asyncio.timeout(TIMEOUT if disconnect_after is None else disconnect_after):
             return await asking
     except TimeoutError:
-        if patience is not None:
-            return Outcome(question=question, streamed=streamed, left=True)
-        return _broken(question, streamed, f"did not finish within {ENDLESS:.0f} s")
+        if disconnect_after is not None:
+            return Outcome(question=question, streamed=streamed, disconnected=True)
+        return _failure_outcome(question, streamed, f"did not finish within {TIMEOUT:.0f} s")
     except httpx.TransportError as error:
-        return _broken(question, streamed, f"{type(error).__name__}: {error}")
+        return _failure_outcome(question, streamed, f"{type(error).__name__}: {error}")
 
 
-async def _whole(http: httpx.AsyncClient, question: Question) -> Outcome:
+async def _send_unstreamed(http: httpx.AsyncClient, question: ChaosQuestion) -> Outcome:
     reply = await http.post("/v1/completions", json=question.body())
     if reply.status_code != 200:
-        return _refused(question, False, reply)
+        return _error_from_reply(question, False, reply)
     [choice] = reply.json()["choices"]
     return Outcome(question=question, streamed=False, text=choice["text"])
 
 
-async def _stream(http: httpx.AsyncClient, question: Question) -> Outcome:
+async def _send_streamed(http: httpx.AsyncClient, question: ChaosQuestion) -> Outcome:
     body = {**question.body(), "stream": True}
     async with http.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             await reply.aread()
-            return _refused(question, True, reply)
+            return _error_from_reply(question, True, reply)
         text, reason = "", None
         async for line in reply.aiter_lines():
             if not line.startswith("data: "):
                 continue
             if line == "data: [DONE]":
                 if reason is None:
-                    return _broken(question, True, "a stream without finish_reason")
+                    return _failure_outcome(question, True, "a stream without finish_reason")
                 return Outcome(question=question, streamed=True, text=text)
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
-                return _error(question, True, reply.status_code, chunk)
+                return _error_outcome(question, True, reply.status_code, chunk)
             for choice in chunk["choices"]:
                 text += choice["text"]
                 reason = choice["finish_reason"] or reason
-    return _broken(question, True, "a stream that ended without [DONE]")
+    return _failure_outcome(question, True, "a stream that ended without [DONE]")
 
 
-def _refused(question: Question, streamed: bool, reply: httpx.Response) -> Outcome:
+def _error_from_reply(question: ChaosQuestion, streamed: bool, reply: httpx.Response) -> Outcome:
     try:
-        return _error(question, streamed, reply.status_code, reply.json())
+        return _error_outcome(question, streamed, reply.status_code, reply.json())
     except (ValueError, KeyError):
-        return _broken(question, streamed, f"{reply.status_code} with {reply.content[:200]!r}")
+        return _failure_outcome(
+            question, streamed, f"{reply.status_code} with {reply.content[:200]!r}"
+        )
 
 
-def _error(question: Question, streamed: bool, status: int, told: dict[str, dict]) -> Outcome:
-    error = told["error"]
+def _error_outcome(
+    question: ChaosQuestion, streamed: bool, status: int, body: dict[str, dict]
+) -> Outcome:
+    error = body["error"]
     return Outcome(
         question=question,
         streamed=streamed,
@@ -128,5 +140,5 @@ def _error(question: Question, streamed: bool, status: int, told: dict[str, dict
     )
 
 
-def _broken(question: Question, streamed: bool, how: str) -> Outcome:
-    return Outcome(question=question, streamed=streamed, broken=how)
+def _failure_outcome(question: ChaosQuestion, streamed: bool, failure: str) -> Outcome:
+    return Outcome(question=question, streamed=streamed, failure=failure)

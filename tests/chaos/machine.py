@@ -4,11 +4,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-_RUNNER = b"app.runners.child"
+_RUNNER_MODULE = b"app.runners.child"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resources:
+class ProcessResources:
     """Of the front door alone. rss: bytes."""
 
     rss: int
@@ -16,37 +16,41 @@ class Resources:
     threads: int
 
 
-def resources(pid: int) -> Resources:
+def read_resources(pid: int) -> ProcessResources:
     threads = os.listdir(f"/proc/{pid}/task")
-    return Resources(rss=_status(pid, "VmRSS"), descriptors=_descriptors(pid), threads=len(threads))
+    return ProcessResources(
+        rss=_read_status_bytes(pid, "VmRSS"), descriptors=_descriptors(pid), threads=len(threads)
+    )
 
 
-def address_space(pid: int) -> int:
+def read_address_space(pid: int) -> int:
     """Bytes."""
-    return _status(pid, "VmSize")
+    return _read_status_bytes(pid, "VmSize")
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Of those that are alive, children first."""
     found: list[int] = []
     for child in _children(pid):
-        found += [child, *descendants(child)]
+        found += [child, *list_descendants(child)]
     return found
 
 
-def runners(pid: int) -> list[int]:
-    return [child for child in _children(pid) if _RUNNER in _read(f"/proc/{child}/cmdline")]
+def list_runners(pid: int) -> list[int]:
+    return [
+        child for child in _children(pid) if _RUNNER_MODULE in _read_file(f"/proc/{child}/cmdline")
+    ]
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """A zombie whose parent has not asked for it yet is not."""
-    state = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    state = _read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return bool(state) and state[0] not in (b"Z", b"X")
 
 
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in _read(str(task)).split()]
+    return [int(child) for task in tasks for child in _read_file(str(task)).split()]
 
 
 def _descriptors(pid: int) -> tuple[str, ...]:
@@ -61,14 +65,14 @@ def _descriptors(pid: int) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _status(pid: int, name: str) -> int:
-    for line in _read(f"/proc/{pid}/status").decode().splitlines():
+def _read_status_bytes(pid: int, name: str) -> int:
+    for line in _read_file(f"/proc/{pid}/status").decode().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     """Nothing, of a process that has ended meanwhile."""
     try:
         return Path(path).read_bytes()

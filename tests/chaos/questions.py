@@ -14,10 +14,10 @@ from app import store
 from app.core.events import TextDelta
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
-from app.engine.describe import complete
+from app.engine.describe import complete_config
 from app.generation import Generation
 from app.runners.admission import Admission
-from app.runners.local import LocalRunner
+from app.runners.local import ThreadRunner
 from tests import tiny
 
 # layers, width: models of different sizes, and with different seeds, so different answers
@@ -28,7 +28,7 @@ TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Question:
+class ChaosQuestion:
     """seed: None is greedy."""
 
     model: str
@@ -42,7 +42,7 @@ class Question:
         return {**asked, **drawn}
 
 
-Answers = Mapping[Question, str]
+Answers = Mapping[ChaosQuestion, str]
 
 
 def write_models(root: Path) -> None:
@@ -56,43 +56,43 @@ def write_models(root: Path) -> None:
         )
 
 
-def questions(count: int, seed: int) -> Sequence[Question]:
+def make_questions(count: int, seed: int) -> Sequence[ChaosQuestion]:
     """`count` prompts, the same ones to each model, each asked greedily and with a seed: an answer
     of the wrong model is an answer to the same question."""
     rng = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz      "
     prompts = ["".join(rng.choices(letters, k=rng.randint(4, 300))) for _ in range(count)]
     return [
-        Question(model, prompt, drawn)
+        ChaosQuestion(model, prompt, drawn)
         for model in SHAPES
         for number, prompt in enumerate(prompts)
         for drawn in (None, number)
     ]
 
 
-def answers(root: Path, asked: Sequence[Question]) -> Answers:
-    return asyncio.run(_answers(root, asked))
+def compute_answers(root: Path, questions: Sequence[ChaosQuestion]) -> Answers:
+    return asyncio.run(_compute_answers(root, questions))
 
 
-async def _answers(root: Path, asked: Sequence[Question]) -> Answers:
-    found: dict[Question, str] = {}
+async def _compute_answers(root: Path, questions: Sequence[ChaosQuestion]) -> Answers:
+    found: dict[ChaosQuestion, str] = {}
     for name in SHAPES:
-        files = replace(complete(store.resolve(str(root / name))), name=name)
+        files = replace(complete_config(store.resolve(str(root / name))), name=name)
         settings = Settings(parallel=1, context=CONTEXT)
-        runner = LocalRunner(settings)
+        runner = ThreadRunner(settings)
         await runner.start(files)
         try:
             engine = Admission(runner, settings.max_queue)
             generation = Generation(files, engine, settings)
-            for question in asked:
+            for question in questions:
                 if question.model == name:
-                    found[question] = await _answer(generation, question)
+                    found[question] = await _compute_answer(generation, question)
         finally:
             await runner.stop()
     return found
 
 
-async def _answer(generation: Generation, question: Question) -> str:
+async def _compute_answer(generation: Generation, question: ChaosQuestion) -> str:
     sampling = (
         {"temperature": 0.0}
         if question.seed is None

@@ -9,20 +9,20 @@ from pathlib import Path
 import httpx
 
 from tests.chaos import machine
-from tests.chaos.faults import Faults
-from tests.chaos.judge import Report
-from tests.chaos.load import Load, Outcome, ask
-from tests.chaos.questions import CONTEXT, SHAPES, Question, write_models
-from tests.serving import Served, serving
+from tests.chaos.faults import FaultInjector
+from tests.chaos.judge import ChaosReport
+from tests.chaos.load import LoadGenerator, Outcome, send_question
+from tests.chaos.questions import CONTEXT, SHAPES, ChaosQuestion, write_models
+from tests.serving import ServerProcess, run_server
 
 # GiB for all models together: two of the five fit, or three of the smaller ones
 _MEMORY = 0.05
 
 # seconds that all may take to become quiet again
-_QUIET = 120.0
+_IDLE_TIMEOUT = 120.0
 
 
-def configuration(root: Path) -> Path:
+def write_config(root: Path) -> Path:
     models = "\n".join(f'[[models]]\nname = "{root / name}"\nalias = "{name}"' for name in SHAPES)
     file = root / "mlxrunner.toml"
     file.write_text(
@@ -32,77 +32,84 @@ def configuration(root: Path) -> Path:
     return file
 
 
-def run(
+def run_chaos(
     root: Path,
-    asked: Sequence[Question],
+    questions: Sequence[ChaosQuestion],
     *,
     seconds: float,
     clients: int,
     pause: tuple[float, float],
     seed: int,
-) -> Report:
+) -> ChaosReport:
     """pause: seconds between two faults, at least and at most."""
     write_models(root)
     # what an engine compiles for itself on a CPU is kept there, for as long as the server lives
     (root / "tmp").mkdir(exist_ok=True)
     variables = {"TMPDIR": str(root / "tmp"), "HOME": "/proc/nowhere"}
-    with serving("--config", str(configuration(root)), variables=variables) as server:
-        pid, faults = server.process.pid, Faults
+    with run_server("--config", str(write_config(root)), environ=variables) as server:
+        pid, faults = server.process.pid, FaultInjector
         before, after, load, faults, afterwards = asyncio.run(
-            _drive(server, asked, seconds, clients, pause, seed)
+            _run_load_and_faults(server, questions, seconds, clients, pause, seed)
         )
-        faults.seen.update(machine.descendants(pid))
+        faults.pids.update(machine.list_descendants(pid))
         status = server.stop()
     gone = time.monotonic() + 5
-    while (orphans := [p for p in faults.seen if machine.alive(p)]) and time.monotonic() < gone:
+    while (orphans := [p for p in faults.pids if machine.is_alive(p)]) and time.monotonic() < gone:
         time.sleep(0.05)
-    return Report(
-        asked=load.outcomes,
+    return ChaosReport(
+        outcomes=load.outcomes,
         afterwards=afterwards,
         before=before,
         after=after,
-        orphans=orphans,
-        status=status,
-        faults=faults.done,
-        log=server.text(),
+        orphan_pids=orphans,
+        exit_status=status,
+        faults=faults.counts,
+        log=server.log_text(),
     )
 
 
-async def _drive(
-    server: Served,
-    asked: Sequence[Question],
+async def _run_load_and_faults(
+    server: ServerProcess,
+    questions: Sequence[ChaosQuestion],
     seconds: float,
     clients: int,
     pause: tuple[float, float],
     seed: int,
-) -> tuple[machine.Resources, machine.Resources, Load, Faults, list[Outcome]]:
+) -> tuple[
+    machine.ProcessResources, machine.ProcessResources, LoadGenerator, FaultInjector, list[Outcome]
+]:
     url, pid = server.url, server.process.pid
     # what is imported and made once, and kept, is there before anything is measured
-    await Load(url, asked, clients=clients, seed=seed - clients).run(min(5.0, seconds / 4))
-    before = await _emptied(url, pid)
-    load = Load(url, asked, clients=clients, seed=seed)
-    faults = Faults(pid, url, pause=pause, seed=seed)
+    await LoadGenerator(url, questions, clients=clients, seed=seed - clients).run(
+        min(5.0, seconds / 4)
+    )
+    before = await _wait_until_idle(url, pid)
+    load = LoadGenerator(url, questions, clients=clients, seed=seed)
+    faults = FaultInjector(pid, url, pause=pause, seed=seed)
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run(seconds))
         group.create_task(faults.run(seconds))
-    await _emptied(url, pid)
-    async with httpx.AsyncClient(base_url=url, timeout=_QUIET) as http:
-        afterwards = [await ask(http, question, streamed=False) for question in asked]
-    return before, await _emptied(url, pid), load, faults, afterwards
+    await _wait_until_idle(url, pid)
+    async with httpx.AsyncClient(base_url=url, timeout=_IDLE_TIMEOUT) as http:
+        afterwards = [await send_question(http, question, streamed=False) for question in questions]
+    return before, await _wait_until_idle(url, pid), load, faults, afterwards
 
 
-async def _emptied(url: str, pid: int) -> machine.Resources:
+async def _wait_until_idle(url: str, pid: int) -> machine.ProcessResources:
     """Nobody asks, nothing is loaded, no prompt is suspected: and what the front door has then."""
-    async with asyncio.timeout(_QUIET), httpx.AsyncClient(base_url=url, timeout=_QUIET) as http:
+    async with (
+        asyncio.timeout(_IDLE_TIMEOUT),
+        httpx.AsyncClient(base_url=url, timeout=_IDLE_TIMEOUT) as http,
+    ):
         for model in SHAPES:
             (await http.post("/v1/models/unload", json={"model": model})).raise_for_status()
-    async with asyncio.timeout(_QUIET):
-        while machine.descendants(pid) or _busy(pid):  # noqa: ASYNC110  # of another process
+    async with asyncio.timeout(_IDLE_TIMEOUT):
+        while machine.list_descendants(pid) or _descriptors_change(pid):  # noqa: ASYNC110  # of another process
             await asyncio.sleep(0.1)
-    return machine.resources(pid)
+    return machine.read_resources(pid)
 
 
-def _busy(pid: int) -> bool:
+def _descriptors_change(pid: int) -> bool:
     """Whether connections of clients are still being closed."""
     mine = os.listdir(f"/proc/{pid}/fd")
     time.sleep(0.05)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, Served, serving
+from tests.serving import ROOT, ServerProcess, run_server
 
 MODULES = ROOT / "examples" / "node" / "node_modules"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
@@ -30,14 +30,14 @@ CHROMES = (
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Served]:
+def server() -> Iterator[ServerProcess]:
     """The built-in model: trained, so that it says something and comes to an end."""
-    with serving() as running:
+    with run_server() as running:
         yield running
 
 
 @pytest.fixture
-def surroundings(server: Served, tmp_path: Path) -> dict[str, str]:
+def surroundings(server: ServerProcess, tmp_path: Path) -> dict[str, str]:
     """The whole environment of a client: which server, a home of its own, and no way out."""
     nowhere = "http://127.0.0.1:9"
     return {

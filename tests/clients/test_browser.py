@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import PATIENCE, ROOT, Served, serving
+from tests.serving import ROOT, TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 
@@ -24,13 +24,13 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
     """The example, as `python -m http.server` serves it."""
-    handler = functools.partial(_Quiet, directory=str(ROOT / "examples" / "browser"))
+    handler = functools.partial_sum(_Quiet, directory=str(ROOT / "examples" / "browser"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         thread = threading.Thread(target=web.serve_forever)
         thread.start()
         yield f"http://localhost:{web.server_port}/"
         web.shutdown()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,17 @@ def throttle(tmp_path_factory: pytest.TempPathFactory) -> Throttle:
 
 
 @pytest.fixture(scope="module")
-def server(throttle: Throttle) -> Iterator[Served]:
+def server(throttle: Throttle) -> Iterator[ServerProcess]:
     """One whose answers are long enough to be seen while they are written, and may have no end."""
     endless = ("--context-shift", "--cache", "slots")
-    with serving(*endless, variables=throttle.variables) as running:
+    with run_server(*endless, environ=throttle.variables) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def seen(server: Served, page: str, node: str, chrome: str, throttle: Throttle) -> dict[str, Any]:
+def seen(
+    server: ServerProcess, page: str, node: str, chrome: str, throttle: Throttle
+) -> dict[str, Any]:
     """What tests/clients/browser.mjs tells."""
     throttle.on()
     driver = Path(__file__).parent / "browser.mjs"
@@ -56,18 +58,18 @@ def seen(server: Served, page: str, node: str, chrome: str, throttle: Throttle) 
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE,
+        timeout=2 * TIMEOUT,
         check=False,
     )
     throttle.off()
-    assert done.returncode == 0, f"{done.stderr}\n--- the server ---\n{server.text()[-4000:]}"
+    assert done.returncode == 0, f"{done.stderr}\n--- the server ---\n{server.log_text()[-4000:]}"
     return json.loads(done.stdout)
 
 
-def test_an_answer_comes_piece_by_piece(seen: dict[str, Any], server: Served):
+def test_an_answer_comes_piece_by_piece(seen: dict[str, Any], server: ServerProcess):
     asked = {"role": "user", "content": "Hello! Who are you?"}
     body = {"model": "builtin", "messages": [asked], "temperature": 0}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
     assert seen["whole"]["text"] == reply.json()["choices"][0]["message"]["content"]
     lengths = [length for _, length in seen["whole"]["seen"]]
     assert len(set(lengths)) > 3

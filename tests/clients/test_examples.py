@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runners.spawning import wait_until
-from tests.serving import PATIENCE, ROOT, Served
+from tests.serving import ROOT, TIMEOUT, ServerProcess
 
 EXAMPLES = ROOT / "examples"
 # OpenAI's own library is among what the tests need, and newer there
@@ -17,7 +17,9 @@ OTHERS = sorted({path.name for path in EXAMPLES.glob("*.py")} - set(OURS))
 NODE = sorted(path.name for path in (EXAMPLES / "node").glob("*.mjs"))
 
 
-def run(command: list[str], surroundings: dict[str, str], folder: Path, server: Served) -> None:
+def run(
+    command: list[str], surroundings: dict[str, str], folder: Path, server: ServerProcess
+) -> None:
     done = subprocess.run(
         command,
         cwd=folder,
@@ -26,10 +28,10 @@ def run(command: list[str], surroundings: dict[str, str], folder: Path, server: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=2 * PATIENCE,
+        timeout=2 * TIMEOUT,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout}\n--- the server ---\n{server.text()[-4000:]}"
+    assert done.returncode == 0, f"{done.stdout}\n--- the server ---\n{server.log_text()[-4000:]}"
     assert done.stdout, "an example tells what it did"
     # what a script left is noticed a moment later
     wait_until(lambda: server.status()["Running"] == 0)
@@ -38,19 +40,21 @@ def run(command: list[str], surroundings: dict[str, str], folder: Path, server: 
 
 
 @pytest.mark.parametrize("script", OURS)
-def test_openais_python_library(script: str, surroundings, tmp_path: Path, server: Served):
+def test_openais_python_library(script: str, surroundings, tmp_path: Path, server: ServerProcess):
     run([sys.executable, str(EXAMPLES / script)], surroundings, tmp_path, server)
 
 
 @pytest.mark.parametrize("script", OTHERS)
 def test_python_libraries_of_others(
-    script: str, clients: str, surroundings, tmp_path: Path, server: Served
+    script: str, clients: str, surroundings, tmp_path: Path, server: ServerProcess
 ):
     run([clients, str(EXAMPLES / script)], surroundings, tmp_path, server)
 
 
 @pytest.mark.parametrize("script", NODE)
-def test_libraries_for_node(script: str, node: str, surroundings, tmp_path: Path, server: Served):
+def test_libraries_for_node(
+    script: str, node: str, surroundings, tmp_path: Path, server: ServerProcess
+):
     run([node, str(EXAMPLES / "node" / script)], surroundings, tmp_path, server)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import PATIENCE, ROOT, Served
+from tests.serving import ROOT, TIMEOUT, ServerProcess
 
 ADDRESS = "http://127.0.0.1:8080"
 
@@ -16,7 +16,9 @@ FENCES = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text("utf
 COMMANDS = [body for language, body in FENCES if language == "sh" and ADDRESS in body]
 
 
-def run(command: list[str], surroundings: dict[str, str], folder: Path, server: Served) -> str:
+def run(
+    command: list[str], surroundings: dict[str, str], folder: Path, server: ServerProcess
+) -> str:
     """What it printed."""
     done = subprocess.run(
         command,
@@ -26,15 +28,15 @@ def run(command: list[str], surroundings: dict[str, str], folder: Path, server: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=2 * PATIENCE,
+        timeout=2 * TIMEOUT,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout}\n--- the server ---\n{server.text()[-4000:]}"
+    assert done.returncode == 0, f"{done.stdout}\n--- the server ---\n{server.log_text()[-4000:]}"
     return done.stdout
 
 
 def test_the_programs_run_one_behind_the_other(
-    surroundings: dict[str, str], tmp_path: Path, server: Served
+    surroundings: dict[str, str], tmp_path: Path, server: ServerProcess
 ):
     """Later ones use the client that the first one has made."""
     programs = [body for language, body in FENCES if language == "python"]
@@ -49,7 +51,7 @@ def test_the_programs_run_one_behind_the_other(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_is_answered(
-    command: str, surroundings: dict[str, str], tmp_path: Path, server: Served
+    command: str, surroundings: dict[str, str], tmp_path: Path, server: ServerProcess
 ):
     if shutil.which("curl") is None:
         pytest.skip("needs curl")

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from app.commands import doctor
-from app.commands.doctor import Findings, diagnose, lines, losses
-from app.core.errors import AppError, Kind
+from app.commands.doctor import Findings, diagnose, find_problems, render_lines
+from app.core.errors import AppError, ErrorKind
 from models import backend
 
 WELL = Findings(
@@ -41,27 +41,27 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX lac
 
 
 def test_a_machine_that_is_well_is_told_in_a_few_lines() -> None:
-    told = dict(lines(WELL))
+    told = dict(render_lines(WELL))
     assert told["MLX"] == "1.2.3, on the CPU"
     assert told["processor"] == "A CPU, 2 threads"
     assert told["BLAS"] == "OpenBLAS 9.9 (Fake); matmul at 123 GFLOP/s"
     assert told["kernels"] == "avx2"
     assert told["memory"] == "6.00 GiB available"
     assert told["models"] == "1 built in, 2 hub, 0 ollama"
-    assert list(losses(WELL, {})) == []
+    assert list(find_problems(WELL, {})) == []
 
 
 def test_where_something_is_not_in_use_it_says_why() -> None:
-    told = dict(lines(replace(STOCK, kernels=None, kernels_why="they were not built")))
+    told = dict(render_lines(replace(STOCK, kernels=None, kernels_why="they were not built")))
     assert told["BLAS"] == "MLX's own: MLXRUNNER_BLAS is stock; matmul at 123 GFLOP/s"
     assert told["kernels"] == "none: they were not built"
 
 
 def test_a_gpu_has_neither_blas_nor_kernels_to_tell_of() -> None:
-    told = dict(lines(ON_GPU))
+    told = dict(render_lines(ON_GPU))
     assert told["MLX"] == "1.2.3, on the GPU"
     assert not {"BLAS", "kernels"} & told.keys()
-    assert list(losses(ON_GPU, {})) == []
+    assert list(find_problems(ON_GPU, {})) == []
 
 
 @on_linux
@@ -75,34 +75,34 @@ def test_a_gpu_has_neither_blas_nor_kernels_to_tell_of() -> None:
         ),
         (replace(WELL, called=False), "MLX does not call it"),
         (NO_KERNELS, "so decoding is slower: they were not built"),
-        (replace(STOCK, blas_why=backend.CUDA), "found no GPU"),
+        (replace(STOCK, blas_why=backend.USES_CUDA), "found no GPU"),
         (replace(WELL, memory=1 << 20), "only 1.00 MiB are available"),
         (replace(WELL, scratch=None), "set TMPDIR"),
         (replace(WELL, models={}, stores="planted"), "could not be listed: planted"),
     ],
 )
 def test_each_loss_is_one_sentence(found: Findings, words: str) -> None:
-    [loss] = losses(found, {})
+    [loss] = find_problems(found, {})
     assert words in loss
 
 
 def test_what_somebody_has_turned_off_is_no_loss() -> None:
-    assert list(losses(STOCK, {})) == []
-    assert list(losses(NO_KERNELS, {"MLXRUNNER_KERNELS": "off"})) == []
+    assert list(find_problems(STOCK, {})) == []
+    assert list(find_problems(NO_KERNELS, {"MLXRUNNER_KERNELS": "off"})) == []
 
 
 def test_what_the_install_was_asked_to_leave_out_is_no_loss() -> None:
     why = "the CPU kernels are not built, as MLXRUNNER_BUILD_KERNELS=0 asks"
-    assert list(losses(replace(NO_KERNELS, kernels_why=why), {})) == []
+    assert list(find_problems(replace(NO_KERNELS, kernels_why=why), {})) == []
 
 
 def test_the_status_tells_whether_something_is_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "_examined", lambda: WELL)
+    monkeypatch.setattr(doctor, "_examine", lambda: WELL)
     assert diagnose(as_json=False) == 0
     assert capsys.readouterr().out.endswith("\n\nno problems found\n")
-    monkeypatch.setattr(doctor, "_examined", lambda: replace(WELL, scratch=None))
+    monkeypatch.setattr(doctor, "_examine", lambda: replace(WELL, scratch=None))
     assert diagnose(as_json=True) == 1
     [loss] = json.loads(capsys.readouterr().out)["lost"]
     assert "TMPDIR" in loss
@@ -112,9 +112,9 @@ def test_models_that_cannot_be_listed_are_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unreadable() -> None:
-        raise AppError(Kind.MODEL_FILES, "planted")
+        raise AppError(ErrorKind.MODEL_FILES, "planted")
 
-    monkeypatch.setattr("app.store.installed", unreadable)
+    monkeypatch.setattr("app.store.list_installed", unreadable)
     assert diagnose(as_json=True) == 1
     assert json.loads(capsys.readouterr().out)["stores"] == "planted"
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.cli import main
 from app.commands import key as command
-from app.commands.key import append, make_key
+from app.commands.key import append_key, make_key
 from app.core.errors import AppError
 from app.door import keys
 from app.door.keyring import Keyring
@@ -28,8 +28,8 @@ def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path 
 def test_what_it_prints_can_be_put_into_the_file(capsys: pytest.CaptureFixture[str]):
     assert make_key("laptop", admin=True, file=None) == 0
     out, err = capsys.readouterr()
-    [key] = keys.from_file(err[err.index("[[keys]]") :])
-    assert (key.name, key.admin, key.digest) == ("laptop", True, keys.digest(out.strip()))
+    [key] = keys.parse_key_file(err[err.index("[[keys]]") :])
+    assert (key.name, key.admin, key.digest) == ("laptop", True, keys.hash_key(out.strip()))
     assert "not shown again" in err
 
 
@@ -42,7 +42,7 @@ def test_a_new_file_is_for_its_owner_alone(capsys: pytest.CaptureFixture[str], t
         os.umask(before)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert shown not in file.read_text()
-    found = asyncio.run(Keyring(file=file).match(shown))
+    found = asyncio.run(Keyring(file=file).find(shown))
     assert found is not None
     assert (found.name, found.admin) == ("laptop", False)
 
@@ -52,7 +52,7 @@ def test_keys_are_added_to_what_is_there(capsys: pytest.CaptureFixture[str], tmp
     file.write_text("# whose is what: ask Ann")  # and no end of line
     shown = [made(capsys, name, name == "boss", file) for name in ("laptop", "boss")]
     assert file.read_text().startswith("# whose is what: ask Ann\n\n[[keys]]\n")
-    found = [asyncio.run(Keyring(file=file).match(key)) for key in shown]
+    found = [asyncio.run(Keyring(file=file).find(key)) for key in shown]
     assert [(key.name, key.admin) for key in found if key] == [("laptop", False), ("boss", True)]
 
 
@@ -90,8 +90,8 @@ def test_the_command_line_leads_here(capsys: pytest.CaptureFixture[str], tmp_pat
     file = tmp_path / "keys.toml"
     assert main(["key", "boss", "--admin", "--file", str(file)]) == 0
     shown = capsys.readouterr().out.strip()
-    [key] = keys.from_file(file.read_text())
-    assert (key.name, key.admin, key.digest) == ("boss", True, keys.digest(shown))
+    [key] = keys.parse_key_file(file.read_text())
+    assert (key.name, key.admin, key.digest) == ("boss", True, keys.hash_key(shown))
     assert main(["key", "two words"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -100,12 +100,12 @@ def test_the_command_line_leads_here(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_what_cannot_be_written_is_told(tmp_path: Path):
     with pytest.raises(AppError, match="cannot be written: no such file"):
-        append(tmp_path / "nowhere" / "keys.toml", "")
+        append_key(tmp_path / "nowhere" / "keys.toml", "")
     with pytest.raises(AppError, match="cannot be written: is a directory"):
-        append(tmp_path, "")
+        append_key(tmp_path, "")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(AppError, match="is not a file"):
-        append(tmp_path / "pipe", "")
+        append_key(tmp_path / "pipe", "")
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(
@@ -132,4 +132,6 @@ def test_two_at_once_lose_no_key(tmp_path: Path):
         one.start()
     for one in crowd:
         one.join()
-    assert {key.name for key in keys.from_file(file.read_text())} == {f"k{n}" for n in range(20)}
+    assert {key.name for key in keys.parse_key_file(file.read_text())} == {
+        f"k{n}" for n in range(20)
+    }

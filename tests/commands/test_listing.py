@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from app.commands.listing import Row, show_all, table
-from app.store.hub.download import fetch
-from app.store.hub.offer import look
+from app.commands.listing import ListedModel, list_models, render_table
+from app.store.hub.download import download
+from app.store.hub.offer import plan_download
 from app.store.names import HubName
 from tests import tiny
 from tests.store.ollama_store import OllamaStore, packed_folder
@@ -18,9 +18,9 @@ from tests.store.stand_in import StandIn
 def stocked(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
     """One whole model in each source, and one broken one in two of them."""
     hub.add("org/tiny", tiny_model)
-    fetch(look(HubName(repo="org/tiny")))
+    download(plan_download(HubName(repo_id="org/tiny")))
     hub.add("org/broken", tiny.write(tmp_path / "broken", seed=1))
-    weights = fetch(look(HubName(repo="org/broken"))) / "model.safetensors"
+    weights = download(plan_download(HubName(repo_id="org/broken"))) / "model.safetensors"
     weights.resolve().write_bytes(b"cut off")
     ollama = OllamaStore(tmp_path / "ollama")
     ollama.write("tiny:4b", ollama.model(packed_folder(tmp_path / "packed")))
@@ -31,7 +31,7 @@ def stocked(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
 def test_every_source_is_listed_and_broken_models_do_not_end_the_list(
     stocked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show_all(as_json=False) == 0
+    assert list_models(as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED"]
     assert [line.split()[0] for line in lines[1:]] == [
@@ -48,7 +48,7 @@ def test_every_source_is_listed_and_broken_models_do_not_end_the_list(
 
 
 def test_programs_get_the_same_in_json(stocked: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_all(as_json=True)
+    list_models(as_json=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["org/tiny"]["architecture"] == "llama"
     assert rows["org/tiny"]["bytes"] == sum(array.nbytes for array in tiny.weights().values())
@@ -59,8 +59,10 @@ def test_programs_get_the_same_in_json(stocked: Path, capsys: pytest.CaptureFixt
 
 def test_a_long_name_has_a_line_of_its_own() -> None:
     long = "some-organisation/" + "a-very-long-name-of-a-model-" * 2 + "8bit"
-    made = [Row(name=long, source="hub", path="", bytes=10**10, architecture="glm4_moe_lite")]
-    head, name, rest = table(made)
+    made = [
+        ListedModel(name=long, source="hub", path="", bytes=10**10, architecture="glm4_moe_lite")
+    ]
+    head, name, rest = render_table(made)
     assert name == long
     assert rest.split()[:4] == ["hub", "10.0", "GB", "glm4_moe_lite"]
     assert max(map(len, (head, rest))) <= 80

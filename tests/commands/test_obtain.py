@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from app.commands.obtain import obtain
+from app.commands.obtain import resolve_or_download
 from app.commands.pull import pull
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
-from app.store.names import NotHere
+from app.store.names import ModelNotFoundError
 from tests.store.stand_in import StandIn
 
 WEIGHTS = "model.safetensors"
@@ -37,20 +37,26 @@ def test_nothing_is_asked_where_nobody_sits(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(NotHere, match="run `mlxrunner pull org/tiny`"):
-        obtain(Settings(models=(ModelSettings(name="org/tiny"),)))
+    with pytest.raises(ModelNotFoundError, match="run `mlxrunner pull org/tiny`"):
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),)))
     assert hub.asked == []
 
 
 def test_pull_goes_ahead(hub: StandIn, commit: str) -> None:
-    assert obtain(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name == commit
+    assert (
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name
+        == commit
+    )
 
 
 def test_what_is_here_is_served_without_a_look_at_the_hub(hub: StandIn, commit: str) -> None:
     pull("org/tiny", None)
     hub.asked.clear()
     hub.add("org/tiny", Path("/nowhere"))
-    assert obtain(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name == commit
+    assert (
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),), pull=True)).path.name
+        == commit
+    )
     assert hub.asked == []
 
 
@@ -59,7 +65,9 @@ def test_at_a_terminal_the_size_is_told_and_yes_is_yes(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     told = sit_at_a_terminal(monkeypatch, answer)
-    assert obtain(Settings(models=(ModelSettings(name="org/tiny"),))).name == "org/tiny"
+    assert (
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),))).name == "org/tiny"
+    )
     assert "download org/tiny (59.2 kB)? [y/N] " in told.getvalue()
 
 
@@ -68,8 +76,8 @@ def test_anything_else_is_no(
     hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     sit_at_a_terminal(monkeypatch, answer)
-    with pytest.raises(NotHere):
-        obtain(Settings(models=(ModelSettings(name="org/tiny"),)))
+    with pytest.raises(ModelNotFoundError):
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),)))
     assert hub.downloads(WEIGHTS) == []
 
 
@@ -81,5 +89,7 @@ def test_an_interrupted_download_is_completed_by_consent(
         pull("org/tiny", None)
     hub.faults.status.clear()
     told = sit_at_a_terminal(monkeypatch, "y\n")
-    assert obtain(Settings(models=(ModelSettings(name="org/tiny"),))).path.name == commit
+    assert (
+        resolve_or_download(Settings(models=(ModelSettings(name="org/tiny"),))).path.name == commit
+    )
     assert "the download of org/tiny is incomplete" in told.getvalue()

@@ -16,7 +16,7 @@ from app.core.errors import AppError
 from app.store.hub import cached
 from app.store.names import HubName
 from tests import tiny
-from tests.serving import PATIENCE, ROOT, serving
+from tests.serving import ROOT, TIMEOUT, run_server
 from tests.store.stand_in import StandIn
 
 WEIGHTS = "model.safetensors"
@@ -54,7 +54,7 @@ def test_a_revision_may_stand_in_the_name_or_beside_it(
 ) -> None:
     hub.add("org/tiny", tiny.write(tmp_path / "newer", seed=1))
     pull(name.format(commit), None if "@" in name else commit)
-    files = cached.find(HubName(repo="org/tiny", revision=commit))
+    files = cached.find(HubName(repo_id="org/tiny", revision=commit))
     assert files is not None
     assert files.path.name == commit
 
@@ -106,7 +106,7 @@ def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess
         env=environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
     )
 
 
@@ -123,12 +123,12 @@ def test_the_command_pulls_and_serves_when_the_hub_is_gone(
     hub.close()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with serving("org/tiny") as server:
+    with run_server("org/tiny") as server:
         url = server.url
         answer = httpx.post(
             f"{url}/v1/completions",
             json={"model": "org/tiny", "prompt": "Hi", "max_tokens": 3},
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
         assert answer.status_code == 200, answer.text
         assert httpx.get(f"{url}/v1/models/org/tiny").json()["id"] == "org/tiny"
@@ -158,12 +158,12 @@ def test_ctrl_c_ends_a_download_and_keeps_what_came(
         # a shell that runs us in the background has it ignored, and who is started inherits that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not hub.downloads(f"{commit}/{WEIGHTS}"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     assert (
         err.splitlines()[-1]

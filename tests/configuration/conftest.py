@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from app.configuration import flags
-from app.configuration.precedence import Configuration, decide
+from app.configuration.precedence import ResolvedConfig, resolve_config
 
-Decide = Callable[..., Configuration]
+Decide = Callable[..., ResolvedConfig]
 
 
 @pytest.fixture
@@ -17,13 +17,13 @@ def decided(tmp_path: Path) -> Decide:
 
     def ask(
         *words: str, environment: Mapping[str, str] | None = None, file: str | None = None
-    ) -> Configuration:
-        parser = flags.Parser()
-        flags.add_settings(parser)
+    ) -> ResolvedConfig:
+        parser = flags.CommandLineParser()
+        flags.add_setting_flags(parser)
         if file is not None:
             (tmp_path / "settings.toml").write_text(file, "utf-8")
             words = (*words, "--config", str(tmp_path / "settings.toml"))
-        arguments = flags.parsed(parser, words)
-        return decide(flags.given(arguments), arguments.config, environment or {})
+        arguments = flags.parse_arguments(parser, words)
+        return resolve_config(flags.collect_flags(arguments), arguments.config, environment or {})
 
     return ask

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.configuration.file import from_file
-from app.core.errors import AppError, Kind
+from app.configuration.file import read_toml_file
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings
 
 WHOLE = """\
@@ -44,16 +44,16 @@ def refusal(written: str | bytes) -> str:
     content = written.encode() if isinstance(written, str) else written
     Path("a.toml").write_bytes(content)
     with pytest.raises(AppError) as caught:
-        from_file("a.toml")
-    assert caught.value.kind is Kind.INVALID
+        read_toml_file("a.toml")
+    assert caught.value.kind is ErrorKind.INVALID
     assert "\n" not in caught.value.message
     return caught.value.message
 
 
 def test_settings_and_models_are_found_with_their_lines(here: Path):
     Path("a.toml").write_text(WHOLE)
-    found = from_file("a.toml")
-    assert {name: (one.value, one.place) for name, one in found.items()} == {
+    found = read_toml_file("a.toml")
+    assert {name: (one.value, one.source) for name, one in found.items()} == {
         "port": (9, "a.toml:2"),
         "cors_origins": (("https://a",), "a.toml:3"),
         "keep_alive": (300.0, "a.toml:6"),
@@ -80,20 +80,20 @@ def test_settings_and_models_are_found_with_their_lines(here: Path):
 
 def test_models_of_which_there_is_nothing_to_say_are_a_list(here: Path):
     Path("a.toml").write_text('models = ["org/a", "b:4b"]')
-    found = from_file("a.toml")["models"]
+    found = read_toml_file("a.toml")["models"]
     assert found.value == (ModelSettings(name="org/a"), ModelSettings(name="b:4b"))
-    assert found.place == "a.toml:1"
+    assert found.source == "a.toml:1"
 
 
 def test_a_model_may_be_called_default(here: Path):
     Path("a.toml").write_text('models = [{name = "default", alias = "default"}]')
-    [model] = from_file("a.toml")["models"].value
+    [model] = read_toml_file("a.toml")["models"].value
     assert model == ModelSettings(name="default", alias="default")
 
 
 def test_an_empty_file_says_nothing(here: Path):
     Path("a.toml").write_text("")
-    assert from_file("a.toml") == {}
+    assert read_toml_file("a.toml") == {}
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_a_line_within_a_text_is_not_taken_for_a_key(here: Path):
 def test_a_file_that_is_not_there_is_told(here: Path):
     for path, why in (("b.toml", "No such file"), (".", "Is a directory")):
         with pytest.raises(AppError, match=why) as caught:
-            from_file(path)
+            read_toml_file(path)
         assert caught.value.message.startswith(f"{path}: ")
 
 
 def test_a_path_cannot_add_a_line(here: Path):
     name = "a\nport = 1 #.toml"
     Path(name).write_text("port = 9")
-    assert from_file(name)["port"].place == "a?port = 1 #.toml:1"
+    assert read_toml_file(name)["port"].source == "a?port = 1 #.toml:1"

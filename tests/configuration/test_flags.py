@@ -6,18 +6,18 @@ import pytest
 
 from app.configuration import flags
 from app.configuration.options import OPTIONS
-from app.configuration.sources import Found
+from app.configuration.sources import SourcedValue
 from app.core.settings import ModelSettings
 
 
-def flags_parser() -> flags.Parser:
-    parser = flags.Parser(allow_abbrev=False)
-    flags.add_settings(parser)
+def flags_parser() -> flags.CommandLineParser:
+    parser = flags.CommandLineParser(allow_abbrev=False)
+    flags.add_setting_flags(parser)
     return parser
 
 
 def parsed(line: str) -> argparse.Namespace:
-    return flags.parsed(flags_parser(), line.split())
+    return flags.parse_arguments(flags_parser(), line.split())
 
 
 def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,27 +30,29 @@ def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_is_not_given_is_left_to_the_other_sources():
-    assert flags.given(parsed("")) == {}
+    assert flags.collect_flags(parsed("")) == {}
 
 
 def test_what_is_given_has_its_flag_for_a_place():
-    assert flags.given(parsed("--port 9")) == {"port": Found(value=9, place="--port")}
+    assert flags.collect_flags(parsed("--port 9")) == {
+        "port": SourcedValue(value=9, source="--port")
+    }
 
 
 def test_a_switch_can_be_turned_on_and_off():
-    assert flags.given(parsed("--pull"))["pull"].value is True
-    assert flags.given(parsed("--no-pull"))["pull"].value is False
-    assert flags.given(parsed("--pull --no-pull"))["pull"].value is False
+    assert flags.collect_flags(parsed("--pull"))["pull"].value is True
+    assert flags.collect_flags(parsed("--no-pull"))["pull"].value is False
+    assert flags.collect_flags(parsed("--pull --no-pull"))["pull"].value is False
 
 
 def test_what_may_be_several_is_given_again_or_parted_by_commas():
-    found = flags.given(parsed("--cors-origin https://a --cors-origin https://b,https://c"))
+    found = flags.collect_flags(parsed("--cors-origin https://a --cors-origin https://b,https://c"))
     assert found["cors_origins"].value == ("https://a", "https://b", "https://c")
 
 
 @pytest.mark.parametrize("line", ["a b --port 9", "a --port 9 b", "--port 9 a b", "a --pull b"])
 def test_models_may_stand_between_flags(line: str):
-    assert flags.given(parsed(line))["models"].value == (
+    assert flags.collect_flags(parsed(line))["models"].value == (
         ModelSettings(name="a"),
         ModelSettings(name="b"),
     )
@@ -80,12 +82,12 @@ def test_a_bad_choice_is_refused_with_the_nearest(capsys):
     assert refusal("--cache zzz", capsys).endswith("not 'zzz'")
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.is_switch])
+@pytest.mark.parametrize("option", [option for option in OPTIONS if not option.is_boolean])
 def test_every_option_refuses_a_value_in_one_line_that_names_it(option, capsys):
     """argparse prints twenty-four lines of usage with each."""
-    bad = "" if option.form.metavar == "FILE" else " \n/ "
+    bad = "" if option.value_type.metavar == "FILE" else " \n/ "
     with pytest.raises(SystemExit) as caught:
-        flags.parsed(flags_parser(), [option.flag, bad])
+        flags.parse_arguments(flags_parser(), [option.flag, bad])
     assert caught.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mlxrunner: {option.flag}: must be ")
@@ -93,7 +95,7 @@ def test_every_option_refuses_a_value_in_one_line_that_names_it(option, capsys):
 
 def test_control_characters_in_a_flag_are_escaped(capsys):
     with pytest.raises(SystemExit):
-        flags.parsed(flags_parser(), ["--a\nb\x1b[2J"])
+        flags.parse_arguments(flags_parser(), ["--a\nb\x1b[2J"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.isprintable()
 
@@ -106,6 +108,6 @@ def test_help_tells_each_flag_with_its_default(capsys):
     for option in OPTIONS:
         assert option.flag in told
         # argparse breaks lines at hyphens too
-        assert f"(default: {option.shown(option.default)})".replace("- ", "-") in told.replace(
+        assert f"(default: {option.format_value(option.default)})".replace(
             "- ", "-"
-        )
+        ) in told.replace("- ", "-")

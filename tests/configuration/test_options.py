@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from app.configuration.forms import nearest
-from app.configuration.option import DEFAULT, PREFIX
+from app.configuration.forms import suggest
+from app.configuration.option import DEFAULT_WORD, ENV_PREFIX
 from app.configuration.options import (
     CONFIG_VARIABLE,
     MODEL_OPTIONS,
@@ -31,7 +31,7 @@ def test_each_field_of_one_model_has_a_key_in_the_file():
 def test_no_name_means_two_things():
     flags = [option.flag for option in OPTIONS]
     variables = [
-        *(option.variable for option in OPTIONS),
+        *(option.env_var for option in OPTIONS),
         CONFIG_VARIABLE,
         MODELS_VARIABLE,
         *SECRET_VARIABLES,
@@ -43,22 +43,22 @@ def test_no_name_means_two_things():
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
 def test_a_variable_is_called_as_its_setting_is(option):
     """But for the file of keys: the name that would be its own holds the keys themselves."""
-    rule = PREFIX + option.field.upper()
-    assert option.variable == (f"{rule}_FILE" if rule in SECRET_VARIABLES else rule)
+    rule = ENV_PREFIX + option.field.upper()
+    assert option.env_var == (f"{rule}_FILE" if rule in SECRET_VARIABLES else rule)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
 def test_the_defaults_are_those_of_the_settings_and_can_be_written(option):
     default = getattr(Settings(), option.field)
     assert option.default == default
-    assert option.take(option.give(default)) == default
-    assert option.shown(default)
+    assert option.from_toml(option.to_toml(default)) == default
+    assert option.format_value(default)
     assert option.help
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
 def test_the_word_default_is_the_default_everywhere(option):
-    assert option.read(DEFAULT) == option.take(DEFAULT) == option.default
+    assert option.parse_text(DEFAULT_WORD) == option.from_toml(DEFAULT_WORD) == option.default
 
 
 def test_there_is_a_sample_for_each():
@@ -66,5 +66,5 @@ def test_there_is_a_sample_for_each():
 
 
 def test_what_is_nearly_right_is_told_and_nothing_else():
-    assert nearest("max_que", ["port", "max_queue"]) == "; did you mean max_queue?"
-    assert nearest("zzz", ["port", "max_queue"]) == ""
+    assert suggest("max_que", ["port", "max_queue"]) == "; did you mean max_queue?"
+    assert suggest("zzz", ["port", "max_queue"]) == ""

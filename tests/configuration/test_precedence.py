@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.configuration.file import written
+from app.configuration.file import render_toml
 from app.configuration.options import MODELS_VARIABLE, OPTIONS, Option
-from app.configuration.precedence import Configuration
+from app.configuration.precedence import ResolvedConfig
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
 from tests.configuration.conftest import Decide
@@ -32,13 +32,13 @@ def words(fields: Mapping[str, Sample]) -> list[str]:
 
 
 def flag(option: Option, one: Sample) -> list[str]:
-    if option.is_switch:
+    if option.is_boolean:
         return [option.flag if one.value else option.flag.replace("--", "--no-", 1)]
     return [option.flag, one.word]
 
 
 def variables(fields: Mapping[str, Sample]) -> dict[str, str]:
-    return {BY_FIELD[field].variable: one.word for field, one in fields.items()}
+    return {BY_FIELD[field].env_var: one.word for field, one in fields.items()}
 
 
 def lines(fields: Mapping[str, Sample]) -> str:
@@ -52,14 +52,14 @@ def beside(field: str) -> dict[str, Sample]:
     }
 
 
-def value(configuration: Configuration, field: str) -> object:
+def value(configuration: ResolvedConfig, field: str) -> object:
     return getattr(configuration.settings, field)
 
 
 def test_without_sources_the_settings_are_the_defaults(decided: Decide):
     configuration = decided()
     assert configuration.settings == Settings()
-    assert set(configuration.places.values()) == {"default"}
+    assert set(configuration.sources.values()) == {"default"}
 
 
 @pytest.mark.parametrize(
@@ -70,24 +70,24 @@ def test_without_sources_the_settings_are_the_defaults(decided: Decide):
 def test_every_setting_can_be_said_by_every_source(field: str, one: Sample, decided: Decide):
     rest, option = words(beside(field)), BY_FIELD[field]
     by_flag = decided(*rest, *flag(option, one))
-    by_variable = decided(*rest, environment={option.variable: one.word})
+    by_variable = decided(*rest, environment={option.env_var: one.word})
     by_file = decided(*rest, file=f"{field} = {one.toml}")
     for configuration, place in (
         (by_flag, option.flag),
-        (by_variable, option.variable),
+        (by_variable, option.env_var),
         (by_file, "settings.toml:1"),
     ):
         assert value(configuration, field) == one.value
         assert type(value(configuration, field)) is type(one.value)
-        assert configuration.places[field].endswith(place)
+        assert configuration.sources[field].endswith(place)
 
 
 @pytest.mark.parametrize("field", SAMPLES)
 def test_the_word_default_undoes_what_counts_less(field: str, decided: Decide):
     option, file = BY_FIELD[field], lines({field: SAMPLES[field][0]})
-    configuration = decided(environment={option.variable: "default"}, file=file)
+    configuration = decided(environment={option.env_var: "default"}, file=file)
     assert value(configuration, field) == option.default
-    assert configuration.places[field] == option.variable
+    assert configuration.sources[field] == option.env_var
 
 
 ASKED = st.fixed_dictionaries(
@@ -102,7 +102,7 @@ ASKED = st.fixed_dictionaries(
 one_folder_for_all = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def decide_all(asked: Asked, decided: Decide) -> Configuration:
+def decide_all(asked: Asked, decided: Decide) -> ResolvedConfig:
     return decided(
         *words(asked["flags"]),
         environment=variables(asked["environment"]),
@@ -116,7 +116,7 @@ def test_the_first_source_that_says_anything_counts(asked: Asked, decided: Decid
     configuration = decide_all(asked, decided)
     for field in FREE:
         saying = [source for source in SOURCES if field in asked[source]]
-        place = configuration.places[field]
+        place = configuration.sources[field]
         if not saying:
             assert value(configuration, field) == BY_FIELD[field].default
             assert place == "default"
@@ -143,7 +143,7 @@ def test_what_is_in_force_is_written_as_a_file_that_says_the_same(
         configuration.settings,
         models=tuple(ModelSettings(name=n, pinned=pinned, keep_alive=keep_alive) for n in names),
     )
-    again = decided(file=written(made, configuration.places))
+    again = decided(file=render_toml(made, configuration.sources))
     assert again.settings == made
 
 
@@ -211,5 +211,5 @@ def test_what_was_typed_just_now_needs_no_place(decided: Decide):
 
 def test_variables_with_keys_are_passed_on_by_name(decided: Decide):
     configuration = decided(environment={"MLXRUNNER_API_KEY": "mr-hunter2"})
-    assert configuration.secrets == ("MLXRUNNER_API_KEY",)
+    assert configuration.secret_variables == ("MLXRUNNER_API_KEY",)
     assert "hunter2" not in repr(configuration)

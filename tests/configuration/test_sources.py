@@ -2,50 +2,50 @@
 
 import pytest
 
-from app.configuration.options import BUILD_VARIABLE, COMPUTING_VARIABLES, SECRET_VARIABLES
-from app.configuration.sources import Found, from_environment, secrets_in
-from app.core.errors import AppError, Kind
+from app.configuration.options import BACKEND_VARIABLES, BUILD_VARIABLE, SECRET_VARIABLES
+from app.configuration.sources import SourcedValue, find_secret_variables, read_environment
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings
 
 
 def refusal(**environment: str) -> str:
     with pytest.raises(AppError) as caught:
-        from_environment(environment)
-    assert caught.value.kind is Kind.INVALID
+        read_environment(environment)
+    assert caught.value.kind is ErrorKind.INVALID
     assert "\n" not in caught.value.message
     return caught.value.message
 
 
 def test_what_is_not_ours_is_left_alone():
     assert (
-        from_environment({"PATH": "/bin", "PORT": "x", "MLX_RANK": "1", "mlxrunner_port": "x"})
+        read_environment({"PATH": "/bin", "PORT": "x", "MLX_RANK": "1", "mlxrunner_port": "x"})
         == {}
     )
 
 
 def test_a_variable_is_found_with_its_name():
-    found = from_environment({"MLXRUNNER_MAX_QUEUE": "3"})
-    assert found == {"max_queue": Found(value=3, place="MLXRUNNER_MAX_QUEUE")}
+    found = read_environment({"MLXRUNNER_MAX_QUEUE": "3"})
+    assert found == {"max_queue": SourcedValue(value=3, source="MLXRUNNER_MAX_QUEUE")}
 
 
 def test_an_empty_variable_is_as_good_as_none():
-    assert from_environment({"MLXRUNNER_PORT": "", "MLXRUNNER_NONSENSE": ""}) == {}
+    assert read_environment({"MLXRUNNER_PORT": "", "MLXRUNNER_NONSENSE": ""}) == {}
 
 
 def test_models_are_parted_by_commas():
-    found = from_environment({"MLXRUNNER_MODELS": "org/a, b:4b,"})["models"].value
+    found = read_environment({"MLXRUNNER_MODELS": "org/a, b:4b,"})["models"].value
     assert found == (ModelSettings(name="org/a"), ModelSettings(name="b:4b"))
 
 
 def test_variables_of_what_computes_are_known_and_set_nothing():
     """They are read before there are settings, also by processes that have none."""
-    assert from_environment(dict.fromkeys(COMPUTING_VARIABLES, "2")) == {}
+    assert read_environment(dict.fromkeys(BACKEND_VARIABLES, "2")) == {}
     assert refusal(MLXRUNNER_THREAD="2").endswith("did you mean MLXRUNNER_THREADS?")
 
 
 def test_the_variable_of_the_install_is_known_and_sets_nothing():
     """`MLXRUNNER_BUILD_KERNELS=0 make serve` built, and then refused to start."""
-    assert from_environment({BUILD_VARIABLE: "0"}) == {}
+    assert read_environment({BUILD_VARIABLE: "0"}) == {}
 
 
 def test_an_unknown_variable_is_refused_with_the_one_that_was_meant():
@@ -79,6 +79,6 @@ def test_the_variables_of_a_kubernetes_service_are_told_for_what_they_are(enviro
 
 def test_variables_with_keys_are_known_by_name_only():
     environment: dict[str, str] = dict.fromkeys(SECRET_VARIABLES, "mr-hunter2")
-    assert from_environment(environment) == {}
-    assert secrets_in(environment) == SECRET_VARIABLES
-    assert secrets_in({SECRET_VARIABLES[0]: ""}) == ()
+    assert read_environment(environment) == {}
+    assert find_secret_variables(environment) == SECRET_VARIABLES
+    assert find_secret_variables({SECRET_VARIABLES[0]: ""}) == ()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.amounts import in_bytes, in_memory, in_short, in_time
+from app.core.amounts import format_bytes, format_count, format_duration, format_memory
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from app.core.amounts import in_bytes, in_memory, in_short, in_time
     ],
 )
 def test_bytes_have_three_digits(count: int, text: str) -> None:
-    assert in_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def test_bytes_have_three_digits(count: int, text: str) -> None:
     ],
 )
 def test_memory_is_told_as_it_is_given(count: int, text: str) -> None:
-    assert in_memory(count) == text
+    assert format_memory(count) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(7, "7"), (1_771_200, "1.77M"), (8_030_261_248, "8.03B")]
 )
 def test_parameters_have_the_fields_letters(count: int, text: str) -> None:
-    assert in_short(count) == text
+    assert format_count(count) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (150, "2 min"), (7_500, "2 h 05 min")]
 )
 def test_time_is_as_exact_as_anybody_wants_it(seconds: float, text: str) -> None:
-    assert in_time(seconds) == text
+    assert format_duration(seconds) == text

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from app.core.defaults import Defaults, defaults
-from app.core.errors import AppError, Kind
+from app.core.defaults import GenerationDefaults, read_generation_defaults
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.requests import Sampling
+from app.core.requests import SamplingParams
 
 
 def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:
@@ -17,10 +17,10 @@ def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:
         "path": Path("/models/m"),
         "config": {"max_position_embeddings": 100, "vocab_size": 50},
         "shards": (),
-        "tokenizer": Path("/models/m/tokenizer.json"),
+        "tokenizer_path": Path("/models/m/tokenizer.json"),
         "tokenizer_config": {},
         "generation_config": recommended,
-        "template": None,
+        "chat_template": None,
         "created": 0,
     }
     return ModelFiles(**{**given, **fields})
@@ -48,24 +48,24 @@ def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:
     ],
 )
 def test_sampling_is_taken_key_by_key(config: dict[str, Any], sampling: dict[str, Any]) -> None:
-    found = defaults(files(config))
-    assert found == Defaults(sampling=sampling)
-    Sampling.layered(found.sampling)
+    found = read_generation_defaults(files(config))
+    assert found == GenerationDefaults(sampling=sampling)
+    SamplingParams.merge(found.sampling)
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"max_new_tokens": 100}, Defaults(max_tokens=100)),
-        ({"max_new_tokens": -1}, Defaults()),
-        ({"max_new_tokens": None}, Defaults()),
-        ({"stop_strings": "END"}, Defaults(stops=("END",))),
-        ({"stop_strings": ["a", "b", "a"]}, Defaults(stops=("a", "b"))),
-        ({"stop_strings": []}, Defaults()),
+        ({"max_new_tokens": 100}, GenerationDefaults(max_tokens=100)),
+        ({"max_new_tokens": -1}, GenerationDefaults()),
+        ({"max_new_tokens": None}, GenerationDefaults()),
+        ({"stop_strings": "END"}, GenerationDefaults(stop_strings=("END",))),
+        ({"stop_strings": ["a", "b", "a"]}, GenerationDefaults(stop_strings=("a", "b"))),
+        ({"stop_strings": []}, GenerationDefaults()),
     ],
 )
-def test_so_is_what_ends_an_answer(config: dict[str, Any], expected: Defaults) -> None:
-    assert defaults(files(config)) == expected
+def test_so_is_what_ends_an_answer(config: dict[str, Any], expected: GenerationDefaults) -> None:
+    assert read_generation_defaults(files(config)) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_so_is_what_ends_an_answer(config: dict[str, Any], expected: Defaults) -
 )
 def test_a_value_that_cannot_be_meant_is_named(key: str, value: Any) -> None:
     with pytest.raises(AppError) as caught:
-        defaults(files({key: value}))
-    assert caught.value.kind is Kind.MODEL_FILES
+        read_generation_defaults(files({key: value}))
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(f"generation_config.json of /models/m: {key} is ")
     assert "\n" not in caught.value.message
 
 
 def test_a_long_value_is_not_repeated() -> None:
     with pytest.raises(AppError) as caught:
-        defaults(files({"temperature": "x" * 10_000}))
+        read_generation_defaults(files({"temperature": "x" * 10_000}))
     assert len(caught.value.message) < 250

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.durations import seconds
+from app.core.durations import parse_duration
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ from app.core.durations import seconds
     ],
 )
 def test_a_number_or_units_are_understood(text, meant):
-    assert seconds(text) == meant
+    assert parse_duration(text) == meant
 
 
 @pytest.mark.parametrize(
     "text", ["", "s", "m5", "5 m", "5m5", "1d", "1e3", "inf", "nan", "five", "٣", "1m\n", "9" * 40]
 )
 def test_what_is_no_duration_is_none(text):
-    assert seconds(text) is None
+    assert parse_duration(text) is None

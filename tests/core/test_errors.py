@@ -4,38 +4,40 @@ import asyncio
 
 import pytest
 
-from app.core.errors import AppError, Kind, LibraryPanic, PanicGuard, quote_client
-from tests.fakes import panic
+from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard, mark_client_text
+from tests.fakes import make_rust_panic
 
 
 def test_the_log_leaves_out_what_the_client_sent():
-    error = AppError(Kind.INVALID, f"no {quote_client('ada')} and no {quote_client('bob')} here")
+    error = AppError(
+        ErrorKind.INVALID, f"no {mark_client_text('ada')} and no {mark_client_text('bob')} here"
+    )
     assert error.message == str(error) == "no ada and no bob here"
-    assert error.loggable() == "no … and no … here"
+    assert error.redact() == "no … and no … here"
 
 
 def test_marks_are_the_servers_own():
     """A client that sends the closing mark does not end its quotation."""
-    sent = quote_client("a") + "b" + quote_client("c")
-    error = AppError(Kind.INVALID, f"not {quote_client(sent)}!")
+    sent = mark_client_text("a") + "b" + mark_client_text("c")
+    error = AppError(ErrorKind.INVALID, f"not {mark_client_text(sent)}!")
     assert error.message == "not abc!"
-    assert error.loggable() == "not …!"
+    assert error.redact() == "not …!"
 
 
 def test_a_message_that_was_cut_within_a_quotation_ends_there():
-    error = AppError(Kind.INVALID, f"not {quote_client('a long text')}"[:8])
+    error = AppError(ErrorKind.INVALID, f"not {mark_client_text('a long text')}"[:8])
     assert error.message == "not a l"
-    assert error.loggable() == "not …"
+    assert error.redact() == "not …"
 
 
 def test_an_error_made_of_another_keeps_its_marks():
-    error = AppError(Kind.INVALID, f"not {quote_client('a')}")
-    assert AppError(Kind.BUSY, error.marked).loggable() == "not …"
+    error = AppError(ErrorKind.INVALID, f"not {mark_client_text('a')}")
+    assert AppError(ErrorKind.BUSY, error.marked_message).redact() == "not …"
 
 
 def test_a_panic_becomes_an_exception():
     with pytest.raises(LibraryPanic, match="retry-limit"), PanicGuard():
-        raise panic()
+        raise make_rust_panic()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_panic_becomes_an_exception():
         SystemExit(3),
         asyncio.CancelledError(),
         ValueError("no"),
-        AppError(Kind.INVALID, "no"),
+        AppError(ErrorKind.INVALID, "no"),
     ],
 )
 def test_everything_else_passes_unchanged(error):

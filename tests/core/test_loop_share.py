@@ -3,7 +3,7 @@
 import pytest
 
 from app.core import loop_share
-from app.core.loop_share import LoopShare
+from app.core.loop_share import LoopTimeBudget
 
 
 class Clock:
@@ -17,15 +17,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def run(share: LoopShare, clock: Clock, piece: float, seconds: float) -> float:
+def run(share: LoopTimeBudget, clock: Clock, piece: float, seconds: float) -> float:
     """Seconds of work that are done in so many seconds by pieces that wait for their time."""
     end, done = clock.now + seconds, 0.0
     while clock.now < end:
-        if share.delay:
-            clock.now += share.delay
+        if share.delay_seconds:
+            clock.now += share.delay_seconds
         else:
             clock.now += piece
-            share.charge(piece)
+            share.consume(piece)
             done += piece
     return done
 
@@ -35,18 +35,18 @@ def run(share: LoopShare, clock: Clock, piece: float, seconds: float) -> float:
 def test_work_takes_its_share_of_the_time_whatever_its_pieces(
     clock: Clock, share: float, piece: float
 ):
-    done = run(LoopShare(share), clock, piece, 10.0)
+    done = run(LoopTimeBudget(share), clock, piece, 10.0)
     assert done == pytest.approx(10.0 * share, rel=0.05)
 
 
 def test_a_pause_earns_a_short_burst_only(clock: Clock):
-    share = LoopShare(0.25)
+    share = LoopTimeBudget(0.25)
     run(share, clock, 0.001, 1.0)
     clock.now += 60.0
     began, pieces = clock.now, 0
-    while not share.delay:
+    while not share.delay_seconds:
         clock.now += 0.0001
-        share.charge(0.0001)
+        share.consume(0.0001)
         pieces += 1
     assert clock.now - began == pytest.approx(0.0027, abs=0.0003)
     assert pieces < 30

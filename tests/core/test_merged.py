@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.merged import merged
+from app.core.merged import merge_async_iterators
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> Any:
@@ -35,7 +35,7 @@ async def stream(items: list[Any], closed: list[Any] | None = None) -> AsyncGene
 def test_everything_comes_once_and_in_the_order_of_its_stream(given: list[list[int]]) -> None:
     async def main() -> list[tuple[int, int]]:
         numbered = [[(n, item) for item in items] for n, items in enumerate(given)]
-        return [item async for item in merged([stream(items) for items in numbered])]
+        return [item async for item in merge_async_iterators([stream(items) for items in numbered])]
 
     found = run(main)
     assert [[item for m, item in found if m == n] for n in range(len(given))] == given
@@ -47,7 +47,9 @@ def test_the_first_that_fails_ends_all(others: int) -> None:
 
     async def main() -> None:
         failing = stream([1, ValueError("planted")])
-        async for _ in merged([failing, *(stream([7], closed) for _ in range(others))]):
+        async for _ in merge_async_iterators(
+            [failing, *(stream([7], closed) for _ in range(others))]
+        ):
             pass
 
     with pytest.raises(ValueError, match="planted"):
@@ -60,7 +62,9 @@ def test_whoever_stops_listening_closes_all(count: int) -> None:
     closed: list[Any] = []
 
     async def main() -> None:
-        async with aclosing(merged([stream([1, 2], closed) for _ in range(count)])) as one:
+        async with aclosing(
+            merge_async_iterators([stream([1, 2], closed) for _ in range(count)])
+        ) as one:
             seen = [await anext(one) for _ in range(count)]
         assert seen
         assert len(closed) == count

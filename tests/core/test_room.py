@@ -3,7 +3,7 @@
 import pytest
 
 from app.core.jobs import Capacity
-from app.core.room import Room
+from app.core.room import ContextLimit
 
 MIB = 1 << 20
 
@@ -12,9 +12,9 @@ def capacity(context: int, *, scarce: bool = False) -> Capacity:
     """A position takes one MiB."""
     return Capacity(
         parallel=2,
-        context=context,
+        context_length=context,
         kv_budget=4000 * MIB,
-        kv_bytes=context * MIB,
+        kv_bytes_per_sequence=context * MIB,
         limited_by_memory=scarce,
     )
 
@@ -33,26 +33,33 @@ def capacity(context: int, *, scarce: bool = False) -> Capacity:
 def test_a_loaded_engine_knows_best_and_before_that_the_settings(
     asked: int | None, loaded: Capacity | None, context: int
 ) -> None:
-    assert Room(model=4096, asked=asked, capacity=loaded).context == context
+    assert (
+        ContextLimit(model_context=4096, configured_context=asked, capacity=loaded).context_length
+        == context
+    )
 
 
 @pytest.mark.parametrize(
     ("room", "told"),
     [
         (
-            Room(model=4096, asked=None, capacity=None),
+            ContextLimit(model_context=4096, configured_context=None, capacity=None),
             ("the model's context is 4096 tokens", "shorten the prompt"),
         ),
         (
-            Room(model=4096, asked=64, capacity=capacity(64)),
+            ContextLimit(model_context=4096, configured_context=64, capacity=capacity(64)),
             ("the server's context is 64 tokens", "the model's own is 4096", "--context"),
         ),
         (
-            Room(model=4096, asked=None, capacity=capacity(64, scarce=True)),
+            ContextLimit(
+                model_context=4096, configured_context=None, capacity=capacity(64, scarce=True)
+            ),
             ("only 64 tokens fit in memory", "about 5001.0 MiB", "can have 64.0 MiB", "--memory"),
         ),
     ],
 )
-def test_a_refusal_says_what_limits_and_what_to_do(room: Room, told: tuple[str, ...]) -> None:
+def test_a_refusal_says_what_limits_and_what_to_do(
+    room: ContextLimit, told: tuple[str, ...]
+) -> None:
     for words in told:
-        assert words in room.refusal(5000)
+        assert words in room.explain_too_long(5000)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.shift import kept, shift_discard, truncated
+from app.core.shift import count_discarded, resolve_num_keep, truncate_prompt
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from app.core.shift import kept, shift_discard, truncated
     ],
 )
 def test_the_older_half_is_discarded(context: int, length: int, keep: int, discard: int) -> None:
-    assert shift_discard(context=context, length=length, keep=keep) == discard
+    assert count_discarded(context=context, length=length, num_keep=keep) == discard
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_more_than_a_context_can_hold_is_our_own_mistake(
     context: int, length: int, keep: int
 ) -> None:
     with pytest.raises(AssertionError):
-        shift_discard(context=context, length=length, keep=keep)
+        count_discarded(context=context, length=length, num_keep=keep)
 
 
 @given(st.data())
@@ -46,12 +46,12 @@ def test_a_full_context_always_shifts_and_never_touches_what_is_kept(data: st.Da
     context = data.draw(st.integers(1, 100))
     length = data.draw(st.integers(0, context))
     keep = data.draw(st.integers(0, context - 1))
-    discard = shift_discard(context=context, length=length, keep=keep)
+    discard = count_discarded(context=context, length=length, num_keep=keep)
     assert 0 <= discard <= max(0, length - keep)
     assert discard > 0 or length < context
     free = context - length + discard
     assert free >= max((context - keep) // 2, 1)
-    assert shift_discard(context=context, length=length - discard, keep=keep) == 0
+    assert count_discarded(context=context, length=length - discard, num_keep=keep) == 0
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_full_context_always_shifts_and_never_touches_what_is_kept(data: st.Da
 def test_a_negative_keep_is_the_whole_prompt_and_one_position_can_always_shift(
     keep: int, length: int, context: int, ids: int
 ) -> None:
-    assert kept(keep, length=length, context=context) == ids
+    assert resolve_num_keep(keep, length=length, context=context) == ids
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_negative_keep_is_the_whole_prompt_and_one_position_can_always_shift(
 def test_a_long_prompt_keeps_its_beginning_and_its_end(
     length: int, context: int, keep: int, result: list[int]
 ) -> None:
-    assert list(truncated(range(length), context=context, keep=keep)) == result
+    assert list(truncate_prompt(range(length), context=context, num_keep=keep)) == result
 
 
 @given(
@@ -90,7 +90,7 @@ def test_a_long_prompt_keeps_its_beginning_and_its_end(
     keep=st.integers(-1, 50),
 )
 def test_a_truncated_prompt_is_full_but_for_one_id(ids: list[int], context: int, keep: int) -> None:
-    result = truncated(ids, context=context, keep=keep)
+    result = truncate_prompt(ids, context=context, num_keep=keep)
     assert len(result) == min(len(ids), context - 1)
     assert result[-1] == ids[-1]
     if len(ids) < context:
@@ -99,4 +99,4 @@ def test_a_truncated_prompt_is_full_but_for_one_id(ids: list[int], context: int,
 
 def test_a_context_of_one_position_holds_no_prompt_and_answer() -> None:
     with pytest.raises(AssertionError):
-        truncated([1, 2], context=1, keep=0)
+        truncate_prompt([1, 2], context=1, num_keep=0)

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from app.core.workers import Cancelled, CancelToken, Workers, WorkQueue
+from app.core.workers import CancelToken, FairThreadPool, ThreadPools, WorkCancelled
 
 PATIENCE = 10.0
 
@@ -70,7 +70,7 @@ def test_a_thread_for_large_work_rests_as_long_as_it_worked():
             pass
 
     async def run() -> float:
-        queue = WorkQueue(1, "resting", rest=2.0)
+        queue = FairThreadPool(1, "resting", rest=2.0)
         began = time.monotonic()
         await asyncio.gather(*(queue.run(work, key="") for _ in range(4)))
         return time.monotonic() - began
@@ -83,7 +83,7 @@ def test_work_runs_on_another_thread_in_the_context_of_its_request():
 
     async def body() -> None:
         whose.set("anna")
-        queue = WorkQueue(2, "test")
+        queue = FairThreadPool(2, "test")
         assert await queue.run(whose.get, key="") == "anna"
         assert await queue.run(threading.get_ident, key="") != threading.get_ident()
 
@@ -100,7 +100,7 @@ def test_what_the_work_raises_is_raised_where_it_is_awaited():
         raise error
 
     async def body() -> None:
-        queue = WorkQueue(1, "test")
+        queue = FairThreadPool(1, "test")
         for error in (ValueError("x"), Panic("y")):
             with pytest.raises(type(error)):
                 await queue.run(lambda error=error: fail(error), key="")
@@ -113,7 +113,7 @@ def test_keys_take_turns_and_one_key_has_half_of_the_threads(held: Held):
     """Twenty requests of one client, then one of another: it is the next one to start."""
 
     async def body() -> None:
-        queue = WorkQueue(4, "test")
+        queue = FairThreadPool(4, "test")
         greedy = [asyncio.create_task(queue.run(held.work(f"a{n}"), key="a")) for n in range(20)]
         await until(lambda: len(held.began) == 2)
         other = [asyncio.create_task(queue.run(held.work(f"b{n}"), key="b")) for n in range(3)]
@@ -130,7 +130,7 @@ def test_keys_take_turns_and_one_key_has_half_of_the_threads(held: Held):
 
 def test_work_of_a_request_that_is_gone_never_starts(held: Held):
     async def body() -> None:
-        queue = WorkQueue(1, "test")
+        queue = FairThreadPool(1, "test")
         tasks = [asyncio.create_task(queue.run(held.work(name), key="")) for name in "abc"]
         await until(lambda: held.began)
         tasks[1].cancel()
@@ -147,7 +147,7 @@ def test_running_work_keeps_its_thread_until_it_ends(held: Held):
     """A thread cannot be stopped: what it does counts, though its request is gone."""
 
     async def body() -> None:
-        queue = WorkQueue(1, "test")
+        queue = FairThreadPool(1, "test")
         gone = asyncio.create_task(queue.run(held.work("a"), key=""))
         await until(lambda: held.began)
         gone.cancel()
@@ -168,12 +168,12 @@ def test_work_that_looks_notices_that_its_request_is_gone():
         try:
             while True:
                 token.check()
-        except Cancelled:
+        except WorkCancelled:
             ended.set()
             raise
 
     async def body() -> None:
-        workers = Workers()
+        workers = ThreadPools()
         task = asyncio.create_task(workers.run_cancellable(work))
         await until(lambda: workers.running == 1)
         task.cancel()
@@ -186,7 +186,7 @@ def test_work_that_looks_notices_that_its_request_is_gone():
 
 def test_small_work_does_not_wait_for_large_work(held: Held):
     async def body() -> None:
-        workers = Workers()
+        workers = ThreadPools()
         large = [
             asyncio.create_task(workers.run(held.work(f"{n}"), size=1 << 20, key=f"{n}"))
             for n in range(50)
@@ -203,7 +203,7 @@ def test_threads_do_not_keep_what_they_worked_on():
     """A request's text stayed in memory until the thread had other work."""
 
     async def body() -> None:
-        queue, text = WorkQueue(1, "test"), Text("x" * 1000)
+        queue, text = FairThreadPool(1, "test"), Text("x" * 1000)
         gone = weakref.ref(text)
         await queue.run(lambda text=text: text, key="")
         del text
@@ -219,7 +219,7 @@ def test_an_error_takes_what_its_work_had_in_hand_with_it():
         def fail(text: Text) -> None:
             raise ValueError(len(text))
 
-        queue, text = WorkQueue(1, "test"), Text("x" * 1000)
+        queue, text = FairThreadPool(1, "test"), Text("x" * 1000)
         gone = weakref.ref(text)
         gc.disable()
         try:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from app.cli import _parser
+from app.cli import _build_parser
 from app.configuration import flags
-from app.configuration.precedence import decide
+from app.configuration.precedence import resolve_config
 from app.core.settings import Settings
-from app.door.exposure import check_exposure
+from app.door.exposure import check_bind_policy
 from app.door.keyring import Keyring
 
 
@@ -15,12 +15,14 @@ def settings_of(words: Sequence[str], environment: Mapping[str, str]) -> Setting
     program, *rest = words
     assert program.rpartition("/")[2] == "mlxrunner"
     assert rest[0] == "serve"
-    arguments = flags.parsed(_parser(), rest)
-    return decide(flags.given(arguments), arguments.config, environment).settings
+    arguments = flags.parse_arguments(_build_parser(), rest)
+    return resolve_config(flags.collect_flags(arguments), arguments.config, environment).settings
 
 
 def would_start(settings: Settings, environment: Mapping[str, str]) -> Settings:
     """The same settings. Raises AppError where strangers would be served."""
-    has_keys = settings.api_keys is not None or Keyring.of(settings, {**environment}).in_force
-    check_exposure(settings, has_keys=has_keys)
+    has_keys = (
+        settings.api_keys is not None or Keyring.from_settings(settings, {**environment}).enabled
+    )
+    check_bind_policy(settings, has_keys=has_keys)
     return settings

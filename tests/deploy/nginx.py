@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import trustme
 
-from tests.serving import PATIENCE, ROOT, Served
+from tests.serving import ROOT, TIMEOUT, ServerProcess
 
 FILES = ROOT / "deploy" / "nginx"
 NAME = "llm.example.org"
@@ -57,7 +57,7 @@ class Nginx:
             base_url=f"https://127.0.0.1:{port}",
             verify=certificate.trust,
             headers={"Host": NAME},
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
 
     def send(
@@ -70,7 +70,7 @@ class Nginx:
 
     def asked(self, request_id: str) -> list[int]:
         """Ports of the replicas that nginx asked for this request, in order."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline:
             for line in self._seen.read_text("utf-8").splitlines():
                 name, addresses, _ = line.split("|")
@@ -80,7 +80,9 @@ class Nginx:
         raise AssertionError(f"nginx never logged {request_id}")
 
 
-def adapted(name: str, port: int, replicas: Sequence[Served], certificate: Certificate) -> str:
+def adapted(
+    name: str, port: int, replicas: Sequence[ServerProcess], certificate: Certificate
+) -> str:
     """deploy/nginx/NAME with our ports and paths; each line that is replaced has to be there."""
     text = (FILES / name).read_text("utf-8")
     [written] = set(re.findall(r"^    server \S+?:\d+([^;\n]*);\n", text, re.MULTILINE))
@@ -98,7 +100,7 @@ def adapted(name: str, port: int, replicas: Sequence[Served], certificate: Certi
 
 @contextlib.contextmanager
 def proxying(
-    name: str, replicas: Sequence[Served], certificate: Certificate, folder: Path
+    name: str, replicas: Sequence[ServerProcess], certificate: Certificate, folder: Path
 ) -> Iterator[Nginx]:
     """`folder` is its whole world."""
     port = _free_port()
@@ -116,7 +118,7 @@ def proxying(
             yield running
     finally:
         process.terminate()
-        process.wait(PATIENCE)
+        process.wait(TIMEOUT)
 
 
 class Replicas:
@@ -127,7 +129,7 @@ class Replicas:
         named = ("--allowed-host", NAME, "--allow-anyone")
         self._arguments = [str(model), *named, "--parallel", "4"]
         self._variables = variables
-        self._servers: list[Served] = []
+        self._servers: list[ServerProcess] = []
 
     def __enter__(self) -> "Replicas":
         return self
@@ -138,17 +140,17 @@ class Replicas:
                 server.process.kill()
             server.stop()
 
-    def alive(self, count: int) -> list[Served]:
+    def alive(self, count: int) -> list[ServerProcess]:
         """So many that are ready, as few new ones as that takes."""
         there = [one for one in self._servers if one.process.poll() is None]
-        fresh = [Served(self._arguments, self._variables) for _ in range(count - len(there))]
+        fresh = [ServerProcess(self._arguments, self._variables) for _ in range(count - len(there))]
         self._servers += fresh
-        return [one.ready() for one in (*there, *fresh)][:count]
+        return [one.wait_until_ready() for one in (*there, *fresh)][:count]
 
 
 def until(true: Callable[[], bool]) -> None:
     """Returns when it is, AssertionError if it never is."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -173,7 +175,7 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while True:
         assert process.poll() is None, "nginx ended at once"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.core.settings import Settings
-from app.door.keys import from_file
+from app.door.keys import parse_key_file
 from tests import test_dockerfile as image
 from tests.deploy.command import settings_of, would_start
 from tests.serving import ROOT
@@ -155,7 +155,7 @@ def test_the_commands_in_its_head_make_what_it_needs(
         ).stdout
         # all that a file into which it is written would hold
         assert re.fullmatch(r"\S{16,}\n", key)
-    made = from_file(ring.read_text("utf-8"))
+    made = parse_key_file(ring.read_text("utf-8"))
     assert [(key.name, key.admin) for key in made] == [("me", False), ("prometheus", True)]
 
 

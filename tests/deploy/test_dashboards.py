@@ -14,8 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api.metrics.families import ENDINGS
-from tests.serving import PATIENCE, ROOT, serving
+from app.api.metrics.families import FINISHED_REASONS
+from tests.serving import ROOT, TIMEOUT, run_server
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD: Any = json.loads((DEPLOY / "grafana" / "mlxrunner.json").read_text("utf-8"))
@@ -39,7 +39,7 @@ QUERIES = [
 ADDED = {"instance", "job"}
 
 # what would be there if something happened that a test does not wait for
-POSSIBLE: Mapping[str, set[str]] = {"finished_reason": set(ENDINGS)}
+POSSIBLE: Mapping[str, set[str]] = {"finished_reason": set(FINISHED_REASONS)}
 
 Labels = Mapping[str, set[str]]
 
@@ -49,7 +49,7 @@ def told(tiny_model: Path) -> Mapping[str, Labels]:
     """Samples of a server that has answered: by name, the values of each label."""
     body: Any = {"model": "tiny", "max_tokens": 4}
     chat = {**body, "messages": [{"role": "user", "content": "hi"}]}
-    with serving(str(tiny_model)) as server, httpx.Client(timeout=PATIENCE) as client:
+    with run_server(str(tiny_model)) as server, httpx.Client(timeout=TIMEOUT) as client:
         assert client.post(f"{server.url}/v1/chat/completions", json=chat).is_success
         found = client.post(f"{server.url}/v1/embeddings", json={"model": "tiny", "input": "hi"})
         assert found.is_success

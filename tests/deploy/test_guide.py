@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from app.api.meta import STATUS
-from app.api.wire import MANNERS
-from app.cli import _parser
+from app.api.meta import OLLAMA_STATUS_CODES
+from app.api.wire import ERROR_FORMATS
+from app.cli import _build_parser
 from app.configuration import flags
 from app.configuration.options import OPTIONS
 from app.core.residents import ModelPhase
@@ -36,7 +36,7 @@ def sources() -> str:
 
 def test_each_state_of_the_server_is_told() -> None:
     said = {cell for row in rows("`/v1/status` says") for cell in row[:1]}
-    assert {f"{number}, {state}" for state, number in STATUS.items()} <= said
+    assert {f"{number}, {state}" for state, number in OLLAMA_STATUS_CODES.items()} <= said
 
 
 def test_each_state_of_a_model_is_told_and_no_other() -> None:
@@ -55,7 +55,7 @@ def codes() -> dict[str, set[int]]:
 
 def test_each_code_is_told_with_its_status() -> None:
     told = codes()
-    for manner in MANNERS.values():
+    for manner in ERROR_FORMATS.values():
         if manner.code is not None:
             assert manner.status in told.get(manner.code, set()), manner.code
 
@@ -88,7 +88,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_each_command_is_one(command: str) -> None:
-    arguments = flags.parsed(_parser(), shlex.split(command)[1:])
+    arguments = flags.parse_arguments(_build_parser(), shlex.split(command)[1:])
     assert arguments.command in command
 
 
@@ -115,4 +115,4 @@ def test_figures_are_those_of_the_code() -> None:
 
     shares = (device._DEVICE_SHARE, device._MACHINE_SHARE, device._FREE_SHARE)  # pyright: ignore[reportPrivateUsage]
     assert shares == (0.9, 0.7, 0.9)
-    assert crowd._OTHER_FILES == 256  # pyright: ignore[reportPrivateUsage]
+    assert crowd._RESERVED_FDS == 256  # pyright: ignore[reportPrivateUsage]

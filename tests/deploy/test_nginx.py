@@ -14,7 +14,7 @@ import pytest
 
 from app.core.settings import Settings
 from tests.deploy.nginx import Certificate, Nginx, Replicas, events, proxying, until
-from tests.serving import PATIENCE, Served
+from tests.serving import TIMEOUT, ServerProcess
 from tests.throttle import Throttle
 from tests.tiny import END, LONG
 
@@ -34,19 +34,21 @@ def ever(long_model: Path, certificate: Certificate, throttle: Throttle) -> Iter
 
 
 @pytest.fixture
-def servers(ever: Replicas) -> list[Served]:
+def servers(ever: Replicas) -> list[ServerProcess]:
     """Three, ready; what another test ended is replaced."""
     return ever.alive(3)
 
 
 @pytest.fixture
-def one(servers: list[Served], certificate: Certificate, tmp_path: Path) -> Iterator[Nginx]:
+def one(servers: list[ServerProcess], certificate: Certificate, tmp_path: Path) -> Iterator[Nginx]:
     with proxying("one.conf", servers[:1], certificate, tmp_path) as running:
         yield running
 
 
 @pytest.fixture
-def several(servers: list[Served], certificate: Certificate, tmp_path: Path) -> Iterator[Nginx]:
+def several(
+    servers: list[ServerProcess], certificate: Certificate, tmp_path: Path
+) -> Iterator[Nginx]:
     with proxying("replicas.conf", servers, certificate, tmp_path) as running:
         yield running
 
@@ -67,7 +69,7 @@ def completion(tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_stream_arrives_while_it_is_written_and_ends_when_its_client_leaves(
-    one: Nginx, servers: list[Served]
+    one: Nginx, servers: list[ServerProcess]
 ) -> None:
     body = completion(LONG // 2, stream=True)
     with closing(one.send("POST", "/v1/completions", json=body, stream=True)) as reply:
@@ -172,10 +174,10 @@ class Streaming:
         self.pieces = 0
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        assert self.begun.wait(PATIENCE)
+        assert self.begun.wait(TIMEOUT)
 
     def join(self) -> "Streaming":
-        self._thread.join(PATIENCE)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
         return self
 
@@ -198,7 +200,7 @@ class Streaming:
             self.begun.set()
 
 
-def homes(nginx: Nginx, servers: list[Served]) -> dict[int, list[str]]:
+def homes(nginx: Nginx, servers: list[ServerProcess]) -> dict[int, list[str]]:
     """Two conversations of each replica, by port."""
     found: dict[int, list[str]] = {one.port: [] for one in servers}
     number = 0
@@ -210,7 +212,7 @@ def homes(nginx: Nginx, servers: list[Served]) -> dict[int, list[str]]:
 
 
 def test_no_client_can_make_nginx_leave_out_a_replica(
-    several: Nginx, servers: list[Served]
+    several: Nginx, servers: list[ServerProcess]
 ) -> None:
     """Nor is a body that is refused unread, of a client without rights, a server that broke off."""
     home = homes(several, servers)[servers[0].port][0]
@@ -223,7 +225,7 @@ def test_no_client_can_make_nginx_leave_out_a_replica(
 
 
 def test_replicas_die_drain_and_are_missed_by_nobody_else(
-    several: Nginx, servers: list[Served], throttle: Throttle
+    several: Nginx, servers: list[ServerProcess], throttle: Throttle
 ) -> None:
     """First one is killed, then one is told to stop, then the last one is gone too."""
     killed, drained, last = servers
@@ -267,7 +269,7 @@ def ask(nginx: Nginx, session: str, body: dict[str, Any]) -> httpx.Response:
     return nginx.send("POST", "/v1/completions", json=body, headers={"X-Session-Id": session})
 
 
-def listens(server: Served) -> bool:
+def listens(server: ServerProcess) -> bool:
     try:
         httpx.get(f"{server.url}/health")
     except httpx.ConnectError:

@@ -5,7 +5,7 @@ import re
 import shlex
 
 from app.core.settings import ModelSettings
-from app.door.hosts import AllowedHosts, host_of
+from app.door.hosts import AllowedHosts, parse_host
 from tests import test_dockerfile as image
 from tests.deploy.command import settings_of, would_start
 from tests.serving import ROOT
@@ -24,8 +24,8 @@ def test_open_webui_finds_a_server_that_answers_to_the_name_it_uses() -> None:
     [address] = re.findall(r"OPENAI_API_BASE_URL=http://(\S+)/v1 -e", TEXT)
     name, _, port = address.partition(":")
     assert int(port) == settings.port
-    assert host_of(address) == name
-    assert AllowedHosts.of(settings).allow(name)
+    assert parse_host(address) == name
+    assert AllowedHosts.from_settings(settings).allows(name)
 
 
 def test_the_container_that_anyone_may_call_is_published_to_this_machine() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from app.core.settings import Settings
 from tests.deploy.command import settings_of, would_start
-from tests.serving import PATIENCE, ROOT, serving
+from tests.serving import ROOT, TIMEOUT, run_server
 
 UNIT = ROOT / "deploy" / "mlxrunner.service"
 PROGRAM = "/opt/mlxrunner/bin/mlxrunner"
@@ -72,7 +72,7 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(
     assert directives()["Type"] == ["notify"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(PATIENCE)
+        manager.settimeout(TIMEOUT)
         told: list[str] = []
 
         def hear_until(word: str) -> None:
@@ -80,7 +80,7 @@ def test_the_server_tells_systemd_when_it_is_ready_alive_and_stopping(
                 told.extend(manager.recv(4096).decode().splitlines())
 
         around = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
-        with serving(str(tiny_model), variables=around) as server:
+        with run_server(str(tiny_model), environ=around) as server:
             hear_until("READY=1")
             told.clear()
             hear_until("WATCHDOG=1")

@@ -9,8 +9,8 @@ from typing import Any
 
 from app.api.app import build_app
 from app.core.settings import Settings
-from app.core.traffic import Traffic
-from app.door.entrance import protocol
+from app.core.traffic import ConnectionStats
+from app.door.entrance import make_protocol_factory
 from tests.api.asgi import Reply, serving
 from tests.fakes import FakeGenerate
 
@@ -139,12 +139,12 @@ def calling(port: int) -> Iterator[Callable[[], Line]]:
 
 @contextlib.contextmanager
 def door(
-    generate: FakeGenerate | None = None, traffic: Traffic | None = None, **settings: Any
+    generate: FakeGenerate | None = None, traffic: ConnectionStats | None = None, **settings: Any
 ) -> Iterator[Callable[[], Line]]:
     """A server with our connections. Yields what opens one."""
     chosen = Settings(**settings)
     app = build_app(generate or FakeGenerate(), chosen, traffic=traffic)
-    made = protocol(chosen, traffic)
+    made = make_protocol_factory(chosen, traffic)
     with serving(app, http=made) as url, calling(int(url.rpartition(":")[2])) as opens:
         yield opens
 

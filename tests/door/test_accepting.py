@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from app.core.settings import Settings
-from app.core.traffic import Traffic
+from app.core.traffic import ConnectionStats
 from app.door.accepting import Acceptor
-from app.door.hall import Hall
-from tests.descriptors import none_left
+from app.door.hall import ConnectionLimiter
+from tests.descriptors import exhaust_descriptors
 
 PATIENCE = 20.0
 
@@ -92,7 +92,7 @@ def test_where_the_system_refuses_it_is_tried_again_and_told_once(
             caller = socket.socket()
             caller.setblocking(False)
             loop = asyncio.get_running_loop()
-            with none_left():
+            with exhaust_descriptors():
                 await loop.sock_connect(caller, ("127.0.0.1", port))
                 await loop.sock_sendall(caller, b"hello")
                 await asyncio.sleep(1.2)
@@ -107,14 +107,14 @@ def test_where_the_system_refuses_it_is_tried_again_and_told_once(
 
 
 class Guest:
-    def __init__(self, hall: Hall) -> None:
+    def __init__(self, hall: ConnectionLimiter) -> None:
         self.hall = hall
 
-    def give_way(self, *, tell: bool) -> None:
-        assert not tell
-        self.hall.leave(self)
+    def evict(self, *, notify: bool) -> None:
+        assert not notify
+        self.hall.remove(self)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         raise AssertionError
 
 
@@ -124,21 +124,21 @@ def test_where_there_is_no_room_those_leave_that_have_waited_for_a_while(
     """Those that came just now have perhaps asked, and nobody has read it yet."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    traffic = Traffic()
-    hall = Hall(Settings(), traffic)
+    traffic = ConnectionStats()
+    hall = ConnectionLimiter(Settings(), traffic)
     stranger, idle, answered, late = (Guest(hall) for _ in range(4))
     for guest in (stranger, idle, answered):
-        hall.enter(guest)
+        hall.add(guest)
     for guest in (idle, answered):
-        hall.crowd.heard(guest)
-    hall.crowd.wait(idle)
+        hall.table.mark_active(guest)
+    hall.table.mark_waiting(idle)
     now = 100.9
-    hall.enter(late)
+    hall.add(late)
     assert hall.has_room(5)
     assert not hall.has_room(4)
-    assert len(hall.crowd) == 4
+    assert len(hall.table) == 4
     now = 101.1
     assert not hall.has_room(4)
-    assert len(hall.crowd) == 2  # the one that is answered, and the one that came late
+    assert len(hall.table) == 2  # the one that is answered, and the one that came late
     assert hall.has_room(4)
-    assert traffic.turned_away["too_many_connections"] == 2
+    assert traffic.closed_by_reason["too_many_connections"] == 2

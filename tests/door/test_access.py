@@ -13,22 +13,22 @@ from starlette.routing import Route
 
 from app.api.app import build_app
 from app.core.settings import Settings
-from app.door.access import Need, need, shown_keys
+from app.door.access import AccessLevel, extract_keys, required_access
 from app.door.keyring import Keyring
-from app.door.keys import Key, digest, fresh
+from app.door.keys import ApiKey, generate_key, hash_key
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import FakeGenerate
 
-USER, ADMIN = fresh(), fresh()
+USER, ADMIN = generate_key(), generate_key()
 KEYS = (
-    Key(name="laptop", digest=digest(USER)),
-    Key(name="boss", digest=digest(ADMIN), admin=True),
+    ApiKey(name="laptop", digest=hash_key(USER)),
+    ApiKey(name="boss", digest=hash_key(ADMIN), admin=True),
 )
 CHAT = "/v1/chat/completions"
 HI = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def app(generate: FakeGenerate | None = None, keys: Sequence[Key] = KEYS) -> Starlette:
+def app(generate: FakeGenerate | None = None, keys: Sequence[ApiKey] = KEYS) -> Starlette:
     return build_app(generate or FakeGenerate(), Settings(), keyring=Keyring(tuple(keys)))
 
 
@@ -94,7 +94,7 @@ def test_each_route_without_a_key(method: str, path: str):
 
 @pytest.mark.parametrize(("method", "path"), routes())
 def test_each_route_with_a_key_that_nobody_has(method: str, path: str):
-    wrong = fresh()
+    wrong = generate_key()
     reply = send(method, path, {}, bearer(wrong))
     if (method, path) in WITHOUT_KEY:
         assert reply.status == 200
@@ -139,14 +139,14 @@ def test_who_has_no_key_does_not_learn_what_there_is_not(method: str, path: str)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
 @pytest.mark.parametrize("path", ["/health", "/v1/status"])
 def test_only_reading_is_free(method: str, path: str):
-    assert need(method, path) == Need.KEY
+    assert required_access(method, path) == AccessLevel.KEY
     assert send(method, path).status == 401
 
 
 def test_other_methods_ask_for_no_less():
     for method in ("GET", "PUT", "OPTIONS", "PATCH"):
         for path in ("/metrics", "/v1/models/load", "/v1/models/unload"):
-            assert need(method, path) == Need.ADMIN
+            assert required_access(method, path) == AccessLevel.ADMIN
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_key_may_come_in_two_headers(headers: dict[str, str]):
         {"authorization": f"Bearer {USER} {USER}"},
         {"authorization": f"Bearer {USER},"},
         {"authorization": f'Bearer "{USER}"'},
-        {"authorization": f"Bearer {digest(USER).hex()}"},
+        {"authorization": f"Bearer {hash_key(USER).hex()}"},
         {"authorization": f"Bearer {USER[:-1]}"},
         {"x-api-key": ""},
         {"api-key": USER},
@@ -188,25 +188,25 @@ def test_nothing_else_is_a_key(headers: dict[str, str]):
 
 def test_a_header_that_is_there_twice_counts_for_nothing():
     twice = [(b"authorization", f"Bearer {USER}".encode())] * 2
-    assert shown_keys(twice) == []
-    assert shown_keys([*twice, (b"x-api-key", b"other")]) == ["other"]
+    assert extract_keys(twice) == []
+    assert extract_keys([*twice, (b"x-api-key", b"other")]) == ["other"]
 
 
 def test_what_is_no_latin_letter_is_no_key():
-    assert shown_keys([(b"x-api-key", b"\xff\xfe")]) == ["ÿþ"]
+    assert extract_keys([(b"x-api-key", b"\xff\xfe")]) == ["ÿþ"]
     assert send("GET", "/v1/models", None, {"x-api-key": "\u00e9\u00e9"}).status == 401
 
 
-def noted(scopes: list[Any], keys: Sequence[Key], headers: dict[str, str]) -> Any:
+def noted(scopes: list[Any], keys: Sequence[ApiKey], headers: dict[str, str]) -> Any:
     """What whoever answers gets to know."""
-    from app.door.access import Access
+    from app.door.access import AuthMiddleware
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         scopes.append(scope)
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    door = Access(answer, Keyring(tuple(keys)))
+    door = AuthMiddleware(answer, Keyring(tuple(keys)))
     send("GET", "/v1/status", None, headers, to=door)  # pyright: ignore[reportArgumentType]
     return scopes[-1]["state"]
 
@@ -249,7 +249,7 @@ def test_a_page_that_may_call_can_ask_first_and_read_the_refusal():
 
 
 def test_refusals_write_nothing_that_was_sent_into_the_log(caplog: pytest.LogCaptureFixture):
-    wrong = fresh()
+    wrong = generate_key()
     with caplog.at_level(logging.DEBUG):
         send("POST", CHAT, HI, bearer(wrong))
         send("POST", "/v1/models/load", {"model": "x"}, bearer(USER))
@@ -264,7 +264,7 @@ def test_a_key_that_was_taken_away_is_refused_while_the_server_runs(
     from tests.door.test_keyring import write
     from tests.door.test_keys import entry
 
-    monkeypatch.setattr(keyring, "_EVERY", 0.0)
+    monkeypatch.setattr(keyring, "_RELOAD_INTERVAL", 0.0)
     file = tmp_path / "keys.toml"
     write(file, entry("laptop", USER) + entry("boss", ADMIN, "admin = true"))
     server = build_app(FakeGenerate(), Settings(), keyring=Keyring(file=file))

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from app.core.errors import AppError
-from app.door.address import check_address
+from app.door.address import check_bind_address
 
 
 def refusal(host: str, port: int) -> AppError:
     with pytest.raises(AppError) as caught:
-        check_address(host, port)
+        check_bind_address(host, port)
     assert "\n" not in caught.value.message
     return caught.value
 
@@ -20,8 +20,8 @@ def refusal(host: str, port: int) -> AppError:
 def test_a_port_that_is_free_may_be_had(host: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    check_address(host, port)
-    check_address(host, 0)
+    check_bind_address(host, port)
+    check_bind_address(host, 0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_port_whose_server_has_just_ended_is_free():
         served.close()
         time.sleep(0.05)
         client.close()
-    check_address(*address)
+    check_bind_address(*address)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.name.invalid", "a" * 70, "1.2.3.4.5"])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from app.door.body_reads import BodyReads, ReadingFlow
+from app.door.body_reads import BodyReadScheduler, ScheduledFlowControl
 
 
 class Transport(asyncio.Transport):
@@ -32,7 +32,7 @@ class Transport(asyncio.Transport):
 
 def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
     transport = Transport()
-    flow = ReadingFlow(transport)
+    flow = ScheduledFlowControl(transport)
     flow.hold_reading()
     flow.pause_reading()
     flow.release_reading()
@@ -49,13 +49,13 @@ def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
 
 def test_connections_take_turns_and_get_a_share_of_the_time():
     async def run() -> None:
-        reads = BodyReads()
-        flows: list[ReadingFlow] = []
+        reads = BodyReadScheduler()
+        flows: list[ScheduledFlowControl] = []
         ready = deque(range(5))
         for number in range(5):
             transport = Transport()
             transport.resumed = partial(ready.append, number)
-            flows.append(ReadingFlow(transport))
+            flows.append(ScheduledFlowControl(transport))
         order: list[int] = []
         piece, seconds = 0.002, 0.4
         until = time.monotonic() + seconds
@@ -63,7 +63,7 @@ def test_connections_take_turns_and_get_a_share_of_the_time():
             while ready:
                 order.append(ready.popleft())
                 time.sleep(piece)  # noqa: ASYNC251  # reading holds the loop
-                reads.queue(flows[order[-1]], piece)
+                reads.enqueue(flows[order[-1]], piece)
             await asyncio.sleep(0.0005)
         assert len(order) * piece < seconds / 2, "most of the time is left for others"
         assert order == [turn % 5 for turn in range(len(order))]
@@ -73,11 +73,11 @@ def test_connections_take_turns_and_get_a_share_of_the_time():
 
 def test_a_connection_that_is_closed_has_no_turn():
     async def run() -> None:
-        reads = BodyReads()
+        reads = BodyReadScheduler()
         transport = Transport()
-        gone, other = ReadingFlow(Transport()), ReadingFlow(transport)
-        reads.queue(gone, 0.005)
-        reads.queue(other, 0.005)
+        gone, other = ScheduledFlowControl(Transport()), ScheduledFlowControl(transport)
+        reads.enqueue(gone, 0.005)
+        reads.enqueue(other, 0.005)
         reads.remove(gone)
         reads.remove(gone)
         deadline = time.monotonic() + 10

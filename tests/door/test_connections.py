@@ -18,12 +18,12 @@ from uvicorn.server import ServerState
 
 from app.api.app import build_app
 from app.core.settings import Settings
-from app.core.traffic import Traffic
-from app.door.complaints import Complaint
+from app.core.traffic import ConnectionStats
+from app.door.complaints import LogThrottle
 from app.door.connections import Connection
-from app.door.crowd import Crowd, allow_files
-from app.door.entrance import protocol
-from app.door.strict import HEAD_BYTES, HEAD_FIELDS
+from app.door.crowd import ConnectionTable, raise_fd_limit
+from app.door.entrance import make_protocol_factory
+from app.door.strict import MAX_HEAD_BYTES, MAX_HEADER_FIELDS
 from tests.api.asgi import Reply, serving
 from tests.door.lines import ASK, CHAT, GET, PATIENCE, Line, door, eventually, head, post
 from tests.fakes import FOREVER, FakeGenerate, finish, text
@@ -42,8 +42,8 @@ def connect() -> Iterator[Connect]:
 
 
 @pytest.fixture
-def traffic() -> Traffic:
-    return Traffic()
+def traffic() -> ConnectionStats:
+    return ConnectionStats()
 
 
 def is_ours(reply: Reply, status: int, code: str) -> bool:
@@ -121,7 +121,7 @@ def test_a_client_that_reads_nothing_is_cut_off():
     generate = FakeGenerate([text("x" * 1_000_000)] * 60 + [finish()])
     with door(generate, body_timeout=0.3) as connect:
         line = connect().say(post(STREAM))
-        assert eventually(lambda: generate.left == 1)
+        assert eventually(lambda: generate.num_closed == 1)
         assert not line.until(lambda read: b"[DONE]" in read).endswith(b"0\r\n\r\n")
 
 
@@ -134,7 +134,7 @@ def test_a_client_that_reads_slowly_gets_everything():
         assert line.until(lambda read: read.endswith(b"0\r\n\r\n")).count(b"x" * 1_000_000) == 12
 
 
-def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(traffic: Traffic):
+def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(traffic: ConnectionStats):
     """asyncio hears of what was read when a third of the system's buffer is free, here 1.3 MB:
     nothing seemed to be read for three times as long as was allowed."""
     generate = FakeGenerate([text("x" * 12_000_000), finish()])
@@ -143,26 +143,26 @@ def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(traffic
         read = line.read_steadily(400_000, 4.0)
         assert 1_000_000 < read < 2_000_000
         assert line.reply().body.count(b"x") >= 12_000_000
-    assert traffic.turned_away["unread_answer"] == 0
+    assert traffic.closed_by_reason["unread_answer"] == 0
 
 
-def test_a_client_that_reads_no_more_is_cut_off(traffic: Traffic):
+def test_a_client_that_reads_no_more_is_cut_off(traffic: ConnectionStats):
     generate = FakeGenerate([text("x" * 12_000_000), finish()])
     with door(generate, traffic, body_timeout=1) as connect:
         line = connect().say(post(ASK))
         line.read_steadily(400_000, 1.5)
         stopped = time.monotonic()
-        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        assert eventually(lambda: traffic.closed_by_reason["unread_answer"] == 1)
         # its last progress was in one interval, the next one has none
         assert time.monotonic() - stopped < 5
 
 
 def test_a_finished_answer_that_nobody_reads_is_cut_off_too():
     """uvicorn's keep-alive closes such a connection, and closing waits for what is unsent."""
-    generate, traffic = FakeGenerate([text("x" * 20_000_000), finish()]), Traffic()
+    generate, traffic = FakeGenerate([text("x" * 20_000_000), finish()]), ConnectionStats()
     with door(generate, traffic, body_timeout=0.3) as connect:
         line = connect().say(post(ASK))
-        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        assert eventually(lambda: traffic.closed_by_reason["unread_answer"] == 1)
         assert len(line.until(lambda _: False)) < 20_000_000
 
 
@@ -262,7 +262,7 @@ def test_a_client_that_goes_between_an_answers_pieces_leaves_no_traceback(capsys
             await asyncio.to_thread(gone.wait, PATIENCE)
             await send({"type": "http.response.body", "body": b"none"})
 
-    with serving(refusing, http=protocol(Settings()), lifespan="off") as url:
+    with serving(refusing, http=make_protocol_factory(Settings()), lifespan="off") as url:
         line = Line(int(url.rpartition(":")[2]))
         # so much that nobody reads on, and so nobody sees the client leave
         asked = head("POST", "/none", Content_Length=1 << 20, Connection="close")
@@ -288,8 +288,8 @@ def test_a_body_that_breaks_behind_its_answer_ends_the_connection(capsys: Any):
 
 # Size
 
-FIELDS = {f"X-{n}": n for n in range(HEAD_FIELDS - 1)}
-LONG = {"X-Long": "y" * HEAD_BYTES}
+FIELDS = {f"X-{n}": n for n in range(MAX_HEADER_FIELDS - 1)}
+LONG = {"X-Long": "y" * MAX_HEAD_BYTES}
 
 
 @pytest.mark.parametrize("fields", [FIELDS, LONG], ids=["many", "long"])
@@ -305,7 +305,7 @@ def test_a_head_that_is_too_large_is_refused(fields: dict[str, Any], method: str
 
 
 def test_a_head_of_just_the_size_is_read(connect: Connect):
-    some = {name: n for name, n in FIELDS.items() if n < HEAD_FIELDS - 3}
+    some = {name: n for name, n in FIELDS.items() if n < MAX_HEADER_FIELDS - 3}
     assert connect().say(head("GET", "/v1/models", **some)).reply().status == 200
     assert connect().say(head("GET", "/v1/models", X="y" * 60_000)).reply().status == 200
 
@@ -386,7 +386,7 @@ def test_an_answer_never_gives_way():
         assert refused.closed()
         assert not any(line.closed(within=0.1) for line in answered)
         answered.pop().socket.close()
-        assert eventually(lambda: generate.left == 1)
+        assert eventually(lambda: generate.num_closed == 1)
         assert connect().say(GET).reply().status == 200
 
 
@@ -404,29 +404,29 @@ Moves = st.lists(st.tuples(Verbs, st.integers(0, 5)), max_size=60)
 
 @given(moves=Moves, most=st.integers(1, 4))
 def test_there_are_never_more_than_may_be(moves: list[tuple[str, int]], most: int):
-    crowd = Crowd[int](most)
+    crowd = ConnectionTable[int](most)
     here: dict[int, str] = {}  # in order of their waiting
     for move, who in moves:
         if move == "join" and who not in here:
             full = len(here) >= most
             waits = [one for one, state in here.items() if state == "stranger"]
             waits += [one for one, state in here.items() if state == "idle"]
-            leaver = crowd.join(who)
+            leaver = crowd.add(who)
             assert leaver == ([*waits, who][0] if full else None)
             here[who] = "stranger"
             if leaver is not None:
-                crowd.leave(leaver)
+                crowd.remove(leaver)
                 del here[leaver]
         elif who in here and move == "heard":
-            crowd.heard(who)
+            crowd.mark_active(who)
             here[who] = "answered"
         elif who in here and move == "wait":
-            crowd.wait(who)
+            crowd.mark_waiting(who)
             if here[who] == "answered":
                 del here[who]
                 here[who] = "idle"
         elif who in here and move == "leave":
-            crowd.leave(who)
+            crowd.remove(who)
             del here[who]
         assert len(here) <= most
 
@@ -435,9 +435,9 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
-        assert allow_files(40) is None
+        assert raise_fd_limit(40) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
-        assert allow_files(400) is None
+        assert raise_fd_limit(400) is None
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -445,7 +445,7 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
 
 def test_uvicorn_parses_with_nothing_else():
     """With httptools installed, uvicorn would take that by itself, and no bound would hold."""
-    made: Any = protocol(Settings())
+    made: Any = make_protocol_factory(Settings())
     config = uvicorn.Config(build_app(FakeGenerate(), Settings()), http=made)
     config.load()
     assert config.http_protocol_class is made
@@ -491,7 +491,7 @@ def test_what_may_be_sent_is_thrown_away_to_its_end():
         assert connect().say(asked + b" " * (40 << 20)).reply().status == 404
 
 
-def test_a_refused_client_that_goes_on_for_ever_is_cut_off(traffic: Traffic):
+def test_a_refused_client_that_goes_on_for_ever_is_cut_off(traffic: ConnectionStats):
     with door(None, traffic) as connect:
         line = connect().say(head("POST", CHAT, Content_Length=1 << 40, Connection="close"))
         assert line.reply().status == 413
@@ -501,7 +501,7 @@ def test_a_refused_client_that_goes_on_for_ever_is_cut_off(traffic: Traffic):
             while sent < 1 << 30:
                 sent += line.socket.send(b" " * 65536)
         assert sent < 64 << 20
-        assert eventually(lambda: traffic.open == 0)
+        assert eventually(lambda: traffic.open_connections == 0)
 
 
 def test_requests_behind_the_last_one_do_not_take_its_answer_back(connect: Connect):
@@ -512,7 +512,7 @@ def test_requests_behind_the_last_one_do_not_take_its_answer_back(connect: Conne
         assert line.socket.recv(1) == b""
 
 
-def test_there_are_never_more_sockets_than_were_allowed_and_a_few(traffic: Traffic):
+def test_there_are_never_more_sockets_than_were_allowed_and_a_few(traffic: ConnectionStats):
     """Each of these was told why it is refused, and was given time to read it."""
     seen: list[int] = []
     with door(None, traffic, max_connections=5, max_body=10) as connect:
@@ -520,16 +520,16 @@ def test_there_are_never_more_sockets_than_were_allowed_and_a_few(traffic: Traff
             asked = head("POST", CHAT, Content_Length=1 << 20, Connection="close")
             with contextlib.suppress(ConnectionError):  # one that had to go at once
                 connect().say(asked)
-            seen.append(traffic.open)
-        assert eventually(lambda: traffic.opened == 150)
-        seen.append(traffic.open)
+            seen.append(traffic.open_connections)
+        assert eventually(lambda: traffic.accepted_connections == 150)
+        seen.append(traffic.open_connections)
     assert 5 < max(seen) <= 5 + 64
 
 
 # What is counted and told
 
 
-def test_why_a_connection_was_ended_is_counted(traffic: Traffic):
+def test_why_a_connection_was_ended_is_counted(traffic: ConnectionStats):
     generate = FakeGenerate([text("x" * 20_000_000), finish()])
     limits = {"header_timeout": 0.2, "body_timeout": 0.3}
     with door(generate, traffic, **limits) as connect:
@@ -539,10 +539,10 @@ def test_why_a_connection_was_ended_is_counted(traffic: Traffic):
         assert connect().say(b"hello\r\n\r\n").reply().status == 400
         assert connect().say(head("GET", "/", **LONG)).reply().status == 431
         connect().say(post(ASK))
-        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
-        assert eventually(lambda: traffic.open == 0)
-    assert traffic.opened == 6
-    assert traffic.turned_away == {
+        assert eventually(lambda: traffic.closed_by_reason["unread_answer"] == 1)
+        assert eventually(lambda: traffic.open_connections == 0)
+    assert traffic.accepted_connections == 6
+    assert traffic.closed_by_reason == {
         "handshake_timeout": 0,
         "head_timeout": 2,
         "body_timeout": 1,
@@ -553,7 +553,7 @@ def test_why_a_connection_was_ended_is_counted(traffic: Traffic):
     }
 
 
-def test_answers_are_counted_by_their_route_and_class(traffic: Traffic):
+def test_answers_are_counted_by_their_route_and_class(traffic: ConnectionStats):
     with door(None, traffic, max_body=100) as connect:
         line = connect()
         for asked in (GET, GET, head("GET", "/v1/models/none"), head("GET", "/made-up-by-client")):
@@ -568,7 +568,7 @@ def test_answers_are_counted_by_their_route_and_class(traffic: Traffic):
             ("none", "/v1/models", "4xx"): 1,
             ("POST", CHAT, "4xx"): 1,
         }
-        assert eventually(lambda: traffic.answered == wanted)
+        assert eventually(lambda: traffic.responses == wanted)
 
 
 def test_broken_requests_are_told_of_once_in_a_while(connect: Connect, caplog: Any):
@@ -582,8 +582,8 @@ def test_broken_requests_are_told_of_once_in_a_while(connect: Connect, caplog: A
 
 
 def test_a_complaint_says_how_often_it_was_held_back():
-    complaint = Complaint()
-    assert complaint.due(0) == 1
-    assert [complaint.due(now) for now in (1, 2, 59)] == [0, 0, 0]
-    assert complaint.due(60) == 4
-    assert complaint.due(61) == 0
+    complaint = LogThrottle()
+    assert complaint.record(0) == 1
+    assert [complaint.record(now) for now in (1, 2, 59)] == [0, 0, 0]
+    assert complaint.record(60) == 4
+    assert complaint.record(61) == 0

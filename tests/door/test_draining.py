@@ -16,7 +16,7 @@ import pytest
 
 from tests import tiny
 from tests.door.lines import GET, calling, eventually, post
-from tests.serving import PATIENCE, Served, serving
+from tests.serving import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 COMPLETIONS = "/v1/completions"
@@ -31,10 +31,10 @@ def asking(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
 @contextmanager
 def started(
     model: Path, drain: float, *more: str, variables: Mapping[str, str] | None = None
-) -> Iterator[Served]:
+) -> Iterator[ServerProcess]:
     arguments = ("--runner", "thread", "--drain", str(drain), *more)
     around = {**os.environ, **(variables or {})}
-    with serving(str(model), *arguments, variables=around) as server:
+    with run_server(str(model), *arguments, environ=around) as server:
         yield server
 
 
@@ -42,7 +42,9 @@ class Client(threading.Thread):
     """Asks, and reads to the end. lines: of the reply that came until now. error: what the
     connection broke with."""
 
-    def __init__(self, server: Served, body: Mapping[str, Any], path: str = COMPLETIONS) -> None:
+    def __init__(
+        self, server: ServerProcess, body: Mapping[str, Any], path: str = COMPLETIONS
+    ) -> None:
         super().__init__()
         self.lines: list[str] = []
         self.status = 0
@@ -54,7 +56,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream(*self._ask, json=self._body, timeout=PATIENCE) as reply:
+            with httpx.stream(*self._ask, json=self._body, timeout=TIMEOUT) as reply:
                 self.status, self.headers = reply.status_code, reply.headers
                 for line in filter(None, reply.iter_lines()):
                     self.lines.append(line)
@@ -66,12 +68,12 @@ class Client(threading.Thread):
         return self
 
     def over(self) -> "Client":
-        self.join(PATIENCE)
+        self.join(TIMEOUT)
         assert not self.is_alive()
         return self
 
 
-def here(server: Served, count: int) -> bool:
+def here(server: ServerProcess, count: int) -> bool:
     """Whether so many answers are in the making, or wait for a place."""
 
     def counted() -> int:
@@ -90,7 +92,7 @@ def test_a_stream_that_fits_the_drain_time_is_not_lost(
         whole = Client(server, asking(900, stream=False))
         assert here(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: "shutting down (5 requests" in server.text())
+        assert eventually(lambda: "shutting down (5 requests" in server.log_text())
         throttle.off()
         for stream in streams:
             assert stream.over().lines[-1] == "data: [DONE]"
@@ -99,7 +101,7 @@ def test_a_stream_that_fits_the_drain_time_is_not_lost(
         assert whole.over().status == 200
         assert json.loads(whole.lines[0])["usage"]["completion_tokens"] == 900
         assert server.stop(0) == -signal.SIGTERM
-        assert "Traceback" not in server.text()
+        assert "Traceback" not in server.log_text()
 
 
 def test_what_does_not_fit_ends_with_an_error_in_its_own_words(long_model: Path) -> None:
@@ -122,7 +124,7 @@ def test_what_does_not_fit_ends_with_an_error_in_its_own_words(long_model: Path)
         assert json.loads(whole.lines[0])["error"]["code"] == "server_stopping"
         assert server.stop(0) == 0
         assert time.monotonic() - begun < 30
-        assert "Traceback" not in server.text()
+        assert "Traceback" not in server.log_text()
 
 
 def test_nobody_is_served_any_more_while_answers_end(long_model: Path) -> None:
@@ -142,7 +144,7 @@ def test_nobody_is_served_any_more_while_answers_end(long_model: Path) -> None:
         # told again
         begun = time.monotonic()
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE) == -signal.SIGINT
+        assert server.process.wait(TIMEOUT) == -signal.SIGINT
         # instead of after the 60 seconds that the answer has
         assert time.monotonic() - begun < 30
         assert stream.over().error is not None
@@ -159,7 +161,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server(long_model: Path) 
         begun = time.monotonic()
         assert server.stop() == -signal.SIGTERM
         assert time.monotonic() - begun < 30
-        assert "Traceback" not in server.text()
+        assert "Traceback" not in server.log_text()
         assert trickle.closed()
 
 

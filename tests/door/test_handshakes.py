@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trustme
 
-from app.core.traffic import Traffic
+from app.core.traffic import ConnectionStats
 from tests.door.lines import ASK, CHAT, GET, Line, door, eventually, head, post
 from tests.fakes import FakeGenerate, finish, text
 
@@ -42,8 +42,8 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Lock:
 
 
 @pytest.fixture
-def traffic() -> Traffic:
-    return Traffic()
+def traffic() -> ConnectionStats:
+    return ConnectionStats()
 
 
 @contextlib.contextmanager
@@ -61,55 +61,67 @@ def test_whoever_speaks_it_is_served_and_their_connection_kept(lock: Lock):
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01", GET[:3]], ids=["nothing", "some", "other"])
-def test_a_handshake_that_does_not_come_is_given_up(lock: Lock, traffic: Traffic, said: bytes):
+def test_a_handshake_that_does_not_come_is_given_up(
+    lock: Lock, traffic: ConnectionStats, said: bytes
+):
     """asyncio would have waited for a minute."""
     with locked(lock, None, traffic, header_timeout=0.3) as connect:
         line = connect().say(said)
         assert line.until(lambda _: False) == b""
-        assert eventually(lambda: traffic.open == 0)
-        assert traffic.turned_away["handshake_timeout"] == 1
+        assert eventually(lambda: traffic.open_connections == 0)
+        assert traffic.closed_by_reason["handshake_timeout"] == 1
 
 
-def test_what_is_no_tls_is_not_answered(lock: Lock, traffic: Traffic):
+def test_what_is_no_tls_is_not_answered(lock: Lock, traffic: ConnectionStats):
     with locked(lock, None, traffic) as connect:
         line = connect().say(GET)
         assert b"HTTP" not in line.until(lambda _: False)
-        assert eventually(lambda: traffic.open == 0)
+        assert eventually(lambda: traffic.open_connections == 0)
         assert lock.agree(connect()).say(GET).reply().status == 200
 
 
-def test_each_head_has_its_time_behind_the_handshake_too(lock: Lock, traffic: Traffic):
+def test_each_head_has_its_time_behind_the_handshake_too(lock: Lock, traffic: ConnectionStats):
     with locked(lock, None, traffic, header_timeout=1) as connect:
         assert lock.agree(connect()).closed()
-        assert traffic.turned_away["head_timeout"] == 1
+        assert traffic.closed_by_reason["head_timeout"] == 1
 
 
-def test_those_who_have_not_agreed_are_counted_and_give_way_first(lock: Lock, traffic: Traffic):
+def test_those_who_have_not_agreed_are_counted_and_give_way_first(
+    lock: Lock, traffic: ConnectionStats
+):
     with locked(lock, None, traffic, max_connections=3) as connect:
         known = lock.agree(connect())
         assert known.say(GET).reply().status == 200
         silent = [connect() for _ in range(6)]
-        assert eventually(lambda: traffic.opened == 7)
-        assert eventually(lambda: traffic.open <= 3)
+        assert eventually(lambda: traffic.accepted_connections == 7)
+        assert eventually(lambda: traffic.open_connections <= 3)
         assert silent[0].closed()
         assert lock.agree(connect()).say(GET).reply().status == 200
         assert known.say(GET).reply().status == 200
-    assert traffic.turned_away["too_many_connections"] == 5
+    assert traffic.closed_by_reason["too_many_connections"] == 5
 
 
-def test_sockets_that_are_opened_and_closed_leave_nothing_behind(lock: Lock, traffic: Traffic):
+def test_sockets_that_are_opened_and_closed_leave_nothing_behind(
+    lock: Lock, traffic: ConnectionStats
+):
     with locked(lock, None, traffic) as connect:
         for _ in range(50):
             connect().socket.close()
-        assert eventually(lambda: traffic.opened == 50 and traffic.open == 0)
-    assert sum(traffic.turned_away.values()) == 0
+        assert eventually(
+            lambda: traffic.accepted_connections == 50 and traffic.open_connections == 0
+        )
+    assert sum(traffic.closed_by_reason.values()) == 0
 
 
-def test_whoever_does_not_answer_to_our_closing_is_not_kept_for_ever(lock: Lock, traffic: Traffic):
+def test_whoever_does_not_answer_to_our_closing_is_not_kept_for_ever(
+    lock: Lock, traffic: ConnectionStats
+):
     """Closing TLS takes two, and a client that is gone says nothing."""
     with locked(lock, None, traffic, header_timeout=0.2, body_timeout=0.3) as connect:
         lock.agree(connect())
-        assert eventually(lambda: traffic.opened == 1 and traffic.open == 0)
+        assert eventually(
+            lambda: traffic.accepted_connections == 1 and traffic.open_connections == 0
+        )
 
 
 def test_an_answer_behind_which_we_close_has_all_the_time_that_it_takes_to_read(lock: Lock):
@@ -126,19 +138,19 @@ def test_an_answer_behind_which_we_close_has_all_the_time_that_it_takes_to_read(
         assert read.count(b"x") >= 10_000_000
 
 
-def test_a_finished_answer_that_nobody_reads_is_cut_off(lock: Lock, traffic: Traffic):
+def test_a_finished_answer_that_nobody_reads_is_cut_off(lock: Lock, traffic: ConnectionStats):
     """It lay below TLS, which told nobody."""
     generate = FakeGenerate([text("x" * 20_000_000), finish()])
     with locked(lock, generate, traffic, body_timeout=0.3) as connect:
         line = lock.agree(connect()).say(post(ASK))
-        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
-        assert eventually(lambda: traffic.open == 0)
+        assert eventually(lambda: traffic.closed_by_reason["unread_answer"] == 1)
+        assert eventually(lambda: traffic.open_connections == 0)
         with contextlib.suppress(OSError):  # reset, or torn in the middle of a record
             assert len(line.until(lambda _: False)) < 20_000_000
 
 
 def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(
-    lock: Lock, traffic: Traffic
+    lock: Lock, traffic: ConnectionStats
 ):
     generate = FakeGenerate([text("x" * 12_000_000), finish()])
     with locked(lock, generate, traffic, body_timeout=1) as connect:
@@ -146,16 +158,16 @@ def test_a_client_that_reads_steadily_gets_everything_however_slow_it_is(
         read = line.read_steadily(400_000, 4.0)
         assert 1_000_000 < read < 2_000_000
         assert line.reply().body.count(b"x") >= 12_000_000
-    assert traffic.turned_away["unread_answer"] == 0
+    assert traffic.closed_by_reason["unread_answer"] == 0
 
 
-def test_a_client_that_reads_no_more_is_cut_off(lock: Lock, traffic: Traffic):
+def test_a_client_that_reads_no_more_is_cut_off(lock: Lock, traffic: ConnectionStats):
     generate = FakeGenerate([text("x" * 12_000_000), finish()])
     with locked(lock, generate, traffic, body_timeout=1) as connect:
         line = lock.agree(connect()).say(post(ASK))
         line.read_steadily(400_000, 1.5)
         stopped = time.monotonic()
-        assert eventually(lambda: traffic.turned_away["unread_answer"] == 1)
+        assert eventually(lambda: traffic.closed_by_reason["unread_answer"] == 1)
         assert time.monotonic() - stopped < 5
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.door.hosts import AllowedHosts, check_host, host_of
+from app.door.hosts import AllowedHosts, check_host, parse_host
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
@@ -27,13 +27,14 @@ def scope(*hosts: str, target: str = "/v1/models", version: str = "1.1") -> dict
 def passes(*hosts: str, target: str = "/v1/models", version: str = "1.1", **settings: Any) -> bool:
     try:
         check_host(
-            scope(*hosts, target=target, version=version), AllowedHosts.of(Settings(**settings))
+            scope(*hosts, target=target, version=version),
+            AllowedHosts.from_settings(Settings(**settings)),
         )
     except AppError as error:
         refused = error
     else:
         return True
-    assert (refused.kind, refused.code) == (Kind.FORBIDDEN, "host_not_allowed")
+    assert (refused.kind, refused.code) == (ErrorKind.FORBIDDEN, "host_not_allowed")
     return False
 
 
@@ -166,7 +167,7 @@ def test_further_names_are_exact_or_whole_domains():
 )
 def test_a_name_that_could_never_be_asked_for_is_told_at_the_start(name: str):
     with pytest.raises(AppError, match="--allowed-host takes a name") as caught:
-        AllowedHosts.of(Settings(allowed_hosts=(name,)))
+        AllowedHosts.from_settings(Settings(allowed_hosts=(name,)))
     assert caught.value.param == "allowed_hosts"
 
 
@@ -201,7 +202,7 @@ def test_no_path_and_no_method_answers_to_a_strange_name(
 
 @given(st.text(max_size=40))
 def test_a_host_that_is_understood_is_clean(text: str):
-    host = host_of(text)
+    host = parse_host(text)
     assert host is None or (host == host.lower() and not set(host) & set("/@\\ ,%[]"))
 
 

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch):
     """Every question is a second later than the one before it."""
-    monkeypatch.setattr(keyring, "_EVERY", 0.0)
+    monkeypatch.setattr(keyring, "_RELOAD_INTERVAL", 0.0)
 
 
 def write(path: Path, text: str) -> None:
@@ -36,26 +36,26 @@ def write(path: Path, text: str) -> None:
 
 
 async def names(ring: Keyring, *shown: str) -> list[str | None]:
-    found = [await ring.match(one) for one in shown]
+    found = [await ring.find(one) for one in shown]
     return [None if key is None else key.name for key in found]
 
 
 def test_a_key_ring_without_keys_is_not_in_force():
-    assert not Keyring().in_force
-    assert not Keyring.of(Settings(), {}).in_force
+    assert not Keyring().enabled
+    assert not Keyring.from_settings(Settings(), {}).enabled
 
 
 def test_keys_of_the_environment_and_of_the_file_count_together(file: Path):
     variables = {"MLXRUNNER_API_KEY": BOSS}
-    ring = Keyring.of(Settings(api_keys=str(file)), variables)
-    assert ring.in_force
+    ring = Keyring.from_settings(Settings(api_keys=str(file)), variables)
+    assert ring.enabled
     assert not variables
     assert asyncio.run(names(ring, BOSS, LAPTOP, PHONE)) == ["owner", "laptop", None]
 
 
 def test_a_key_of_both_is_an_error_at_the_start(file: Path):
     with pytest.raises(AppError, match="owner and laptop have the same key"):
-        Keyring.of(Settings(api_keys=str(file)), {"MLXRUNNER_API_KEY": LAPTOP})
+        Keyring.from_settings(Settings(api_keys=str(file)), {"MLXRUNNER_API_KEY": LAPTOP})
 
 
 def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture):
@@ -93,19 +93,19 @@ def test_a_file_that_takes_the_place_of_the_old_one_is_noticed(file: Path, tmp_p
 
 
 def test_the_file_is_looked_at_once_a_second_at_most(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(keyring, "_EVERY", 1000.0)
+    monkeypatch.setattr(keyring, "_RELOAD_INTERVAL", 1000.0)
     looks: list[Path] = []
-    real = keyring.reread
+    real = keyring.read_if_changed
 
-    def counting(path: Path, seen: keyring.Seen) -> keyring.Reading | None:
+    def counting(path: Path, seen: keyring.FileStamp) -> keyring.KeyFileSnapshot | None:
         looks.append(path)
         return real(path, seen)
 
-    monkeypatch.setattr(keyring, "reread", counting)
+    monkeypatch.setattr(keyring, "read_if_changed", counting)
 
     async def run() -> None:
         ring = Keyring(file=file)
-        await asyncio.gather(*(ring.match(LAPTOP) for _ in range(50)))
+        await asyncio.gather(*(ring.find(LAPTOP) for _ in range(50)))
         assert await names(ring, LAPTOP) == ["laptop"]
 
     asyncio.run(run())
@@ -180,7 +180,7 @@ def test_a_file_that_breaks_changes_nothing_but_the_log(
         spoil(file, how)
         for _ in range(3):
             assert await names(ring, LAPTOP, PHONE, "") == ["laptop", None, None]
-            assert ring.in_force
+            assert ring.enabled
         mend(file)
         assert await names(ring, LAPTOP, PHONE) == [None, "phone"]
 
@@ -205,7 +205,7 @@ def test_a_file_that_others_can_read_is_used_and_told_of(
     file: Path, caplog: pytest.LogCaptureFixture
 ):
     file.chmod(0o640)
-    assert Keyring(file=file).in_force
+    assert Keyring(file=file).enabled
     assert "is readable by other users" in caplog.text
     assert "chmod 600" in caplog.text
 
@@ -213,15 +213,15 @@ def test_a_file_that_others_can_read_is_used_and_told_of(
 def test_a_disk_that_does_not_answer_keeps_nobody_waiting_for_long(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(keyring, "_PATIENCE", 0.1)
+    monkeypatch.setattr(keyring, "_RELOAD_TIMEOUT", 0.1)
     awake = threading.Event()
 
-    def stuck(path: Path, seen: keyring.Seen) -> None:
+    def stuck(path: Path, seen: keyring.FileStamp) -> None:
         awake.wait(20)
 
     async def run() -> None:
         ring = Keyring(file=file)
-        monkeypatch.setattr(keyring, "reread", stuck)
+        monkeypatch.setattr(keyring, "read_if_changed", stuck)
         begun = time.monotonic()
         for _ in range(20):
             assert await names(ring, LAPTOP, PHONE) == ["laptop", None]
@@ -234,20 +234,20 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting_for_long(
 def test_a_client_that_leaves_does_not_stop_the_look_of_the_others(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(keyring, "_EVERY", 1000.0)
-    monkeypatch.setattr(keyring, "_PATIENCE", 20.0)
-    seen, real = threading.Event(), keyring.reread
+    monkeypatch.setattr(keyring, "_RELOAD_INTERVAL", 1000.0)
+    monkeypatch.setattr(keyring, "_RELOAD_TIMEOUT", 20.0)
+    seen, real = threading.Event(), keyring.read_if_changed
 
-    def slow(path: Path, known: keyring.Seen) -> keyring.Reading | None:
+    def slow(path: Path, known: keyring.FileStamp) -> keyring.KeyFileSnapshot | None:
         seen.wait(20)
         return real(path, known)
 
     async def run() -> None:
         ring = Keyring(file=file)
         write(file, entry("phone", PHONE))
-        monkeypatch.setattr(keyring, "reread", slow)
-        first = asyncio.create_task(ring.match(PHONE))
-        second = asyncio.create_task(ring.match(PHONE))
+        monkeypatch.setattr(keyring, "read_if_changed", slow)
+        first = asyncio.create_task(ring.find(PHONE))
+        second = asyncio.create_task(ring.find(PHONE))
         await asyncio.sleep(0.01)
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -263,13 +263,13 @@ def test_a_client_that_leaves_does_not_stop_the_look_of_the_others(
 def test_a_key_takes_no_longer_to_find_at_the_end_of_a_long_list():
     """Against a comparison that stops where it differs: a list of 2,000 is walked to its end, so
     the first, the last and none take about as long."""
-    known = [keys.Key(name=f"k{n}", digest=keys.digest(f"key {n}")) for n in range(2000)]
+    known = [keys.ApiKey(name=f"k{n}", digest=keys.hash_key(f"key {n}")) for n in range(2000)]
 
     def seconds(shown: str) -> float:
         best = float("inf")
         for _ in range(15):
             begun = time.perf_counter()
-            keys.match(known, shown)
+            keys.find_key(known, shown)
             best = min(best, time.perf_counter() - begun)
         return best
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError
 from app.door import keys
-from app.door.keys import Key, digest, from_environment, from_file, match, written
+from app.door.keys import ApiKey, find_key, format_entry, hash_key, load_env_keys, parse_key_file
 
-LAPTOP, PHONE, BOSS = (keys.fresh() for _ in range(3))
+LAPTOP, PHONE, BOSS = (keys.generate_key() for _ in range(3))
 
 
 def entry(name: str, key: str, more: str = "") -> str:
-    return f'[[keys]]\nname = "{name}"\nsha256 = "{digest(key).hex()}"\n{more}\n'
+    return f'[[keys]]\nname = "{name}"\nsha256 = "{hash_key(key).hex()}"\n{more}\n'
 
 
 def test_fresh_keys_differ_and_can_be_sent():
-    made = {keys.fresh() for _ in range(100)}
+    made = {keys.generate_key() for _ in range(100)}
     assert len(made) == 100
     for key in made:
         assert key.startswith("mr-")
@@ -30,25 +30,28 @@ def test_fresh_keys_differ_and_can_be_sent():
 
 
 def test_a_key_is_found_by_what_it_is():
-    known = [Key(name="laptop", digest=digest(LAPTOP)), Key(name="phone", digest=digest(PHONE))]
-    assert match(known, LAPTOP) is known[0]
-    assert match(known, PHONE) is known[1]
+    known = [
+        ApiKey(name="laptop", digest=hash_key(LAPTOP)),
+        ApiKey(name="phone", digest=hash_key(PHONE)),
+    ]
+    assert find_key(known, LAPTOP) is known[0]
+    assert find_key(known, PHONE) is known[1]
     for wrong in (
         "",
         LAPTOP[:-1],
         LAPTOP + "x",
         LAPTOP.upper(),
-        digest(LAPTOP).hex(),
+        hash_key(LAPTOP).hex(),
         "é",
         "\udc80",
     ):
-        assert match(known, wrong) is None
-    assert match([], LAPTOP) is None
+        assert find_key(known, wrong) is None
+    assert find_key([], LAPTOP) is None
 
 
 def test_every_key_is_compared_whichever_it_is(monkeypatch: pytest.MonkeyPatch):
     """How long it takes must not tell where in the list a key stands, nor that it stands there."""
-    known = [Key(name=f"k{n}", digest=digest(f"key number {n}")) for n in range(20)]
+    known = [ApiKey(name=f"k{n}", digest=hash_key(f"key number {n}")) for n in range(20)]
     compared: list[Any] = []
     real = hmac.compare_digest
 
@@ -59,34 +62,34 @@ def test_every_key_is_compared_whichever_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hmac, "compare_digest", noting)
     for shown in ("key number 0", "key number 19", "none of them"):
         compared.clear()
-        match(known, shown)
+        find_key(known, shown)
         assert [a for a, _ in compared] == [key.digest for key in known]
 
 
 @given(st.text(), st.text())
 def test_a_key_matches_itself_and_nothing_else(key: str, other: str):
-    known = [Key(name="one", digest=digest(key))]
-    assert match(known, key) is known[0]
-    assert (match(known, other) is None) == (key != other)
+    known = [ApiKey(name="one", digest=hash_key(key))]
+    assert find_key(known, key) is known[0]
+    assert (find_key(known, other) is None) == (key != other)
 
 
 def test_a_file_names_keys_and_their_scopes():
     text = entry("laptop", LAPTOP, 'comment = "blue"') + entry("boss", BOSS, "admin = true")
-    assert from_file(text) == (
-        Key(name="laptop", digest=digest(LAPTOP)),
-        Key(name="boss", digest=digest(BOSS), admin=True),
+    assert parse_key_file(text) == (
+        ApiKey(name="laptop", digest=hash_key(LAPTOP)),
+        ApiKey(name="boss", digest=hash_key(BOSS), admin=True),
     )
 
 
 @pytest.mark.parametrize("admin", [True, False])
 def test_what_is_written_is_read_again(admin: bool):
-    key = Key(name="a.b_c-d@e", digest=digest(LAPTOP), admin=admin)
-    assert from_file(written(key, "made 2026-11-21")) == (key,)
-    assert LAPTOP not in written(key, "")
+    key = ApiKey(name="a.b_c-d@e", digest=hash_key(LAPTOP), admin=admin)
+    assert parse_key_file(format_entry(key, "made 2026-11-21")) == (key,)
+    assert LAPTOP not in format_entry(key, "")
 
 
 def test_one_name_may_have_two_keys_while_one_takes_over_from_the_other():
-    assert len(from_file(entry("laptop", LAPTOP) + entry("laptop", PHONE))) == 2
+    assert len(parse_key_file(entry("laptop", LAPTOP) + entry("laptop", PHONE))) == 2
 
 
 SECRET = "mr-do-not-show-me-to-anybody"
@@ -118,9 +121,9 @@ SECRET = "mr-do-not-show-me-to-anybody"
 )
 def test_a_file_that_is_wrong_is_told_of_without_its_content(text: str, why: str):
     with pytest.raises(AppError, match=why) as caught:
-        from_file(text)
+        parse_key_file(text)
     assert SECRET not in caught.value.message
-    assert digest(LAPTOP).hex() not in caught.value.message
+    assert hash_key(LAPTOP).hex() not in caught.value.message
 
 
 def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_not():
@@ -129,13 +132,13 @@ def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_n
         "MLXRUNNER_API_KEYS": f"laptop={LAPTOP}, phone={PHONE},",
         "PATH": "/bin",
     }
-    assert from_environment(variables) == (
-        Key(name="owner", digest=digest(BOSS), admin=True),
-        Key(name="laptop", digest=digest(LAPTOP)),
-        Key(name="phone", digest=digest(PHONE)),
+    assert load_env_keys(variables) == (
+        ApiKey(name="owner", digest=hash_key(BOSS), admin=True),
+        ApiKey(name="laptop", digest=hash_key(LAPTOP)),
+        ApiKey(name="phone", digest=hash_key(PHONE)),
     )
     assert variables == {"PATH": "/bin"}, "what we start must not inherit them"
-    assert from_environment({}) == from_environment({"MLXRUNNER_API_KEY": ""}) == ()
+    assert load_env_keys({}) == load_env_keys({"MLXRUNNER_API_KEY": ""}) == ()
 
 
 @pytest.mark.parametrize(
@@ -152,5 +155,5 @@ def test_the_environment_gives_one_key_that_may_everything_and_others_that_may_n
 )
 def test_a_variable_that_is_wrong_is_told_of_without_its_content(name: str, value: str, why: str):
     with pytest.raises(AppError, match=why) as caught:
-        from_environment({name: value})
+        load_env_keys({name: value})
     assert SECRET not in caught.value.message

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.door.notices import Notices
+from app.door.notices import SystemdNotifier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sd_notify is of Linux")
 
@@ -48,7 +48,9 @@ def test_a_server_is_ready_when_it_listens_and_says_how_long_it_may_take_to_stop
 ) -> None:
     async def live() -> None:
         server = Server()
-        async with Notices.of(environment(manager), 7).about(server, drain=40):
+        async with SystemdNotifier.from_environment(environment(manager), 7).watch(
+            server, drain=40
+        ):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(hear(manager), 0.4)
             server.started = True
@@ -62,7 +64,7 @@ def test_a_server_is_ready_when_it_listens_and_says_how_long_it_may_take_to_stop
 def test_the_watchdog_hears_of_a_loop_that_turns_and_of_no_other(manager: socket.socket) -> None:
     async def live() -> None:
         around = environment(manager, WATCHDOG_USEC="200000", WATCHDOG_PID="7")
-        async with Notices.of(around, 7).about(Server(started=True), drain=1):
+        async with SystemdNotifier.from_environment(around, 7).watch(Server(started=True), drain=1):
             assert await hear(manager) == "READY=1"
             for _ in range(4):
                 assert await hear(manager) == "WATCHDOG=1"
@@ -80,7 +82,7 @@ def test_the_watchdog_hears_of_a_loop_that_turns_and_of_no_other(manager: socket
 def test_a_server_that_stops_before_anybody_looked_says_so_too(manager: socket.socket) -> None:
     async def live() -> None:
         server = Server(started=True)
-        async with Notices.of(environment(manager), 7).about(server, drain=1):
+        async with SystemdNotifier.from_environment(environment(manager), 7).watch(server, drain=1):
             assert await hear(manager) == "READY=1"
             server.should_exit = True
         assert await hear(manager) == "STOPPING=1\nEXTEND_TIMEOUT_USEC=31000000"
@@ -93,8 +95,8 @@ def test_a_watchdog_that_is_not_there_or_is_another_process_s_hears_nothing(
     manager: socket.socket, watchdog: dict[str, str]
 ) -> None:
     async def live() -> None:
-        notices = Notices.of(environment(manager, **watchdog), 7)
-        async with notices.about(Server(started=True), drain=1):
+        notices = SystemdNotifier.from_environment(environment(manager, **watchdog), 7)
+        async with notices.watch(Server(started=True), drain=1):
             assert await hear(manager) == "READY=1"
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(hear(manager), 0.4)
@@ -106,7 +108,7 @@ def test_what_could_not_be_told_is_told_again(tmp_path: Path) -> None:
     async def live() -> None:
         place = tmp_path / "notify"
         around = {"NOTIFY_SOCKET": str(place)}
-        async with Notices.of(around, 7).about(Server(started=True), drain=1):
+        async with SystemdNotifier.from_environment(around, 7).watch(Server(started=True), drain=1):
             await asyncio.sleep(0.1)
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
                 manager.bind(str(place))
@@ -124,7 +126,9 @@ def test_an_abstract_socket_is_found(tmp_path: Path) -> None:
 
         async def live() -> None:
             around = {"NOTIFY_SOCKET": f"@{name}"}
-            async with Notices.of(around, 7).about(Server(started=True), drain=1):
+            async with SystemdNotifier.from_environment(around, 7).watch(
+                Server(started=True), drain=1
+            ):
                 assert await hear(manager) == "READY=1"
 
         asyncio.run(live())
@@ -132,13 +136,13 @@ def test_an_abstract_socket_is_found(tmp_path: Path) -> None:
 
 def test_children_do_not_inherit_what_was_meant_for_us(manager: socket.socket) -> None:
     around = environment(manager, WATCHDOG_USEC="1000000", WATCHDOG_PID="7")
-    Notices.of(around, 7)
+    SystemdNotifier.from_environment(around, 7)
     assert around == {"PATH": "/bin"}
 
 
 def test_without_a_manager_nothing_runs() -> None:
     async def live() -> None:
-        async with Notices.of({}, 7).about(Server(started=True), drain=1):
+        async with SystemdNotifier.from_environment({}, 7).watch(Server(started=True), drain=1):
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(live())

@@ -3,7 +3,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.door.origins import AllowedOrigins, check_origin
 from tests.api.asgi import ask
@@ -17,14 +17,14 @@ def passes(method: str, *listed: str, **headers: str) -> bool:
     """Headers by their names with underscores."""
     pairs = [(name.replace("_", "-"), value) for name, value in headers.items()]
     raw = [(name.encode(), value.encode()) for name, value in [("host", "here:8080"), *pairs]]
-    allowed = AllowedOrigins.of(Settings(cors_origins=listed))
+    allowed = AllowedOrigins.from_settings(Settings(cors_origins=listed))
     try:
         check_origin(method, Headers(raw=raw), allowed)
     except AppError as error:
         refused = error
     else:
         return True
-    assert (refused.kind, refused.code) == (Kind.FORBIDDEN, "origin_not_allowed")
+    assert (refused.kind, refused.code) == (ErrorKind.FORBIDDEN, "origin_not_allowed")
     return False
 
 
@@ -106,7 +106,7 @@ def test_all_may_where_all_are_listed():
 )
 def test_an_origin_that_no_browser_writes_is_told_at_the_start(origin: str):
     with pytest.raises(AppError, match="--cors-origin takes an origin") as caught:
-        AllowedOrigins.of(Settings(cors_origins=(origin,)))
+        AllowedOrigins.from_settings(Settings(cors_origins=(origin,)))
     assert caught.value.param == "cors_origins"
 
 
@@ -115,7 +115,7 @@ def test_an_origin_that_no_browser_writes_is_told_at_the_start(origin: str):
     [UI, "http://chat.example.org:8080", "https://[fd00::1]:80", "app://obsidian.md", "file://"],
 )
 def test_pages_and_programs_with_a_browser_inside_can_be_listed(origin: str):
-    assert AllowedOrigins.of(Settings(cors_origins=(origin,))).allow(origin)
+    assert AllowedOrigins.from_settings(Settings(cors_origins=(origin,))).allows(origin)
 
 
 @pytest.mark.parametrize(

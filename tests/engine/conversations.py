@@ -12,7 +12,7 @@ from typing import Any
 
 from app.core.jobs import Job
 from models.base import Model
-from tests.engine.driving import Outcome, Visit, job, make_loop, play
+from tests.engine.driving import Outcome, ScheduledJob, job, make_loop, run_schedule
 
 KINDS = ("goes on", "parts", "asks again", "draws again", "begins")
 WEIGHTS = (6, 5, 2, 2, 1)
@@ -26,18 +26,18 @@ REQUESTS, CANCELLED = 14, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ExpectedAnswer:
     """A request, and what a fresh engine answers it. kind: how its prompt came about."""
 
     kind: str
-    visit: Visit
+    visit: ScheduledJob
     alone: Outcome
 
     @property
     def prompt(self) -> tuple[int, ...]:
         job = self.visit.job
         assert isinstance(job, Job)
-        return job.ids
+        return job.prompt_token_ids
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Told:
         return replace(self.alone, tokens=self.alone.tokens[: len(got.tokens)], reason=got.reason)
 
 
-def history(model: Model, vocab: int, rng: random.Random) -> list[Told]:
+def random_history(model: Model, vocab: int, rng: random.Random) -> list[ExpectedAnswer]:
     """One request of each kind at least; half of them sampled, the others greedy, each with the
     logprobs of all ids. The highest id ends a turn."""
     end = vocab - 1
@@ -58,7 +58,7 @@ def history(model: Model, vocab: int, rng: random.Random) -> list[Told]:
     kinds = [*KINDS, *rng.choices(KINDS, WEIGHTS, k=REQUESTS - len(KINDS) - 3)]
     rng.shuffle(kinds)
     cancelled = rng.sample(range(REQUESTS - 2), CANCELLED)
-    told: list[Told] = []
+    told: list[ExpectedAnswer] = []
     at = 0
     for number, kind in enumerate(["begins", *kinds, "begins", "goes on"]):
         alone = number >= REQUESTS - 2
@@ -72,30 +72,30 @@ def history(model: Model, vocab: int, rng: random.Random) -> list[Told]:
             f"{number} {kind}",
             prompt,
             max_tokens=rng.randint(*ANSWER),
-            stop_ids=frozenset({end}),
+            stop_token_ids=frozenset({end}),
             top_logprobs=vocab,
             **sampled,
         )
         leaves = at + rng.randint(*PATIENCE) if number in cancelled else None
-        visit = Visit(job=asked, at=at, cancelled_at=leaves)
-        told.append(Told(kind=kind, visit=visit, alone=fresh(model, vocab, visit)))
+        visit = ScheduledJob(job=asked, at=at, cancelled_at=leaves)
+        told.append(ExpectedAnswer(kind=kind, visit=visit, alone=answer_alone(model, vocab, visit)))
     return told
 
 
-def fresh(model: Model, vocab: int, visit: Visit) -> Outcome:
+def answer_alone(model: Model, vocab: int, visit: ScheduledJob) -> Outcome:
     """Its answer from an engine that has seen nothing, and caches nothing in between."""
-    [outcome] = play(make_loop(model, vocab=vocab), [Visit(job=visit.job)]).values()
+    [outcome] = run_schedule(make_loop(model, vocab=vocab), [ScheduledJob(job=visit.job)]).values()
     assert outcome.cached == 0
     return outcome
 
 
-def _earlier(rng: random.Random, told: Sequence[Told]) -> Told:
+def _earlier(rng: random.Random, told: Sequence[ExpectedAnswer]) -> ExpectedAnswer:
     """Mostly of the last ones: these may still be running."""
     back = min(rng.randrange(len(told)), rng.randrange(len(told)))
     return told[-1 - back]
 
 
-def _grown(rng: random.Random, kind: str, earlier: Told, end: int) -> tuple[int, ...]:
+def _grown(rng: random.Random, kind: str, earlier: ExpectedAnswer, end: int) -> tuple[int, ...]:
     question = (*_text(rng, ASKED, end), end)
     match kind:
         case "goes on" if len(earlier.ids) + ASKED[1] + 2 <= LONGEST:

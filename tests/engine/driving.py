@@ -13,21 +13,21 @@ import mlx.core as mx
 import numpy as np
 
 import models
-from app.core.embeddings import Embedded, EmbedJob
-from app.core.jobs import Ended, Job, Prefilled, PromptScores, Started, Token
+from app.core.embeddings import EmbedJob, EmbedResult
+from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.ports import PrefixCache
-from app.core.requests import Sampling
-from app.engine.grammar import Grammars, Matcher
+from app.core.requests import SamplingParams
+from app.engine.grammar import GrammarCompiler, Matcher
 from app.engine.loop import Loop
-from app.engine.memory import measured
+from app.engine.memory import profile_memory
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
-from app.engine.scheduler import Limits
-from app.engine.scores import Score
+from app.engine.scheduler import SchedulerLimits
+from app.engine.scores import PromptLogprob
 from models.base import Model
 from models.kv import LayerCache
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests import tiny
 
 # two logits closer than this may change places between equally right computations
@@ -42,13 +42,13 @@ class Outcome:
 
     cached: int = -1
     progress: list[int] = field(default_factory=list)
-    scores: list[Score] | None = None
+    scores: list[PromptLogprob] | None = None
     tokens: list[Token] = field(default_factory=list)
     vectors: list[bytes] | None = None
     reason: str = ""
     error: str | None = None
 
-    def embedded(self, over: Embedded) -> None:
+    def embedded(self, over: EmbedResult) -> None:
         assert self.reason == "", "nothing may follow the end"
         self.vectors, self.error = list(over.vectors), over.error
         self.reason = "embedded" if over.error is None else "error"
@@ -61,30 +61,32 @@ class Outcome:
 def tiny_model(seed: int = 0) -> Model:
     """As the engine loads it: suited to the device."""
     made: Any = models.build(tiny.CONFIG, tiny.weights(seed=seed))
-    suit_device(made)
+    apply_cpu_layout(made)
     return made
 
 
-def settle(layers: Sequence[LayerCache]) -> None:
+def evaluate_layers(layers: Sequence[LayerCache]) -> None:
     mx.eval([layer.state() for layer in layers])
 
 
 def make_prefix(
-    model: Model, policy: str, *, running: int = 1, grid: int = 1, context: int = CONTEXT
+    model: Model, policy: str, *, running: int = 1, alignment: int = 1, context: int = CONTEXT
 ) -> PrefixCache[LayerCache]:
     match policy:
         case "single":
-            return SinglePrefixCache(model.make_kv, grid=grid)
+            return SinglePrefixCache(model.make_kv, alignment=alignment)
         case "radix":
-            return RadixPrefixCache(model.make_kv, settle=settle, grid=grid, checkpoint_every=16)
+            return RadixPrefixCache(
+                model.make_kv, evaluate=evaluate_layers, alignment=alignment, checkpoint_every=16
+            )
         case _:
             return SlotPrefixCache(
                 model.make_kv,
                 slots=running,
                 context=context,
                 multi_user=policy == "multi_user",
-                settle=settle,
-                grid=grid,
+                evaluate=evaluate_layers,
+                alignment=alignment,
             )
 
 
@@ -101,15 +103,15 @@ def make_loop(
     vocab: int = tiny.VOCAB,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
-    memory = measured(
-        model, budget=0, weights=0, chunk=chunk, rows=running, heads=0, context=context
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=chunk, max_batch_size=running, heads=0, context=context
     )
     grid = chunk if exact else 1
     return Loop(
         model,
-        make_prefix(model, policy, running=running, grid=grid, context=context),
+        make_prefix(model, policy, running=running, alignment=grid, context=context),
         vocab=vocab,
-        limits=Limits(running=running, prefill=chunk, whole=exact),
+        limits=SchedulerLimits(max_running=running, max_prefill_tokens=chunk, align_chunks=exact),
         memory=replace(memory, budget=budget, working=0),
         context=context,
         exact=exact,
@@ -120,30 +122,30 @@ def make_loop(
 def job(name: str, ids: Sequence[int], **changes: Any) -> Job:
     """A greedy job of 12 tokens with logprobs, unless told otherwise. Sampling fields go to
     Sampling, others to Job."""
-    knobs = {k: changes.pop(k) for k in list(changes) if k in Sampling.__dataclass_fields__}
+    knobs = {k: changes.pop(k) for k in list(changes) if k in SamplingParams.__dataclass_fields__}
     fields: dict[str, Any] = {
         "max_tokens": 12,
-        "stop_ids": frozenset({tiny.END}),
+        "stop_token_ids": frozenset({tiny.END}),
         "top_logprobs": TOP,
         **changes,
     }
-    sampling = Sampling(**{"temperature": 0.0, **knobs})
-    return Job(id=name, ids=tuple(ids), sampling=sampling, **fields)
+    sampling = SamplingParams(**{"temperature": 0.0, **knobs})
+    return Job(id=name, prompt_token_ids=tuple(ids), sampling=sampling, **fields)
 
 
 @cache
-def grammars() -> Grammars:
+def grammar_compiler() -> GrammarCompiler:
     """Compiles for the tiny vocabulary, whose ids are bytes."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     tiny.tokenizer().save(str(folder / "tokenizer.json"))
-    return Grammars(folder / "tokenizer.json", vocab=tiny.VOCAB)
+    return GrammarCompiler(folder / "tokenizer.json", vocab=tiny.VOCAB)
 
 
 def submit(loop: Loop, one: Job, matcher: Matcher | None = None) -> None:
     """matcher: None compiles the job's grammar."""
     if matcher is None and one.grammar is not None:
-        matcher = grammars().compile(one.grammar, one.stop_ids)
+        matcher = grammar_compiler().compile(one.grammar, one.stop_token_ids)
     loop.submit(one, matcher)
 
 
@@ -158,7 +160,7 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
             for one in jobs:
                 loop.cancel(one.id)
         for update in loop.step().updates:
-            _note(outcomes[update.job], update)
+            _note(outcomes[update.job_id], update)
         steps += 1
         assert steps < 5000
     loop.check()
@@ -166,7 +168,7 @@ def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Ou
 
 
 @dataclass(frozen=True, kw_only=True)
-class Visit:
+class ScheduledJob:
     """A job that comes at a step, and perhaps is cancelled at a later one. matcher: as `submit`
     takes it."""
 
@@ -176,9 +178,9 @@ class Visit:
     matcher: Matcher | None = None
 
 
-def play(loop: Loop, visits: Iterable[Visit]) -> dict[str, Outcome]:
+def run_schedule(loop: Loop, scheduled: Iterable[ScheduledJob]) -> dict[str, Outcome]:
     """Let them come and go, step by step, until nothing runs; `check()` after every step."""
-    left = list(visits)
+    left = list(scheduled)
     outcomes = {visit.job.id: Outcome() for visit in left}
     cancels = [(v.cancelled_at, v.job.id) for v in left if v.cancelled_at is not None]
     step = 0
@@ -193,9 +195,9 @@ def play(loop: Loop, visits: Iterable[Visit]) -> dict[str, Outcome]:
             loop.cancel(name)
         said = loop.step()
         for update in said.updates:
-            _note(outcomes[update.job], update)
-        for over in said.embedded:
-            outcomes[over.job].embedded(over)
+            _note(outcomes[update.job_id], update)
+        for over in said.embed_results:
+            outcomes[over.job_id].embedded(over)
         loop.check()
         assert said.stats.ledger.free >= 0, "the books are overdrawn"
         step += 1
@@ -211,14 +213,14 @@ def _note(outcome: Outcome, update: Any) -> None:
     assert outcome.reason == "", "nothing may follow the end"
     match update:
         case Started():
-            outcome.cached = update.cached
+            outcome.cached = update.cached_tokens
         case Prefilled():
             assert not outcome.tokens
-            outcome.progress.append(update.done)
-        case PromptScores():
+            outcome.progress.append(update.computed_tokens)
+        case PromptLogprobs():
             assert outcome.scores is None, "a prompt is scored once"
             assert not outcome.tokens
-            outcome.scores = list(update.scores)
+            outcome.scores = list(update.logprobs)
         case Token():
             outcome.tokens.append(update)
         case Ended():
@@ -227,7 +229,7 @@ def _note(outcome: Outcome, update: Any) -> None:
 
 def near_tie(a: Token, b: Token) -> bool:
     """Whether the two runs differ at this step only because their best candidates all but tie."""
-    return all(t.top[0][1] - t.top[1][1] < NEAR for t in (a, b))
+    return all(t.top_logprobs[0][1] - t.top_logprobs[1][1] < NEAR for t in (a, b))
 
 
 def assert_same(a: Outcome, b: Outcome) -> int:
@@ -243,14 +245,14 @@ def assert_same(a: Outcome, b: Outcome) -> int:
     return 0
 
 
-def bits(outcome: Outcome) -> list[Any]:
+def token_bits(outcome: Outcome) -> list[Any]:
     """Of each token what must be equal where results are equal to the bit."""
-    return [(token.id, token.logprob, token.top) for token in outcome.tokens]
+    return [(token.id, token.logprob, token.top_logprobs) for token in outcome.tokens]
 
 
 def _assert_near(a: Sequence[Token], b: Sequence[Token]) -> None:
     """All at once: numpy takes a tenth of a millisecond for the smallest comparison."""
-    assert [len(token.top) for token in a] == [len(token.top) for token in b]
+    assert [len(token.top_logprobs) for token in a] == [len(token.top_logprobs) for token in b]
     np.testing.assert_allclose(_logprobs(a), _logprobs(b), atol=NEAR)
 
 
@@ -259,7 +261,7 @@ def _logprobs(tokens: Sequence[Token]) -> list[float]:
     told = list[float]()
     for token in tokens:
         assert token.logprob is not None
-        told += (token.logprob, *(logprob for _, logprob in token.top))
+        told += (token.logprob, *(logprob for _, logprob in token.top_logprobs))
     return told
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.kv import KVCache, LayerCache
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
 from models.window import RotatingKVCache
@@ -67,7 +67,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, tiny.VOCAB, bias=False)
         mx.random.seed(seed)
         self.apply(lambda array: mx.random.normal(array.shape) / WIDTH**0.5 * 1.5)
-        suit_device(self)
+        apply_cpu_layout(self)
         mx.eval(self.parameters())
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:

@@ -5,26 +5,26 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from app.core.requests import Sampling
-from app.engine.row import RowState
-from app.engine.sampler import Rows, Sampled
+from app.core.requests import SamplingParams
+from app.engine.row import SamplerState
+from app.engine.sampler import SamplerBatch, SamplerOutput
 
 VOCAB = 12
 
 
-def row(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> RowState:
+def make_state(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> SamplerState:
     """knobs: of Sampling, and what holds an end back."""
-    held = {name: knobs.pop(name) for name in ("stop_ids", "min_tokens") if name in knobs}
-    return RowState(Sampling(**knobs), seed=seed, prompt=prompt, vocab=vocab, **held)
+    held = {name: knobs.pop(name) for name in ("stop_token_ids", "min_tokens") if name in knobs}
+    return SamplerState(SamplingParams(**knobs), seed=seed, prompt=prompt, vocab=vocab, **held)
 
 
-def ids(array: mx.array) -> list[int]:
+def to_list(array: mx.array) -> list[int]:
     return cast(list[int], array.tolist())
 
 
-def once(logits: Any, state: RowState, **asked: Any) -> Sampled:
+def sample_once(logits: Any, state: SamplerState, **asked: Any) -> SamplerOutput:
     """One token of one row."""
-    rows = Rows([state])
+    rows = SamplerBatch([state])
     sampled = rows.sample(mx.array([logits]), **asked)
     rows.release()
     return sampled
@@ -55,16 +55,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"frequency_penalty": 2.0, "repeat_last_n": 3, "temperature": 0.0},
     "wide window": {"repetition_penalty": 1.4, "repeat_last_n": 8},
     "bias": {"logit_bias": ((7, 9.0), (8, -100.0))},
-    "no end yet": {"stop_ids": frozenset({0, 3, 9999}), "min_tokens": 2},
-    "no end for long": {"stop_ids": frozenset({1}), "min_tokens": 50, "top_p": 0.8},
+    "no end yet": {"stop_token_ids": frozenset({0, 3, 9999}), "min_tokens": 2},
+    "no end for long": {"stop_token_ids": frozenset({1}), "min_tokens": 50, "top_p": 0.8},
     "bias and penalty": {"logit_bias": ((9, 9.0),), "presence_penalty": 9.0, "top_p": 0.9},
 }
 
 
-Said = tuple[int, float, list[int], list[float]]
+RowOutput = tuple[int, float, list[int], list[float]]
 
 
-def said(sampled: Sampled, place: int) -> Said:
+def row_output(sampled: SamplerOutput, place: int) -> RowOutput:
     assert sampled.logprobs is not None
     assert sampled.top_ids is not None
     assert sampled.top_logprobs is not None

@@ -18,7 +18,7 @@ FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
 DEFINITION = "Node"
 
 
-def drawn(seed: int) -> Schema:
+def random_schema(seed: int) -> Schema:
     """A schema of up to three levels; every tenth refers to itself."""
     rng = random.Random(seed)
     if seed % 10:
@@ -152,7 +152,7 @@ _TREE = {
     "additionalProperties": False,
 }
 
-CORNERS: dict[str, Schema] = {
+EDGE_CASES: dict[str, Schema] = {
     "anything": {},
     "any object": {"type": "object"},
     "enum of all types": {"enum": ["a", 1, 1.5, True, None, [], {}, {"a": [1]}]},

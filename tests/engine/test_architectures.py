@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from models.base import Model
-from models.layout import batch_invariant, suit_device
+from models.layout import apply_cpu_layout, is_batch_invariant
 from tests import tiny
 from tests.engine import hybrid
-from tests.engine.conversations import KINDS, Told, history
-from tests.engine.driving import assert_same, bits, make_loop, play
+from tests.engine.conversations import KINDS, ExpectedAnswer, random_history
+from tests.engine.driving import assert_same, make_loop, run_schedule, token_bits
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
@@ -38,9 +38,9 @@ class Asked:
     vocab: int
 
     @cached_property
-    def history(self) -> list[Told]:
+    def history(self) -> list[ExpectedAnswer]:
         """The same for all policies, so its answers are found once."""
-        told = history(self.model, self.vocab, random.Random(self.name))
+        told = random_history(self.model, self.vocab, random.Random(self.name))
         assert {one.kind for one in told} == set(KINDS)
         return told
 
@@ -61,13 +61,13 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
     asked: Asked, policy: str, ties: list[int]
 ) -> None:
     loop = make_loop(asked.model, running=PARALLEL, chunk=CHUNK, policy=policy, vocab=asked.vocab)
-    got = play(loop, [told.visit for told in asked.history])
+    got = run_schedule(loop, [told.visit for told in asked.history])
     for told in asked.history:
         outcome = got[told.visit.job.id]
         expected = told.expected(outcome)
         ties.append(assert_same(outcome, expected))
-        if batch_invariant(asked.model):
-            assert bits(outcome) == bits(expected), "as --exact promises"
+        if is_batch_invariant(asked.model):
+            assert token_bits(outcome) == token_bits(expected), "as --exact promises"
     last = asked.history[-1].visit.job
     assert got[last.id].cached >= len(asked.history[-2].ids) - 1, "a chat alone begins where it was"
 
@@ -75,5 +75,5 @@ def test_a_history_gives_the_answers_of_a_fresh_engine(
 def _opened(case: Case, folder: Path) -> Model:
     parity.saved(case, folder)
     model: Any = parity.opened(folder)
-    suit_device(model)
+    apply_cpu_layout(model)
     return model

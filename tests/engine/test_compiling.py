@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from app.core.errors import AppError, Kind
-from app.core.requests import Choice, Grammar, JsonSchema, Lark, Regex
-from app.engine.grammar import GrammarError, Grammars
-from app.engine.schema import MOST_OPTIONAL
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
+from app.engine.grammar import GrammarCompiler, GrammarError
+from app.engine.schema import MAX_OPTIONAL_PROPERTIES
 from tests import tiny
-from tests.engine.driving import grammars, job, make_loop, run, tiny_model
+from tests.engine.driving import grammar_compiler, job, make_loop, run, tiny_model
 from tests.engine.test_grammar import ids_of
 
 ENDS = frozenset({tiny.END})
@@ -30,7 +30,7 @@ answer ::= "yes" | "no" | [a-c]+ "\x21" | "é" | [\u0416]
 
 def follows(grammar: Grammar, text: str) -> bool:
     """Whether the whole text does."""
-    matcher = grammars().compile(grammar, ENDS)
+    matcher = grammar_compiler().compile(grammar, ENDS)
     try:
         for byte in text.encode():
             matcher.accept(byte)
@@ -41,8 +41,8 @@ def follows(grammar: Grammar, text: str) -> bool:
 
 def refused(grammar: Grammar) -> AppError:
     with pytest.raises(AppError) as caught:
-        grammars().compile(grammar, ENDS)
-    assert caught.value.kind is Kind.INVALID
+        grammar_compiler().compile(grammar, ENDS)
+    assert caught.value.kind is ErrorKind.INVALID
     return caught.value
 
 
@@ -52,12 +52,20 @@ def refused(grammar: Grammar) -> AppError:
         (Regex(pattern=r"\d{2}/[a-z]+"), ["12/a", "12/abc"], ["1/a", "12/", "12/a "]),
         (Regex(pattern="^(a|b)$"), ["a", "b"], ["", "ab", "^a$"]),
         (Regex(pattern="(?i)yes\n"), ["YES\n"], ["yes"]),
-        (Choice(options=("a", "ab", "c")), ["a", "ab", "c"], ["", "b", "abc"]),
-        (Choice(options=('q"\\/\n', "\u2028é🙂\x7f")), ['q"\\/\n', "\u2028é🙂\x7f"], ['q"']),
-        (Lark(text='start: "(" start ")" | "x"'), ["x", "((x))"], ["((x)", ""]),
-        (Lark(text='start: "a" %json {"const": 1}'), ["a1"], ["a2", "1"]),
-        (Lark(text='start: "<" @inner ">"', inner=Lark(text=GBNF)), ["<yes.>"], ["yes.", "<yes>"]),
-        (Lark(text=GBNF), ["yes.", "no, abc!, é.", "Ж."], ["yes", "no, no, no, no.", "abc."]),
+        (ChoiceGrammar(options=("a", "ab", "c")), ["a", "ab", "c"], ["", "b", "abc"]),
+        (ChoiceGrammar(options=('q"\\/\n', "\u2028é🙂\x7f")), ['q"\\/\n', "\u2028é🙂\x7f"], ['q"']),
+        (LarkGrammar(text='start: "(" start ")" | "x"'), ["x", "((x))"], ["((x)", ""]),
+        (LarkGrammar(text='start: "a" %json {"const": 1}'), ["a1"], ["a2", "1"]),
+        (
+            LarkGrammar(text='start: "<" @inner ">"', inner=LarkGrammar(text=GBNF)),
+            ["<yes.>"],
+            ["yes.", "<yes>"],
+        ),
+        (
+            LarkGrammar(text=GBNF),
+            ["yes.", "no, abc!, é.", "Ж."],
+            ["yes", "no, no, no, no.", "abc."],
+        ),
         (JsonSchema(text="true"), ["1", "[null]"], ["x", ""]),
     ],
     ids=str,
@@ -86,10 +94,10 @@ def test_no_time_has_a_leap_second(name: str, before: str, after: str) -> None:
 def test_random_weights_follow_each_kind() -> None:
     kinds: dict[str, Grammar] = {
         "regex": Regex(pattern="[a-f]{3,9}-[0-9]{2}"),
-        "choice": Choice(options=("left", "right", "straight on")),
-        "lark": Lark(text='start: "(" start ")" | /[xyz]/\n'),
-        "gbnf": Lark(text=GBNF),
-        "free, then bound": Lark(
+        "choice": ChoiceGrammar(options=("left", "right", "straight on")),
+        "lark": LarkGrammar(text='start: "(" start ")" | /[xyz]/\n'),
+        "gbnf": LarkGrammar(text=GBNF),
+        "free, then bound": LarkGrammar(
             text='start: thought "=" answer\nthought[max_tokens=9]: /(?s:.*)/\n'
             'answer: %json {"type": "boolean"}\n'
         ),
@@ -133,7 +141,7 @@ OVER_LINES = [
     '{"city": "Rome", "more": [ ]}',
 ]
 LONG = ['{"city":  "Rome", "more": []}', '{"city": "Rome", "more": []} ']
-COMPOSED = Lark(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonSchema(text=CITY),))
+COMPOSED = LarkGrammar(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonSchema(text=CITY),))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +149,12 @@ COMPOSED = Lark(text=f'start: "<" call\ncall: %json {CITY}', parts=(JsonSchema(t
     [
         (JsonSchema(text=CITY), "", False),
         (COMPOSED, "<", False),
-        (Lark(text=f"start: %json {CITY}"), "", True),
-        (Lark(text='start: "<" @inner', inner=Lark(text=f"start: %json {CITY}")), "<", True),
+        (LarkGrammar(text=f"start: %json {CITY}"), "", True),
+        (
+            LarkGrammar(text='start: "<" @inner', inner=LarkGrammar(text=f"start: %json {CITY}")),
+            "<",
+            True,
+        ),
     ],
     ids=["schema", "schema in a composed grammar", "client's grammar", "client's, composed"],
 )
@@ -158,7 +170,9 @@ def test_json_is_on_one_line_except_in_a_grammar_that_a_client_wrote(
 
 
 def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
-    matcher = grammars().compile(Lark(text='start: "a" %json {"type": "object"}'), ENDS)
+    matcher = grammar_compiler().compile(
+        LarkGrammar(text='start: "a" %json {"type": "object"}'), ENDS
+    )
     for token in b"a{\n\n" + b" " * 20:
         matcher.accept(token)
     assert ids_of(matcher) == {*b'"}'}
@@ -167,15 +181,19 @@ def test_white_space_is_bounded_in_a_schema_that_is_part_of_a_grammar() -> None:
 @pytest.mark.parametrize(
     ("grammar", "param", "reason"),
     [
-        (Regex(pattern="(", at="guided_regex"), "guided_regex", "unclosed group"),
-        (Regex(pattern="(?=a)b", at="guided_regex"), "guided_regex", "look-ahead"),
-        (Regex(pattern="\ud800", at="guided_regex"), "guided_regex", "surrogate"),
-        (Choice(options=("\ud800",), at="guided_choice"), "guided_choice", "surrogate"),
-        (Lark(text="start: nobody", at="guided_grammar"), "guided_grammar", "unknown name"),
-        (Lark(text="x ::= y", at="guided_grammar"), "guided_grammar", "not valid GBNF"),
-        (Lark(text="start: <|nobody|>", at="guided_grammar"), "guided_grammar", "nobody"),
-        (JsonSchema(text="{", at="a.schema"), "a.schema", "not valid JSON"),
-        (JsonSchema(text='{"not": {}}', at="a.schema"), "a.schema.not", "not is not supported"),
+        (Regex(pattern="(", param="guided_regex"), "guided_regex", "unclosed group"),
+        (Regex(pattern="(?=a)b", param="guided_regex"), "guided_regex", "look-ahead"),
+        (Regex(pattern="\ud800", param="guided_regex"), "guided_regex", "surrogate"),
+        (ChoiceGrammar(options=("\ud800",), param="guided_choice"), "guided_choice", "surrogate"),
+        (
+            LarkGrammar(text="start: nobody", param="guided_grammar"),
+            "guided_grammar",
+            "unknown name",
+        ),
+        (LarkGrammar(text="x ::= y", param="guided_grammar"), "guided_grammar", "not valid GBNF"),
+        (LarkGrammar(text="start: <|nobody|>", param="guided_grammar"), "guided_grammar", "nobody"),
+        (JsonSchema(text="{", param="a.schema"), "a.schema", "not valid JSON"),
+        (JsonSchema(text='{"not": {}}', param="a.schema"), "a.schema.not", "not is not supported"),
     ],
     ids=str,
 )
@@ -193,16 +211,16 @@ def test_a_refusal_is_short_however_long_the_expression_is() -> None:
 
 
 def test_a_composed_grammar_is_refused_at_the_part_that_is_wrong() -> None:
-    good = JsonSchema(text='{"type": "object"}', at="tools.0.function.parameters")
-    wrong = JsonSchema(text='{"items": {"not": {}}}', at="tools.1.function.parameters")
-    pattern = Regex(pattern="(", at="guided_regex")
+    good = JsonSchema(text='{"type": "object"}', param="tools.0.function.parameters")
+    wrong = JsonSchema(text='{"items": {"not": {}}}', param="tools.1.function.parameters")
+    pattern = Regex(pattern="(", param="guided_regex")
     text = f"start: %json {good.text} %json {wrong.text}"
-    error = refused(Lark(text=text, parts=(good, wrong)))
+    error = refused(LarkGrammar(text=text, parts=(good, wrong)))
     assert error.param == "tools.1.function.parameters.items.not"
-    error = refused(Lark(text="start: /(/", parts=(good, pattern)))
+    error = refused(LarkGrammar(text="start: /(/", parts=(good, pattern)))
     assert error.param == "guided_regex"
-    inner = Lark(text="start: nobody", at="guided_grammar")
-    assert refused(Lark(text="start: @inner", inner=inner)).param == "guided_grammar"
+    inner = LarkGrammar(text="start: nobody", param="guided_grammar")
+    assert refused(LarkGrammar(text="start: @inner", inner=inner)).param == "guided_grammar"
 
 
 def test_what_would_break_behind_the_first_token_is_found_before_it() -> None:
@@ -227,11 +245,11 @@ def test_as_many_properties_as_documented_are_followed_with_a_large_vocabulary(
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
     (end,) = tokenizer.encode("<|im_end|>").ids
     vocab = tokenizer.get_vocab_size()
-    large = Grammars(file, vocab=vocab, ends=[end])
+    large = GrammarCompiler(file, vocab=vocab, eos_ids=[end])
     names = [f"property_number_{i}" for i in range(2500)]
     required = {"properties": {name: {"type": "null"} for name in names}, "required": names}
-    optional = {"properties": {name: {"type": "null"} for name in names[:MOST_OPTIONAL]}}
-    few = [names[0], *names[MOST_OPTIONAL // 2 : MOST_OPTIONAL : 300]]
+    optional = {"properties": {name: {"type": "null"} for name in names[:MAX_OPTIONAL_PROPERTIES]}}
+    few = [names[0], *names[MAX_OPTIONAL_PROPERTIES // 2 : MAX_OPTIONAL_PROPERTIES : 300]]
     for schema, chosen in ((required, names), (optional, few)):
         grammar = JsonSchema(text=json.dumps({"type": "object", **schema}))
         for _ in range(2):
@@ -242,8 +260,8 @@ def test_as_many_properties_as_documented_are_followed_with_a_large_vocabulary(
 
 
 def test_more_optional_properties_than_documented_are_refused_with_advice() -> None:
-    properties = {f"p{i}": {"type": "null"} for i in range(MOST_OPTIONAL + 1)}
-    error = refused(JsonSchema(text=json.dumps({"properties": properties}), at="guided_json"))
+    properties = {f"p{i}": {"type": "null"} for i in range(MAX_OPTIONAL_PROPERTIES + 1)}
+    error = refused(JsonSchema(text=json.dumps({"properties": properties}), param="guided_json"))
     assert error.param == "guided_json.properties"
     assert "make some required" in error.message
 
@@ -251,7 +269,7 @@ def test_more_optional_properties_than_documented_are_refused_with_advice() -> N
 def test_a_schema_in_a_clients_grammar_is_followed_or_refused_with_advice() -> None:
     properties = {f"p{i}": {"type": "null"} for i in range(1500)}
     text = f"start: %json {json.dumps({'type': 'object', 'properties': properties})}"
-    assert "too many continuations" in refused(Lark(text=text)).message
+    assert "too many continuations" in refused(LarkGrammar(text=text)).message
 
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -319,20 +337,22 @@ def hostile() -> Iterator[tuple[str, Grammar]]:
     yield "groups", Regex(pattern="(" * 60_000)
     yield (
         "rules",
-        Lark(text="start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(4000)) + "a4000:/b/"),
+        LarkGrammar(
+            text="start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(4000)) + "a4000:/b/"
+        ),
     )
     yield (
         "terms",
-        Lark(
+        LarkGrammar(
             text="start: A0\n"
             + "".join(f'A{i}:A{i + 1} "b"\n' for i in range(3900))
             + 'A3900: "c"\n'
         ),
     )
-    yield "parentheses", Lark(text="start: " + "(" * 60_000)
+    yield "parentheses", LarkGrammar(text="start: " + "(" * 60_000)
     yield (
         "doubling",
-        Lark(
+        LarkGrammar(
             text="start: A0\n"
             + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(60))
             + 'A60: "b"'
@@ -380,7 +400,9 @@ def test_hostile_grammars_are_compiled_or_refused_in_time_and_memory() -> None:
 
 def test_a_grammar_that_means_one_text_in_many_ways_cannot_hold_up_a_step() -> None:
     """Nobody else's answer goes on while a mask is computed."""
-    matcher = grammars().compile(Lark(text="start: e\ne: e e | e e e | /[a-z]/ | \n"), ENDS)
+    matcher = grammar_compiler().compile(
+        LarkGrammar(text="start: e\ne: e e | e e e | /[a-z]/ | \n"), ENDS
+    )
     times = list[float]()
     with contextlib.suppress(GrammarError):
         while len(times) < 300:

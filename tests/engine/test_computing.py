@@ -3,29 +3,31 @@
 import mlx.core as mx
 import pytest
 
-from app.core.jobs import Backend
+from app.core.jobs import ComputeBackend
 from app.engine import computing
-from app.engine.computing import gigaflops, in_use
+from app.engine.computing import detect_backend, measure_gigaflops
 from models import kernels
-from models.backend import IN_USE
-from models.kernels import Described
+from models.backend import ACTIVE
+from models.kernels import KernelInfo
 
-ON = Described(built=True, on=True, isa="avx2", threads=2, why=None)
-OFF = Described(built=True, on=False, isa="avx2", threads=2, why="planted")
+ON = KernelInfo(built=True, enabled=True, isa="avx2", threads=2, why=None)
+OFF = KernelInfo(built=True, enabled=False, isa="avx2", threads=2, why="planted")
 
 
 @pytest.mark.parametrize(("described", "told"), [(ON, "avx2"), (OFF, None)])
 def test_kernels_are_told_where_they_do_the_work(
-    monkeypatch: pytest.MonkeyPatch, described: Described, told: str | None
+    monkeypatch: pytest.MonkeyPatch, described: KernelInfo, told: str | None
 ) -> None:
     monkeypatch.setattr(kernels, "describe", lambda: described)
-    assert in_use() == Backend(device="cpu", kernels=told, blas=IN_USE.blas, threads=IN_USE.threads)
+    assert detect_backend() == ComputeBackend(
+        device="cpu", kernels=told, blas=ACTIVE.blas, threads=ACTIVE.threads
+    )
 
 
 def test_of_a_gpu_nothing_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(computing.mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert in_use() == Backend(device="gpu")
+    assert detect_backend() == ComputeBackend(device="gpu")
 
 
 def test_a_product_takes_time() -> None:
-    assert 0 < gigaflops() < 1e6
+    assert 0 < measure_gigaflops() < 1e6

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.engine.describe import complete
+from app.engine.describe import complete_config
 from tests import tiny
 
 
@@ -19,11 +19,11 @@ def files(tiny_model: Path) -> ModelFiles:
 
 
 def configured(files: ModelFiles, **config: Any) -> ModelFiles:
-    return complete(replace(files, config=config))
+    return complete_config(replace(files, config=config))
 
 
 def test_a_config_that_says_all_is_left_as_it_is(files: ModelFiles) -> None:
-    assert complete(files) == files
+    assert complete_config(files) == files
 
 
 def test_what_a_config_leaves_to_its_architecture_is_filled_in(files: ModelFiles) -> None:
@@ -31,7 +31,7 @@ def test_what_a_config_leaves_to_its_architecture_is_filled_in(files: ModelFiles
     more = {"intermediate_size": 128, "num_attention_heads": 4}
     found = configured(files, **config, **more)
     assert (found.context_length, found.vocab_size) == (131_072, 262_208)
-    assert found.sampled_ids == tiny.VOCAB
+    assert found.sampleable_vocab_size == tiny.VOCAB
 
 
 def test_of_a_multimodal_model_the_text_part_counts(
@@ -65,6 +65,6 @@ def test_a_config_that_cannot_be_is_named(
 ) -> None:
     with pytest.raises(AppError) as caught:
         configured(files, **{**tiny.CONFIG, **change})
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(f"{files.path}: ")
     assert words in caught.value.message

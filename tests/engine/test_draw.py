@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.requests import Sampling
-from app.engine.draw import Draw, Method, gumbel, method_of, mix, most
+from app.core.requests import SamplingParams
+from app.engine.draw import Draw, SamplingMethod, choose_method, gumbel_noise, lowbias32, topk
 
 VOCAB = 5000
 
 
-def draw(method: Method, logits: Any, *, seed: int = 0, turn: int = 0, **knobs: Any) -> int:
-    one = Draw(method, [Sampling(**knobs)], seeds=[seed], drawn=[0])
+def draw(method: SamplingMethod, logits: Any, *, seed: int = 0, turn: int = 0, **knobs: Any) -> int:
+    one = Draw(method, [SamplingParams(**knobs)], seeds=[seed], num_drawn=[0])
     return cast(int, one(mx.array(np.array([logits], dtype=np.float32)), turn).item())
 
 
@@ -49,24 +49,26 @@ def by_top_p(logits: Any, p: float) -> Any:
 @pytest.mark.parametrize(
     ("knobs", "wanted"),
     [
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.1}, Method("greedy")),
-        ({"temperature": 1e-40}, Method("greedy")),
-        ({}, Method("all")),
-        ({"min_p": 0.1}, Method("all")),
-        ({"top_k": 1}, Method("best", 64)),
-        ({"top_k": 64, "top_p": 0.5}, Method("best", 64)),
-        ({"top_k": 65}, Method("best", 128)),
-        ({"top_k": 4999}, Method("best", 5000)),
-        ({"top_k": 5000}, Method("all")),
-        ({"top_p": 0.999999999}, Method("nucleus", 63)),
-        ({"top_p": 0.5}, Method("nucleus", 63)),
-        ({"top_p": 0.1}, Method("nucleus", 511)),
-        ({"top_p": 0.0}, Method("nucleus", 8191)),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.1}, SamplingMethod("greedy")),
+        ({"temperature": 1e-40}, SamplingMethod("greedy")),
+        ({}, SamplingMethod("all")),
+        ({"min_p": 0.1}, SamplingMethod("all")),
+        ({"top_k": 1}, SamplingMethod("best", 64)),
+        ({"top_k": 64, "top_p": 0.5}, SamplingMethod("best", 64)),
+        ({"top_k": 65}, SamplingMethod("best", 128)),
+        ({"top_k": 4999}, SamplingMethod("best", 5000)),
+        ({"top_k": 5000}, SamplingMethod("all")),
+        ({"top_p": 0.999999999}, SamplingMethod("nucleus", 63)),
+        ({"top_p": 0.5}, SamplingMethod("nucleus", 63)),
+        ({"top_p": 0.1}, SamplingMethod("nucleus", 511)),
+        ({"top_p": 0.0}, SamplingMethod("nucleus", 8191)),
     ],
     ids=str,
 )
-def test_a_row_is_computed_as_its_own_settings_say(knobs: dict[str, Any], wanted: Method) -> None:
-    assert method_of(Sampling(**knobs), VOCAB) == wanted
+def test_a_row_is_computed_as_its_own_settings_say(
+    knobs: dict[str, Any], wanted: SamplingMethod
+) -> None:
+    assert choose_method(SamplingParams(**knobs), VOCAB) == wanted
 
 
 @given(
@@ -81,7 +83,7 @@ def test_most_are_the_largest_and_of_equals_the_first(
     count = max(1, round(width * share**4))
     values = np.random.default_rng(seed).integers(0, levels, (3, width)).astype(np.float32)
     values[values == 0] = -np.inf
-    indices, found = most(mx.array(values), count)
+    indices, found = topk(mx.array(values), count)
     for row in range(3):
         wanted = np.lexsort((np.arange(width), -values[row]))[:count]
         assert indices[row].tolist() == wanted.tolist()
@@ -91,7 +93,7 @@ def test_most_are_the_largest_and_of_equals_the_first(
 def test_most_of_a_row_without_numbers_are_still_indices() -> None:
     """The row is padded to whole blocks, and there NaN comes last."""
     values = mx.concatenate([mx.full((1, 2993), mx.nan), mx.full((1, 6), -mx.inf)], axis=-1)
-    indices, _ = most(values, 20)
+    indices, _ = topk(values, 20)
     assert cast(int, indices.max().item()) < 2999
 
 
@@ -104,8 +106,13 @@ def test_top_k_draws_what_would_be_drawn_with_the_rest_forbidden(
     knobs: dict[str, Any] = {"top_k": k, "temperature": temperature}
     for seed in range(10):
         logits = random_logits(2.0, step=step, seed=seed)
-        wanted = draw(Method("all"), by_top_k(logits, k), seed=seed, temperature=temperature)
-        assert draw(method_of(Sampling(**knobs), VOCAB), logits, seed=seed, **knobs) == wanted
+        wanted = draw(
+            SamplingMethod("all"), by_top_k(logits, k), seed=seed, temperature=temperature
+        )
+        assert (
+            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6, 0.02, 0.3, 0.5, 0.9, 0.99, 0.99999])
@@ -117,8 +124,8 @@ def test_top_p_draws_what_would_be_drawn_with_the_rest_forbidden(
     id; and with equals at its edge."""
     for seed in range(10):
         logits = random_logits(spread, step=step, seed=seed)
-        wanted = draw(Method("all"), by_top_p(logits, p), seed=seed)
-        method = method_of(Sampling(top_p=p), VOCAB)
+        wanted = draw(SamplingMethod("all"), by_top_p(logits, p), seed=seed)
+        method = choose_method(SamplingParams(top_p=p), VOCAB)
         assert method.kind == "nucleus"
         assert draw(method, logits, seed=seed, top_p=p) == wanted
 
@@ -128,8 +135,8 @@ def test_if_all_leaders_lie_outside_the_most_likely_id_is_drawn() -> None:
     seen = set[bool]()
     for seed in range(40):
         logits = random_logits(1.0, seed=seed)
-        wanted = draw(method_of(Sampling(top_p=0.1), VOCAB), logits, seed=seed, top_p=0.1)
-        got = draw(Method("nucleus", 1), logits, seed=seed, top_p=0.1)
+        wanted = draw(choose_method(SamplingParams(top_p=0.1), VOCAB), logits, seed=seed, top_p=0.1)
+        got = draw(SamplingMethod("nucleus", 1), logits, seed=seed, top_p=0.1)
         assert got in (wanted, logits.argmax())
         seen.add(got == wanted)
     assert seen == {True, False}
@@ -143,8 +150,11 @@ def test_top_p_and_min_p_narrow_each_other(p: float, min_p: float) -> None:
         logits = random_logits(1.5, seed=seed)
         least = logits.max() + np.log(min_p)
         kept = np.where(logits >= least, by_top_p(logits, p), -np.inf)
-        wanted = draw(Method("all"), kept, seed=seed)
-        assert draw(method_of(Sampling(**knobs), VOCAB), logits, seed=seed, **knobs) == wanted
+        wanted = draw(SamplingMethod("all"), kept, seed=seed)
+        assert (
+            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("p", [0.3, 0.8])
@@ -152,14 +162,17 @@ def test_the_nucleus_among_top_k_counts_their_likelihoods_only(p: float) -> None
     knobs: dict[str, Any] = {"top_k": 30, "top_p": p}
     for seed in range(20):
         logits = random_logits(1.0, step=0.25 * (seed % 2), seed=seed)
-        wanted = draw(Method("all"), by_top_p(by_top_k(logits, 30), p), seed=seed)
-        assert draw(method_of(Sampling(**knobs), VOCAB), logits, seed=seed, **knobs) == wanted
+        wanted = draw(SamplingMethod("all"), by_top_p(by_top_k(logits, 30), p), seed=seed)
+        assert (
+            draw(choose_method(SamplingParams(**knobs), VOCAB), logits, seed=seed, **knobs)
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("knobs", [{}, {"top_k": 9}, {"top_p": 0.4}, {"min_p": 0.2}], ids=str)
 def test_the_last_bit_of_a_logit_changes_no_draw_but_a_near_tie(knobs: dict[str, Any]) -> None:
     """A batch rounds otherwise than a single row does: that may not be heard."""
-    method = method_of(Sampling(**knobs), VOCAB)
+    method = choose_method(SamplingParams(**knobs), VOCAB)
     changed = 0
     for seed in range(100):
         logits = random_logits(3.0, seed=seed)
@@ -174,7 +187,7 @@ def test_the_last_bit_of_a_logit_changes_no_draw_but_a_near_tie(knobs: dict[str,
 def test_no_temperature_overflows(temperature: float, knobs: dict[str, Any]) -> None:
     logits = np.array([-1e30, 3e38, 0.0, 2e38, -3e38])
     knobs = {"temperature": temperature, **knobs}
-    token = draw(method_of(Sampling(**knobs), 5), logits, **knobs)
+    token = draw(choose_method(SamplingParams(**knobs), 5), logits, **knobs)
     assert token == 1 or temperature > 1
 
 
@@ -204,31 +217,31 @@ def test_noise_is_finite_at_both_ends_and_exact_where_it_is_large(
     """The largest noise decides draws of unlikely ids; -log(-log(u)) alone would round it there.
     The smallest decides nothing, and is rounded."""
     keys = mx.array([[unmixed(hashed), 1]], dtype=mx.uint32)
-    assert mix(keys)[0, 0].item() == hashed
+    assert lowbias32(keys)[0, 0].item() == hashed
     u = min((hashed + 0.5) / 2**32, 1 - 2**-24)
-    noise = gumbel(keys, mx.array([[0]], dtype=mx.uint32))
+    noise = gumbel_noise(keys, mx.array([[0]], dtype=mx.uint32))
     assert noise.item() == pytest.approx(-np.log(-np.log1p(-u)), rel=2e-6, abs=error)
 
 
 def test_noise_of_an_id_does_not_depend_on_which_others_are_asked_for() -> None:
     keys = mx.array([[5, 9], [70, 2**32 - 1]], dtype=mx.uint32)
-    every = gumbel(keys, mx.arange(1000, dtype=mx.uint32)[None])
+    every = gumbel_noise(keys, mx.arange(1000, dtype=mx.uint32)[None])
     some = mx.array([[999, 0, 3], [4, 4, 998]], dtype=mx.uint32)
-    assert gumbel(keys, some).tolist() == mx.take_along_axis(every, some, axis=1).tolist()
+    assert gumbel_noise(keys, some).tolist() == mx.take_along_axis(every, some, axis=1).tolist()
 
 
 def test_draws_that_start_close_together_do_not_walk_the_same_way() -> None:
     """Among some thousand draws two start within a vocabulary of each other; were their strides
     alike, one would have the noise of the other, shifted by a few ids."""
     starts = mx.array([[100, 0x9E3779B1], [103, 0x85EBCA77]], dtype=mx.uint32)
-    noise = np.array(gumbel(starts, mx.arange(1000, dtype=mx.uint32)[None]))
+    noise = np.array(gumbel_noise(starts, mx.arange(1000, dtype=mx.uint32)[None]))
     assert len(np.intersect1d(noise[0], noise[1])) < 10
 
 
 def test_noise_has_gumbel_s_distribution() -> None:
     """Kolmogorov and Smirnov's distance, at 1.95/sqrt(n): one in a thousand is further."""
     keys = mx.array([[12, 34]], dtype=mx.uint32)
-    noise = np.sort(np.array(gumbel(keys, mx.arange(200_000, dtype=mx.uint32)[None]))[0])
+    noise = np.sort(np.array(gumbel_noise(keys, mx.arange(200_000, dtype=mx.uint32)[None]))[0])
     ranks = (np.arange(len(noise)) + 0.5) / len(noise)
     assert abs(np.exp(-np.exp(-noise.astype(np.float64))) - ranks).max() < 1.95 / len(noise) ** 0.5
 
@@ -240,11 +253,14 @@ def ranks_of_noise() -> Any:
     """[SEEDS, TURNS, IDS] numbers that should be uniform in (0, 1): neighbouring seeds, turns and
     ids, read off the race between each id and one other that is known."""
     rows = Draw(
-        Method("all"), [Sampling()] * SEEDS, seeds=list(range(SEEDS)), drawn=list(range(SEEDS))
+        SamplingMethod("all"),
+        [SamplingParams()] * SEEDS,
+        seeds=list(range(SEEDS)),
+        num_drawn=list(range(SEEDS)),
     )
     flat = mx.zeros((SEEDS, IDS))
     ids = mx.arange(IDS, dtype=mx.uint32)[None]
-    noise = [np.array(rows._noisy(flat, ids, turn)) for turn in range(TURNS)]
+    noise = [np.array(rows._add_noise(flat, ids, turn)) for turn in range(TURNS)]
     return np.exp(-np.exp(-np.stack(noise, axis=1).astype(np.float64)))
 
 
@@ -275,11 +291,16 @@ def test_no_two_draws_share_their_noise() -> None:
     assert abs(close).max() < 5.5 / 8
 
 
-@pytest.mark.parametrize("method", [Method("all"), Method("best", 64), Method("nucleus", 63)])
-def test_equal_ids_are_drawn_equally_often(method: Method) -> None:
+@pytest.mark.parametrize(
+    "method", [SamplingMethod("all"), SamplingMethod("best", 64), SamplingMethod("nucleus", 63)]
+)
+def test_equal_ids_are_drawn_equally_often(method: SamplingMethod) -> None:
     knobs = {"best": {"top_k": 99}, "nucleus": {"top_p": 0.9999}}.get(method.kind, {})
     rows = Draw(
-        method, [Sampling(**knobs)] * 400, seeds=[7 * s for s in range(400)], drawn=[0] * 400
+        method,
+        [SamplingParams(**knobs)] * 400,
+        seeds=[7 * s for s in range(400)],
+        num_drawn=[0] * 400,
     )
     table = mx.zeros((400, 40))
     tokens = np.concatenate([np.array(rows(table, turn)) for turn in range(25)])
@@ -289,7 +310,7 @@ def test_equal_ids_are_drawn_equally_often(method: Method) -> None:
 def test_seeds_are_taken_modulo_2_to_the_64() -> None:
     logits = random_logits(1.0)
     drawn = [
-        [draw(Method("all"), logits, seed=seed, turn=turn) for turn in range(10)]
+        [draw(SamplingMethod("all"), logits, seed=seed, turn=turn) for turn in range(10)]
         for seed in (-1, 2**64 - 1, 0, 1, 2**63)
     ]
     assert drawn[0] == drawn[1]

@@ -14,12 +14,21 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from app.core.embeddings import EmbedJob, Pooling
-from app.engine.embedder import MOST_ROWS
-from app.engine.memory import measured
+from app.core.embeddings import EmbedJob, PoolingType
+from app.engine.embedder import MAX_ROWS
+from app.engine.memory import profile_memory
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import NEAR, Outcome, Visit, assert_same, job, make_loop, play, tiny_model
+from tests.engine.driving import (
+    NEAR,
+    Outcome,
+    ScheduledJob,
+    assert_same,
+    job,
+    make_loop,
+    run_schedule,
+    tiny_model,
+)
 from tests.models import parity, test_foreign
 from tests.models.architectures import Case, cases
 
@@ -41,7 +50,7 @@ def texts(*lengths: int, seed: int = 0, vocab: int = 256) -> tuple[tuple[int, ..
 def embed_job(
     name: str,
     inputs: Sequence[tuple[int, ...]],
-    pooling: Pooling = "mean",
+    pooling: PoolingType = "mean",
     dimensions: int | None = None,
 ) -> EmbedJob:
     return EmbedJob(id=name, inputs=tuple(inputs), pooling=pooling, dimensions=dimensions)
@@ -73,7 +82,7 @@ def test_padding_changes_nothing_for_any_architecture(case: Case, tmp_path: Path
     inputs = texts(1, 2, 3, 5, 9, 14, 20, 21, 40, 64, 65, 150, vocab=case.vocab)
     for pooling in ("mean", "last"):
         asked = embed_job(pooling, inputs, pooling)
-        assert_vectors(model, play(loop, [Visit(job=asked)])[pooling], asked)
+        assert_vectors(model, run_schedule(loop, [ScheduledJob(job=asked)])[pooling], asked)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 300])
@@ -84,23 +93,23 @@ def test_however_large_a_piece_is(model: Model, chunk: int, dimensions: int | No
         embed_job(pooling, texts(7, 1, 33, 4, 33, 18), pooling, dimensions)
         for pooling in ("mean", "last")
     ]
-    got = play(loop, [Visit(job=one) for one in jobs])
+    got = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     for one in jobs:
         assert_vectors(model, got[one.id], one)
     stats = loop.stats()
-    assert (stats.embedded_tokens, stats.embedding) == (2 * 96, 0)
+    assert (stats.embedded_tokens, stats.embedding_jobs) == (2 * 96, 0)
     assert stats.ledger.kv == 0
 
 
 def test_the_width_of_the_vectors_is_told() -> None:
-    assert make_loop(tiny_model()).capacity.width == 16
+    assert make_loop(tiny_model()).capacity.hidden_size == 16
 
 
 def test_a_class_that_gives_logits_only_has_no_width(tmp_path: Path) -> None:
     case = test_foreign.CASES[0]
     parity.saved(case, tmp_path)
     loop = make_loop(parity.opened(tmp_path), vocab=case.vocab)
-    assert loop.capacity.width is None
+    assert loop.capacity.hidden_size is None
 
 
 class Noting:
@@ -129,9 +138,9 @@ def test_short_inputs_share_a_pass_and_none_is_larger_than_a_chunk() -> None:
     loop = make_loop(model, chunk=64)
     model.shapes.clear()
     jobs = [embed_job("many", texts(*[2] * 40)), embed_job("few", texts(2, 3, 30, 200))]
-    play(loop, [Visit(job=one) for one in jobs])
+    run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     assert all(rows * width <= 64 for rows, width in model.shapes)
-    assert max(rows for rows, _ in model.shapes) == MOST_ROWS
+    assert max(rows for rows, _ in model.shapes) == MAX_ROWS
     assert len(model.shapes) <= 3 + 1 + 4
 
 
@@ -145,7 +154,7 @@ def test_jobs_of_other_pooling_and_dimensions_share_a_pass() -> None:
         embed_job("b", texts(4), "last"),
         embed_job("c", texts(5), "mean", 2),
     ]
-    got = play(loop, [Visit(job=one) for one in jobs])
+    got = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     assert model.shapes == [(3, 5)]
     for one in jobs:
         assert_vectors(inner, got[one.id], one)
@@ -161,7 +170,7 @@ def test_a_small_job_does_not_wait_for_a_large_one() -> None:
     loop.embed(embed_job("small", texts(5)))
     over = dict[str, int]()
     for step in range(100):
-        over |= {ended.job: step for ended in loop.step().embedded}
+        over |= {ended.job_id: step for ended in loop.step().embed_results}
     assert over == {"small": 2, "large": 58}
 
 
@@ -173,10 +182,10 @@ def test_generating_and_embedding_beside_each_other_change_nothing(
     loop = make_loop(model, running=running, policy=policy, chunk=CHUNK)
     sequences = [job(str(i), ids, max_tokens=20) for i, ids in enumerate(texts(70, 40, 9, seed=1))]
     inputs = [embed_job("e0", texts(90, 5, 3)), embed_job("e1", texts(30, 2), "last")]
-    visits = [Visit(job=one, at=4 * i) for i, one in enumerate((*sequences, *inputs))]
-    got = play(loop, visits)
+    visits = [ScheduledJob(job=one, at=4 * i) for i, one in enumerate((*sequences, *inputs))]
+    got = run_schedule(loop, visits)
     for one in sequences:
-        own = play(make_loop(model, chunk=CHUNK), [Visit(job=one)])
+        own = run_schedule(make_loop(model, chunk=CHUNK), [ScheduledJob(job=one)])
         ties.append(assert_same(got[one.id], own[one.id]))
     for one in inputs:
         assert_vectors(model, got[one.id], one)
@@ -187,7 +196,7 @@ def test_a_step_has_no_more_than_a_chunk_of_prompts_and_inputs_together() -> Non
     so that neither prompts nor inputs wait for the others' end."""
     model = Noting(tiny_model())
     loop = make_loop(model, running=2, chunk=CHUNK, policy="radix")
-    loop.submit(job("stream", [1, 2, 3], max_tokens=100, stop_ids=frozenset()))
+    loop.submit(job("stream", [1, 2, 3], max_tokens=100, stop_token_ids=frozenset()))
     for _ in range(4):
         loop.step()
     loop.embed(embed_job("inputs", texts(*[40] * 6, *[3] * 40)))
@@ -208,8 +217,8 @@ def test_a_step_has_no_more_than_a_chunk_of_prompts_and_inputs_together() -> Non
 def test_a_cancelled_job_is_gone_and_nobody_misses_it(model: Model, after: int) -> None:
     loop = make_loop(model, chunk=CHUNK)
     gone, other = embed_job("gone", texts(3, 50, 90)), embed_job("other", texts(5, 44, 60))
-    visits = [Visit(job=gone, cancelled_at=after), Visit(job=other)]
-    got = play(loop, visits)
+    visits = [ScheduledJob(job=gone, cancelled_at=after), ScheduledJob(job=other)]
+    got = run_schedule(loop, visits)
     assert got["gone"].reason == ""
     assert_vectors(model, got["other"], other)
     assert loop.idle
@@ -217,8 +226,10 @@ def test_a_cancelled_job_is_gone_and_nobody_misses_it(model: Model, after: int) 
 
 
 def footprint(model: Model, positions: int) -> int:
-    memory = measured(model, budget=0, weights=0, chunk=64, rows=1, heads=0, context=512)
-    return memory.footprint(positions)
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=64, max_batch_size=1, heads=0, context=512
+    )
+    return memory.kv_footprint(positions)
 
 
 def test_memory_that_a_sequence_needs_is_called_back_and_the_input_begins_again() -> None:
@@ -229,11 +240,11 @@ def test_memory_that_a_sequence_needs_is_called_back_and_the_input_begins_again(
         model, running=2, policy="radix", chunk=4, budget=footprint(inner, 1024), context=1024
     )
     long = embed_job("long", texts(500))
-    got = play(
+    got = run_schedule(
         loop,
         [
-            Visit(job=job("stream", [1] * 250, max_tokens=300, stop_ids=frozenset())),
-            Visit(job=long, at=240),
+            ScheduledJob(job=job("stream", [1] * 250, max_tokens=300, stop_token_ids=frozenset())),
+            ScheduledJob(job=long, at=240),
         ],
     )
     assert_vectors(inner, got["long"], long)
@@ -252,12 +263,12 @@ def test_inputs_are_served_though_sequences_always_wait() -> None:
     )
     long = embed_job("long", texts(200))
     ends = list[str]()
-    loop.submit(job("0", [1] * 100, max_tokens=20, stop_ids=frozenset()))
+    loop.submit(job("0", [1] * 100, max_tokens=20, stop_token_ids=frozenset()))
     loop.step()
     loop.embed(long)
     for i in range(1, 200):
-        loop.submit(job(str(i), [i % 200] * 100, max_tokens=20, stop_ids=frozenset()))
-        ends += [e.job for e in loop.step().embedded]
+        loop.submit(job(str(i), [i % 200] * 100, max_tokens=20, stop_token_ids=frozenset()))
+        ends += [e.job_id for e in loop.step().embed_results]
         if ends:
             break
     assert ends == ["long"]
@@ -271,19 +282,19 @@ def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> Non
     loop = make_loop(
         model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)
     )
-    most, lengths = loop.capacity.context, st.integers(1, 400)
-    visits = list[Visit]()
+    most, lengths = loop.capacity.context_length, st.integers(1, 400)
+    visits = list[ScheduledJob]()
     for i in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, 30))
         end = data.draw(st.none() | st.integers(at + 1, 60))
         if data.draw(st.booleans()):
             ids = texts(min(data.draw(lengths), most - 20), seed=i)[0]
-            one: Any = job(str(i), ids, max_tokens=20, stop_ids=frozenset())
+            one: Any = job(str(i), ids, max_tokens=20, stop_token_ids=frozenset())
         else:
             sizes = data.draw(st.lists(lengths, min_size=1, max_size=5))
             one = embed_job(str(i), texts(*(min(size, most) for size in sizes), seed=i))
-        visits.append(Visit(job=one, at=at, cancelled_at=end))
-    got = play(loop, visits)
+        visits.append(ScheduledJob(job=one, at=at, cancelled_at=end))
+    got = run_schedule(loop, visits)
     for visit in visits:
         outcome = got[visit.job.id]
         assert outcome.reason in ("length", "cancelled", "embedded") or visit.cancelled_at
@@ -304,7 +315,7 @@ def test_who_fails_ends_alone() -> None:
         embed_job("bad", [(1, 2), (255, 1)]),
         embed_job("long", texts(100, vocab=200)),
     ]
-    got = play(loop, [Visit(job=one) for one in jobs])
+    got = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     assert (got["bad"].reason, got["bad"].error) == (
         "error",
         "the engine failed while processing this request",
@@ -318,7 +329,7 @@ def test_a_long_input_that_fails_gives_its_memory_back() -> None:
     model = Noting(tiny_model())
     loop = make_loop(model, chunk=16)
     model.fails = lambda tokens: bool(mx.any(tokens == 255).item())
-    got = play(loop, [Visit(job=embed_job("bad", [(*[1] * 40, 255)]))])
+    got = run_schedule(loop, [ScheduledJob(job=embed_job("bad", [(*[1] * 40, 255)]))])
     assert got["bad"].reason == "error"
     assert loop.stats().ledger.kv == 0
 
@@ -331,6 +342,6 @@ def test_what_is_not_a_number_is_an_error() -> None:
     model.model.embed_tokens.weight = weight
     loop = make_loop(model, chunk=64)
     good, bad = embed_job("good", [(1, 2, 3)]), embed_job("bad", [(1,), (5, 1)])
-    got = play(loop, [Visit(job=good), Visit(job=bad)])
+    got = run_schedule(loop, [ScheduledJob(job=good), ScheduledJob(job=bad)])
     assert "NaN or infinite hidden states" in (got["bad"].error or "")
     assert_vectors(model, got["good"], good)

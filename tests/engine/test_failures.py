@@ -8,12 +8,12 @@ import pytest
 from app.engine.loop import Loop
 from tests.engine import hybrid
 from tests.engine.driving import (
-    Visit,
+    ScheduledJob,
     assert_same,
     job,
     make_loop,
-    play,
     run_one,
+    run_schedule,
     tiny_model,
 )
 
@@ -49,11 +49,11 @@ class Unsound(hybrid.Model):
 
 def poisoned(name: str) -> Any:
     """Samples the poison at once: a bias too large to resist."""
-    return job(name, PROMPT, logit_bias=((POISON, 1e4),), stop_ids=NONE)
+    return job(name, PROMPT, logit_bias=((POISON, 1e4),), stop_token_ids=NONE)
 
 
 def good(name: str, **changes: Any) -> Any:
-    bias = {"logit_bias": ((POISON, -1e4),), "stop_ids": NONE}
+    bias = {"logit_bias": ((POISON, -1e4),), "stop_token_ids": NONE}
     return job(name, [*PROMPT, *name.encode()], **bias | changes)
 
 
@@ -65,11 +65,11 @@ def test_one_row_that_breaks_a_batch_ends_alone(kinds: str, policy: str, ties: l
     running = 1 if policy == "single" else 4
     loop = make_loop(model, running=running, policy=policy)
     names = [good(str(i), temperature=0.9, seed=i, presence_penalty=0.5) for i in range(3)]
-    outcomes = play(
+    outcomes = run_schedule(
         loop,
         [
-            *(Visit(job=one, at=i) for i, one in enumerate(names)),
-            Visit(job=poisoned("bad"), at=6),
+            *(ScheduledJob(job=one, at=i) for i, one in enumerate(names)),
+            ScheduledJob(job=poisoned("bad"), at=6),
         ],
     )
     assert outcomes["bad"].reason == "error"
@@ -86,7 +86,9 @@ def test_a_row_that_is_no_number_ends_alone(ties: list[int]) -> None:
         good("one", temperature=1.0, seed=1, frequency_penalty=1.0),
         good("two", repetition_penalty=1.5, repeat_last_n=6),
     ]
-    outcomes = play(loop, [*(Visit(job=one) for one in others), Visit(job=poisoned("bad"), at=2)])
+    outcomes = run_schedule(
+        loop, [*(ScheduledJob(job=one) for one in others), ScheduledJob(job=poisoned("bad"), at=2)]
+    )
     assert outcomes["bad"].reason == "error"
     assert "NaN or infinite logits" in (outcomes["bad"].error or "")
     for one in others:
@@ -113,8 +115,13 @@ def test_a_prefix_cache_that_raises_ends_only_who_asked(monkeypatch: pytest.Monk
         return begin(ids, **options)
 
     monkeypatch.setattr(cache, "begin", failing)
-    outcomes = play(
-        loop, [Visit(job=good("a")), Visit(job=job("bad", [POISON])), Visit(job=good("b"))]
+    outcomes = run_schedule(
+        loop,
+        [
+            ScheduledJob(job=good("a")),
+            ScheduledJob(job=job("bad", [POISON])),
+            ScheduledJob(job=good("b")),
+        ],
     )
     assert [outcomes[name].reason for name in ("a", "bad", "b")] == ["length", "error", "length"]
 
@@ -124,16 +131,16 @@ def test_a_prefix_cache_that_cannot_shrink_ends_only_who_needed_it(
 ) -> None:
     """And not the loop, in a circle of steps that all fail."""
     model = tiny_model()
-    room = make_loop(model, context=256).capacity.kv_bytes
+    room = make_loop(model, context=256).capacity.kv_bytes_per_sequence
     loop = make_loop(model, running=2, policy="radix", context=256, budget=2 * room)
     assert run_one(loop, good("first")).reason == "length"
 
     def failing(count: int) -> int:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(_prefix_of(loop), "shrink", failing)
-    pair = [Visit(job=good("second")), Visit(job=job("third", [1] * 200))]
-    outcomes = play(loop, pair)
+    monkeypatch.setattr(_prefix_of(loop), "evict", failing)
+    pair = [ScheduledJob(job=good("second")), ScheduledJob(job=job("third", [1] * 200))]
+    outcomes = run_schedule(loop, pair)
     assert sorted(outcome.reason for outcome in outcomes.values()) == ["error", "length"]
 
 
@@ -156,7 +163,7 @@ def test_a_sampler_that_raises_for_a_batch_ends_nobody_who_can_go_on(
         good(str(i), temperature=1.0, seed=i, frequency_penalty=0.7, max_tokens=40)
         for i in range(3)
     ]
-    outcomes = play(loop, [Visit(job=one) for one in jobs])
+    outcomes = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     assert failed
     monkeypatch.undo()
     for one in jobs:
@@ -164,4 +171,4 @@ def test_a_sampler_that_raises_for_a_batch_ends_nobody_who_can_go_on(
 
 
 def _prefix_of(loop: Loop) -> Any:
-    return loop._roster._prefix  # pyright: ignore[reportPrivateUsage]  # to plant a fault in it
+    return loop._scheduler._prefix  # pyright: ignore[reportPrivateUsage]  # to plant a fault in it

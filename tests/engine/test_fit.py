@@ -14,14 +14,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache, starcoder2
 
 from app import store
-from app.core.amounts import in_memory
-from app.core.errors import AppError, Kind
+from app.core.amounts import format_memory
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine import fit as fitting
-from app.engine.describe import complete
-from app.engine.fit import USUAL_LENGTH, fit, foretold, need, refuse
-from app.engine.memory import Footprint, Working, measured, query_heads
+from app.engine.describe import complete_config
+from app.engine.fit import (
+    TYPICAL_SEQUENCE_LENGTH,
+    estimate_before_load,
+    estimate_fit,
+    estimate_memory,
+    raise_unless_fits,
+)
+from app.engine.memory import ActivationMemory, KVFootprint, num_query_heads, profile_memory
 from app.engine.weights import open_model
 from models import llama
 from models.kv import STEP
@@ -35,7 +41,7 @@ NAMES = {mx.uint32: "U32", mx.bfloat16: "BF16", mx.float32: "F32"}
 
 
 def files_of(folder: Path) -> ModelFiles:
-    return complete(store.resolve(str(folder)))
+    return complete_config(store.resolve(str(folder)))
 
 
 @pytest.fixture
@@ -45,12 +51,12 @@ def files(tiny_model: Path) -> ModelFiles:
 
 def tight(files: ModelFiles, spare: int, **asked: Any) -> Settings:
     """Settings whose budget has `spare` bytes for layer caches of a context of 1024."""
-    plain = fit(files, Settings(context=1024, **asked))
+    plain = estimate_fit(files, Settings(context=1024, **asked))
     return Settings(memory=plain.weights + plain.working + spare, **asked)
 
 
 def sequence(files: ModelFiles, length: int) -> int:
-    return fit(files, Settings(context=length)).kv_per_context
+    return estimate_fit(files, Settings(context=length)).kv_per_context
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
@@ -62,20 +68,20 @@ def test_every_architecture_tells_its_layer_caches_unevaluated(case: Case, tmp_p
     files = files_of(tmp_path)
     gc.collect()
     before = mx.get_active_memory()
-    found = fit(files, Settings(prefill_chunk=16))
+    found = estimate_fit(files, Settings(prefill_chunk=16))
     gc.collect()
     assert mx.get_active_memory() - before < 65536, "something was evaluated"
     model = open_model(files, None)
-    memory = measured(
+    memory = profile_memory(
         model,
         budget=0,
         weights=0,
         chunk=16,
-        rows=8,
-        heads=query_heads(files.config),
+        max_batch_size=8,
+        heads=num_query_heads(files.config),
         context=found.context,
     )
-    assert found.kv_per_context == memory.footprint(found.context)
+    assert found.kv_per_context == memory.kv_footprint(found.context)
     stored = sum(array.nbytes for _, array in _flat(model))
     assert found.weights == stored
 
@@ -87,7 +93,7 @@ def _flat(model: Any) -> list[tuple[str, mx.array]]:
 
 def test_reduced_weights_are_counted_as_what_they_will_be(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "m", hidden_size=64, intermediate_size=128)
-    whole, four = (fit(files_of(folder), Settings(quantize=bits)) for bits in (None, 4))
+    whole, four = (estimate_fit(files_of(folder), Settings(quantize=bits)) for bits in (None, 4))
     # 4 bits, a scale and a bias in 32 bits for each 64: 5 bits of 32
     assert four.weights == pytest.approx(whole.weights * 5 / 32, rel=0.05)
 
@@ -99,14 +105,18 @@ def test_the_working_space_is_foretold_within_reason(tmp_path: Path) -> None:
     files, settings = files_of(folder), Settings(context=STEP, parallel=1, prefill_chunk=512)
     model: Any = open_model(files, None)
     mx.eval(model.parameters())
-    found = foretold(model, files, settings)
-    heads = query_heads(files.config)
+    found = estimate_before_load(model, files, settings)
+    heads = num_query_heads(files.config)
     # how far the work lags behind those who ask for it differs, and with it what is held at once
     working = max(
-        measured(model, budget=0, weights=0, chunk=512, rows=1, heads=heads, context=STEP).working
+        profile_memory(
+            model, budget=0, weights=0, chunk=512, max_batch_size=1, heads=heads, context=STEP
+        ).working
         for _ in range(5)
     )
-    scores = Working(token=0, chunk=512, rows=0, vocab=0, heads=heads, layers=_caches(model))(STEP)
+    scores = ActivationMemory(
+        bytes_per_token=0, chunk=512, max_batch_size=0, vocab=0, heads=heads, layers=_caches(model)
+    )(STEP)
     assert 0.5 < (working - scores) / (found.working - scores) < 2
 
 
@@ -122,7 +132,7 @@ def test_a_class_that_gives_only_logits_needs_one_row_of_them(tmp_path: Path) ->
     config = {**case.config, "vocab_size": 50_000}
     parity.saved(replace(case, config=config), tmp_path)
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
-    found = fit(files_of(tmp_path), Settings(context=STEP, parallel=1, prefill_chunk=64))
+    found = estimate_fit(files_of(tmp_path), Settings(context=STEP, parallel=1, prefill_chunk=64))
     assert 64 * 50_000 * 4 < found.working < 2 * 64 * 50_000 * 4
 
 
@@ -135,7 +145,7 @@ def test_a_class_that_cannot_run_is_refused_with_the_folder(
     more = [cache.KVCache() for _ in range(3)]
     monkeypatch.setattr(starcoder2.Model, "make_cache", lambda _: more, raising=False)
     with pytest.raises(AppError, match="does not advance by one entry per position") as caught:
-        fit(files_of(tmp_path), Settings())
+        estimate_fit(files_of(tmp_path), Settings())
     assert str(tmp_path) in caught.value.message
 
 
@@ -145,42 +155,43 @@ def test_a_class_that_trips_over_its_config_is_refused_in_one_line(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({**case.config, "rope_theta": "many"}))
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(AppError, match=r"starcoder2 cannot be run .* TypeError: rope") as caught:
-        fit(files_of(tmp_path), Settings())
+        estimate_fit(files_of(tmp_path), Settings())
     assert "\n" not in caught.value.message
 
 
 def test_the_longest_context_that_fits_is_told(files: ModelFiles) -> None:
     for steps in (1, 2, 3):
-        found = fit(files, tight(files, sequence(files, steps * STEP)))
+        found = estimate_fit(files, tight(files, sequence(files, steps * STEP)))
         assert found.context_that_fits >= steps * STEP
         assert found.context_that_fits < files.context_length
         assert found.fits, "no context was asked for: a shorter one will do"
         used = Settings(memory=found.budget, context=found.context_that_fits)
-        assert fit(files, used).fits
+        assert estimate_fit(files, used).fits
         more = Settings(memory=found.budget, context=found.context_that_fits + STEP)
-        assert not fit(files, more).fits
+        assert not estimate_fit(files, more).fits
 
 
 def test_each_of_the_sequences_that_were_asked_for_has_the_context(files: ModelFiles) -> None:
     room = 4 * sequence(files, 1024)
     for parallel, fits in ((4, True), (5, False)):
         asked = tight(files, room, parallel=parallel)
-        found = fit(files, Settings(memory=asked.memory, parallel=parallel, context=1024))
+        found = estimate_fit(files, Settings(memory=asked.memory, parallel=parallel, context=1024))
         assert (found.sequences, found.fits) == (parallel, fits)
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: ModelFiles) -> None:
     budget = tight(files, 2 * sequence(files, 1024)).memory
-    found = fit(files, Settings(memory=budget, parallel=4, context=1024))
+    found = estimate_fit(files, Settings(memory=budget, parallel=4, context=1024))
     with pytest.raises(AppError) as caught:
-        refuse(found, files)
+        raise_unless_fits(found, files)
     message = caught.value.message
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert (
-        f"KV cache for 4 sequences of 1024 tokens {in_memory(4 * found.kv_per_context)}" in message
+        f"KV cache for 4 sequences of 1024 tokens {format_memory(4 * found.kv_per_context)}"
+        in message
     )
-    assert f"{in_memory(found.needed)} in total" in message
-    assert f"the budget is {in_memory(found.budget)}" in message
+    assert f"{format_memory(found.needed)} in total" in message
+    assert f"the budget is {format_memory(found.budget)}" in message
     assert f"the largest --context that fits is {found.context_that_fits}" in message
     assert found.needed > found.budget
     assert "set --parallel below 4" in message
@@ -189,18 +200,18 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_what_would(files: Mo
 def test_a_model_beside_which_nothing_fits_is_refused_whatever_was_asked(
     files: ModelFiles,
 ) -> None:
-    found = fit(files, Settings(memory=1000))
+    found = estimate_fit(files, Settings(memory=1000))
     assert (found.context_that_fits, found.fits) == (0, False)
     with pytest.raises(AppError, match=r"no context length fits: raise --memory"):
-        refuse(found, files)
+        raise_unless_fits(found, files)
 
 
 def test_the_budget_is_the_devices_unless_somebody_says_otherwise(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fitting, "device_budget", lambda: 12345)
-    assert fit(files, Settings()).budget == 12345
-    assert fit(files, Settings(memory=10**9)).budget == 10**9
+    assert estimate_fit(files, Settings()).budget == 12345
+    assert estimate_fit(files, Settings(memory=10**9)).budget == 10**9
 
 
 def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
@@ -221,7 +232,7 @@ def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
     settings = Settings(memory=64 * GIB, context=8192, parallel=1)
     mx.reset_peak_memory()
     active, read = mx.get_active_memory(), bytes_read()
-    found = fit(files_of(folder), settings)
+    found = estimate_fit(files_of(folder), settings)
     assert bytes_read() - read < 16 << 20
     assert mx.get_peak_memory() - active < 16 << 20
     assert found.weights == pytest.approx(size, rel=1e-4)
@@ -229,7 +240,7 @@ def test_a_folder_of_40_gb_is_judged_from_its_headers(tmp_path: Path) -> None:
     assert found.kv_per_context == 2 * 80 * 8 * 128 * 8192 * 4
     assert found.fits
     # the same with a machine of 40 GiB
-    assert not fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
+    assert not estimate_fit(files_of(folder), Settings(memory=40 * GIB, context=32768)).fits
 
 
 def bytes_read() -> int:
@@ -278,7 +289,7 @@ def test_what_a_cpu_makes_of_a_type_is_counted_to_the_byte(
     mx.save_safetensors(str(folder / "model.safetensors"), halves)
     files = files_of(folder)
     with computing(by_kernels=by_kernels):
-        found = fit(files, Settings(context=300))
+        found = estimate_fit(files, Settings(context=300))
         model: Any = open_model(files, None)
         mx.eval(model.parameters())
         kv = model.make_kv()
@@ -295,30 +306,34 @@ def test_a_footprint_needs_no_values(files: ModelFiles) -> None:
     kv = model.make_kv()
     model(mx.array([[0]]), kv)
     # two layers of keys and values, two heads of four float32, in steps of 256 positions
-    assert Footprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512
+    assert KVFootprint(kv, chunk=8)(300) == 2 * 2 * 2 * 4 * 4 * 512
 
 
 class TestWhatAModelNeedsAmongOthers:
     def test_at_least_one_usual_sequence_at_best_several(self, files: ModelFiles) -> None:
-        plain, found = fit(files, Settings()), need(files, Settings())
+        plain, found = estimate_fit(files, Settings()), estimate_memory(files, Settings())
         base = plain.weights + plain.working
-        assert files.context_length == USUAL_LENGTH  # so that one number tells both
-        assert found.least == base + plain.kv_per_context
-        assert found.wanted == base + 2 * fitting.MOST_PARALLEL * plain.kv_per_context
-        assert found.budget > GIB / 4
+        assert files.context_length == TYPICAL_SEQUENCE_LENGTH  # so that one number tells both
+        assert found.min_bytes == base + plain.kv_per_context
+        assert (
+            found.preferred_bytes == base + 2 * fitting.DEFAULT_MAX_PARALLEL * plain.kv_per_context
+        )
+        assert found.device_budget > GIB / 4
 
     def test_what_was_asked_for_is_the_least(self, files: ModelFiles) -> None:
         asked = Settings(context=512, parallel=3)
-        found = need(files, asked)
-        assert found.least == fit(files, asked).needed
-        assert found.wanted == found.least + 3 * fit(files, asked).kv_per_context
+        found = estimate_memory(files, asked)
+        assert found.min_bytes == estimate_fit(files, asked).needed
+        assert (
+            found.preferred_bytes == found.min_bytes + 3 * estimate_fit(files, asked).kv_per_context
+        )
 
     def test_memory_that_was_given_is_taken_at_its_word(self, files: ModelFiles) -> None:
-        found = need(files, Settings(memory=12345))
-        assert (found.least, found.wanted) == (12345, 12345)
+        found = estimate_memory(files, Settings(memory=12345))
+        assert (found.min_bytes, found.preferred_bytes) == (12345, 12345)
 
     def test_what_it_needs_is_enough_to_be_loaded(self, files: ModelFiles) -> None:
         for settings in (Settings(), Settings(parallel=2), Settings(context=700, parallel=2)):
-            least = need(files, settings).least
-            given = fit(files, replace(settings, memory=least))
+            least = estimate_memory(files, settings).min_bytes
+            given = estimate_fit(files, replace(settings, memory=least))
             assert given.fits

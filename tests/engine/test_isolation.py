@@ -16,7 +16,15 @@ from app.core.jobs import Job
 from app.core.requests import JsonSchema
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import Outcome, Visit, assert_same, job, make_loop, play, tiny_model
+from tests.engine.driving import (
+    Outcome,
+    ScheduledJob,
+    assert_same,
+    job,
+    make_loop,
+    run_schedule,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
@@ -37,7 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": ((65, 12.0), (66, -100.0))},
     "logprobs": {"top_logprobs": 3},
     "max_tokens": {"max_tokens": 3},
-    "stop": {"stop_ids": None},  # see asked
+    "stop": {"stop_token_ids": None},  # see asked
     "grammar": {"grammar": JsonSchema(text='{"type": "object"}'), "temperature": 1.2, "seed": 16},
 }
 
@@ -48,18 +56,18 @@ CROWD = 5
 def asked(name: str, feature: str, kind: str) -> Job:
     """A request with one feature, behind the prompt that all share. Outcomes can only be compared
     where logprobs come along, so all ask for some."""
-    changes = {"max_tokens": LENGTH, "top_logprobs": 2, "stop_ids": frozenset[int]()}
+    changes = {"max_tokens": LENGTH, "top_logprobs": 2, "stop_token_ids": frozenset[int]()}
     changes |= FEATURES[feature]
     if feature == "stop":
-        changes["stop_ids"] = frozenset({unstopped(kind)[5]})
+        changes["stop_token_ids"] = frozenset({unstopped(kind)[5]})
     return job(name, prompt(feature), **changes)
 
 
 @cache
 def unstopped(kind: str) -> list[int]:
     """What the request that stops would say if nothing stopped it."""
-    endless = job("p", prompt("stop"), max_tokens=LENGTH, stop_ids=frozenset[int]())
-    return play(make_loop(model_of(kind)), [Visit(job=endless)])["p"].ids
+    endless = job("p", prompt("stop"), max_tokens=LENGTH, stop_token_ids=frozenset[int]())
+    return run_schedule(make_loop(model_of(kind)), [ScheduledJob(job=endless)])["p"].ids
 
 
 def prompt(feature: str) -> tuple[int, ...]:
@@ -74,21 +82,23 @@ def model_of(kind: str) -> Model:
 @cache
 def alone(kind: str, feature: str) -> Outcome:
     """Its answer on a fresh engine with nobody else."""
-    return play(make_loop(model_of(kind)), [Visit(job=asked("it", feature, kind))])["it"]
+    return run_schedule(make_loop(model_of(kind)), [ScheduledJob(job=asked("it", feature, kind))])[
+        "it"
+    ]
 
 
-def visits(kind: str, pair: tuple[str, str], rng: random.Random) -> list[Visit]:
+def visits(kind: str, pair: tuple[str, str], rng: random.Random) -> list[ScheduledJob]:
     """The two of the pair several times over, among others that come and hang up."""
     crowd = [*pair, *pair, *rng.choices(sorted(FEATURES), k=2)]
     rng.shuffle(crowd)
     made = [
-        Visit(job=asked(f"{i} {feature}", feature, kind), at=rng.randrange(24))
+        ScheduledJob(job=asked(f"{i} {feature}", feature, kind), at=rng.randrange(24))
         for i, feature in enumerate(crowd)
     ]
     for i in range(2):
         comes = rng.randrange(24)
         made.append(
-            Visit(
+            ScheduledJob(
                 job=asked(f"gone {i}", rng.choice(sorted(FEATURES)), kind),
                 at=comes,
                 cancelled_at=comes + rng.randrange(1, 16),
@@ -108,7 +118,7 @@ def test_every_pair_of_requests_leaves_each_other_alone(
     for pair in combinations_with_replacement(FEATURES, 2):
         rng = random.Random(f"{kind} {policy} {pair}")
         loop = make_loop(model, running=CROWD, policy=policy, chunk=16)
-        together = play(loop, visits(kind, pair, rng))
+        together = run_schedule(loop, visits(kind, pair, rng))
         for name, outcome in together.items():
             number, feature = name.split()
             if number != "gone":
@@ -121,6 +131,6 @@ def test_each_feature_changes_the_answer(kind: str) -> None:
     the same prompt."""
     model = model_of(kind)
     for feature in sorted(set(FEATURES) - {"greedy", "logprobs"}):
-        plain = job("plain", prompt(feature), max_tokens=LENGTH, stop_ids=frozenset[int]())
-        greedy = play(make_loop(model), [Visit(job=plain)])["plain"]
+        plain = job("plain", prompt(feature), max_tokens=LENGTH, stop_token_ids=frozenset[int]())
+        greedy = run_schedule(make_loop(model), [ScheduledJob(job=plain)])["plain"]
         assert alone(kind, feature).ids != greedy.ids, feature

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from app.engine.lark import MOST_TEXT, followable
-from app.engine.schema import Refused
+from app.engine.lark import MAX_GRAMMAR_LENGTH, prepare_lark
+from app.engine.schema import UnsupportedGrammarError
 
 OVER_LINES = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 COMPACT = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
@@ -26,7 +26,7 @@ def schemas_in(text: str) -> list[dict[str, object]]:
 def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
     compact: bool, space: dict[str, object]
 ) -> None:
-    text = followable(
+    text = prepare_lark(
         'start: a "x" b\n'
         'a: %json {"type": "object", "x-guidance": {"lenient": true}}\n'
         'b: "y" %json{"const": "%json {}"} "z"\n'
@@ -50,14 +50,14 @@ def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
     ],
 )
 def test_what_only_looks_like_a_schema_stays(text: str) -> None:
-    assert followable(text) == text
+    assert prepare_lark(text) == text
 
 
 @given(st.text('"/<>#%{}\\ \nja', max_size=40))
 def test_any_text_is_gone_through(text: str) -> None:
     """What is left of one without schemas is the text itself."""
     assume("%json" not in text)
-    assert followable(text) == text
+    assert prepare_lark(text) == text
 
 
 @pytest.mark.parametrize(
@@ -71,33 +71,38 @@ def test_any_text_is_gone_through(text: str) -> None:
         ("start: /(a{101}){100}/", "more than 10000 repetitions"),
         ('start: a\na[temperature=0.5]: "x"', "the rule option temperature is not supported"),
         ("start: a 'x'\na[capture, stop = \"x\"]: /.*/", "the rule option stop is not supported"),
-        ("start: " + "a " * MOST_TEXT, "longer than"),
-        ("root ::= " + "a " * MOST_TEXT, "longer than"),
+        ("start: " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
+        ("root ::= " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
         ("root ::= nobody", "'nobody' not found"),
         ('root ::= "a', "not valid GBNF"),
         ('root ::= "\\ud800"', "not a character"),
         ("root ::= " + "(" * 5000, "nested too deeply"),
         ('other ::= "a"', "root"),
-        ("start: " + "%json {} " * MOST_TEXT, "longer than"),
-        ("start: " + "%json {} " * (4 * MOST_TEXT), "schemas included"),
+        ("start: " + "%json {} " * MAX_GRAMMAR_LENGTH, "longer than"),
+        ("start: " + "%json {} " * (4 * MAX_GRAMMAR_LENGTH), "schemas included"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:
-    with pytest.raises(Refused) as caught:
-        followable(text)
+    with pytest.raises(UnsupportedGrammarError) as caught:
+        prepare_lark(text)
     assert reason in caught.value.reason
 
 
 def test_schemas_do_not_count_as_the_grammars_text() -> None:
-    large = json.dumps({"const": "a" * MOST_TEXT})
-    assert followable(f"start: %json {large}\n")
+    large = json.dumps({"const": "a" * MAX_GRAMMAR_LENGTH})
+    assert prepare_lark(f"start: %json {large}\n")
 
 
 @pytest.mark.parametrize(
     "text",
-    ['"' * MOST_TEXT, '"\\' * (MOST_TEXT // 2), "<" * MOST_TEXT, "/a\n" * (MOST_TEXT // 3)],
+    [
+        '"' * MAX_GRAMMAR_LENGTH,
+        '"\\' * (MAX_GRAMMAR_LENGTH // 2),
+        "<" * MAX_GRAMMAR_LENGTH,
+        "/a\n" * (MAX_GRAMMAR_LENGTH // 3),
+    ],
     ids=["quotes", "escapes", "angles", "slashes"],
 )
 def test_a_hostile_text_takes_no_longer_than_it_is_long(text: str) -> None:
     """Each of these took seconds with a scanner that tries everything from every place."""
-    assert followable(text) == text
+    assert prepare_lark(text) == text

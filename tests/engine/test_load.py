@@ -10,14 +10,14 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.engine import load as loading
 from app.engine import weights
-from app.engine.fit import Fit, fit
+from app.engine.fit import Fit, estimate_fit
 from app.engine.load import load
 from app.engine.loop import Loop
-from app.engine.memory import Memory, measured
+from app.engine.memory import MemoryProfile, profile_memory
 from app.engine.prefix.radix import RadixPrefixCache
 from app.engine.prefix.single import SinglePrefixCache
 from app.engine.prefix.slots import SlotPrefixCache
@@ -41,7 +41,7 @@ def test_a_loaded_folder_generates(tiny_model: Path) -> None:
 def test_progress_moves_from_nothing_upwards(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_REPORT", 4096)
+    monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
     seen: list[int] = []
     load(store.resolve(str(tiny_model)), Settings(), lambda percent, _: seen.append(percent))
     assert seen[0] == 0
@@ -73,7 +73,7 @@ def test_a_file_that_is_cut_off_is_named_before_anything_is_read(tmp_path: Path,
     shard.write_bytes(shard.read_bytes()[:cut])
     with pytest.raises(AppError, match="is not a valid safetensors file") as caught:
         load(store.resolve(str(folder)), Settings(), ignore)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_cache_suits_how_many_run_at_once(
 def test_fewer_run_at_once_where_memory_has_room_for_fewer(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
     whole = load(files, Settings(), ignore)
-    ledger, usual = whole.stats().ledger, whole.capacity.kv_bytes
+    ledger, usual = whole.stats().ledger, whole.capacity.kv_bytes_per_sequence
     # half a sequence more: the working space is measured, and not to the byte
     short = ledger.weights + ledger.working + 3 * usual + usual // 2
     assert load(files, Settings(memory=short), ignore).capacity.parallel == 3
@@ -160,12 +160,12 @@ def test_a_model_that_leaves_no_room_for_a_sequence_is_refused_before_it_is_read
 def test_a_context_that_was_asked_for_is_kept_or_refused(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
     ledger = load(files, Settings(context=512, parallel=1), ignore).stats().ledger
-    kv = fit(files, Settings(context=512)).kv_per_context
+    kv = estimate_fit(files, Settings(context=512)).kv_per_context
     # what a step is found to take differs from load to load
     memory = ledger.weights + 4 * ledger.working + kv
-    assert load(files, Settings(memory=memory, context=512), ignore).capacity.context == 512
+    assert load(files, Settings(memory=memory, context=512), ignore).capacity.context_length == 512
     unasked = load(files, Settings(memory=memory), ignore).capacity
-    assert 0 < unasked.context < files.context_length
+    assert 0 < unasked.context_length < files.context_length
     assert unasked.limited_by_memory
     with pytest.raises(AppError, match=r"of 4096 tokens .* the largest --context that fits is \d+"):
         load(files, Settings(memory=memory, context=4096), ignore)
@@ -179,12 +179,12 @@ def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
     files = store.resolve(str(tiny_model))
 
     for asked in (Settings(context=1500), Settings(context=1500, parallel=3)):
-        found = fit(files, asked)
+        found = estimate_fit(files, asked)
 
-        def a_byte_more(*args: Any, found: Fit = found, **told: Any) -> Memory:
-            return dataclasses.replace(measured(*args, **told), working=found.working + 1)
+        def a_byte_more(*args: Any, found: Fit = found, **told: Any) -> MemoryProfile:
+            return dataclasses.replace(profile_memory(*args, **told), working=found.working + 1)
 
-        monkeypatch.setattr(loading, "measured", a_byte_more)
+        monkeypatch.setattr(loading, "profile_memory", a_byte_more)
         enough = dataclasses.replace(asked, memory=found.needed)
         with pytest.raises(AppError, match=r"the largest --context that fits is \d+"):
             load(files, enough, ignore)
@@ -197,12 +197,12 @@ def test_a_model_that_the_device_cannot_run_is_one_line(
     def full(*args: object, **asked: object) -> None:
         raise error
 
-    monkeypatch.setattr(loading, "measured", full)
+    monkeypatch.setattr(loading, "profile_memory", full)
     with pytest.raises(
         AppError, match=rf"a trial forward pass failed: {re.escape(str(error))}$"
     ) as said:
         load(store.resolve(str(tiny_model)), Settings(), ignore)
-    assert said.value.kind is Kind.MODEL_FILES
+    assert said.value.kind is ErrorKind.MODEL_FILES
 
 
 def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_not(
@@ -213,7 +213,7 @@ def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_n
     files = store.resolve(str(tiny_model))
     whole = load(files, Settings(parallel=1), ignore).stats().ledger
     tight = load(files, Settings(parallel=1, memory=whole.working), ignore)
-    assert tight.capacity.context >= 512
+    assert tight.capacity.context_length >= 512
     assert tight.stats().ledger.working < whole.working
 
 
@@ -247,12 +247,14 @@ def test_weights_that_are_quantised_already_are_left_alone(tmp_path: Path) -> No
         load(files, Settings(quantize=4), ignore)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a disk"), AppError(Kind.MODEL_FILES, "a file")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a disk"), AppError(ErrorKind.MODEL_FILES, "a file")]
+)
 def test_a_load_that_fails_leaves_nothing_behind(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Whoever reports the error keeps it for a while, and with it every frame that it came by."""
-    monkeypatch.setattr(weights, "_REPORT", 4096)
+    monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
     files = store.resolve(str(tiny_model))
     held: list[int] = []
 
@@ -287,9 +289,11 @@ def test_a_refused_checkpoint_leaves_nothing_behind_either(tmp_path: Path) -> No
 
 def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: Path) -> None:
     files = store.resolve(str(tiny_model))
-    assert load(files, Settings(context=100), ignore).capacity.context == 100
-    assert load(files, Settings(context=10**6), ignore).capacity.context == files.context_length
+    assert load(files, Settings(context=100), ignore).capacity.context_length == 100
+    assert (
+        load(files, Settings(context=10**6), ignore).capacity.context_length == files.context_length
+    )
 
 
 def _prefix_of(loop: Loop) -> object:
-    return loop._roster._prefix  # pyright: ignore[reportPrivateUsage]  # which one was chosen
+    return loop._scheduler._prefix  # pyright: ignore[reportPrivateUsage]  # which one was chosen

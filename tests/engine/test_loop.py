@@ -12,13 +12,13 @@ from models.base import Model
 from tests.engine import hybrid
 from tests.engine.driving import (
     assert_same,
-    bits,
     greedy,
     job,
     make_loop,
     run,
     run_one,
     tiny_model,
+    token_bits,
 )
 
 MODELS: dict[str, Any] = {
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 def test_greedy_tokens_are_those_of_the_plainest_loop(model: Model) -> None:
-    outcome = run_one(make_loop(model), job("a", PROMPT, stop_ids=frozenset[int]()))
+    outcome = run_one(make_loop(model), job("a", PROMPT, stop_token_ids=frozenset[int]()))
     assert outcome.ids == greedy(model, PROMPT, 12)
     assert (outcome.reason, outcome.cached) == ("length", 0)
 
@@ -51,7 +51,9 @@ def test_progress_counts_the_prompt_chunk_by_chunk() -> None:
 def test_an_end_of_sequence_id_ends_the_answer_and_is_not_part_of_it() -> None:
     whole = run_one(make_loop(tiny_model()), job("a", PROMPT)).ids
     stop = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 2)
-    outcome = run_one(make_loop(tiny_model()), job("a", PROMPT, stop_ids=frozenset({whole[stop]})))
+    outcome = run_one(
+        make_loop(tiny_model()), job("a", PROMPT, stop_token_ids=frozenset({whole[stop]}))
+    )
     assert (outcome.ids, outcome.reason) == (whole[:stop], "stop")
 
 
@@ -85,7 +87,7 @@ def test_cached_equals_uncached_whatever_ran_before(
     asked = job("it", previous[:shared] + final, temperature=temperature, seed=7)
     warm, cold = run_one(loop, asked), run_one(make_loop(model), asked)
     assert cold.cached == 0
-    assert warm.cached < len(asked.ids)
+    assert warm.cached < len(asked.prompt_token_ids)
     ties.append(assert_same(warm, cold))
 
 
@@ -216,11 +218,11 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     asked = job("a", PROMPT, repetition_penalty=3.0, temperature=1.0, top_k=1, seed=1)
     for token in run_one(make_loop(tiny_model()), asked).tokens:
         assert token.logprob is not None
-        assert len(token.top) == 5
-        values = [value for _, value in token.top]
+        assert len(token.top_logprobs) == 5
+        values = [value for _, value in token.top_logprobs]
         assert values == sorted(values, reverse=True)
         assert token.logprob <= values[0]
-        assert dict(token.top).get(token.id, token.logprob) == token.logprob
+        assert dict(token.top_logprobs).get(token.id, token.logprob) == token.logprob
 
 
 class Broken(hybrid.Model):
@@ -249,7 +251,7 @@ def test_a_failing_step_ends_its_job_and_the_engine_lives_on() -> None:
 
 def test_one_that_fails_leaves_the_others_alone() -> None:
     model = Broken(kinds="k")
-    good = job("good", PROMPT, logit_bias=((13, -100.0),), stop_ids=frozenset[int]())
+    good = job("good", PROMPT, logit_bias=((13, -100.0),), stop_token_ids=frozenset[int]())
     alone = run_one(make_loop(model), good)
     together = run(
         make_loop(model, running=3, policy="slots"),
@@ -273,15 +275,15 @@ def test_an_exact_loop_repeats_itself_to_the_bit() -> None:
     turn = [*PROMPT, *first.ids, *b"and then?"]
     warm, cold = run_one(loop, job("b", turn)), run_one(exact(), job("b", turn))
     assert warm.cached == len(PROMPT) // 8 * 8
-    assert bits(warm) == bits(cold)
+    assert token_bits(warm) == token_bits(cold)
 
 
 def test_memory_returns_to_where_it_was() -> None:
     loop = make_loop(tiny_model())
     for _ in range(3):
         run_one(loop, job("a", PROMPT * 20, max_tokens=4))
-    before = loop.stats().memory
+    before = loop.stats().allocated_bytes
     for _ in range(20):
         run_one(loop, job("a", PROMPT * 20, max_tokens=4))
-    assert loop.stats().memory <= before * 1.02
+    assert loop.stats().allocated_bytes <= before * 1.02
     assert loop.stats().ledger.prefix > 0

@@ -6,10 +6,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from app.engine.memory import SCORED, Memory, Working, longest_that, measured, query_heads
+from app.engine.memory import (
+    PROMPT_LOGPROBS_CHUNK,
+    ActivationMemory,
+    MemoryProfile,
+    longest_fitting,
+    num_query_heads,
+    profile_memory,
+)
 from models import kernels
 from models.base import Model
-from models.kernels.attending import score_bytes
+from models.kernels.attending import score_buffer_bytes
 from models.kv import STEP
 from tests.engine import hybrid
 from tests.engine.driving import tiny_model
@@ -19,15 +26,17 @@ MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 CHUNK = 8
 
 
-def measure(model: Model, budget: int = 1 << 30) -> Memory:
-    return measured(model, budget=budget, weights=1000, chunk=CHUNK, rows=4, heads=2, context=1024)
+def measure(model: Model, budget: int = 1 << 30) -> MemoryProfile:
+    return profile_memory(
+        model, budget=budget, weights=1000, chunk=CHUNK, max_batch_size=4, heads=2, context=1024
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 @pytest.mark.parametrize("length", [1, 100, 300])
 def test_a_sequence_takes_no_more_than_was_foretold(kind: str, length: int) -> None:
     model = MODELS[kind]()
-    foretold = measure(model).footprint(length)
+    foretold = measure(model).kv_footprint(length)
     kv = model.make_kv()
     for layer in kv:
         layer.reserve(length)
@@ -37,23 +46,25 @@ def test_a_sequence_takes_no_more_than_was_foretold(kind: str, length: int) -> N
         assert sum(layer.nbytes for layer in kv) <= foretold
 
 
-def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) -> Memory:
-    return Memory(budget=budget, weights=0, working=0, longest=longest, footprint=footprint)
+def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) -> MemoryProfile:
+    return MemoryProfile(
+        budget=budget, weights=0, working=0, max_length=longest, kv_footprint=footprint
+    )
 
 
 def test_the_longest_sequence_that_fits_is_found() -> None:
-    footprint = measure(tiny_model()).footprint
+    footprint = measure(tiny_model()).kv_footprint
     for steps in (1, 2, 3):
         tight = room(footprint, footprint(steps * STEP))
-        assert tight.positions(10_000) == steps * STEP
-        assert tight.positions(100) == 100
-    assert room(footprint, footprint(1) - 1).positions(100) == 0
+        assert tight.max_context(10_000) == steps * STEP
+        assert tight.max_context(100) == 100
+    assert room(footprint, footprint(1) - 1).max_context(100) == 0
 
 
 def test_no_sequence_outgrows_the_working_space() -> None:
-    footprint = measure(tiny_model()).footprint
-    assert room(footprint, 1 << 40, longest=700).positions(10_000) == 700
-    assert room(footprint, 1 << 40, longest=700).positions(100) == 100
+    footprint = measure(tiny_model()).kv_footprint
+    assert room(footprint, 1 << 40, longest=700).max_context(10_000) == 700
+    assert room(footprint, 1 << 40, longest=700).max_context(100) == 100
 
 
 def test_weights_and_working_space_come_first() -> None:
@@ -81,7 +92,7 @@ def test_our_own_attention_holds_the_scores_of_few_queries_on_each_thread() -> N
     each = ops.threads() * 4 * 24
     assert _working("k")(4096) == each * (4096 + 32)
     assert _working("w")(4096) == each * (STEP + CHUNK + 32)
-    assert score_bytes(_Stored(), 3, 4096) is None
+    assert score_buffer_bytes(_Stored(), 3, 4096) is None
 
 
 class _Stored:
@@ -90,17 +101,21 @@ class _Stored:
     lends = False
 
 
-def _working(kinds: str) -> Working:
+def _working(kinds: str) -> ActivationMemory:
     model = hybrid.Model(kinds=kinds)
     layers = model.make_kv()
     mx.eval(model(mx.array([[0]]), layers))
-    return Working(token=0, chunk=CHUNK, rows=0, vocab=0, heads=3, layers=layers)
+    return ActivationMemory(
+        bytes_per_token=0, chunk=CHUNK, max_batch_size=0, vocab=0, heads=3, layers=layers
+    )
 
 
 def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    working = Working(token=10, chunk=CHUNK, rows=2, vocab=7, heads=3, layers=[])
-    assert working(4096) == 10 * CHUNK + 16 * (2 + SCORED) * 7
+    working = ActivationMemory(
+        bytes_per_token=10, chunk=CHUNK, max_batch_size=2, vocab=7, heads=3, layers=[]
+    )
+    assert working(4096) == 10 * CHUNK + 16 * (2 + PROMPT_LOGPROBS_CHUNK) * 7
 
 
 @pytest.mark.parametrize(
@@ -115,11 +130,11 @@ def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_queries_are_counted_by_whatever_name_they_have(config: dict[str, Any], heads: int) -> None:
-    assert query_heads(config) == heads
+    assert num_query_heads(config) == heads
 
 
 @pytest.mark.parametrize("most", [1, 255, 256, 257, 1000, 12345])
 def test_the_longest_is_found_to_the_step(most: int) -> None:
     for limit in (0, 1, 255, 256, 700, 12345, 99999):
-        found = longest_that(lambda length, limit=limit: length <= limit, most)
+        found = longest_fitting(lambda length, limit=limit: length <= limit, most)
         assert found == (most if most <= limit else limit // STEP * STEP)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.engine.pattern import repetitions
+from app.engine.pattern import count_repetitions
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ from app.engine.pattern import repetitions
     ],
 )
 def test_bounded_repetitions_inside_one_another_multiply(pattern: str, most: int) -> None:
-    assert repetitions(pattern) == most
+    assert count_repetitions(pattern) == most
 
 
 def test_a_count_that_nobody_could_mean_is_only_large() -> None:
-    assert repetitions("a{" + "9" * 100_000 + "}") >= 10**8
+    assert count_repetitions("a{" + "9" * 100_000 + "}") >= 10**8

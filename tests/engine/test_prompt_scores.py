@@ -11,12 +11,21 @@ import numpy as np
 import pytest
 
 from app.engine.loop import Loop
-from app.engine.memory import SCORED, measured
-from app.engine.scores import Score, scored
+from app.engine.memory import PROMPT_LOGPROBS_CHUNK, profile_memory
+from app.engine.scores import PromptLogprob, compute_prompt_logprobs
 from models.base import Model
 from tests import tiny
 from tests.engine import hybrid
-from tests.engine.driving import NEAR, Visit, job, make_loop, play, run, run_one, tiny_model
+from tests.engine.driving import (
+    NEAR,
+    ScheduledJob,
+    job,
+    make_loop,
+    run,
+    run_one,
+    run_schedule,
+    tiny_model,
+)
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 PROMPT = tuple(b"what the model thinks of a prompt that is a little longer than a chunk")
@@ -28,9 +37,9 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
-def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[Score]:
+def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[PromptLogprob]:
     """Each id evaluated alone, in float64 from the logits on."""
-    kv, found = model.make_kv(), list[Score]()
+    kv, found = model.make_kv(), list[PromptLogprob]()
     for id, following in itertools.pairwise(ids):
         hidden = model(mx.array([[id]]), kv)
         logits = np.array(model.logits(hidden[:, -1])[0].astype(mx.float32), dtype=np.float64)
@@ -41,7 +50,7 @@ def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[Score]:
     return found
 
 
-def assert_scores(got: Sequence[Score] | None, wanted: Sequence[Score]) -> None:
+def assert_scores(got: Sequence[PromptLogprob] | None, wanted: Sequence[PromptLogprob]) -> None:
     assert got is not None
     assert len(got) == len(wanted)
     np.testing.assert_allclose([s for s, _ in got], [s for s, _ in wanted], atol=NEAR)
@@ -61,7 +70,9 @@ def test_scores_are_those_of_one_id_after_the_other(model: Model, chunk: int) ->
     assert outcome.progress[-1] == len(PROMPT)
 
 
-@pytest.mark.parametrize("length", [1, 2, SCORED, SCORED + 1, SCORED + 2])
+@pytest.mark.parametrize(
+    "length", [1, 2, PROMPT_LOGPROBS_CHUNK, PROMPT_LOGPROBS_CHUNK + 1, PROMPT_LOGPROBS_CHUNK + 2]
+)
 def test_every_length_has_a_score_for_all_but_its_first(length: int) -> None:
     model, ids = tiny_model(), PROMPT[:length]
     outcome = run_one(make_loop(model, chunk=64), job("a", ids, prompt_logprobs=0))
@@ -97,12 +108,12 @@ def test_company_changes_nothing(model: Model) -> None:
     """The same prompt beside itself, scored and not; nobody waits to share what is computed."""
     loop = make_loop(model, running=4, policy="radix", chunk=16)
     visits = [
-        Visit(job=job("a", PROMPT, prompt_logprobs=TOP)),
-        Visit(job=job("plain", PROMPT, max_tokens=40), at=0),
-        Visit(job=job("b", PROMPT, prompt_logprobs=TOP), at=1),
-        Visit(job=job("c", PROMPT[::-1], prompt_logprobs=0), at=2),
+        ScheduledJob(job=job("a", PROMPT, prompt_logprobs=TOP)),
+        ScheduledJob(job=job("plain", PROMPT, max_tokens=40), at=0),
+        ScheduledJob(job=job("b", PROMPT, prompt_logprobs=TOP), at=1),
+        ScheduledJob(job=job("c", PROMPT[::-1], prompt_logprobs=0), at=2),
     ]
-    got = play(loop, visits)
+    got = run_schedule(loop, visits)
     wanted = one_by_one(model, PROMPT)
     assert_scores(got["a"].scores, wanted)
     assert_scores(got["b"].scores, wanted)
@@ -122,16 +133,20 @@ def test_a_cancelled_job_leaves_nothing_wrong_behind(model: Model, after: int) -
 def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
     """Preempted in the middle of its prompt, by an older one that grows, and again in its answer:
     `Outcome` refuses a second report."""
-    memory = measured(model, budget=0, weights=0, chunk=8, rows=1, heads=0, context=512)
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
+    )
     loop = make_loop(
-        model, running=2, policy="radix", chunk=8, budget=2 * memory.footprint(512), context=1024
+        model, running=2, policy="radix", chunk=8, budget=2 * memory.kv_footprint(512), context=1024
     )
     young = bytes(i % 251 for i in range(400))
-    got = play(
+    got = run_schedule(
         loop,
         [
-            Visit(job=job("old", [1] * 200, max_tokens=400, stop_ids=frozenset())),
-            Visit(job=job("young", young, prompt_logprobs=TOP, stop_ids=frozenset()), at=300),
+            ScheduledJob(job=job("old", [1] * 200, max_tokens=400, stop_token_ids=frozenset())),
+            ScheduledJob(
+                job=job("young", young, prompt_logprobs=TOP, stop_token_ids=frozenset()), at=300
+            ),
         ],
     )
     assert loop.stats().preemptions > 0
@@ -141,31 +156,41 @@ def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
 
 def test_who_begins_again_behind_its_prompt_may_be_served_from_the_cache() -> None:
     model = tiny_model()
-    memory = measured(model, budget=0, weights=0, chunk=8, rows=1, heads=0, context=512)
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
+    )
     loop = make_loop(
-        model, running=3, policy="radix", chunk=64, budget=2 * memory.footprint(512), context=1024
+        model,
+        running=3,
+        policy="radix",
+        chunk=64,
+        budget=2 * memory.kv_footprint(512),
+        context=1024,
     )
     jobs = [
-        job(str(i), bytes([i] * 200), max_tokens=350, stop_ids=frozenset(), prompt_logprobs=0)
+        job(str(i), bytes([i] * 200), max_tokens=350, stop_token_ids=frozenset(), prompt_logprobs=0)
         for i in range(3)
     ]
-    got = play(loop, [Visit(job=one) for one in jobs])
+    got = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
     stats = loop.stats()
     assert stats.preemptions > 0
     for one in jobs:
-        assert_scores(got[one.id].scores, one_by_one(model, one.ids, top=0))
+        assert_scores(got[one.id].scores, one_by_one(model, one.prompt_token_ids, top=0))
 
 
 def test_a_context_that_shifts_behind_it_is_scored_once(model: Model) -> None:
     loop = make_loop(model, policy="slots", context=48, shift=True)
     ids = PROMPT[:30]
-    outcome = run_one(loop, job("a", ids, max_tokens=90, stop_ids=frozenset(), prompt_logprobs=TOP))
+    outcome = run_one(
+        loop, job("a", ids, max_tokens=90, stop_token_ids=frozenset(), prompt_logprobs=TOP)
+    )
     assert_scores(outcome.scores, one_by_one(model, ids))
     assert len(outcome.tokens) == 90
 
 
 def test_the_logits_of_few_places_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk's would be as large as a model; the books hold room for `SCORED` rows."""
+    """A chunk's would be as large as a model; the books hold room for `PROMPT_LOGPROBS_CHUNK`
+    rows."""
     model, rows = tiny_model(), list[int]()
     logits = model.logits
 
@@ -175,7 +200,7 @@ def test_the_logits_of_few_places_exist_at_a_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model, "logits", noting)
     run_one(make_loop(model, chunk=512), job("a", PROMPT, prompt_logprobs=TOP, max_tokens=1))
-    assert max(rows) == SCORED
+    assert max(rows) == PROMPT_LOGPROBS_CHUNK
     assert sum(rows) == 1 + len(
         PROMPT
     )  # one to measure, one for each place; the last one's is drawn from
@@ -184,7 +209,7 @@ def test_the_logits_of_few_places_exist_at_a_time(monkeypatch: pytest.MonkeyPatc
 def test_an_id_that_cannot_be_sampled_has_no_probability() -> None:
     model, ids = tiny_model(), [5, 250, 6]
     hidden = model(mx.array([ids]), model.make_kv())[0]
-    got = scored(model, hidden[:-1], ids[1:], vocab=200, count=300)
+    got = compute_prompt_logprobs(model, hidden[:-1], ids[1:], vocab=200, count=300)
     assert got[0][0] == -math.inf
     assert math.isfinite(got[1][0])
     assert all(len(top) == 200 for _, top in got)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.sampler import Rows
-from tests.engine.sampling import LOGITS, VOCAB, P, once, row, softmax
+from app.engine.sampler import SamplerBatch
+from tests.engine.sampling import LOGITS, VOCAB, P, make_state, sample_once, softmax
 
 STREAMS, TURNS = 400, 10
 DRAWS = STREAMS * TURNS
@@ -19,14 +19,14 @@ Logits = st.lists(st.integers(-60, 60).map(lambda n: n / 10), min_size=VOCAB, ma
 
 def drawn(logits: Any, **knobs: Any) -> Any:
     """Frequencies of the draws of many seeds."""
-    rows = Rows([row(seed=seed, **knobs) for seed in range(STREAMS)])
+    rows = SamplerBatch([make_state(seed=seed, **knobs) for seed in range(STREAMS)])
     table = mx.array([logits] * STREAMS)
     tokens = [rows.sample(table).tokens for _ in range(TURNS)]
     return np.bincount(np.array(mx.concatenate(tokens)), minlength=VOCAB) / DRAWS
 
 
 def greedy(logits: Any, **knobs: Any) -> int:
-    return cast(int, once(logits, row(temperature=0.0, **knobs)).tokens[0].item())
+    return cast(int, sample_once(logits, make_state(temperature=0.0, **knobs)).tokens[0].item())
 
 
 def nucleus(p: Any, top_p: float) -> Any:
@@ -88,7 +88,7 @@ def test_temperature_zero_is_argmax_whatever_the_filters(logits: list[float]) ->
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
-    assert once(LOGITS, row(temperature=1e-40)).tokens.tolist() == [0]
+    assert sample_once(LOGITS, make_state(temperature=1e-40)).tokens.tolist() == [0]
 
 
 @given(logits=Logits, prompt=st.lists(st.integers(0, VOCAB + 2), min_size=1, max_size=20))
@@ -111,7 +111,7 @@ def test_penalties_look_at_the_window_prompt_included(
 ) -> None:
     """The window moves over prompt and samples alike. A prompt may hold ids that are never sampled;
     they take a place in it."""
-    rows = Rows([row(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)])
+    rows = SamplerBatch([make_state(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)])
     history = list(prompt)
     # read only afterwards: the loop is a step ahead of what it knows
     tokens = [rows.sample(mx.array([logits])).tokens for _ in range(6)]
@@ -129,8 +129,8 @@ def test_penalties_look_at_the_window_prompt_included(
 
 
 def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
-    state = row(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
-    rows = Rows([state])
+    state = make_state(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
+    rows = SamplerBatch([state])
     for _ in range(100):
         rows.sample(mx.array([LOGITS]))
     rows.release()
@@ -140,7 +140,7 @@ def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
 
 def test_a_request_draws_by_its_seed() -> None:
     def sequence(seed: int) -> list[int]:
-        rows = Rows([row(seed=seed)])
+        rows = SamplerBatch([make_state(seed=seed)])
         return [cast(int, rows.sample(mx.array([LOGITS])).tokens[0].item()) for _ in range(20)]
 
     assert sequence(1) == sequence(1)
@@ -150,8 +150,8 @@ def test_a_request_draws_by_its_seed() -> None:
 @given(logits=Logits, count=st.integers(0, 20))
 def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], count: int) -> None:
     wanted = np.log(softmax(logits))
-    state = row(top_k=1, repetition_penalty=5.0, prompt=(0, 1), temperature=0.5)
-    got = once(logits, state, top_logprobs=count)
+    state = make_state(top_k=1, repetition_penalty=5.0, prompt=(0, 1), temperature=0.5)
+    got = sample_once(logits, state, top_logprobs=count)
     assert got.logprobs is not None
     assert got.logprobs[0].item() == pytest.approx(wanted[got.tokens[0].item()], abs=1e-5)
     if count == 0:
@@ -170,7 +170,7 @@ def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], c
 def test_logprobs_of_large_logits_are_as_exact_as_those_of_small_ones(offset: float) -> None:
     """The logits are exact in float32, so only our own arithmetic can lose digits."""
     logits = [offset + value for value in LOGITS]
-    got = once(logits, row(temperature=0.0), top_logprobs=VOCAB)
+    got = sample_once(logits, make_state(temperature=0.0), top_logprobs=VOCAB)
     assert got.logprobs is not None
     assert got.top_logprobs is not None
     wanted = np.log(P)
@@ -179,7 +179,7 @@ def test_logprobs_of_large_logits_are_as_exact_as_those_of_small_ones(offset: fl
 
 
 def test_half_precision_logits_are_scored_in_float32() -> None:
-    rows = Rows([row()])
+    rows = SamplerBatch([make_state()])
     got = rows.sample(mx.array([LOGITS]).astype(mx.bfloat16), top_logprobs=1)
     assert got.logprobs is not None
     assert got.logprobs.dtype == mx.float32

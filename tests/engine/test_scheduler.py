@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.scheduler import (
-    Limits,
-    admissions,
-    growers,
-    preemptions,
-    prefill_shares,
-    turns,
-    worth_waiting,
+    SchedulerLimits,
+    choose_growing,
+    count_admissible,
+    count_preemptions,
+    fair_order,
+    should_defer,
+    split_prefill_budget,
 )
 
 Counts = st.integers(0, 50)
@@ -23,7 +23,9 @@ Budget = st.integers(1, 200)
 
 @given(waiting=Counts, running=Counts, room=st.integers(1, 50))
 def test_admission_fills_the_room_and_no_more(waiting: int, running: int, room: int) -> None:
-    count = admissions(waiting=waiting, running=running, limits=Limits(running=room))
+    count = count_admissible(
+        waiting=waiting, running=running, limits=SchedulerLimits(max_running=room)
+    )
     assert 0 <= count <= waiting
     assert count == 0 or running + count <= room
     assert count == waiting or running + count >= room
@@ -39,7 +41,7 @@ Taken = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20))
 def test_everybody_gets_a_turn_and_keeps_his_own_order(
     waiting: list[str], running: list[str], taken: dict[str, int]
 ) -> None:
-    order = turns(waiting, running, taken)
+    order = fair_order(waiting, running, taken)
     assert sorted(order) == list(range(len(waiting)))
     for caller in set(waiting):
         own = [i for i in order if waiting[i] == caller]
@@ -50,7 +52,7 @@ def test_everybody_gets_a_turn_and_keeps_his_own_order(
 def test_whoever_has_less_is_taken_first(
     waiting: list[str], running: list[str], taken: dict[str, int]
 ) -> None:
-    first = waiting[turns(waiting, running, taken)[0]]
+    first = waiting[fair_order(waiting, running, taken)[0]]
     fewest = min(running.count(caller) for caller in waiting)
     equals = {caller for caller in waiting if running.count(caller) == fewest}
     assert first in equals
@@ -58,13 +60,13 @@ def test_whoever_has_less_is_taken_first(
 
 
 def test_one_caller_alone_is_served_in_order() -> None:
-    assert turns(["", "", ""], [""], {"": 3}) == [0, 1, 2]
+    assert fair_order(["", "", ""], [""], {"": 3}) == [0, 1, 2]
 
 
 def test_one_request_does_not_wait_behind_sixty_of_another() -> None:
-    assert turns(["a"] * 60 + ["b"], ["a"] * 4, {"a": 7})[0] == 60
-    assert turns(["a"] * 60 + ["b"], [], {"a": 7})[0] == 60
-    assert turns(["a", "a", "b", "b", "a"], [], {}) == [0, 2, 1, 3, 4]
+    assert fair_order(["a"] * 60 + ["b"], ["a"] * 4, {"a": 7})[0] == 60
+    assert fair_order(["a"] * 60 + ["b"], [], {"a": 7})[0] == 60
+    assert fair_order(["a", "a", "b", "b", "a"], [], {}) == [0, 2, 1, 3, 4]
 
 
 @given(places=st.integers(1, 4), flood=st.integers(0, 30), seed=st.integers(0, 1 << 30))
@@ -78,7 +80,7 @@ def test_a_caller_is_served_however_many_others_flood(places: int, flood: int, s
     taken = {caller: n for n, caller in enumerate(running)}
     for turn in range(4):
         running.pop(drawn.randrange(places))
-        caller = waiting.pop(turns(waiting, running, taken)[0])
+        caller = waiting.pop(fair_order(waiting, running, taken)[0])
         if caller == "z":
             return
         running.append(caller)
@@ -89,7 +91,7 @@ def test_a_caller_is_served_however_many_others_flood(places: int, flood: int, s
 
 @given(remaining=Remaining, budget=Budget)
 def test_the_budget_is_passed_by_an_eighth_at_most(remaining: list[int], budget: int) -> None:
-    shares = prefill_shares(remaining, Limits(prefill=budget))
+    shares = split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget))
     assert sum(shares) <= budget + budget // 8
     assert all(0 <= share <= wanted for share, wanted in zip(shares, remaining, strict=True))
     # what is left over is too little for a piece of its own
@@ -98,36 +100,43 @@ def test_the_budget_is_passed_by_an_eighth_at_most(remaining: list[int], budget:
 
 @given(remaining=Remaining.filter(bool), budget=Budget)
 def test_the_oldest_prompt_always_gets_half(remaining: list[int], budget: int) -> None:
-    shares = prefill_shares(remaining, Limits(prefill=budget))
+    shares = split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget))
     assert shares[0] >= min(remaining[0], (budget + 1) // 2)
 
 
 @given(remaining=Remaining, budget=Budget)
 def test_no_piece_is_small_unless_it_ends_its_prompt(remaining: list[int], budget: int) -> None:
     for share, wanted in zip(
-        prefill_shares(remaining, Limits(prefill=budget)), remaining, strict=True
+        split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget)),
+        remaining,
+        strict=True,
     ):
         assert share in (0, wanted) or share >= (budget + 3) // 4
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    assert prefill_shares([4000, 64], Limits(prefill=128)) == [64, 64]
-    assert prefill_shares([4000, 3000, 20, 30], Limits(prefill=128)) == [78, 0, 20, 30]
-    assert prefill_shares([4000, 70], Limits(prefill=128)) == [64, 70]
-    assert prefill_shares([140], Limits(prefill=128)) == [140]
-    assert prefill_shares([150], Limits(prefill=128)) == [128]
+    assert split_prefill_budget([4000, 64], SchedulerLimits(max_prefill_tokens=128)) == [64, 64]
+    assert split_prefill_budget([4000, 3000, 20, 30], SchedulerLimits(max_prefill_tokens=128)) == [
+        78,
+        0,
+        20,
+        30,
+    ]
+    assert split_prefill_budget([4000, 70], SchedulerLimits(max_prefill_tokens=128)) == [64, 70]
+    assert split_prefill_budget([140], SchedulerLimits(max_prefill_tokens=128)) == [140]
+    assert split_prefill_budget([150], SchedulerLimits(max_prefill_tokens=128)) == [128]
 
 
 def test_one_prompt_alone_gets_everything() -> None:
-    assert prefill_shares([4000], Limits(prefill=128)) == [128]
-    assert prefill_shares([], Limits(prefill=128)) == []
+    assert split_prefill_budget([4000], SchedulerLimits(max_prefill_tokens=128)) == [128]
+    assert split_prefill_budget([], SchedulerLimits(max_prefill_tokens=128)) == []
 
 
 def test_whole_chunks_go_to_the_oldest_and_the_shortest() -> None:
-    limits = Limits(prefill=64, whole=True)
-    assert prefill_shares([500, 400, 30, 200], limits) == [64, 0, 30, 0]
-    assert prefill_shares([500], limits) == [64]
-    assert prefill_shares([], limits) == []
+    limits = SchedulerLimits(max_prefill_tokens=64, align_chunks=True)
+    assert split_prefill_budget([500, 400, 30, 200], limits) == [64, 0, 30, 0]
+    assert split_prefill_budget([500], limits) == [64]
+    assert split_prefill_budget([], limits) == []
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=12), budget=st.integers(1, 64))
@@ -136,7 +145,7 @@ def test_no_prompt_starves(lengths: list[int], budget: int) -> None:
     first, steps, others = 1000, 0, [*lengths]
     waiting = [first, *others]
     while first:
-        shares = prefill_shares(waiting, Limits(prefill=budget))
+        shares = split_prefill_budget(waiting, SchedulerLimits(max_prefill_tokens=budget))
         waiting = [w - s for w, s in zip(waiting, shares, strict=True)]
         first = waiting[0]
         # whoever is done is followed by another one just as short
@@ -153,7 +162,7 @@ def test_as_few_give_way_as_must_and_never_the_oldest(
     sequences: list[tuple[int, int]], free: int
 ) -> None:
     held, growth = ([s[i] for s in sequences] for i in (0, 1))
-    count = preemptions(held=held, growth=growth, free=free)
+    count = count_preemptions(reserved=held, growth=growth, free=free)
     assert 0 <= count < len(held)
 
     def fits(leaving: int) -> bool:
@@ -168,12 +177,12 @@ def test_as_few_give_way_as_must_and_never_the_oldest(
     ("growth", "free", "count"), [((0, 0, 0), 0, 0), ((5, 0, 0), 5, 0), ((5, 0, 0), 4, 1)]
 )
 def test_nobody_gives_way_without_need(growth: tuple[int, ...], free: int, count: int) -> None:
-    assert preemptions(held=(10, 10, 10), growth=growth, free=free) == count
+    assert count_preemptions(reserved=(10, 10, 10), growth=growth, free=free) == count
 
 
 @given(left=st.lists(st.integers(0, 100), max_size=8), ahead=st.integers(1, 64))
 def test_who_has_no_room_grows_and_else_one_at_most(left: list[int], ahead: int) -> None:
-    chosen = growers(left, ahead=ahead)
+    chosen = choose_growing(left, ahead=ahead)
     without = {i for i, positions in enumerate(left) if positions == 0}
     assert without <= chosen
     if not without:
@@ -184,7 +193,7 @@ def test_who_has_no_room_grows_and_else_one_at_most(left: list[int], ahead: int)
 def test_streams_that_came_together_grow_one_after_the_other() -> None:
     left, grown = [40] * 8, list[set[int]]()
     for _ in range(40):
-        grown.append(growers(left, ahead=32))
+        grown.append(choose_growing(left, ahead=32))
         left = [1000 if i in grown[-1] else positions - 1 for i, positions in enumerate(left)]
     assert max(map(len, grown)) == 1
     assert sorted(i for chosen in grown for i in chosen) == list(range(8))
@@ -205,4 +214,7 @@ def test_streams_that_came_together_grow_one_after_the_other() -> None:
 def test_a_prompt_waits_for_one_that_does_its_work(
     shared: int, evaluated: int, length: int, waits: bool
 ) -> None:
-    assert worth_waiting(shared=shared, evaluated=evaluated, least=512, length=length) == waits
+    assert (
+        should_defer(shared_prefix=shared, num_computed=evaluated, min_gain=512, length=length)
+        == waits
+    )

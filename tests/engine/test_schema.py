@@ -5,12 +5,20 @@ from typing import Any
 
 import pytest
 
-from app.engine.schema import MOST_ENTRIES, MOST_OPTIONAL, MOST_TEXT, Refused, at, everywhere, read
+from app.engine.schema import (
+    MAX_ENTRIES,
+    MAX_OPTIONAL_PROPERTIES,
+    MAX_SCHEMA_LENGTH,
+    UnsupportedGrammarError,
+    parse_schema,
+    resolve_pointer,
+    walk_schemas,
+)
 
 
-def refusal(schema: Any) -> Refused:
-    with pytest.raises(Refused) as caught:
-        read(schema if isinstance(schema, str) else json.dumps(schema))
+def refusal(schema: Any) -> UnsupportedGrammarError:
+    with pytest.raises(UnsupportedGrammarError) as caught:
+        parse_schema(schema if isinstance(schema, str) else json.dumps(schema))
     return caught.value
 
 
@@ -23,7 +31,7 @@ def refusal(schema: Any) -> Refused:
         ("9" * 5000, "not valid JSON"),
         ("[1]", "JSON object"),
         ("false", "JSON object"),
-        ('{"const": "' + "a" * MOST_TEXT + '"}', "longer than"),
+        ('{"const": "' + "a" * MAX_SCHEMA_LENGTH + '"}', "longer than"),
         ('{"items":' * 99 + "[[]]" + "}" * 99, "nested deeper"),
         ('{"items":' * 5000 + "{}" + "}" * 5000, "nested deeper"),
     ],
@@ -33,22 +41,24 @@ def test_what_is_no_schema_is_refused_with_the_reason(text: str, reason: str) ->
 
 
 def test_true_is_a_schema_that_asks_for_nothing() -> None:
-    assert read("true") == {}
+    assert parse_schema("true") == {}
 
 
 def test_entries_count_wherever_they_are() -> None:
-    third = {f"p{i}": {} for i in range(MOST_ENTRIES // 3)}
-    assert read(json.dumps({"properties": {"a": {"properties": third}, "b": {"enum": [1]}}}))
-    values = list(range(MOST_ENTRIES - len(third)))
+    third = {f"p{i}": {} for i in range(MAX_ENTRIES // 3)}
+    assert parse_schema(
+        json.dumps({"properties": {"a": {"properties": third}, "b": {"enum": [1]}}})
+    )
+    values = list(range(MAX_ENTRIES - len(third)))
     more = {"items": {"properties": third}, "$defs": {"a": {"enum": values}}}
     assert "more than" in refusal(more).reason
 
 
 def test_properties_of_one_object_that_may_be_left_out_are_limited() -> None:
-    most = {f"p{i}": {} for i in range(MOST_OPTIONAL)}
-    assert read(json.dumps({"properties": most}))
+    most = {f"p{i}": {} for i in range(MAX_OPTIONAL_PROPERTIES)}
+    assert parse_schema(json.dumps({"properties": most}))
     required = {"properties": {**most, "more": {}}, "required": ["more"]}
-    assert read(json.dumps(required))
+    assert parse_schema(json.dumps(required))
     combined = {"allOf": [{"properties": most}, {"properties": {"more": {}}}]}
     for schema in ({"properties": {**most, "more": {}}}, combined):
         assert "optional properties: make some required" in refusal(schema).reason
@@ -59,7 +69,7 @@ def test_properties_of_one_object_that_may_be_left_out_are_limited() -> None:
 )
 def test_multiples_of_a_usual_size_pass(multiples: list[Any]) -> None:
     """What is no multiple at all is refused where it is compiled."""
-    assert read(json.dumps({"anyOf": [{"multipleOf": each} for each in multiples]}))
+    assert parse_schema(json.dumps({"anyOf": [{"multipleOf": each} for each in multiples]}))
 
 
 @pytest.mark.parametrize("multiples", [[1_000_003], [9973, 9967], [1.000001], [1e300]])
@@ -85,7 +95,7 @@ def test_a_keyword_that_asks_too_much_is_named(schema: Any, path: str) -> None:
 
 def test_values_are_not_taken_for_schemas() -> None:
     value = {"properties": {"a": {"pattern": "a{99999}", "multipleOf": 1_000_003}}}
-    assert read(json.dumps({"const": value, "default": value, "enum": [value]}))
+    assert parse_schema(json.dumps({"const": value, "default": value, "enum": [value]}))
 
 
 def test_every_schema_is_found_with_its_path() -> None:
@@ -94,7 +104,7 @@ def test_every_schema_is_found_with_its_path() -> None:
         "$defs": {"x": {"anyOf": [{"not": {}}]}},
         "enum": [{"items": {}}],
     }
-    found = {"/".join(path) for path, _ in everywhere(document)}
+    found = {"/".join(path) for path, _ in walk_schemas(document)}
     assert found == {
         "",
         "properties/a/b",
@@ -107,8 +117,8 @@ def test_every_schema_is_found_with_its_path() -> None:
 
 def test_a_reference_within_the_document_is_followed() -> None:
     document = {"$defs": {"a/b ~%": {"items": [1, {"const": 2}]}}}
-    assert at(document, "#") == ((), document)
+    assert resolve_pointer(document, "#") == ((), document)
     pointer = "#/$defs/a~1b%20~0%25/items/1"
-    assert at(document, pointer) == (("$defs", "a/b ~%", "items", "1"), {"const": 2})
+    assert resolve_pointer(document, pointer) == (("$defs", "a/b ~%", "items", "1"), {"const": 2})
     for other in ("#/$defs/nobody", "#/$defs/a~1b%20~0%25/items/2", "#anchor", "https://x/#/a"):
-        assert at(document, other) is None
+        assert resolve_pointer(document, other) is None

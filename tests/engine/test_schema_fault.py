@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError
 from app.core.requests import JsonSchema
-from app.engine.schema import Path, Schema, at, everywhere
-from app.engine.schema_fault import fault
+from app.engine.schema import Schema, SchemaPath, resolve_pointer, walk_schemas
+from app.engine.schema_fault import find_unsupported_keyword
 from tests import tiny
-from tests.engine.driving import grammars
-from tests.engine.schemas import drawn
+from tests.engine.driving import grammar_compiler
+from tests.engine.schemas import random_schema
 
 ENDS = frozenset({tiny.END})
 
 
 def blamed(schema: Any) -> str | None:
     with pytest.raises(AppError) as caught:
-        grammars().compile(JsonSchema(text=json.dumps(schema), at="schema"), ENDS)
+        grammar_compiler().compile(JsonSchema(text=json.dumps(schema), param="schema"), ENDS)
     return caught.value.param
 
 
@@ -105,7 +105,7 @@ def test_references_in_a_ring_are_an_end_too() -> None:
 )
 def test_the_reason_is_a_clause_about_what_was_sent(schema: Any, reason: str) -> None:
     with pytest.raises(AppError, match=reason) as caught:
-        grammars().compile(JsonSchema(text=json.dumps(schema)), ENDS)
+        grammar_compiler().compile(JsonSchema(text=json.dumps(schema)), ENDS)
     assert "\n" not in caught.value.message
     assert "whole" not in caught.value.message
 
@@ -118,8 +118,8 @@ PLANTED = [{"uniqueItems": True}, {"not": {"type": "null"}}, {"type": "dict"}, {
 def test_a_fault_planted_anywhere_is_found(seed: int, rng: Any, planted: Schema) -> None:
     """In a schema of the 500: at any place that is needed, the name of the keyword is right; it may
     also stand in a property that nobody requires."""
-    document = drawn(seed)
-    path, schema = rng.choice([*everywhere(document)])
+    document = random_schema(seed)
+    path, schema = rng.choice([*walk_schemas(document)])
     (keyword,) = planted
     schema.clear()
     schema.update(planted)
@@ -128,7 +128,7 @@ def test_a_fault_planted_anywhere_is_found(seed: int, rng: Any, planted: Schema)
 
 def test_a_wide_schema_costs_the_logarithm_of_its_width() -> None:
     trials = list[Schema]()
-    wrong: Path = ("properties", "p777")
+    wrong: SchemaPath = ("properties", "p777")
 
     def refusal(document: Schema) -> str | None:
         """As one who looks at what is asked for, and sees one thing wrong."""
@@ -138,18 +138,18 @@ def test_a_wide_schema_costs_the_logarithm_of_its_width() -> None:
 
     document = {"properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
     document["properties"]["p777"] = {"type": "bad"}
-    assert fault(document, refusal, "wrong").path == (*wrong, "type")
+    assert find_unsupported_keyword(document, refusal, "wrong").path == (*wrong, "type")
     assert len(trials) < 40
 
 
 def test_a_search_that_takes_too_long_names_what_it_has_found() -> None:
     def refusal(document: Schema) -> str | None:
-        found = at(document, document.get("$ref", "#/nobody"))
+        found = resolve_pointer(document, document.get("$ref", "#/nobody"))
         return "wrong" if found is None or "x" in json.dumps(found[1]) else None
 
     document: Schema = {"type": "x"}
     for _ in range(90):
         document = {"items": document, "prefixItems": [{"a": i} for i in range(4)]}
-    blame = fault(document, refusal, "wrong")
+    blame = find_unsupported_keyword(document, refusal, "wrong")
     assert blame.reason == "wrong"
     assert set(blame.path) <= {"items", "prefixItems", "0", "1", "2", "3", "type"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.schema_union import followable
+from app.engine.schema_union import rewrite_schema
 
 
 def branch(kind: Any, **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ NOT_APART = {
 
 @pytest.mark.parametrize("branches", APART.values(), ids=APART)
 def test_branches_that_exclude_each_other_are_any_of(branches: list[Any]) -> None:
-    rewritten = followable({"oneOf": branches, "title": "T", **DEFINED})
+    rewritten = rewrite_schema({"oneOf": branches, "title": "T", **DEFINED})
     assert rewritten["anyOf"] == branches
     assert "oneOf" not in rewritten
 
@@ -49,29 +49,29 @@ def test_branches_that_exclude_each_other_are_any_of(branches: list[Any]) -> Non
 @pytest.mark.parametrize("branches", NOT_APART.values(), ids=NOT_APART)
 def test_branches_that_may_both_hold_stay(branches: list[Any]) -> None:
     ring = {"$defs": {**DEFINED["$defs"], "ring": {"$ref": "#/$defs/ring"}}}
-    assert followable({"oneOf": branches, **ring})["oneOf"] == branches
+    assert rewrite_schema({"oneOf": branches, **ring})["oneOf"] == branches
 
 
 def test_an_object_of_branches_that_may_both_hold_is_not_closed() -> None:
     """Closed, each would exclude the other, and what satisfies both would be let through."""
     one, other = ({"type": "object", "properties": {name: {}}} for name in "ab")
-    assert followable({"oneOf": [one, other]})["oneOf"] == [one, other]
+    assert rewrite_schema({"oneOf": [one, other]})["oneOf"] == [one, other]
     closed = {"additionalProperties": False}
-    assert followable({"anyOf": [one, other]})["anyOf"] == [one | closed, other | closed]
+    assert rewrite_schema({"anyOf": [one, other]})["anyOf"] == [one | closed, other | closed]
 
 
 def test_a_name_that_a_reference_leads_through_stays() -> None:
     schema = {"oneOf": [CAT, DOG], "items": {"$ref": "#/oneOf/0"}}
-    assert "oneOf" in followable(schema)
+    assert "oneOf" in rewrite_schema(schema)
 
 
 def test_beside_an_any_of_it_stays() -> None:
-    assert "oneOf" in followable({"oneOf": [CAT, DOG], "anyOf": [{}]})
+    assert "oneOf" in rewrite_schema({"oneOf": [CAT, DOG], "anyOf": [{}]})
 
 
 def test_what_forbids_nothing_is_left_out_wherever_it_is() -> None:
     inner = {"uniqueItems": False, "items": {"type": "null", "propertyNames": {}}}
-    rewritten = followable(
+    rewritten = rewrite_schema(
         {"properties": {"a": inner}, "allOf": [inner], "additionalProperties": inner}
     )
     cleaned = {"items": {"type": "null"}}
@@ -82,16 +82,16 @@ def test_what_forbids_nothing_is_left_out_wherever_it_is() -> None:
 
 @pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"uniqueItems": 0}, {"not": {}}])
 def test_what_forbids_something_or_is_wrong_stays(keyword: dict[str, Any]) -> None:
-    assert keyword.items() <= followable(keyword).items()
+    assert keyword.items() <= rewrite_schema(keyword).items()
 
 
 def test_values_are_left_alone() -> None:
     value = {"uniqueItems": False, "oneOf": [{"const": 1}, {"const": 2}]}
-    assert followable({"const": value, "enum": [value]})["const"] == value
+    assert rewrite_schema({"const": value, "enum": [value]})["const"] == value
 
 
 def test_no_schema_says_how_strictly_it_is_taken() -> None:
-    assert followable({"x-guidance": {"lenient": True}})["x-guidance"]["lenient"] is False
+    assert rewrite_schema({"x-guidance": {"lenient": True}})["x-guidance"]["lenient"] is False
 
 
 VALUES = st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["a", "b"])
@@ -118,5 +118,5 @@ BRANCHES = st.lists(
 @given(BRANCHES, VALUES | st.builds(lambda value: {"kind": value}, VALUES))
 def test_what_was_rewritten_accepts_what_it_accepted(branches: list[Any], value: Any) -> None:
     schema = {"oneOf": branches}
-    rewritten = {key: said for key, said in followable(schema).items() if key != "x-guidance"}
+    rewritten = {key: said for key, said in rewrite_schema(schema).items() if key != "x-guidance"}
     assert jsonschema_rs.is_valid(schema, value) == jsonschema_rs.is_valid(rewritten, value)

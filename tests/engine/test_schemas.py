@@ -18,9 +18,17 @@ import pytest
 from app.core.jobs import Job, Token
 from app.core.requests import JsonSchema
 from tests import tiny
-from tests.engine.driving import Outcome, assert_same, grammars, job, make_loop, run, run_one
+from tests.engine.driving import (
+    Outcome,
+    assert_same,
+    grammar_compiler,
+    job,
+    make_loop,
+    run,
+    run_one,
+)
 from tests.engine.driving import tiny_model as model
-from tests.engine.schemas import CORNERS, Schema, drawn
+from tests.engine.schemas import EDGE_CASES, Schema, random_schema
 from tests.engine.test_grammar import ids_of
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
@@ -55,7 +63,7 @@ def asking(name: str, schema: Schema, seed: int) -> Job:
     grammar = JsonSchema(text=json.dumps(schema))
     prompt = tuple(name.encode())
     return job(
-        name, prompt, grammar=grammar, stop_ids=ENDS, max_tokens=MOST_TOKENS, **sampling(seed)
+        name, prompt, grammar=grammar, stop_token_ids=ENDS, max_tokens=MOST_TOKENS, **sampling(seed)
     )
 
 
@@ -95,7 +103,7 @@ def completed(schema: Schema, ids: list[int]) -> bytes:
 
 def _closed(schema: Schema, ids: list[int], closing: bytes) -> bytes | None:
     """closing: ids, in the order in which they are tried."""
-    matcher = grammars().compile(JsonSchema(text=json.dumps(schema)), ENDS)
+    matcher = grammar_compiler().compile(JsonSchema(text=json.dumps(schema)), ENDS)
     written = list(ids)
     for id in written:
         matcher.accept(id)
@@ -119,9 +127,11 @@ def answers() -> dict[int, tuple[Schema, Job, Outcome]]:
     for start in range(0, DRAWN, TOGETHER):
         jobs = dict[int, tuple[Schema, Job]]()
         for seed in range(start, start + TOGETHER):
-            one = asking(f"draw {seed}", drawn(seed), seed)
-            jobs[seed] = drawn(seed), one
-        plain = job("plain", b"beside", max_tokens=50, stop_ids=frozenset[int](), temperature=1.0)
+            one = asking(f"draw {seed}", random_schema(seed), seed)
+            jobs[seed] = random_schema(seed), one
+        plain = job(
+            "plain", b"beside", max_tokens=50, stop_token_ids=frozenset[int](), temperature=1.0
+        )
         outcomes = run(loop, plain, *(one for _, one in jobs.values()))
         for seed, (schema, one) in jobs.items():
             answered[seed] = schema, one, outcomes[one.id]
@@ -150,7 +160,7 @@ def test_each_corner_keeps_its_schema() -> None:
     loop = make_loop(model(), running=TOGETHER, policy="radix")
     jobs = [
         (schema, asking(f"{name} {seed}", schema, seed))
-        for name, schema in CORNERS.items()
+        for name, schema in EDGE_CASES.items()
         for seed in range(6)
     ]
     outcomes = run(loop, *(one for _, one in jobs))
@@ -160,6 +170,6 @@ def test_each_corner_keeps_its_schema() -> None:
 
 def test_the_validator_would_see_a_wrong_answer() -> None:
     for written in (b"17", b'"7"', b"[1"):
-        tokens = [Token(job="it", id=id, at=0) for id in written]
+        tokens = [Token(job_id="it", id=id, timestamp_ns=0) for id in written]
         with pytest.raises((AssertionError, ValueError)):
             assert_keeps(Outcome(reason="stop", tokens=tokens), {"type": "integer", "maximum": 9})

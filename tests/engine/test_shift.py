@@ -6,10 +6,10 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from app.core.shift import shift_discard
+from app.core.shift import count_discarded
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import Visit, job, make_loop, play, run_one, tiny_model
+from tests.engine.driving import ScheduledJob, job, make_loop, run_one, run_schedule, tiny_model
 
 CONTEXT, KEEP = 48, 8
 PROMPT = tuple(b"a prompt of some length to begin with")
@@ -34,7 +34,7 @@ def shifted_greedy(model: Model, prompt: Sequence[int], count: int, keep: int) -
         if len(answer) == count:
             return answer
         if len(known) >= CONTEXT:
-            discard = shift_discard(context=CONTEXT, length=len(known), keep=keep)
+            discard = count_discarded(context=CONTEXT, length=len(known), num_keep=keep)
             known = known[:keep] + known[keep + discard :]
             if not model.shift(kv, keep, keep + discard):
                 kv = model.make_kv()
@@ -46,7 +46,7 @@ def shifted_greedy(model: Model, prompt: Sequence[int], count: int, keep: int) -
 @pytest.mark.parametrize("keep", [0, KEEP])
 def test_an_answer_goes_on_past_its_context(model: Model, keep: int) -> None:
     loop = make_loop(model, running=2, policy="slots", context=CONTEXT, shift=True)
-    asked = job("long", PROMPT, max_tokens=100, stop_ids=NONE, keep=keep)
+    asked = job("long", PROMPT, max_tokens=100, stop_token_ids=NONE, keep=keep)
     outcome = run_one(loop, asked)
     assert outcome.ids == shifted_greedy(model, PROMPT, 100, keep)
     assert (outcome.reason, len(outcome.progress)) == ("length", len(PROMPT) // 8 + 1)
@@ -54,9 +54,9 @@ def test_an_answer_goes_on_past_its_context(model: Model, keep: int) -> None:
 
 def test_a_shift_leaves_the_neighbours_alone(model: Model) -> None:
     loop = make_loop(model, running=3, policy="multi_user", context=CONTEXT, shift=True)
-    short = job("short", PROMPT[:20], max_tokens=20, stop_ids=NONE)
-    long = job("long", PROMPT, max_tokens=90, stop_ids=NONE, keep=KEEP)
-    outcomes = play(loop, [Visit(job=long), Visit(job=short, at=12)])
+    short = job("short", PROMPT[:20], max_tokens=20, stop_token_ids=NONE)
+    long = job("long", PROMPT, max_tokens=90, stop_token_ids=NONE, keep=KEEP)
+    outcomes = run_schedule(loop, [ScheduledJob(job=long), ScheduledJob(job=short, at=12)])
     assert outcomes["short"].ids == run_one(make_loop(model), short).ids
     assert outcomes["long"].ids == shifted_greedy(model, PROMPT, 90, KEEP)
 
@@ -65,8 +65,8 @@ def test_what_was_shifted_is_not_served_as_if_it_had_not_been(model: Model) -> N
     """The ids that are left were evaluated behind ids that are gone: a prompt of the same ids has
     other keys and values."""
     loop = make_loop(model, running=1, policy="slots", context=CONTEXT, shift=True)
-    first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_ids=NONE, keep=KEEP))
+    first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_token_ids=NONE, keep=KEEP))
     left = [*PROMPT[:KEEP], *first.ids[-20:]]
-    again = run_one(loop, job("again", left, stop_ids=NONE))
+    again = run_one(loop, job("again", left, stop_token_ids=NONE))
     assert again.cached <= KEEP
-    assert again.ids == run_one(make_loop(model), job("again", left, stop_ids=NONE)).ids
+    assert again.ids == run_one(make_loop(model), job("again", left, stop_token_ids=NONE)).ids

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Job, Step, Token
-from app.core.messages import IDLE, Failed, Loading, Ready
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Ended, Job, StepOutput, Token
+from app.core.messages import IDLE, EngineFailed, EngineReady, LoadProgress
 from app.engine.loop import Loop
 from app.engine.thread import EngineThread
 from tests import tiny
@@ -35,7 +35,7 @@ class Heard:
         """All updates of one job."""
         updates: list[Any] = []
         while not updates or not isinstance(updates[-1], Ended):
-            updates += [u for u in self.next(Step).updates if u.job == name]
+            updates += [u for u in self.next(StepOutput).updates if u.job == name]
         return updates
 
 
@@ -50,7 +50,7 @@ def started() -> Iterator[Started]:
 
     def start(load: Callable[[Any], Loop]) -> tuple[EngineThread, Heard]:
         heard = Heard()
-        thread = EngineThread(load, heard.messages.put, checks=True)
+        thread = EngineThread(load, heard.messages.put, check_invariants=True)
         thread.start()
         threads.append(thread)
         return thread, heard
@@ -70,8 +70,8 @@ def load_tiny(report: Callable[[int, int], None]) -> Loop:
 
 def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
     thread, heard = started(load_tiny)
-    assert heard.next(Loading) == Loading(progress=50, memory=1234)
-    ready = heard.next(Ready)
+    assert heard.next(LoadProgress) == LoadProgress(progress=50, allocated_bytes=1234)
+    ready = heard.next(EngineReady)
     assert ready.stats.memory > 0
     assert ready.capacity.parallel == 1
     thread.submit(job("a", b"hello"))
@@ -86,14 +86,14 @@ def load_long(report: Callable[[int, int], None]) -> Loop:
 
 def endless(name: str) -> Job:
     """One that never ends by itself in the loop of `load_long`."""
-    return job(name, b"hello", max_tokens=tiny.LONG // 2, stop_ids=frozenset[int]())
+    return job(name, b"hello", max_tokens=tiny.LONG // 2, stop_token_ids=frozenset[int]())
 
 
 def test_a_cancelled_job_ends_and_the_next_one_runs(started: Started) -> None:
     thread, heard = started(load_long)
-    heard.next(Ready)
+    heard.next(EngineReady)
     thread.submit(endless("a"))
-    heard.next(Step)
+    heard.next(StepOutput)
     thread.cancel("a")
     assert heard.until_end_of("a")[-1].reason == "cancelled"
     thread.submit(job("b", b"hello"))
@@ -102,16 +102,16 @@ def test_a_cancelled_job_ends_and_the_next_one_runs(started: Started) -> None:
 
 def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started: Started) -> None:
     def fail(_: Any) -> Loop:
-        raise AppError(Kind.MODEL_FILES, "planted")
+        raise AppError(ErrorKind.MODEL_FILES, "planted")
 
     thread, heard = started(fail)
-    assert heard.next(Failed) == Failed(kind=Kind.MODEL_FILES, message="planted")
+    assert heard.next(EngineFailed) == EngineFailed(kind=ErrorKind.MODEL_FILES, message="planted")
     assert thread.join(PATIENCE)
 
 
 def test_a_fault_of_ours_is_told_too(started: Started) -> None:
     class Faulty(Loop):
-        def step(self) -> Step:
+        def step(self) -> StepOutput:
             raise AssertionError("planted")
 
     def load(_: Any) -> Loop:
@@ -120,9 +120,9 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
         return loop
 
     thread, heard = started(load)
-    heard.next(Ready)
+    heard.next(EngineReady)
     thread.submit(job("a", b"hello"))
-    failed = heard.next(Failed)
+    failed = heard.next(EngineFailed)
     assert (failed.message, failed.ours) == ("AssertionError: planted", True)
     assert thread.join(PATIENCE)
 
@@ -132,7 +132,7 @@ def test_want_of_memory_is_told_in_words(started: Started) -> None:
         raise MemoryError
 
     _, heard = started(starves)
-    assert heard.next(Failed).message == "MemoryError: out of memory"
+    assert heard.next(EngineFailed).message == "MemoryError: out of memory"
 
 
 def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) -> None:
@@ -143,15 +143,17 @@ def test_a_thread_that_is_told_to_exit_says_so_before_it_does(started: Started) 
         raise SystemExit(3)
 
     thread, heard = started(exits)
-    assert heard.next(Failed) == Failed(kind=Kind.ENGINE, message="SystemExit: 3", ours=True)
+    assert heard.next(EngineFailed) == EngineFailed(
+        kind=ErrorKind.ENGINE, message="SystemExit: 3", is_internal_error=True
+    )
     assert thread.join(PATIENCE)
 
 
 def test_stopping_while_a_job_runs_ends_the_thread(started: Started) -> None:
     thread, heard = started(load_long)
     thread.submit(endless("a"))
-    heard.next(Ready)
-    heard.next(Step)
+    heard.next(EngineReady)
+    heard.next(StepOutput)
     thread.stop()
     assert thread.join(PATIENCE)
 
@@ -162,7 +164,7 @@ class Held(Loop):
     gate: threading.Event
     reached: threading.Event
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         self.on_stage("decode of 8 sequences")
         self.reached.set()
         assert self.gate.wait(PATIENCE)
@@ -186,19 +188,19 @@ def test_the_heartbeat_tells_what_the_thread_is_at_and_since_when(started: Start
         return loop
 
     thread, heard = started(load)
-    heard.next(Ready)
-    until(lambda: thread.heartbeat().doing == IDLE)
+    heard.next(EngineReady)
+    until(lambda: thread.heartbeat().stage == IDLE)
     before = time.monotonic_ns()
     thread.submit(job("a", b"hello"))
     assert reached.wait(PATIENCE)
     held = thread.heartbeat()
-    assert held.doing == "decode of 8 sequences"
-    assert before <= held.at <= time.monotonic_ns()
+    assert held.stage == "decode of 8 sequences"
+    assert before <= held.timestamp_ns <= time.monotonic_ns()
     assert thread.heartbeat() == held, "nothing moves, so nothing beats"
     gate.set()
     heard.until_end_of("a")
-    until(lambda: thread.heartbeat().doing == IDLE)
-    assert thread.heartbeat().at > held.at
+    until(lambda: thread.heartbeat().stage == IDLE)
+    assert thread.heartbeat().timestamp_ns > held.timestamp_ns
 
 
 def test_the_real_loop_says_what_it_begins(started: Started) -> None:
@@ -208,7 +210,9 @@ def test_the_real_loop_says_what_it_begins(started: Started) -> None:
         return make_loop(tiny_model())
 
     thread, heard = started(load)
-    thread.submit(job("a", b"hello world, it is me", max_tokens=200, stop_ids=frozenset[int]()))
-    heard.next(Ready)
-    until(lambda: said.add(thread.heartbeat().doing) or any("decode" in s for s in said))
+    thread.submit(
+        job("a", b"hello world, it is me", max_tokens=200, stop_token_ids=frozenset[int]())
+    )
+    heard.next(EngineReady)
+    until(lambda: said.add(thread.heartbeat().stage) or any("decode" in s for s in said))
     thread.cancel("a")

@@ -16,7 +16,7 @@ def started(loop: Loop, *jobs: Job) -> list[str]:
         submit(loop, one)
     order: list[str] = []
     while not loop.idle:
-        order += [u.job for u in loop.step().updates if isinstance(u, Started)]
+        order += [u.job_id for u in loop.step().updates if isinstance(u, Started)]
         loop.check()
     return order
 
@@ -50,13 +50,13 @@ def test_whoever_had_to_make_way_goes_on_before_others_begin() -> None:
     loop = make_loop(
         model, running=2, policy="radix", chunk=64, budget=2 * footprint(model, 512), context=1024
     )
-    long: dict[str, Any] = {"caller": "a", "max_tokens": 400, "stop_ids": frozenset[int]()}
+    long: dict[str, Any] = {"caller": "a", "max_tokens": 400, "stop_token_ids": frozenset[int]()}
     for n in range(2):
         submit(loop, job(f"a{n}", [n + 1] * 200, **long))
     while not loop.stats().preemptions:
         loop.step()
     [other] = many("b", 1)
     submit(loop, other)
-    while not any(isinstance(u, Started) and u.job == other.id for u in loop.step().updates):
+    while not any(isinstance(u, Started) and u.job_id == other.id for u in loop.step().updates):
         loop.check()
     assert loop.stats().waiting == 0, "it began while another waited to go on"

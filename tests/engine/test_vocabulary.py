@@ -12,7 +12,7 @@ from app import store
 from app.core.files import ModelFiles
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
-from app.engine.grammar import Grammars
+from app.engine.grammar import GrammarCompiler
 from app.engine.load import load
 from tests import tiny
 from tests.engine.driving import job, run_one
@@ -46,19 +46,21 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     ],
 )
 def test_rows_that_pad_the_head_are_never_drawn(padded: ModelFiles, knobs: dict[str, Any]) -> None:
-    assert (padded.vocab_size, padded.sampled_ids) == (ROWS, tiny.VOCAB)
+    assert (padded.vocab_size, padded.sampleable_vocab_size) == (ROWS, tiny.VOCAB)
     loop = load(padded, Settings(), lambda percent, memory: None)
-    endless = job("a", b"hello", max_tokens=64, stop_ids=frozenset[int](), top_logprobs=20, **knobs)
+    endless = job(
+        "a", b"hello", max_tokens=64, stop_token_ids=frozenset[int](), top_logprobs=20, **knobs
+    )
     found = run_one(loop, endless)
     assert len(found.ids) == 64
     assert max(found.ids) < tiny.VOCAB
     # nor are they rivals of those that are
-    assert all(id < tiny.VOCAB for token in found.tokens for id, _ in token.top)
+    assert all(id < tiny.VOCAB for token in found.tokens for id, _ in token.top_logprobs)
 
 
 def test_they_would_be_if_nobody_knew_the_tokenizer(padded: ModelFiles) -> None:
     """The planted rows do score highest: else the test above would prove nothing."""
-    unknown = replace(padded, tokens=None)
+    unknown = replace(padded, tokenizer_vocab_size=None)
     loop = load(unknown, Settings(), lambda percent, memory: None)
     found = run_one(loop, job("a", b"hello"))
     assert min(found.ids) >= tiny.VOCAB
@@ -68,6 +70,8 @@ def test_a_grammar_works_where_either_side_has_more(padded: ModelFiles, tiny_mod
     files = store.resolve(str(tiny_model))
     fewer = replace(files, config={**files.config, "vocab_size": tiny.END})
     for each in (padded, fewer):
-        grammars = Grammars(each.tokenizer, vocab=each.tokens or each.vocab_size)
+        grammars = GrammarCompiler(
+            each.tokenizer_path, vocab=each.tokenizer_vocab_size or each.vocab_size
+        )
         matcher = grammars.compile(ANYTHING, frozenset({tiny.END}))
-        assert 8 * len(matcher.allowed) >= each.sampled_ids
+        assert 8 * len(matcher.bitmask) >= each.sampleable_vocab_size

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.engine.weights import open_model, parameters, read
+from app.engine.weights import list_parameters, open_model, read_weights
 from models.base import Model
 from tests import tiny
 from tests.bench import loading
-from tests.fakes import panic
+from tests.fakes import make_rust_panic
 from tests.models.test_llama import logits
 
 IDS = [1, 5, 9, 33]
@@ -53,7 +53,7 @@ def answers(model: Model) -> np.ndarray:
 def refusal(files: ModelFiles) -> str:
     with pytest.raises(AppError) as caught:
         open_model(files, None)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -62,7 +62,7 @@ def test_a_file_over_which_the_library_panics_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def panics(*_: object, **__: object) -> Any:
-        raise panic()
+        raise make_rust_panic()
 
     files = folder_of(tmp_path, tiny.weights())
     monkeypatch.setattr("app.engine.weights.safe_open", panics)
@@ -76,9 +76,9 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     model = open_model(files, None)
     # a rotation's few frequencies are computed at once
     assert mx.get_active_memory() - before < 4096
-    read(model, files.path, silent)
+    read_weights(model, files.path, silent)
     held = mx.get_active_memory() - before
-    assert sum(array.nbytes for array in parameters(model)) <= held
+    assert sum(array.nbytes for array in list_parameters(model)) <= held
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_like_any_other(
@@ -89,7 +89,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_like_any_other(
     with files.shards[0].open("r+b") as file:
         file.truncate(files.shards[0].stat().st_size // 2)
     with pytest.raises(AppError, match=r"model: reading the weights failed: .*read from file"):
-        read(model, files.path, silent)
+        read_weights(model, files.path, silent)
 
 
 def test_blobs_without_an_extension_are_read_too(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_a_reduced_model_holds_nothing_of_what_it_was(tmp_path: Path, bits: Any)
     gc.collect()
     before = mx.get_active_memory()
     model = open_model(files, bits)
-    read(model, files.path, silent)
+    read_weights(model, files.path, silent)
     gc.collect()
-    wanted = sum(array.nbytes for array in parameters(model))
+    wanted = sum(array.nbytes for array in list_parameters(model))
     # the allocator rounds up to whole pages here and there
     assert wanted <= mx.get_active_memory() - before <= wanted + 32768
     assert wanted < sum(array.nbytes for array in tiny.weights(config).values()) / 2

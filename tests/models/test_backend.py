@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import backend
-from models.backend import Backend, BackendError
+from models.backend import CpuBackend, CpuBackendError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -233,7 +233,7 @@ def test_nothing_that_a_person_said_is_changed(
     said: dict[str, str], set_by_us: dict[str, str]
 ) -> None:
     waits = {"OPENBLAS_THREAD_TIMEOUT": "18", "KMP_BLOCKTIME": "0"}
-    settings = backend._settings  # pyright: ignore[reportPrivateUsage] pure
+    settings = backend._blas_variables  # pyright: ignore[reportPrivateUsage] pure
     assert settings(said, 3) == waits | set_by_us
     assert settings(said | dict.fromkeys(waits, "7"), 3) == set_by_us
 
@@ -251,15 +251,15 @@ def test_where_mlx_computes_with_cuda_nothing_is_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wheels(monkeypatch, tmp_path, "mlx-1.0", "mlx_cpu-1.0", "mlx_cuda_13-1.0")
-    found = backend.prepared({"MLXRUNNER_THREADS": "2", "MLXRUNNER_BLAS": "/nowhere"})
-    assert found == Backend(threads=2, why=backend.CUDA)
+    found = backend.select_blas({"MLXRUNNER_THREADS": "2", "MLXRUNNER_BLAS": "/nowhere"})
+    assert found == CpuBackend(threads=2, why=backend.USES_CUDA)
 
 
 def test_an_mlx_that_was_built_here_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wheels(monkeypatch, tmp_path, "mlx-1.0")
-    found = backend.prepared({"MLXRUNNER_THREADS": "2"})
+    found = backend.select_blas({"MLXRUNNER_THREADS": "2"})
     assert found.why == "MLX was not installed from its CPU wheel (mlx-cpu)"
 
 
@@ -276,12 +276,12 @@ def test_other_machines_are_left_alone(
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     environ = {"MLXRUNNER_THREADS": "2"}
-    assert backend.prepared(environ) == Backend(threads=2, why=why)
+    assert backend.select_blas(environ) == CpuBackend(threads=2, why=why)
     assert environ == {"MLXRUNNER_THREADS": "2"}
 
 
 def test_an_error_of_it_is_one_that_the_command_line_tells() -> None:
-    assert issubclass(BackendError, OSError)
+    assert issubclass(CpuBackendError, OSError)
 
 
 @pytest.fixture(scope="module")

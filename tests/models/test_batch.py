@@ -89,4 +89,4 @@ def test_a_join_or_leave_copies_nothing_of_the_others() -> None:
 
 def test_recurrent_rows_without_a_state_yet_have_none() -> None:
     rows = [RecurrentCache(1), RecurrentCache(1)]
-    assert rows[0].together(rows, mx.array([0, 0]))[0] is None
+    assert rows[0].make_batch(rows, mx.array([0, 0]))[0] is None

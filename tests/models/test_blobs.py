@@ -5,7 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from models.blobs import mlx_names
+from models.blobs import to_mlx_names
 
 PACKED = mx.zeros((4, 8), mx.uint32)
 PLAIN = mx.zeros((4,))
@@ -23,7 +23,7 @@ WANTED = {f"{Q}.{part}" for part in ("weight", "scales", "biases", "bias")}
 
 def test_a_bias_is_a_quantisations_only_beside_a_scale_in_whatever_order_they_come() -> None:
     for order in itertools.permutations(STORED.items()):
-        assert mlx_names(dict(order)).keys() == WANTED
+        assert to_mlx_names(dict(order)).keys() == WANTED
 
 
 def test_the_names_that_the_runner_gives_are_known_too() -> None:
@@ -33,7 +33,7 @@ def test_the_names_that_the_runner_gives_are_known_too() -> None:
         f"{Q}.weight_qbias": PLAIN,
         f"{Q}.bias": PLAIN,
     }
-    assert mlx_names(renamed).keys() == WANTED
+    assert to_mlx_names(renamed).keys() == WANTED
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_names_that_the_runner_gives_are_known_too() -> None:
     ],
 )
 def test_everything_else_stays_as_it_is(weights: dict[str, mx.array]) -> None:
-    found = mlx_names(weights)
+    found = to_mlx_names(weights)
     assert found.keys() == weights.keys()
     assert all(found[name] is weights[name] for name in weights)
 
@@ -60,7 +60,7 @@ def test_stacked_experts_are_renamed_like_any_other_layer() -> None:
     for path in ("mlp.switch_mlp.up_proj.weight", "mlp.experts.up_proj"):
         weights = {path: mx.zeros((2, 4, 8), mx.uint32), f"{path}.scale": mx.zeros((2, 4, 2))}
         plain = path.removesuffix(".weight")
-        assert mlx_names(weights).keys() == {f"{plain}.weight", f"{plain}.scales"}
+        assert to_mlx_names(weights).keys() == {f"{plain}.weight", f"{plain}.scales"}
 
 
 def test_a_global_scale_becomes_the_magnitude_that_it_brings_about() -> None:
@@ -70,4 +70,4 @@ def test_a_global_scale_becomes_the_magnitude_that_it_brings_about() -> None:
         f"{Q}.weight.scale": mx.zeros((4, 4), mx.uint8),
         f"{Q}.weight.global_scale": mx.array([0.5]),
     }
-    assert mlx_names(weights)[f"{Q}.global_scale"].tolist() == [0.5 * 6 * 448]
+    assert to_mlx_names(weights)[f"{Q}.global_scale"].tolist() == [0.5 * 6 * 448]

@@ -111,7 +111,7 @@ def test_a_quantisation_that_is_not_mlx_is_refused() -> None:
     with pytest.raises(ModelError, match="weights quantised with 'gptq' are not supported"):
         models.build(config, tiny.weights(CONFIG))
     with pytest.raises(ModelError, match="'gptq'"):
-        models.facts(config)
+        models.read_info(config)
 
 
 def mixed(path: str, layer: nn.Module) -> bool | dict[str, Any]:

@@ -13,19 +13,19 @@ import pytest
 from tokenizers import Tokenizer
 
 from models import build
-from models.builtin.corpus import Conversation, corpus
-from models.builtin.reference import Llama
-from models.builtin.score import HELD_BACK
+from models.builtin.corpus import Conversation, generate_corpus
+from models.builtin.reference import NumpyLlama
+from models.builtin.score import HELD_OUT
 from models.builtin.tokenization import (
     CHAT_TEMPLATE,
-    TURN_ENDS,
+    TURN_END,
     encode,
-    question_prompt,
     render,
+    render_question,
     train_tokenizer,
 )
 
-FOLDER = HELD_BACK.parent
+FOLDER = HELD_OUT.parent
 MOST_BYTES = 8_000_000
 
 SHORT = Conversation(turns=(("Hi", "Hello!"), ("2 + 2?", "2 plus 2 is 4.")), system="Be kind.")
@@ -69,14 +69,16 @@ def test_each_digit_is_a_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_tokenizer_trained_again_is_the_same() -> None:
-    conversations = list(corpus(0, 500))
+    conversations = list(generate_corpus(0, 500))
     first, second = (train_tokenizer(conversations, 400).to_str() for _ in range(2))
     assert first == second
 
 
 def test_only_answers_and_their_ends_are_learnt(tokenizer: Tokenizer) -> None:
     encoded = encode(tokenizer, [SHORT])[0]
-    learnt = [token for token, learn in zip(encoded.ids, encoded.learn, strict=True) if learn]
+    learnt = [
+        token for token, learn in zip(encoded.ids, encoded.loss_weights, strict=True) if learn
+    ]
     assert tokenizer.decode(learnt, skip_special_tokens=False) == (
         "Hello!<|im_end|>2 plus 2 is 4.<|im_end|>"
     )
@@ -84,17 +86,17 @@ def test_only_answers_and_their_ends_are_learnt(tokenizer: Tokenizer) -> None:
 
 def test_a_plain_text_is_learnt_but_for_its_beginning(tokenizer: Tokenizer) -> None:
     encoded = encode(tokenizer, [Conversation(text="Once upon a time there was a cat.")])[0]
-    assert [bool(share) for share in encoded.learn] == [False, False] + [True] * (
+    assert [bool(share) for share in encoded.loss_weights] == [False, False] + [True] * (
         len(encoded.ids) - 2
     )
-    assert encoded.ids[-1] == tokenizer.token_to_id(TURN_ENDS)
+    assert encoded.ids[-1] == tokenizer.token_to_id(TURN_END)
 
 
 def test_the_chat_template_writes_what_the_model_was_trained_on(template: jinja2.Template) -> None:
     assert template.render(messages=messages(SHORT), add_generation_prompt=False) == render(SHORT)
     asked = [{"role": "user", "content": "Who are you?"}]
     prompt = template.render(messages=asked, add_generation_prompt=True)
-    assert prompt == question_prompt("Who are you?")
+    assert prompt == render_question("Who are you?")
     assert parsed("tokenizer_config.json")["chat_template"] == CHAT_TEMPLATE
 
 
@@ -108,7 +110,7 @@ def test_a_prompt_and_its_answer_begin_the_next_prompt(
     template: jinja2.Template, tokenizer: Tokenizer
 ) -> None:
     whole = messages(SHORT)
-    first = template.render(messages=whole[:2], add_generation_prompt=True) + "Hello!" + TURN_ENDS
+    first = template.render(messages=whole[:2], add_generation_prompt=True) + "Hello!" + TURN_END
     second = template.render(messages=whole[:4], add_generation_prompt=True)
     ids = tokenizer.encode(first).ids
     assert tokenizer.encode(second).ids[: len(ids)] == ids
@@ -122,14 +124,14 @@ def test_the_folder_is_small() -> None:
 
 
 def test_every_file_names_the_same_end_of_sequence(tokenizer: Tokenizer) -> None:
-    end = tokenizer.token_to_id(TURN_ENDS)
+    end = tokenizer.token_to_id(TURN_END)
     assert parsed("config.json")["eos_token_id"] == end
     assert parsed("generation_config.json") == {
         "eos_token_id": [end],
         "pad_token_id": end,
         "do_sample": False,
     }
-    assert parsed("tokenizer_config.json")["eos_token"] == TURN_ENDS
+    assert parsed("tokenizer_config.json")["eos_token"] == TURN_END
 
 
 def test_the_weights_are_those_that_the_config_describes(tokenizer: Tokenizer) -> None:
@@ -169,8 +171,8 @@ def test_the_architecture_that_is_served_continues_as_the_reference_does(
     tokenizer: Tokenizer,
 ) -> None:
     """numpy from the files alone against models/llama.py, greedily, on real weights."""
-    ids = tokenizer.encode(question_prompt("Tell me a story about a dog")).ids
-    expected = Llama(FOLDER).continued(ids, 24)
+    ids = tokenizer.encode(render_question("Tell me a story about a dog")).ids
+    expected = NumpyLlama(FOLDER).generate(ids, 24)
     weights = mx.load(str(FOLDER / "model.safetensors"))
     assert isinstance(weights, dict)
     model = build(parsed("config.json"), weights)

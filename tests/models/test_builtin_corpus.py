@@ -6,31 +6,36 @@ from itertools import chain, pairwise
 
 import pytest
 
-from models.builtin.corpus import Conversation, corpus
-from models.builtin.corpus_play import COUNT_LIMIT, SUM_LIMIT, adding, counting
-from models.builtin.grammar import blur, disguise, expand, normalize
-from models.builtin.score import HELD_BACK, questions
+from models.builtin.corpus import Conversation, generate_corpus
+from models.builtin.corpus_play import (
+    COUNT_LIMIT,
+    SUM_LIMIT,
+    make_addition_turn,
+    make_counting_turn,
+)
+from models.builtin.grammar import add_noise, add_politeness, expand, normalize
+from models.builtin.score import HELD_OUT, load_questions
 
 
 @cache
 def conversations() -> list[Conversation]:
-    return list(corpus(0, 20_000))
+    return list(generate_corpus(0, 20_000))
 
 
 def test_the_corpus_depends_on_the_seed_and_on_nothing_else() -> None:
-    assert list(corpus(7, 200)) == list(corpus(7, 200))
-    assert list(corpus(7, 200)) != list(corpus(8, 200))
-    assert list(corpus(7, 300))[:200] == list(corpus(7, 200))
+    assert list(generate_corpus(7, 200)) == list(generate_corpus(7, 200))
+    assert list(generate_corpus(7, 200)) != list(generate_corpus(8, 200))
+    assert list(generate_corpus(7, 300))[:200] == list(generate_corpus(7, 200))
 
 
 def test_blurring_changes_questions_about_facts_and_no_answer() -> None:
-    said = [turn for made in corpus(3, 400, 1.0) for turn in made.turns]
-    plain = {answer for made in corpus(3, 8000) for _, answer in made.turns}
+    said = [turn for made in generate_corpus(3, 400, 1.0) for turn in made.turns]
+    plain = {answer for made in generate_corpus(3, 8000) for _, answer in made.turns}
     assert sum(answer in plain for _, answer in said) > 0.7 * len(said)
     rng = random.Random(0)
     question = "which endpoint lists the models that I may ask for?"
-    blurred = [blur(question, rng, 1.0) for _ in range(200)]
-    assert blur(question, rng, 0.0) == question
+    blurred = [add_noise(question, rng, 1.0) for _ in range(200)]
+    assert add_noise(question, rng, 0.0) == question
     assert len(set(blurred)) > 150
     kept = [len(set(one.split()) & set(question.split())) for one in blurred]
     assert 6 < sum(kept) / len(kept) < 9
@@ -52,13 +57,13 @@ def test_a_corpus_holds_what_it_promises() -> None:
 @pytest.mark.no_cover
 def test_no_held_back_question_is_in_the_corpus() -> None:
     asked = {normalize(ask) for made in conversations() for ask, _ in made.turns}
-    assert not asked & {normalize(question.question) for question in questions(HELD_BACK)}
+    assert not asked & {normalize(question.question) for question in load_questions(HELD_OUT)}
 
 
 def test_sums_in_the_corpus_are_right() -> None:
     rng = random.Random(1)
     for _ in range(500):
-        for said in adding(rng)[1].removesuffix(".").split(". "):
+        for said in make_addition_turn(rng)[1].removesuffix(".").split(". "):
             left, _plus, right, _is, total = said.split()
             assert int(left) + int(right) == int(total)
             assert max(int(left), int(right)) <= SUM_LIMIT
@@ -67,7 +72,7 @@ def test_sums_in_the_corpus_are_right() -> None:
 def test_counts_in_the_corpus_go_by_ones() -> None:
     rng = random.Random(1)
     for _ in range(500):
-        ask, answer = counting(rng)
+        ask, answer = make_counting_turn(rng)
         if "too far" in answer:
             continue
         numbers = [int(number) for number in answer.split(", ")]
@@ -85,5 +90,5 @@ def test_a_template_expands_to_each_of_its_alternatives() -> None:
 def test_a_disguised_question_keeps_its_digits() -> None:
     rng = random.Random(1)
     for _ in range(300):
-        seen = disguise("what is 17 plus 9?", rng)
+        seen = add_politeness("what is 17 plus 9?", rng)
         assert "".join(char for char in seen if char.isdigit()) == "179"

@@ -5,22 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from models.builtin.corpus import corpus
+from models.builtin.corpus import generate_corpus
 from models.builtin.grammar import normalize
-from models.builtin.score import HELD_BACK, Question, main, questions, report, score, table
+from models.builtin.score import (
+    HELD_OUT,
+    EvalQuestion,
+    evaluate,
+    format_markdown_table,
+    format_report,
+    load_questions,
+    main,
+)
 
 
 def test_the_development_questions_are_not_the_held_back_ones() -> None:
     held_back, development = (
-        {normalize(question.question) for question in questions(HELD_BACK.with_name(name))}
+        {normalize(question.question) for question in load_questions(HELD_OUT.with_name(name))}
         for name in ("questions.json", "development.json")
     )
     assert len(held_back) == 40
     assert not held_back & development
 
 
-def asked(name: str) -> Question:
-    return next(question for question in questions(HELD_BACK) if question.id == name)
+def asked(name: str) -> EvalQuestion:
+    return next(question for question in load_questions(HELD_OUT) if question.id == name)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +74,13 @@ def test_a_wrong_answer_is_refused(name: str, answer: str) -> None:
 def test_no_single_answer_is_right_everywhere() -> None:
     """A model that says one thing to everybody, and that thing is long, must fail."""
     everything = " ".join(
-        answer for made in corpus(1, 300) for _, answer in made.turns if "cannot" not in answer
+        answer
+        for made in generate_corpus(1, 300)
+        for _, answer in made.turns
+        if "cannot" not in answer
     )
     # a sum is judged by the last number said, which must not be right by chance
-    results = score(lambda _: f"{everything} 40", questions(HELD_BACK))
+    results = evaluate(lambda _: f"{everything} 40", load_questions(HELD_OUT))
     computed = [result for result in results if result.question.ability in ("count", "sum")]
     assert len(computed) == 9
     assert not any(result.right for result in computed)
@@ -82,20 +93,20 @@ def test_score_asks_each_question_once_and_counts() -> None:
         heard.append(question)
         return "Chat requests go to POST /v1/chat/completions. "
 
-    held_back = questions(HELD_BACK)
-    results = score(answer, held_back)
+    held_back = load_questions(HELD_OUT)
+    results = evaluate(answer, held_back)
     assert heard == [question.question for question in held_back]
     assert [result.question.id for result in results if result.right] == ["chat-route"]
-    assert "all: 1 of 40" in report(results)
-    assert "facts: 1 of 20" in report(results)
+    assert "all: 1 of 40" in format_report(results)
+    assert "facts: 1 of 20" in format_report(results)
 
 
 def test_the_model_card_shows_each_question_and_counts_right() -> None:
     """Its answers are judged again, so that a card of an earlier model or judge is noticed."""
-    card = HELD_BACK.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
+    card = HELD_OUT.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in card.splitlines() if line.count(" | ") == 2]
     shown = {question: (answer, verdict) for question, answer, verdict in rows}
-    held_back = questions(HELD_BACK)
+    held_back = load_questions(HELD_OUT)
     right = 0
     for question in held_back:
         answer, verdict = shown[question.question]
@@ -105,12 +116,12 @@ def test_the_model_card_shows_each_question_and_counts_right() -> None:
 
 
 def test_a_table_keeps_its_columns() -> None:
-    results = score(lambda _: "a | b", questions(HELD_BACK)[:1])
-    assert table(results).splitlines()[2].endswith(" | a \\| b | **no** |")
+    results = evaluate(lambda _: "a | b", load_questions(HELD_OUT)[:1])
+    assert format_markdown_table(results).splitlines()[2].endswith(" | a \\| b | **no** |")
 
 
 def test_questions_have_ids_of_their_own() -> None:
-    ids = [question.id for question in questions(HELD_BACK)]
+    ids = [question.id for question in load_questions(HELD_OUT)]
     assert len(set(ids)) == len(ids)
 
 

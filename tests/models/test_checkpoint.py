@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from models.checkpoint import is_multimodal, text_config, text_weights
+from models.checkpoint import get_text_config, get_text_weights, is_multimodal
 from tests.models.test_llama import IDS, TINY, drawn, logits
 
 TEXT = {**TINY, "vocab_size": 256}
@@ -56,13 +56,13 @@ def test_the_text_part_is_the_model_that_it_would_be_alone(
 
 def test_what_the_whole_says_holds_where_the_part_is_silent() -> None:
     whole = {"model_type": "a", "vocab_size": 5, "text_config": {"model_type": "b"}, **SEES}
-    assert text_config(whole) == {"model_type": "b", "vocab_size": 5}
+    assert get_text_config(whole) == {"model_type": "b", "vocab_size": 5}
 
 
 def test_keys_of_the_text_may_stand_beside_those_of_the_picture() -> None:
     flat = {**TEXT, **SEES}
     assert is_multimodal(flat)
-    assert text_config(flat) == flat
+    assert get_text_config(flat) == flat
     assert not is_multimodal(TEXT)
 
 
@@ -89,7 +89,7 @@ def test_the_tensors_tell_of_a_head_about_which_whole_and_part_disagree(
 def test_nothing_but_the_text_is_kept() -> None:
     names = ("visual.x", "model.visual.x", "draft.norm.weight", "model.norm.weight")
     weights = {name: mx.zeros((1,)) for name in names}
-    assert text_weights(weights).keys() == {"model.norm.weight"}
+    assert get_text_weights(weights).keys() == {"model.norm.weight"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])

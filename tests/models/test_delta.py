@@ -13,7 +13,7 @@ from models import delta
 
 Form = Callable[..., tuple[mx.array, mx.array]]
 
-FORMS = pytest.mark.parametrize("form", [delta.one_by_one, delta.in_chunks])
+FORMS = pytest.mark.parametrize("form", [delta.gated_delta_recurrent, delta.gated_delta_chunked])
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
@@ -65,7 +65,7 @@ def assert_follows(form: Form, given: dict[str, np.ndarray[Any, Any]]) -> None:
 @FORMS
 @given(
     seed=st.integers(0, 99),
-    length=st.integers(1, 2 * delta.CHUNK + 3),
+    length=st.integers(1, 2 * delta.CHUNK_LENGTH + 3),
     batch=st.integers(1, 3),
 )
 def test_a_form_says_what_the_formulas_say(form: Form, seed: int, length: int, batch: int) -> None:
@@ -73,7 +73,7 @@ def test_a_form_says_what_the_formulas_say(form: Form, seed: int, length: int, b
 
 
 @FORMS
-@pytest.mark.parametrize("length", [1, 7, delta.CHUNK, delta.CHUNK + 1])
+@pytest.mark.parametrize("length", [1, 7, delta.CHUNK_LENGTH, delta.CHUNK_LENGTH + 1])
 @pytest.mark.parametrize("log_gate", [0.0, -1e-7, -90.0, -1e4])
 @pytest.mark.parametrize("step", [0.0, 1.0])
 def test_extreme_gates_and_steps_are_as_exact(
@@ -90,13 +90,16 @@ def test_extreme_gates_and_steps_are_as_exact(
 def test_a_prompt_that_repeats_itself_is_as_exact(form: Form) -> None:
     """Equal keys that nothing fades between: the system's matrix is all ones under its diagonal,
     and the series that would invert it has terms of 10^8 that cancel."""
-    given = inputs(1, 2 * delta.CHUNK)
+    given = inputs(1, 2 * delta.CHUNK_LENGTH)
     given["keys"][:] = given["keys"][:, :1]
     given["log_gates"][:], given["steps"][:] = 0.0, 1.0
     assert_follows(form, given)
 
 
-@pytest.mark.parametrize("pieces", [[40, 40], [1, 79], [79, 1], [delta.FEW, 80 - delta.FEW]])
+@pytest.mark.parametrize(
+    "pieces",
+    [[40, 40], [1, 79], [79, 1], [delta.MAX_RECURRENT_LENGTH, 80 - delta.MAX_RECURRENT_LENGTH]],
+)
 def test_a_sequence_may_be_worked_off_in_any_pieces(pieces: list[int]) -> None:
     given = inputs(2, 80)
     wanted, after = formulas(**given)

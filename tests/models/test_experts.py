@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from models.base import ModelError
-from models.experts import MANY, Experts, SparseMLP, stack_experts
+from models.experts import MIN_SORTED_ROWS, Experts, SparseMoeBlock, stack_experts
 from tests.models import parity
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 64, 32, 8, 3
@@ -59,7 +59,9 @@ def summed(
     return out
 
 
-@pytest.mark.parametrize("tokens", [1, 5, MANY // CHOSEN, MANY // CHOSEN + 1, MANY])
+@pytest.mark.parametrize(
+    "tokens", [1, 5, MIN_SORTED_ROWS // CHOSEN, MIN_SORTED_ROWS // CHOSEN + 1, MIN_SORTED_ROWS]
+)
 def test_what_experts_say_is_summed_by_shares(tokens: int) -> None:
     """Few rows are taken as they come, many sorted by expert."""
     experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
@@ -68,7 +70,7 @@ def test_what_experts_say_is_summed_by_shares(tokens: int) -> None:
     np.testing.assert_allclose(np.array(experts(x, chosen, shares)), wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [5, MANY])
+@pytest.mark.parametrize("tokens", [5, MIN_SORTED_ROWS])
 @pytest.mark.parametrize("kind", parity.KINDS)
 def test_quantised_experts_are_those_that_their_weights_stand_for(kind: str, tokens: int) -> None:
     experts = filled(Experts(HIDDEN, INNER, EXPERTS, bias=True))
@@ -89,7 +91,7 @@ def test_quantised_experts_are_those_that_their_weights_stand_for(kind: str, tok
 def test_half_precision_goes_in_and_comes_out() -> None:
     experts = filled(Experts(HIDDEN, INNER, EXPERTS))
     experts.set_dtype(mx.bfloat16)
-    x, chosen, shares = routed(MANY)
+    x, chosen, shares = routed(MIN_SORTED_ROWS)
     assert experts(x.astype(mx.bfloat16), chosen, shares).dtype == mx.bfloat16
 
 
@@ -98,7 +100,9 @@ def test_a_sparse_mlp_is_the_sum_of_its_best_and_of_the_one_that_all_share(
     normalised: bool,
 ) -> None:
     mlp = filled(
-        SparseMLP(HIDDEN, INNER, EXPERTS, chosen=CHOSEN, normalised=normalised, shared=INNER)
+        SparseMoeBlock(
+            HIDDEN, INNER, EXPERTS, top_k=CHOSEN, norm_topk_prob=normalised, shared_width=INNER
+        )
     )
     x, _, _ = routed(4)
     scores = np.array(mx.softmax(mlp.gate(x), axis=-1))
@@ -118,7 +122,7 @@ def test_a_token_cannot_choose_what_there_is_not(chosen: int) -> None:
     with pytest.raises(
         ModelError, match=f"num_experts_per_tok {chosen} must be between 1 and {EXPERTS}"
     ):
-        SparseMLP(HIDDEN, INNER, EXPERTS, chosen=chosen, normalised=True)
+        SparseMoeBlock(HIDDEN, INNER, EXPERTS, top_k=chosen, norm_topk_prob=True)
 
 
 def test_experts_stored_one_by_one_are_stacked_in_their_order() -> None:
@@ -155,7 +159,7 @@ def test_fused_experts_are_cut_in_halves_the_gate_first() -> None:
 
 def test_other_names_of_projections_can_be_given() -> None:
     weights = {f"a.experts.{n}.w2.weight": mx.ones((2, 3)) for n in range(2)}
-    assert stack_experts(weights, projections={"w2": "down_proj"}, into="many").keys() == {
+    assert stack_experts(weights, projections={"w2": "down_proj"}, module_name="many").keys() == {
         "a.many.down_proj.weight"
     }
 

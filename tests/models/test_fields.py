@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from models.base import Config, ModelError
-from models.fields import fits
+from models.fields import matches_annotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class Some(Config):
     ],
 )
 def test_a_value_fits_its_annotation(hint: Any, good: list[Any], bad: list[Any]) -> None:
-    assert [value for value in good if not fits(value, hint)] == []
-    assert [value for value in bad if fits(value, hint)] == []
+    assert [value for value in good if not matches_annotation(value, hint)] == []
+    assert [value for value in bad if matches_annotation(value, hint)] == []
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def opened(config: dict[str, Any], folder: Path) -> Model:
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\""
-    for ask in (models.facts, lambda config: models.build(config, {})):
+    for ask in (models.read_info, lambda config: models.build(config, {})):
         with pytest.raises(ModelError, match=hint):
             ask(PLAIN)
 
@@ -182,7 +182,7 @@ def test_the_library_is_imported_only_to_load_and_leaves_the_process_as_it_was()
 import resource, sys
 import models
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
-assert models.facts({PLAIN}).context_length == 512
+assert models.read_info({PLAIN}).context_length == 512
 assert "mlx_lm" not in sys.modules
 try:
     models.build({PLAIN}, {{}})
@@ -204,7 +204,7 @@ def test_what_nobody_has_is_refused(kind: str) -> None:
 
 def test_another_name_for_one_of_theirs_is_known() -> None:
     config = {**SAYINGS["states"], "model_type": "falcon_mamba"}
-    assert models.facts(config) == models.Facts(context_length=512, vocab_size=101)
+    assert models.read_info(config) == models.ModelInfo(context_length=512, vocab_size=101)
 
 
 def test_code_from_a_models_folder_is_refused() -> None:
@@ -216,7 +216,7 @@ def test_code_from_a_models_folder_is_refused() -> None:
 def test_a_context_goes_by_many_names(name: str) -> None:
     config = {**PLAIN, name: 77}
     del config["max_position_embeddings"]
-    assert models.facts(config).context_length == 77
+    assert models.read_info(config).context_length == 77
 
 
 @pytest.mark.parametrize("value", [None, "77", 0, 1e30, 10**30, True])
@@ -225,7 +225,7 @@ def test_a_context_that_nobody_names_is_asked_for(value: Any) -> None:
     with pytest.raises(
         ModelError, match="does not give the context length: add max_position_embeddings"
     ):
-        models.facts(config)
+        models.read_info(config)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.base import ModelError
-from models.foreign_kv import LayerParts, States, WholeKV, WindowKV
+from models.foreign_kv import MlxLmArraysCache, MlxLmKVCache, MlxLmLayerCache, MlxLmRotatingKVCache
 
 WINDOW = 5
 
@@ -21,7 +21,7 @@ def test_masks_are_those_of_their_caches(
     kind: str, before: int, length: int, return_array: bool
 ) -> None:
     whole = kind.startswith("whole")
-    ours: Any = WholeKV() if whole else WindowKV(WINDOW)
+    ours: Any = MlxLmKVCache() if whole else MlxLmRotatingKVCache(WINDOW)
     reference: Any = theirs.KVCache() if whole else theirs.RotatingKVCache(WINDOW)
     for position in range(before):
         array = mx.full((1, 1, 1, 2), position)
@@ -38,12 +38,12 @@ def test_masks_are_those_of_their_caches(
 
 def test_a_window_narrower_than_its_cache_is_refused() -> None:
     with pytest.raises(ModelError, match="a sliding window smaller than its cache"):
-        WindowKV(WINDOW).make_mask(1, window_size=WINDOW - 1)
+        MlxLmRotatingKVCache(WINDOW).make_mask(1, window_size=WINDOW - 1)
 
 
 @pytest.mark.parametrize(
     "make",
-    [WholeKV, lambda: WindowKV(WINDOW), lambda: States(1)],
+    [MlxLmKVCache, lambda: MlxLmRotatingKVCache(WINDOW), lambda: MlxLmArraysCache(1)],
     ids=["whole", "window", "states"],
 )
 def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
@@ -51,7 +51,7 @@ def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
     array = mx.arange(6.0).reshape(1, 1, 3, 2)
 
     def add(to: Any, more: mx.array) -> None:
-        if isinstance(to, States):
+        if isinstance(to, MlxLmArraysCache):
             to[0] = more
             to.advance(3)
         else:
@@ -68,13 +68,13 @@ def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
 
 
 def test_several_caches_of_a_layer_are_as_divisible_as_each() -> None:
-    assert LayerParts([WholeKV(), WholeKV()], listed=True).divisible
-    assert not LayerParts([WholeKV(), States(1)], listed=True).divisible
-    assert not LayerParts([WindowKV(WINDOW)], listed=False).divisible
+    assert MlxLmLayerCache([MlxLmKVCache(), MlxLmKVCache()], is_cache_list=True).sliceable
+    assert not MlxLmLayerCache([MlxLmKVCache(), MlxLmArraysCache(1)], is_cache_list=True).sliceable
+    assert not MlxLmLayerCache([MlxLmRotatingKVCache(WINDOW)], is_cache_list=False).sliceable
 
 
 def test_a_state_does_not_keep_the_chunk_that_it_is_a_slice_of() -> None:
-    state = States(1)
+    state = MlxLmArraysCache(1)
     before = mx.get_active_memory()
     chunk = mx.zeros((1, 4096, 256)) + 1
     mx.eval(chunk)

@@ -89,7 +89,7 @@ def test_a_published_config_leaves_most_to_defaults() -> None:
     assert (config.num_attention_heads, config.kv_heads, config.head_size) == (8, 4, 256)
     assert (config.query_pre_attn_scalar, config.rms_norm_eps) == (256, 1e-6)
     assert (config.final_logit_softcapping, config.attn_logit_softcapping) == (None, None)
-    assert models.facts(PUBLISHED) == models.Facts(context_length=131072, vocab_size=262208)
+    assert models.read_info(PUBLISHED) == models.ModelInfo(context_length=131072, vocab_size=262208)
     windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
     assert windows == [None if layer % 6 == 5 else 1024 for layer in range(34)]
 

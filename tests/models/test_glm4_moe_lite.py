@@ -148,7 +148,7 @@ def test_both_ways_to_attend_agree(
     logits = []
     for expands in (True, False):
         monkeypatch.setattr(
-            glm4_moe_lite.Attention, "_expands", lambda *_, expands=expands: expands
+            glm4_moe_lite.Attention, "_prefers_expanded", lambda *_, expands=expands: expands
         )
         logits.append(parity.our_prefilled(model, prompt, chunks))
     np.testing.assert_allclose(*logits, atol=1e-4)
@@ -164,11 +164,11 @@ def test_it_expands_for_long_pieces_and_absorbs_few_queries_behind_many_position
         "v_head_dim": 256,
     }
     attention = glm4_moe_lite.Attention(glm4_moe_lite.Config.from_dict({**CONFIG, **sizes}))
-    assert attention._expands(2, 0)
-    assert attention._expands(512, 100_000)
-    assert not attention._expands(256, 100_000)
-    assert not attention._expands(1, 0)
-    assert not attention._expands(1, mx.array([3, 9]))
+    assert attention._prefers_expanded(2, 0)
+    assert attention._prefers_expanded(512, 100_000)
+    assert not attention._prefers_expanded(256, 100_000)
+    assert not attention._prefers_expanded(1, 0)
+    assert not attention._prefers_expanded(1, mx.array([3, 9]))
 
 
 def test_only_the_latent_and_one_rotary_key_are_kept_of_a_position(tmp_path: Path) -> None:

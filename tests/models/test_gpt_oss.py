@@ -166,7 +166,9 @@ def test_the_gate_is_clamped_above_and_the_linear_part_on_both_sides() -> None:
     gate, up = (mx.array(a) for a in np.meshgrid(np.linspace(-9, 9, 37), np.linspace(-9, 9, 37)))
     below, within = np.minimum(np.array(gate), 3), np.clip(np.array(up), -3, 3)
     wanted = (within + 1) * below / (1 + np.exp(-1.5 * below))
-    np.testing.assert_allclose(np.array(config.gating()(gate, up)), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(config.make_gating()(gate, up)), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_yarn_ramps_between_dimensions_that_are_no_whole_numbers() -> None:
@@ -189,7 +191,7 @@ def test_yarn_ramps_between_dimensions_that_are_no_whole_numbers() -> None:
 
 def test_layers_see_a_window_and_everything_in_turns() -> None:
     model = gpt_oss.Model(gpt_oss.Config.from_dict(CONFIG))
-    assert [layer.divisible for layer in model.make_kv()] == [False, True, False, True]
+    assert [layer.sliceable for layer in model.make_kv()] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention import attention
+from models.attention import scaled_dot_product_attention
 from models.kv import STEP, KVCache
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
@@ -38,7 +38,9 @@ class History:
         queries, keys, values = (self.draw(length) for _ in range(3))
         mask = cache.mask(length)
         got_keys, got_values = cache.update(_mx(keys), _mx(values))
-        got = attention(_mx(queries), got_keys, got_values, scale=DIM**-0.5, mask=mask)
+        got = scaled_dot_product_attention(
+            _mx(queries), got_keys, got_values, scale=DIM**-0.5, mask=mask
+        )
         self.keys = np.concatenate([self.keys, keys], 1)
         self.values = np.concatenate([self.values, values], 1)
         end = self.keys.shape[1]
@@ -190,7 +192,7 @@ def test_pieces_put_together_are_the_whole(length: int, cuts: list[int]) -> None
     edges = [0, *sorted(min(cut, length) for cut in cuts), length]
     rebuilt = KVCache()
     for start, end in itertools.pairwise(edges):
-        piece = cache.piece(start, end)
+        piece = cache.slice(start, end)
         assert piece.offset == end - start
         rebuilt.append(piece, 0, end - start)
     got_keys, got_values = content(rebuilt)
@@ -209,7 +211,7 @@ def test_a_range_can_be_appended_from_the_middle_of_another() -> None:
 
 def test_a_piece_does_not_follow_its_source_and_holds_no_more_than_it_is() -> None:
     cache, keys, _ = cache_of(300)
-    piece = cache.piece(10, 20)
+    piece = cache.slice(10, 20)
     cache.trim(290)
     cache.update(mx.ones((1, HEADS, 5, DIM)), mx.ones((1, HEADS, 5, DIM)))
     assert mx.array_equal(content(piece)[0], keys[..., 10:20, :])
@@ -223,7 +225,7 @@ def test_a_reserved_room_is_taken_once_and_is_what_was_foretold() -> None:
     assert cache.nbytes == 0
     one = mx.zeros((1, HEADS, 1, DIM))
     cache.update(one, one)
-    assert cache.nbytes == probe.nbytes_at(1000, 8)
+    assert cache.nbytes == probe.estimate_nbytes(1000, 8)
     room = cache.nbytes
     for _ in range(999):
         cache.update(one, one)
@@ -239,7 +241,7 @@ def test_a_window_never_holds_more_than_was_foretold(window: int) -> None:
     for length in [16, 16, 1, 16, 1, 1] * 10:
         several = mx.zeros((1, HEADS, length, DIM))
         cache.update(several, several)
-        assert cache.nbytes <= probe.nbytes_at(cache.offset, chunk)
+        assert cache.nbytes <= probe.estimate_nbytes(cache.offset, chunk)
 
 
 @given(length=st.integers(1, 40), start=st.integers(0, 40), count=st.integers(0, 40))
@@ -253,7 +255,7 @@ def test_removed_positions_are_gone_and_later_keys_turned(
     raw = mx.random.normal((1, HEADS, length, DIM), key=mx.random.key(3))
     cache = KVCache()
     cache.update(rope(raw, 0), raw)
-    cache.remove(start, end, rope.turn)
+    cache.remove(start, end, rope.rerotate)
     left = mx.concatenate([raw[..., :start, :], raw[..., end:, :]], axis=2)
     assert cache.offset == left.shape[2]
     keys, values = content(cache)

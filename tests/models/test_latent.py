@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from models.base import ModelError
 from models.kv import STEP
-from models.latent import HeadLinear, LatentCache, split_projection
+from models.latent import LatentCache, MultiLinear, split_kv_b_proj
 from models.rope import make_rope
 from tests.models import parity
 
@@ -57,8 +57,8 @@ def test_queries_mix_the_latents_that_they_may_see(before: int, length: int) -> 
 def test_a_position_takes_its_latent_and_one_rotary_key_and_nothing_else() -> None:
     cache = filled(STEP)
     assert cache.nbytes == STEP * (LATENT + ROTARY) * 4
-    assert cache.nbytes_at(10 * STEP, STEP) == 10 * cache.nbytes
-    assert cache.divisible
+    assert cache.estimate_nbytes(10 * STEP, STEP) == 10 * cache.nbytes
+    assert cache.sliceable
 
 
 @given(
@@ -73,7 +73,7 @@ def test_what_is_put_together_from_pieces_is_the_whole(
     whole, cut = filled(length), min(cut, length)
     pieces = LatentCache()
     pieces.reserve(length + new)
-    pieces.append(whole.piece(0, cut), 0, cut)
+    pieces.append(whole.slice(0, cut), 0, cut)
     pieces.append(whole, cut, length)
     trimmed = whole.copy()
     trimmed.append(filled(kept + 1), 0, kept)
@@ -86,7 +86,7 @@ def test_what_is_put_together_from_pieces_is_the_whole(
 def test_a_batch_of_rows_sees_what_each_row_sees_alone() -> None:
     rows = [filled(3), filled(9)]
     wanted = [attended(row.copy(), 1, seed=10 * at) for at, row in enumerate(rows)]
-    together = rows[0].together(rows, mx.array([3, 9]))
+    together = rows[0].make_batch(rows, mx.array([3, 9]))
     new = [
         mx.concatenate([drawn(10 * at + n, 1, heads, 1, size) for at in range(2)])
         for n, heads, size in ((3, HEADS, LATENT + ROTARY), (4, 1, ROTARY), (5, 1, LATENT))
@@ -100,7 +100,7 @@ def test_a_removal_turns_rotary_keys_and_moves_latents_as_they_are() -> None:
     keys, latents = drawn(1, 1, 1, 12, ROTARY), drawn(2, 1, 1, 12, LATENT)
     cache = LatentCache()
     cache.update(rope(keys, 0), latents)
-    cache.remove(3, 7, rope.turn)
+    cache.remove(3, 7, rope.rerotate)
     left = [at for at in range(12) if not 3 <= at < 7]
     wanted = LatentCache()
     wanted.update(rope(keys[:, :, left], 0), latents[:, :, left])
@@ -113,14 +113,14 @@ def test_a_map_and_its_transpose_belong_together(kind: str | None) -> None:
     """To score a mapped query with x is to score the query with what the transpose makes of x;
     and both are the products with the weights."""
     holder: Any = nn.Module()
-    holder.map = HeadLinear(64, 32, HEADS)
+    holder.map = MultiLinear(64, 32, HEADS)
     holder.map.weight = weight = drawn(0, HEADS, 32, 64)
     if kind is not None:
         nn.quantize(holder, **parity.KINDS[kind])
         parts: Any = (holder.map.weight, holder.map.scales, holder.map.get("biases"))
         weight = mx.dequantize(*parts, **parity.KINDS[kind], dtype=mx.float32)
     queries, x = drawn(1, 2, HEADS, 5, 64), drawn(2, 2, 1, 7, 32)
-    mapped, back = holder.map(queries), holder.map.transposed(x)
+    mapped, back = holder.map(queries), holder.map.apply_transposed(x)
     assert back.shape == (2, HEADS, 7, 64)
     np.testing.assert_allclose(
         np.array(mapped), np.array(queries) @ np.array(weight).swapaxes(1, 2), atol=1e-3
@@ -134,7 +134,7 @@ def test_a_map_and_its_transpose_belong_together(kind: str | None) -> None:
 
 def test_the_makers_map_is_cut_into_keys_and_values_of_each_head() -> None:
     weight = drawn(0, HEADS * (64 + 32), LATENT)
-    halves = split_projection("a", {"a.weight": weight}, heads=HEADS, keys=64, latent=LATENT)
+    halves = split_kv_b_proj("a", {"a.weight": weight}, heads=HEADS, key_dim=64, latent_dim=LATENT)
     stored = weight.reshape(HEADS, 96, LATENT)
     assert halves.keys() == {"embed_q.weight", "unembed_out.weight"}
     assert mx.array_equal(halves["embed_q.weight"], stored[:, :64].swapaxes(1, 2))
@@ -147,7 +147,7 @@ def test_a_quantised_map_is_cut_without_loss_and_transposed_with_little(kind: st
     names = ("weight", "scales", "biases")
     packed: Any = mx.quantize(drawn(0, HEADS * (64 + 32), LATENT), **settings)
     stored = {f"a.{name}": array for name, array in zip(names, packed, strict=False)}
-    halves = split_projection("a", stored, heads=HEADS, keys=64, latent=LATENT)
+    halves = split_kv_b_proj("a", stored, heads=HEADS, key_dim=64, latent_dim=LATENT)
     exact = mx.dequantize(*packed, **settings, dtype=mx.float32).reshape(HEADS, 96, LATENT)
 
     def stands_for(path: str) -> mx.array:
@@ -167,7 +167,7 @@ def test_where_columns_are_no_whole_groups_the_transpose_stays_plain() -> None:
     packed = mx.quantize(drawn(0, HEADS * (48 + 32), 64), group_size=64, bits=8)
     kinds = ("weight", "scales", "biases")
     stored = {f"a.{kind}": array for kind, array in zip(kinds, packed, strict=True)}
-    halves = split_projection("a", stored, heads=HEADS, keys=48, latent=64)
+    halves = split_kv_b_proj("a", stored, heads=HEADS, key_dim=48, latent_dim=64)
     exact = mx.dequantize(*packed, group_size=64, bits=8).reshape(HEADS, 80, 64)
     assert "embed_q.scales" not in halves
     assert mx.array_equal(halves["embed_q.weight"], exact[:, :48].swapaxes(1, 2))
@@ -175,4 +175,4 @@ def test_where_columns_are_no_whole_groups_the_transpose_stays_plain() -> None:
 
 def test_a_map_that_heads_cannot_share_is_refused() -> None:
     with pytest.raises(ModelError, match=r"a\.weight cannot be divided among 3 heads"):
-        split_projection("a", {"a.weight": mx.ones((10, 4))}, heads=3, keys=2, latent=4)
+        split_kv_b_proj("a", {"a.weight": mx.ones((10, 4))}, heads=3, key_dim=2, latent_dim=4)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 import models
 from models import layout
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests import tiny
 from tests.models.switched import BOTH, computing
 
@@ -38,7 +38,7 @@ def linear(dtype: mx.Dtype = mx.float32, outputs: int = 5) -> nn.Linear:
 def suited(layer: Any) -> Any:
     """As a part of a model: a layer by itself is nobody's to swap."""
     model: Any = nn.Sequential(layer)
-    suit_device(model)
+    apply_cpu_layout(model)
     return model.layers[0]
 
 
@@ -54,7 +54,7 @@ def test_a_model_computes_the_same_and_its_weights_are_read_the_same(bits: int |
         nn.quantize(model, 32, bits, class_predicate=lambda _, layer: _packs(layer))
     before = logits(model)
     weights = {name: np.array(array) for name, array in _flat(model)}
-    suit_device(model)
+    apply_cpu_layout(model)
     np.testing.assert_allclose(logits(model), before, atol=1e-5)
     assert [name for name, _ in _flat(model)] == list(weights)
     layers = dict(model.named_modules())
@@ -94,7 +94,7 @@ def test_nothing_is_evaluated() -> None:
 
     model = Unread()
     before = mx.get_active_memory()
-    suit_device(model)
+    apply_cpu_layout(model)
     assert mx.get_active_memory() - before < 1 << 20
 
 
@@ -110,7 +110,7 @@ def test_a_weight_too_large_to_be_held_twice_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small, larger = linear(), linear(outputs=6)
-    monkeypatch.setattr(layout, "MOST", small.weight.nbytes)
+    monkeypatch.setattr(layout, "MAX_TRANSPOSED_BYTES", small.weight.nbytes)
     weight, kept = small.weight, larger.weight
     assert suited(small).weight is not weight
     assert suited(larger).weight is kept

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.base import Model
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.switched import BOTH, computing
@@ -53,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def pair(request: pytest.FixtureRequest, saved: Saved) -> Iterator[Pair]:
     with computing(by_kernels=request.param):
         ours = parity.opened(saved.folder)
-        suit_device(cast(nn.Module, ours))
+        apply_cpu_layout(cast(nn.Module, ours))
         whole = parity.our_prefilled(ours, parity.ids(saved.case, PROMPT), [PROMPT])
         yield Pair(case=saved.case, reference=saved.reference, ours=ours, whole=whole)
 
@@ -80,6 +80,6 @@ def test_logits_of_quantised_weights_are_those_of_the_reference(
 ) -> None:
     """As it is served here: without kernels it is MLX's own product, which is the reference's."""
     reference, ours = parity.saved(case, tmp_path, kind=kind), parity.opened(tmp_path)
-    suit_device(cast(nn.Module, ours))
+    apply_cpu_layout(cast(nn.Module, ours))
     found = parity.differences(reference, ours, case)
     assert max(found.values()) < parity.tolerance(case), found

@@ -14,10 +14,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import models
-from models.checkpoint import text_config
+from models.checkpoint import get_text_config
 from models.kernels import layers
-from models.kv import Buffers, LayerCache
-from models.layout import suit_device
+from models.kv import KVBuffers, LayerCache
+from models.layout import apply_cpu_layout
 from models.recurrent import RecurrentCache
 from tests.models.architectures import Case, cases
 from tests.models.switched import BOTH, computing
@@ -41,8 +41,8 @@ def dtype(request: pytest.FixtureRequest) -> mx.Dtype:
 
 @pytest.fixture
 def model(case: Case, dtype: mx.Dtype) -> Any:
-    config = text_config(case.config)
-    architecture = models._architecture(config)
+    config = get_text_config(case.config)
+    architecture = models._find_architecture(config)
     made = architecture.Model(architecture.Config.from_dict(config))
     flat: Any = tree_flatten(made.parameters())
     made.update(
@@ -58,10 +58,10 @@ def test_a_sequence_keeps_the_type_of_the_weights(model: Any, dtype: mx.Dtype) -
 @pytest.mark.parametrize("by_kernels", BOTH)
 def test_a_cpu_computes_in_float32(model: Any, dtype: mx.Dtype, by_kernels: bool) -> None:
     with computing(by_kernels=by_kernels):
-        suit_device(model)
+        apply_cpu_layout(model)
         modules: Any = model.named_modules()
         # of those that the kernels know: a class of its own computes as it says, in float32
-        kind = layers.Linear if by_kernels else nn.Linear
+        kind = layers.KernelLinear if by_kernels else nn.Linear
         matrices = {layer.weight.dtype for _, layer in modules if isinstance(layer, kind)}
         assert matrices == {dtype if by_kernels else mx.float32}
         assert _met(model, model.make_kv()) == {mx.float32}
@@ -95,7 +95,7 @@ def _types(kv: list[LayerCache]) -> set[mx.Dtype]:
     the second slot of two, is in float32 always."""
     found: set[mx.Dtype] = set()
     for layer in kv:
-        arrays = layer.state() if isinstance(layer, Buffers) else []
+        arrays = layer.state() if isinstance(layer, KVBuffers) else []
         if isinstance(layer, RecurrentCache):
             tail, *states = layer.state()
             assert all(state.dtype == mx.float32 for state in states)

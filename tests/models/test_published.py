@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import models
-from models.kv import Buffers, LayerCache
+from models.kv import KVBuffers, LayerCache
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
 from models.window import RotatingKVCache
@@ -30,7 +30,7 @@ def model(known: Published) -> Any:
 
 
 def test_the_context_and_the_vocabulary_are_read(known: Published) -> None:
-    facts = models.facts(known.config)
+    facts = models.read_info(known.config)
     assert (facts.context_length, facts.vocab_size) == (known.context, known.vocab)
 
 
@@ -76,7 +76,7 @@ def test_a_token_is_evaluated_in_the_type_of_the_weights(known: Published, model
 def test_caches_take_as_much_as_is_computed_by_hand(known: Published, model: Any) -> None:
     kv: list[LayerCache] = model.make_kv()
     model(mx.array([[0]]), kv)
-    growing = sum(layer.position_bytes() for layer in kv if isinstance(layer, Buffers))
+    growing = sum(layer.position_bytes() for layer in kv if isinstance(layer, KVBuffers))
     fixed = sum(layer.nbytes for layer in kv if isinstance(layer, RecurrentCache))
     assert (growing, fixed) == (known.kv_bytes, known.state_bytes)
 

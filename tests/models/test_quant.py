@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from models.base import ModelError
-from models.experts import Experts, QuantizedExpertLinear, SparseMLP
-from models.quant import Packing, adopt, check_method, packing_of, reduce
+from models.experts import Experts, QuantizedExpertLinear, SparseMoeBlock
+from models.quant import (
+    Packing,
+    check_quant_method,
+    infer_packing,
+    quantize_model,
+    replace_quantized_layers,
+)
 
 WIDTH = 384
 KINDS = [
@@ -54,14 +60,14 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_packing_that_mlx_has_is_told_from_all_others(kind: Packing) -> None:
-    assert packing_of("q", WIDTH, tensors("q", plain(16, WIDTH), kind)) == kind
+    assert infer_packing("q", WIDTH, tensors("q", plain(16, WIDTH), kind)) == kind
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_layer_computes_what_its_restored_weight_computes(kind: Packing) -> None:
     pair = Pair()
     weights = tensors("a", plain(16, WIDTH), kind)
-    assert adopt(pair, weights)
+    assert replace_quantized_layers(pair, weights)
     pair.load_weights(list(weights.items()), strict=False)
     x = plain(3, WIDTH)
     wanted = x @ restored("a", weights, kind).T
@@ -76,14 +82,14 @@ def test_four_bits_in_wide_groups_are_not_taken_for_eight_bits_in_narrower_ones(
     eight = Packing(group_size=64, bits=8, mode="affine")
     wide, narrow = tensors("q", plain(8, 512), four), tensors("q", plain(8, 256), eight)
     assert [a.shape for a in wide.values()] == [a.shape for a in narrow.values()]
-    assert packing_of("q", 512, wide) == four
-    assert packing_of("q", 256, narrow) == eight
+    assert infer_packing("q", 512, wide) == four
+    assert infer_packing("q", 256, narrow) == eight
 
 
 def test_stacked_experts_are_packed_like_any_other_layer() -> None:
     kind = Packing(group_size=32, bits=8, mode="mxfp8")
     experts, weights = Experts(64, 32, 4), tensors("up_proj", plain(4, 32, 64), kind)
-    adopt(experts, weights)
+    replace_quantized_layers(experts, weights)
     assert isinstance(experts.up_proj, QuantizedExpertLinear)
     assert (experts.up_proj.bits, experts.up_proj.mode) == (8, "mxfp8")
     assert not isinstance(experts.down_proj, QuantizedExpertLinear)
@@ -122,14 +128,14 @@ def test_what_is_packed_in_no_known_way_is_refused(
     weights: dict[str, mx.array], complaint: str
 ) -> None:
     with pytest.raises(ModelError, match=complaint):
-        packing_of("q", 128, weights)
+        infer_packing("q", 128, weights)
 
 
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(10, 64)
-        self.mlp = SparseMLP(64, 128, 4, chosen=2, normalised=True, shared=64)
+        self.mlp = SparseMoeBlock(64, 128, 4, top_k=2, norm_topk_prob=True, shared_width=64)
         self.narrow = nn.Linear(48, 64)
         self.norm = nn.RMSNorm(64)
         self.lm_head = nn.Linear(64, 10, bias=False)
@@ -137,7 +143,7 @@ class Mixed(nn.Module):
 
 def test_matrices_are_reduced_and_routers_and_odd_widths_are_not() -> None:
     mixed = Mixed()
-    reduce(mixed, 4)
+    quantize_model(mixed, 4)
     packed = {
         name for name, module in mixed.named_modules() if module.get("scales", None) is not None
     }
@@ -148,14 +154,14 @@ def test_matrices_are_reduced_and_routers_and_odd_widths_are_not() -> None:
 
 def test_what_has_nothing_to_reduce_is_refused() -> None:
     with pytest.raises(ModelError, match="no weight has an input width divisible by 64"):
-        reduce(nn.Linear(48, 64), 4)
+        quantize_model(nn.Linear(48, 64), 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_reduced_layer_is_what_mlx_makes_of_it(bits: int) -> None:
     pair = Pair()
     weight, bias = pair.b.weight, pair.b.bias
-    reduce(pair, bits)
+    quantize_model(pair, bits)
     layer: Any = pair.b
     kind = Packing(group_size=64, bits=bits, mode="affine")
     wanted = tensors("b", weight, kind)
@@ -170,7 +176,7 @@ def test_a_reduced_layer_is_what_mlx_makes_of_it(bits: int) -> None:
 def test_a_method_that_is_not_mlx_is_refused_by_name(method: str) -> None:
     config = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
     with pytest.raises(ModelError, match=rf"quantised with '{method}' .* mlx_lm.convert"):
-        check_method(config)
+        check_quant_method(config)
 
 
 @pytest.mark.parametrize(
@@ -190,4 +196,4 @@ def test_a_method_that_is_not_mlx_is_refused_by_name(method: str) -> None:
     ],
 )
 def test_what_mlx_reads_is_let_through(config: dict[str, Any]) -> None:
-    check_method(config)
+    check_quant_method(config)

@@ -50,7 +50,7 @@ def test_layers_may_be_dense_shares_normalised_and_the_head_tied() -> None:
     model: Any = qwen2_moe.Model(qwen2_moe.Config.from_dict(config))
     dense, sparse = model.model.layers
     assert "switch_mlp" not in dense.mlp
-    assert sparse.mlp.normalised
+    assert sparse.mlp.norm_topk_prob
     assert "lm_head" not in model
 
 

@@ -21,7 +21,7 @@ def holding(*values: float) -> RecurrentCache:
 
 def step(rows: list[RecurrentCache], value: float) -> None:
     """What a layer does for one position of each row."""
-    together = rows[0].together(rows, mx.array([row.offset for row in rows]))
+    together = rows[0].make_batch(rows, mx.array([row.offset for row in rows]))
     held = together[0]
     assert held is not None
     assert held.shape == (len(rows), *SHAPE[1:])
@@ -49,21 +49,21 @@ def test_a_copy_and_its_original_go_their_own_ways() -> None:
 
 def test_a_state_cannot_be_cut_back_nor_into_pieces() -> None:
     cache = holding(1, 2)
-    assert not cache.divisible
+    assert not cache.sliceable
     assert cache.can_trim(0)
     cache.trim(0)
     assert not cache.can_trim(1)
     with pytest.raises(AssertionError):
         cache.trim(1)
     with pytest.raises(AssertionError, match="whole"):
-        cache.piece(0, 1)
+        cache.slice(0, 1)
     with pytest.raises(AssertionError, match="whole"):
         cache.append(holding(1), 0, 1)
 
 
 def test_bytes_are_those_of_the_states_however_long_the_sequence() -> None:
     cache = holding(1)
-    assert cache.nbytes == cache.nbytes_at(10_000, 512) == 4 * 4 * 64 * 64
+    assert cache.nbytes == cache.estimate_nbytes(10_000, 512) == 4 * 4 * 64 * 64
     assert [state.shape for state in cache.state()] == [SHAPE]
     assert RecurrentCache(2).nbytes == 0
 
@@ -82,10 +82,10 @@ def test_rows_of_a_batch_join_leave_and_are_copied_between_any_two_steps() -> No
 
 def test_rows_that_know_nothing_yet_have_no_states() -> None:
     fresh = [RecurrentCache(1), RecurrentCache(1)]
-    assert fresh[0].together(fresh, mx.array([0, 0]))[0] is None
+    assert fresh[0].make_batch(fresh, mx.array([0, 0]))[0] is None
     mixed = [holding(1), RecurrentCache(2)]
     with pytest.raises(AssertionError, match="prefilled"):
-        _ = mixed[0].together(mixed, mx.array([1, 0]))[0]
+        _ = mixed[0].make_batch(mixed, mx.array([1, 0]))[0]
 
 
 def test_a_copy_of_one_row_does_not_keep_the_batch_alive() -> None:

@@ -168,14 +168,14 @@ def test_turned_keys_are_those_of_another_position(scaling: Any, traditional: bo
     )
     x = mx.array(np.random.default_rng(0).standard_normal((1, 2, 5, DIMS)).astype(np.float32))
     np.testing.assert_allclose(
-        np.array(rope.turn(rope(x, 30), -13)), np.array(rope(x, 17)), atol=1e-5
+        np.array(rope.rerotate(rope(x, 30), -13)), np.array(rope(x, 17)), atol=1e-5
     )
 
 
 def test_a_layer_without_rotation_leaves_all_as_it_is() -> None:
     x = mx.array(np.random.default_rng(0).standard_normal((1, 2, 5, DIMS)))
     assert NoRope()(x, 7) is x
-    assert NoRope().turn(x, -3) is x
+    assert NoRope().rerotate(x, -3) is x
 
 
 @pytest.mark.parametrize("dims", [0, 1, 7])

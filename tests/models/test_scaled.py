@@ -9,7 +9,7 @@ import pytest
 
 from models.base import ModelError
 from models.experts import Experts
-from models.quant import adopt
+from models.quant import replace_quantized_layers
 
 IN, OUT, EXPERTS = 64, 48, 4
 
@@ -40,7 +40,7 @@ def noise(*shape: int, key: int = 0) -> mx.array:
 
 def adopted(layer: Any, tensors: dict[str, mx.array], path: str) -> None:
     weights = {f"{path}.{name}": array for name, array in tensors.items()}
-    adopt(layer, weights)
+    replace_quantized_layers(layer, weights)
     layer.load_weights(list(weights.items()), strict=False)
 
 

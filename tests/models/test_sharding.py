@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 import models
 from models import sharding
 from models.base import Model, ModelError
-from models.checkpoint import text_config
+from models.checkpoint import get_text_config
 from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -55,7 +55,7 @@ class Rank:
         self._meeting = meeting
         self.rank, self.size = rank, meeting.size
 
-    def total(self, x: mx.array) -> mx.array:
+    def all_sum(self, x: mx.array) -> mx.array:
         return self._meeting.total(self.rank, x)
 
 
@@ -65,7 +65,7 @@ class Lone:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def total(self, x: mx.array) -> mx.array:
+    def all_sum(self, x: mx.array) -> mx.array:
         return x
 
 
@@ -85,9 +85,9 @@ def on_ranks(size: int, work: Callable[[Rank], np.ndarray]) -> list[np.ndarray]:
         return list(pool.map(one, range(size)))
 
 
-def opened(folder: Path, case: Case, share: sharding.Share) -> Model:
+def opened(folder: Path, case: Case, share: sharding.TensorParallelGroup) -> Model:
     model = parity.opened(folder)
-    sharding.divide(model, share, case.config["model_type"])
+    sharding.shard_model(model, share, case.config["model_type"])
     return model
 
 
@@ -102,7 +102,7 @@ def said(model: Model, case: Case) -> np.ndarray:
 
 
 def is_ours(case: Case) -> bool:
-    kind = text_config(case.config)["model_type"]
+    kind = get_text_config(case.config)["model_type"]
     return find_spec(f"models.{models.ALIASES.get(kind, kind)}") is not None
 
 
@@ -135,10 +135,10 @@ def test_weights_that_are_quantised_while_they_are_read_are_those_of_one_rank() 
     drawn = tiny.weights(config)
     tokens = mx.array([[1, 2, 3]])
 
-    def logits(share: sharding.Share | None) -> np.ndarray:
+    def logits(share: sharding.TensorParallelGroup | None) -> np.ndarray:
         model = models.build(config, drawn, bits=8)
         if share is not None:
-            sharding.divide(model, share, "llama")
+            sharding.shard_model(model, share, "llama")
         return np.array(model.logits(model(tokens, model.make_kv())))
 
     mx.eval(drawn)
@@ -158,7 +158,7 @@ def test_each_rank_has_its_part_of_each_matrix_and_nothing_was_read() -> None:
     parts = list[dict[str, int]]()
     for rank in range(2):
         model = models.build(tiny.CONFIG, tiny.weights())
-        sharding.divide(model, Lone(rank, 2), "llama")
+        sharding.shard_model(model, Lone(rank, 2), "llama")
         parts.append(sizes(model))
         assert model.make_kv()
     assert parts[0] == parts[1]
@@ -173,7 +173,7 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
         layer.bias = mx.ones((3,))
 
     class Part(nn.Module):
-        cut = sharding.Cut(columns=("inner",))
+        cut = sharding.ShardSpec(row_parallel=("inner",))
 
         def __init__(self, layer: nn.Linear) -> None:
             super().__init__()
@@ -192,7 +192,7 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
 
     for rank, layer in enumerate(layers):
         made: Any = Whole(layer)
-        sharding.divide(made, Lone(rank, 2), "toy")
+        sharding.shard_model(made, Lone(rank, 2), "toy")
     assert [layer.bias.tolist() for layer in layers] == [[1, 1, 1], [0, 0, 0]]
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
     config = {**tiny.CONFIG, **changes}
     model = models.build(config, tiny.weights(config))
     with pytest.raises(ModelError, match=words) as refused:
-        sharding.divide(model, Lone(0, size), "llama")
+        sharding.shard_model(model, Lone(0, size), "llama")
     assert "'llama'" in str(refused.value)
     assert f"over {size} ranks" in str(refused.value)
 
@@ -225,7 +225,7 @@ def test_groups_of_quantised_weights_are_not_torn() -> None:
     }
     model = models.build(config, tiny.weights(config), bits=8)
     with pytest.raises(ModelError, match="down_proj takes 192 inputs, quantised in groups of 64"):
-        sharding.divide(model, Lone(0, 2), "llama")
+        sharding.shard_model(model, Lone(0, 2), "llama")
 
 
 def parts_of(layers: Sequence[Any]) -> Any:
@@ -239,7 +239,7 @@ def test_a_part_that_does_not_say_how_it_is_cut_is_refused() -> None:
     block: Any = nn.Module()
     block.memory = nn.LSTM(4, 4)
     with pytest.raises(ModelError, match=r"'strange': layer 0\.memory cannot be sharded"):
-        sharding.divide(parts_of([block]), Lone(0, 2), "strange")
+        sharding.shard_model(parts_of([block]), Lone(0, 2), "strange")
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case.id)

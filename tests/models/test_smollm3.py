@@ -40,7 +40,7 @@ def config(**keys: Any) -> smollm3.Config:
 
 def test_every_fourth_layer_does_not_rotate_unless_the_config_says_otherwise() -> None:
     made = config(num_hidden_layers=8)
-    assert [made.rotates(layer) for layer in range(8)] == [True, True, True, False] * 2
+    assert [made.uses_rope(layer) for layer in range(8)] == [True, True, True, False] * 2
 
 
 def test_a_window_is_that_of_the_layers_that_do_not_rotate() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.threads import MOST, ThreadsError, thread_count
+from models.threads import MAX_THREADS, ThreadsError, get_num_threads
 
 
 class Machine:
@@ -21,12 +21,12 @@ class Machine:
             write(listed, ",".join(map(str, siblings)))
 
     def threads(self, *allowed: int, said: str = "") -> int:
-        return thread_count(
+        return get_num_threads(
             {"MLXRUNNER_THREADS": said},
-            allowed=allowed,
+            allowed_cpus=allowed,
             topology=self.topology,
-            own=self.own,
-            cgroups=self.cgroups,
+            proc_cgroup=self.own,
+            cgroup_root=self.cgroups,
         )
 
 
@@ -105,14 +105,14 @@ def test_what_is_no_number_of_threads_is_refused(machine: Machine, said: str) ->
 
 
 def test_more_threads_than_can_share_the_work_are_refused_not_cut(machine: Machine) -> None:
-    assert machine.threads(0, said=str(MOST)) == MOST
+    assert machine.threads(0, said=str(MAX_THREADS)) == MAX_THREADS
     with pytest.raises(ThreadsError, match=r"MLXRUNNER_THREADS: 257 threads are too many.* 256$"):
-        machine.threads(0, said=str(MOST + 1))
+        machine.threads(0, said=str(MAX_THREADS + 1))
 
 
 def test_of_more_cores_than_can_share_the_work_as_many_are_used_as_can(machine: Machine) -> None:
-    assert machine.threads(*range(MOST + 100)) == MOST
+    assert machine.threads(*range(MAX_THREADS + 100)) == MAX_THREADS
 
 
 def test_this_machine_has_no_more_than_it_has() -> None:
-    assert 1 <= thread_count({}) <= (os.cpu_count() or 1)
+    assert 1 <= get_num_threads({}) <= (os.cpu_count() or 1)

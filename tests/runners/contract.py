@@ -10,13 +10,13 @@ import pytest
 
 from app import store
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, Job, PromptScores, Started, Token, Update
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Ended, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.ports import Runner
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
-from app.runners.local import LocalRunner
-from models.threads import thread_count
+from app.runners.local import ThreadRunner
+from models.threads import get_num_threads
 from tests import tiny
 from tests.engine.driving import job
 
@@ -44,18 +44,18 @@ def endless(name: str, prompt: bytes = b"hello") -> Job:
     return job(name, prompt, max_tokens=tiny.LONG // 2, stop_ids=frozenset[int]())
 
 
-async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[Update]:
+async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[JobUpdate]:
     async with runner.submit(job(name, prompt, **changes)) as submission:
         return [update async for update in submission]
 
 
-def ids(updates: list[Update]) -> list[int]:
+def ids(updates: list[JobUpdate]) -> list[int]:
     return [update.id for update in updates if isinstance(update, Token)]
 
 
-def cached(updates: list[Update]) -> int:
+def cached(updates: list[JobUpdate]) -> int:
     assert isinstance(updates[0], Started)
-    return updates[0].cached
+    return updates[0].cached_tokens
 
 
 def test_a_job_starts_yields_tokens_and_ends(runner: MakeRunner, tiny_model: Path) -> None:
@@ -101,7 +101,7 @@ def test_keep_bounds_what_a_left_job_leaves_behind(runner: MakeRunner, long_mode
                 if isinstance(update, Token):
                     sampled.append(update.id)
                 if len(sampled) == 8:
-                    submission.keep(2)
+                    submission.limit_cached_tokens(2)
                     break
         prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
         assert cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
@@ -133,7 +133,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_and_takes_no_place(
         for _ in range(100):  # more than may wait
             with pytest.raises(AppError, match="is greater than maximum") as caught:
                 await answer(running, "a", b"hello", grammar=schema)
-            assert caught.value.kind is Kind.INVALID
+            assert caught.value.kind is ErrorKind.INVALID
         assert ids(await answer(running, "b", b"hello"))
 
     with_runner(runner, tiny_model, body)
@@ -144,7 +144,7 @@ def test_status_tells_what_the_engine_said_last(runner: MakeRunner, tiny_model: 
         assert (running.status().state, running.status().progress) == ("ready", 100)
         await answer(running, "a", b"hello")
         stats = running.status().stats
-        assert stats.memory > 0
+        assert stats.allocated_bytes > 0
         assert stats.prefilled_tokens == 5
         assert stats.generated_tokens > 0
 
@@ -158,7 +158,7 @@ def test_nobody_runs_a_job_before_the_model_is_there(runner: MakeRunner, tiny_mo
         with pytest.raises(AppError) as caught:
             async with running.submit(job("a", b"x")):
                 pass
-        assert caught.value.kind is Kind.LOADING
+        assert caught.value.kind is ErrorKind.LOADING
         await running.stop()
 
     asyncio.run(run())
@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_loaded_is_the_starters_error(
         with pytest.raises(AppError, match="the engine is not running") as caught:
             async with running.submit(job("a", b"x")):
                 pass
-        assert caught.value.kind is Kind.ENGINE
+        assert caught.value.kind is ErrorKind.ENGINE
         await running.stop()
 
     asyncio.run(run())
@@ -204,7 +204,7 @@ def test_a_ready_runner_tells_what_it_computes_with(runner: MakeRunner, tiny_mod
         assert capacity is not None
         assert capacity.backend is not None
         assert capacity.backend.device == "cpu"
-        assert capacity.backend.threads == thread_count(os.environ)
+        assert capacity.backend.threads == get_num_threads(os.environ)
 
     with_runner(runner, tiny_model, body)
 
@@ -219,9 +219,9 @@ def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> No
         updates = await answer(running, "a", prompt, **asked)
         vectors = await running.embed(EmbedJob(id="b", inputs=inputs, pooling="mean"))
         numbers = [
-            (u.scores if isinstance(u, PromptScores) else (u.id, u.logprob, u.top))
+            (u.logprobs if isinstance(u, PromptLogprobs) else (u.id, u.logprob, u.top_logprobs))
             for u in updates
-            if isinstance(u, PromptScores | Token)
+            if isinstance(u, PromptLogprobs | Token)
         ]
         return [*numbers], list(vectors)
 
@@ -231,7 +231,7 @@ def test_every_number_is_the_engines(runner: MakeRunner, tiny_model: Path) -> No
         found.append(await said(running))
 
     with_runner(runner, tiny_model, body)
-    with_runner(lambda: LocalRunner(Settings(prefill_chunk=8)), tiny_model, body)
+    with_runner(lambda: ThreadRunner(Settings(prefill_chunk=8)), tiny_model, body)
     here, there = found
     assert len(here[1]) == 3
     assert len(here[0]) > 1
@@ -248,12 +248,12 @@ def test_embedding_that_is_cancelled_leaves_the_engine_to_others(
         asking = asyncio.create_task(
             running.embed(EmbedJob(id="a", inputs=many, pooling="mean"))  # type: ignore[arg-type]
         )
-        while not running.status().stats.embedding:  # noqa: ASYNC110  # the engine says so
+        while not running.status().stats.embedding_jobs:  # noqa: ASYNC110  # the engine says so
             await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert ids(await answer(running, "b", b"hello"))
-        assert running.status().stats.embedding == 0
+        assert running.status().stats.embedding_jobs == 0
 
     with_runner(runner, long_model, body)
 
@@ -283,7 +283,7 @@ def test_stopping_ends_jobs_in_errors_and_may_be_asked_for_again(
     async def run() -> None:
         running = runner()
         await running.start(store.resolve(str(long_model)))
-        waiting = asyncio.create_task(running.lost())
+        waiting = asyncio.create_task(running.wait_for_failure())
         async with asyncio.timeout(PATIENCE), running.submit(endless("a")) as submission:
             await asyncio.gather(running.stop(), running.stop())
             updates = [update async for update in submission]
@@ -310,6 +310,6 @@ def test_a_load_that_is_stopped_ends_for_whoever_waits_for_it(
         await running.stop()
         with pytest.raises(AppError) as caught:
             await asyncio.wait_for(starting, PATIENCE)
-        assert caught.value.kind is Kind.STOPPING
+        assert caught.value.kind is ErrorKind.STOPPING
 
     asyncio.run(run())

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.jobs import Capacity, Ended, EngineStats, Job, Started, Update
-from app.core.ports import LossCause, RunnerLoss, RunnerState, RunnerStatus
-from app.core.requests import Sampling
-from app.core.residents import Need, Served
+from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started
+from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
+from app.core.requests import SamplingParams
+from app.core.residents import MemoryRequirement, ServedModel
 from app.core.settings import ModelSettings, Settings
-from app.runners.pool import Pool
-from app.runners.restarts import Patience
+from app.runners.pool import ModelPool
+from app.runners.restarts import RestartPolicy
 
 PATIENCE = 5.0
 
@@ -28,7 +28,9 @@ PLACES = 2
 CRASHED = "the engine stopped: it crashed"
 
 # so short that a test need not wait, so long that a busy machine does not pass them unseen
-QUICK = Patience(first=0.01, longest=0.02, healthy=60.0, tries=3, refused=0.5)
+QUICK = RestartPolicy(
+    initial_delay=0.01, max_delay=0.02, healthy_after=60.0, max_load_failures=3, refuse_for=0.5
+)
 
 
 @dataclass
@@ -37,7 +39,7 @@ class House:
     problems (errors that loads end with, one each), gates (what loads, and answers of what a model
     needs, wait for): by model. hold: while it is not set, jobs do not end."""
 
-    needs: dict[str, Need] = field(default_factory=dict)
+    needs: dict[str, MemoryRequirement] = field(default_factory=dict)
     problems: dict[str, list[Exception]] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     unreadable: dict[str, Exception] = field(default_factory=dict)
@@ -53,17 +55,17 @@ class House:
         self.runners.append(runner)
         return runner
 
-    async def files(self, served: Served) -> ModelFiles:
+    async def files(self, served: ServedModel) -> ModelFiles:
         if error := self.unreadable.get(served.name):
             raise error
         return files(served.name)
 
-    async def need(self, files: ModelFiles, settings: Settings, held: int) -> Need:
+    async def need(self, files: ModelFiles, settings: Settings, held: int) -> MemoryRequirement:
         self.asked.append(files.name)
         if gate := self.gates.get(f"need of {files.name}"):
             await gate.wait()
         found = self.needs[files.name]
-        return replace(found, budget=found.budget + held)
+        return replace(found, device_budget=found.device_budget + held)
 
     @property
     def loads(self) -> list[str]:
@@ -94,7 +96,7 @@ class Scripted:
         self.stopped = False
         self.slow_stop: asyncio.Event | None = None
         self.places = asyncio.Semaphore(PLACES)
-        self._lost: asyncio.Future[RunnerLoss] = asyncio.get_running_loop().create_future()
+        self._lost: asyncio.Future[RunnerFailure] = asyncio.get_running_loop().create_future()
 
     async def start(self, files: ModelFiles) -> None:
         self.name = files.name
@@ -107,7 +109,7 @@ class Scripted:
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator["Going"]:
         if self.state != "ready":
-            raise AppError(Kind.ENGINE, "the engine is not running")
+            raise AppError(ErrorKind.ENGINE, "the engine is not running")
         self.jobs.append(job)
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
@@ -123,7 +125,7 @@ class Scripted:
             ended = [update async for update in going][-1]
         assert isinstance(ended, Ended)
         if ended.reason == "error":
-            raise AppError(Kind.ENGINE, ended.error or "")
+            raise AppError(ErrorKind.ENGINE, ended.error or "")
         return [b""] * len(job.inputs)
 
     def status(self) -> RunnerStatus:
@@ -132,11 +134,13 @@ class Scripted:
             progress=40 if self.state == "loading" else 100,
             stats=self.stats,
             error="the engine was stopped" if self.state == "failed" else None,
-            capacity=Capacity(parallel=PLACES, context=64, kv_budget=1, kv_bytes=1),
+            capacity=Capacity(
+                parallel=PLACES, context_length=64, kv_budget=1, kv_bytes_per_sequence=1
+            ),
             pid=7,
         )
 
-    async def lost(self) -> RunnerLoss:
+    async def wait_for_failure(self) -> RunnerFailure:
         return await asyncio.shield(self._lost)
 
     async def stop(self) -> None:
@@ -147,12 +151,12 @@ class Scripted:
             await self.slow_stop.wait()
         self.stopped = True
 
-    def die(self, why: str = "it crashed", *, cause: LossCause = "fault") -> None:
+    def die(self, why: str = "it crashed", *, cause: FailureCause = "fault") -> None:
         self.state = "failed"
-        self._lost.set_result(RunnerLoss(message=why, cause=cause))
+        self._lost.set_result(RunnerFailure(message=why, cause=cause))
 
     @property
-    def dead(self) -> asyncio.Future[RunnerLoss]:
+    def dead(self) -> asyncio.Future[RunnerFailure]:
         return self._lost
 
 
@@ -163,18 +167,18 @@ class Going:
     def __init__(self, runner: Scripted, job: Job) -> None:
         self._runner = runner
         self._job = job
-        self.started: int | None = None
-        self.ended: int | None = None
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
+        self._updates: asyncio.Queue[JobUpdate] = asyncio.Queue()
         self._running = asyncio.create_task(self._run())
 
-    def keep(self, tokens: int) -> None:
+    def limit_cached_tokens(self, tokens: int) -> None:
         pass
 
     def leave(self) -> None:
         self._running.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         while True:
             update = await self._updates.get()
             yield update
@@ -187,19 +191,27 @@ class Going:
             await asyncio.wait({playing, self._runner.dead}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             playing.cancel()
-        self.ended = at = time.monotonic_ns()
+        self.ended_ns = at = time.monotonic_ns()
         if self._runner.dead.done() and not self._runner.dead.cancelled():
-            self._put(Ended(job=self._job.id, reason="error", at=at, error=CRASHED, lost=True))
+            self._put(
+                Ended(
+                    job_id=self._job.id,
+                    reason="error",
+                    timestamp_ns=at,
+                    error=CRASHED,
+                    engine_lost=True,
+                )
+            )
         else:
-            self._put(Ended(job=self._job.id, reason="stop", at=at))
+            self._put(Ended(job_id=self._job.id, reason="stop", timestamp_ns=at))
 
     async def _play(self) -> None:
         async with self._runner.places:
-            self.started = time.monotonic_ns()
-            self._put(Started(job=self._job.id, cached=0, at=self.started))
+            self.started_ns = time.monotonic_ns()
+            self._put(Started(job_id=self._job.id, cached_tokens=0, timestamp_ns=self.started_ns))
             await self._runner.house.hold.wait()
 
-    def _put(self, update: Update) -> None:
+    def _put(self, update: JobUpdate) -> None:
         self._updates.put_nowait(update)
 
 
@@ -209,33 +221,47 @@ def files(name: str) -> ModelFiles:
         path=Path(name),
         config={"max_position_embeddings": 64, "vocab_size": 9},
         shards=(),
-        tokenizer=Path(name),
+        tokenizer_path=Path(name),
         tokenizer_config={},
         generation_config={},
-        template=None,
+        chat_template=None,
         created=0,
     )
 
 
-def served(name: str, *, max_queue: int = 64, memory: int | None = None, **changes: Any) -> Served:
+def served(
+    name: str, *, max_queue: int = 64, memory: int | None = None, **changes: Any
+) -> ServedModel:
     """Stays for ever."""
     settings = Settings(models=(ModelSettings(name=name, memory=memory),), max_queue=max_queue)
     whole: dict[str, Any] = {"source": name, "settings": settings, "keep_alive": math.inf}
-    return Served(name=name, **{**whole, **changes})
+    return ServedModel(name=name, **{**whole, **changes})
 
 
-def need(least: int, wanted: int | None = None, budget: int = 0) -> Need:
-    return Need(least=least, wanted=least if wanted is None else wanted, budget=budget)
+def need(least: int, wanted: int | None = None, budget: int = 0) -> MemoryRequirement:
+    return MemoryRequirement(
+        min_bytes=least, preferred_bytes=least if wanted is None else wanted, device_budget=budget
+    )
 
 
 def job(name: str, *ids: int) -> Job:
-    return Job(id=name, ids=ids or (1,), sampling=Sampling(), max_tokens=1, stop_ids=frozenset({0}))
+    return Job(
+        id=name,
+        prompt_token_ids=ids or (1,),
+        sampling=SamplingParams(),
+        max_tokens=1,
+        stop_token_ids=frozenset({0}),
+    )
 
 
 @asynccontextmanager
-async def pooled(house: House, *, total: int | None = 10, **options: Any) -> AsyncGenerator[Pool]:
+async def pooled(
+    house: House, *, total: int | None = 10, **options: Any
+) -> AsyncGenerator[ModelPool]:
     """A started pool of several models, each of which needs what the house says."""
-    pool = Pool(house.make, house.files, house.need, total=total, patience=QUICK, **options)
+    pool = ModelPool(
+        house.make, house.files, house.need, total_bytes=total, restart_policy=QUICK, **options
+    )
     await pool.start()
     try:
         async with asyncio.timeout(PATIENCE):

@@ -13,7 +13,7 @@ import pytest
 
 from app import store
 from app.core.errors import AppError
-from app.core.jobs import Ended, Update
+from app.core.jobs import Ended, JobUpdate
 from app.core.settings import Settings
 from app.runners.process import ProcessRunner
 from tests.runners.contract import PATIENCE, endless
@@ -39,8 +39,8 @@ def pid(running: ProcessRunner) -> int:
 
 
 def port(running: ProcessRunner) -> int:
-    assert running._spawned is not None
-    return running._spawned.port
+    assert running._process is not None
+    return running._process.port
 
 
 def lives(process: int) -> bool:
@@ -74,7 +74,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 async def end(running: ProcessRunner, name: str) -> Ended:
     """How a job ends that never would by itself, on `long_model`."""
     async with running.submit(endless(name)) as submission:
-        last: Update | None = None
+        last: JobUpdate | None = None
         async for update in submission:
             last = update
     assert isinstance(last, Ended)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
-from app.core.jobs import Capacity, EngineStats, Job, Update
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
 from app.core.ports import RunnerState, RunnerStatus
 from app.runners.admission import Admission, LatencyAverage
 from tests.engine.driving import job
@@ -23,18 +23,19 @@ class Going:
     """Implements `Submission`; nothing happens to it but what a test does."""
 
     def __init__(self) -> None:
-        self.started: int | None = None
-        self.ended: int | None = None
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
         for update in ():
             yield update
 
-    def keep(self, tokens: int) -> None: ...
+    def limit_cached_tokens(self, tokens: int) -> None: ...
 
 
 class Scripted:
-    """Implements `Jobs`, with two places. gate: what submitting waits for, as for a grammar."""
+    """Implements `JobRunner`, with two places. gate: what submitting waits for, as for a
+    grammar."""
 
     def __init__(self) -> None:
         self.state: RunnerState = "ready"
@@ -56,7 +57,7 @@ class Scripted:
         return [b""]
 
     def status(self) -> RunnerStatus:
-        capacity = Capacity(parallel=2, context=64, kv_budget=1, kv_bytes=1)
+        capacity = Capacity(parallel=2, context_length=64, kv_budget=1, kv_bytes_per_sequence=1)
         return RunnerStatus(
             state=self.state,
             progress=40,
@@ -90,7 +91,7 @@ def test_requests_are_admitted_before_any_work_is_done_for_them():
             assert admission.status().preparing == 5
             for count in (1, 2):
                 error = refusal(admission)
-                assert error.kind is Kind.BUSY
+                assert error.kind is ErrorKind.BUSY
                 assert error.retry_after is not None
                 assert "5 requests are running or queued" in error.message
                 assert "at most 2 run and 3 wait" in error.message
@@ -107,7 +108,7 @@ def test_a_request_for_several_answers_takes_a_place_for_each():
         with admission.reserve(3):
             assert "3 requests are running or queued" in refusal(admission, 3).message
             with admission.reserve(2):
-                assert refusal(admission).kind is Kind.BUSY
+                assert refusal(admission).kind is ErrorKind.BUSY
 
     run(body)
 
@@ -124,11 +125,11 @@ def test_a_job_keeps_its_place_while_it_is_submitted_and_runs():
         tasks = [asyncio.create_task(answer(name)) for name in "ab"]
         await asyncio.sleep(0)
         assert admission.status().preparing == 0, "their grammars are compiled"
-        assert refusal(admission).kind is Kind.BUSY
+        assert refusal(admission).kind is ErrorKind.BUSY
         jobs.gate.set()
         while len(jobs.going) < 2:  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0)
-        assert refusal(admission).kind is Kind.BUSY
+        assert refusal(admission).kind is ErrorKind.BUSY
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,10 +145,10 @@ def test_an_answer_that_is_still_being_read_takes_no_place():
     async def body(admission: Admission, jobs: Scripted) -> None:
         with admission.reserve(2) as places:
             async with places.submit(job("a", b"x")), places.submit(job("b", b"x")):
-                assert refusal(admission).kind is Kind.BUSY
-                jobs.going["a"].ended = 1
+                assert refusal(admission).kind is ErrorKind.BUSY
+                jobs.going["a"].ended_ns = 1
                 with admission.reserve():
-                    assert refusal(admission).kind is Kind.BUSY
+                    assert refusal(admission).kind is ErrorKind.BUSY
 
     run(body, max_queue=0)
 
@@ -158,7 +159,7 @@ def test_one_of_several_jobs_that_is_left_gives_up_its_place():
             async with places.submit(job("a", b"x")):
                 pass
             with admission.reserve():
-                assert refusal(admission).kind is Kind.BUSY
+                assert refusal(admission).kind is ErrorKind.BUSY
 
     run(body, max_queue=0)
 
@@ -173,7 +174,7 @@ def test_inputs_that_are_embedded_count_among_the_others():
 
         tasks = [asyncio.create_task(embed()) for _ in "ab"]
         await asyncio.sleep(0)
-        assert refusal(admission).kind is Kind.BUSY
+        assert refusal(admission).kind is ErrorKind.BUSY
         jobs.gate.set()
         await asyncio.gather(*tasks)
         with admission.reserve(2):
@@ -188,7 +189,7 @@ def test_a_model_that_is_being_loaded_again_admits_as_many_as_may_wait():
     async def body(admission: Admission, jobs: Scripted) -> None:
         jobs.state = "loading"
         with admission.reserve(4):
-            assert refusal(admission).kind is Kind.BUSY
+            assert refusal(admission).kind is ErrorKind.BUSY
 
     run(body)
 
@@ -198,7 +199,7 @@ def test_the_wait_that_is_asked_for_follows_the_jobs_of_late():
         with admission.reserve() as places:
             async with places.submit(job("a", b"x")):
                 going = jobs.going["a"]
-                going.started, going.ended = 0, 12 * SECOND
+                going.started_ns, going.ended_ns = 0, 12 * SECOND
         with admission.reserve(5):
             assert refusal(admission).retry_after == 18, "three wait for two places of 12 s"
 
@@ -207,14 +208,14 @@ def test_the_wait_that_is_asked_for_follows_the_jobs_of_late():
 
 def test_the_wait_follows_how_long_jobs_take_and_how_many_are_waiting() -> None:
     average = LatencyAverage()
-    assert average.wait(waiting=64, parallel=1) == 1, "nothing is known yet"
-    average.note(3.0)
-    assert average.wait(waiting=1, parallel=1) == 3
-    assert average.wait(waiting=8, parallel=4) == 6
-    assert average.wait(waiting=1, parallel=8) == 1
-    assert average.wait(waiting=64, parallel=1) == 60
-    average.note(11.0)
-    assert average.wait(waiting=1, parallel=1) == 4
+    assert average.estimate_wait(waiting=64, parallel=1) == 1, "nothing is known yet"
+    average.add(3.0)
+    assert average.estimate_wait(waiting=1, parallel=1) == 3
+    assert average.estimate_wait(waiting=8, parallel=4) == 6
+    assert average.estimate_wait(waiting=1, parallel=8) == 1
+    assert average.estimate_wait(waiting=64, parallel=1) == 60
+    average.add(11.0)
+    assert average.estimate_wait(waiting=1, parallel=1) == 4
 
 
 @given(
@@ -227,5 +228,5 @@ def test_the_wait_is_never_nothing_and_never_more_than_a_minute(
 ) -> None:
     average = LatencyAverage()
     for one in seconds:
-        average.note(one)
-    assert 1 <= average.wait(waiting=waiting, parallel=parallel) <= 60
+        average.add(one)
+    assert 1 <= average.estimate_wait(waiting=waiting, parallel=parallel) <= 60

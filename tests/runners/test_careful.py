@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
-from app.core.jobs import Ended, EngineStats, Job, Update
-from app.core.ports import LossCause
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Ended, EngineStats, Job, JobUpdate
+from app.core.ports import FailureCause
 from app.runners import alone
-from app.runners.pool import Pool
-from app.runners.resident import Resident
+from app.runners.pool import ModelPool
+from app.runners.resident import ModelHandle
 from tests.runners.scripted import PLACES, House, job, need, pooled, served, settled, until
 
 MODEL = served("a")
@@ -24,26 +24,26 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 
 @asynccontextmanager
-async def loaded(house: House) -> AsyncGenerator[tuple[Pool, Resident]]:
+async def loaded(house: House) -> AsyncGenerator[tuple[ModelPool, ModelHandle]]:
     house.needs = {"a": need(1)}
     async with pooled(house) as pool, pool.lease(MODEL) as lease:
         await lease.wait()
-        yield pool, pool.resident(MODEL)
+        yield pool, pool.get_handle(MODEL)
 
 
-async def updates(handle: Resident, asked: Job) -> list[Update]:
+async def updates(handle: ModelHandle, asked: Job) -> list[JobUpdate]:
     async with handle.submit(asked) as submission:
         return [update async for update in submission]
 
 
-async def end(handle: Resident, asked: Job) -> str:
+async def end(handle: ModelHandle, asked: Job) -> str:
     last = (await updates(handle, asked))[-1]
     assert isinstance(last, Ended)
     return last.reason
 
 
 async def death(
-    house: House, handle: Resident, *jobs: Job, cause: LossCause = "fault"
+    house: House, handle: ModelHandle, *jobs: Job, cause: FailureCause = "fault"
 ) -> Sequence[str]:
     """All of them are at the runner when it is lost. Returns how they ended."""
     house.hold.clear()
@@ -59,7 +59,7 @@ async def death(
     return ends
 
 
-async def leave_early(house: House, handle: Resident, asked: Job) -> None:
+async def leave_early(house: House, handle: ModelHandle, asked: Job) -> None:
     house.hold.clear()
     async with handle.submit(asked) as submission:
         await anext(aiter(submission))
@@ -74,11 +74,11 @@ def test_a_prompt_that_killed_twice_is_refused_and_told_why():
                 assert await death(house, handle, killer) == ["error"]
             with pytest.raises(AppError, match="failed 2 times while evaluating it") as raised:
                 await updates(handle, killer)
-            assert (raised.value.kind, raised.value.code) == (Kind.INVALID, "prompt_refused")
+            assert (raised.value.kind, raised.value.code) == (ErrorKind.INVALID, "prompt_refused")
             assert await end(handle, job("y", 1)) == "stop"
-            handle.trust()
+            handle.forget_crashes()
             assert await end(handle, killer) == "stop"
-            assert pool.state(MODEL).restarts == 2
+            assert pool.model_state(MODEL).restarts == 2
 
     run(body())
 
@@ -258,8 +258,8 @@ def test_a_suspect_that_is_read_slowly_does_not_keep_the_others_waiting():
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = alone.Alone.__init__
-    monkeypatch.setattr(alone.Alone, "__init__", lambda self, most: real(self, most, 0.02))
+    real = alone.SerialTurns.__init__
+    monkeypatch.setattr(alone.SerialTurns, "__init__", lambda self, most: real(self, most, 0.02))
 
 
 @pytest.mark.usefixtures("short_turns")
@@ -301,7 +301,7 @@ def test_no_more_suspects_wait_than_requests_may():
         jobs = [job(name, ord(name)) for name in "xy"]
         async with pooled(house) as pool, pool.lease(model) as lease:
             await lease.wait()
-            handle = pool.resident(model)
+            handle = pool.get_handle(model)
             await death(house, handle, *jobs)
             house.hold.clear()
             two = [asyncio.create_task(end(handle, one)) for one in jobs]
@@ -309,7 +309,7 @@ def test_no_more_suspects_wait_than_requests_may():
             await settled()
             with pytest.raises(AppError) as raised:
                 await updates(handle, jobs[0])
-            assert raised.value.kind is Kind.BUSY
+            assert raised.value.kind is ErrorKind.BUSY
             house.hold.set()
             assert await asyncio.gather(*two) == ["stop"] * 2
 
@@ -376,7 +376,7 @@ def test_what_is_remembered_of_a_hang_is_bounded():
         async with loaded(house) as (_, handle):
             for number in range(200):
                 await leave_early(house, handle, job(f"job {number}", number))
-            assert len(handle._careful._dispatched) == 64
+            assert len(handle._quarantine._tracked) == 64
 
     run(body())
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.embeddings import Embedded, EmbedJob
-from app.core.errors import Kind
+from app.core.embeddings import EmbedJob, EmbedResult
+from app.core.errors import ErrorKind
 from app.core.files import ModelFiles
-from app.core.jobs import Ended, EngineStats, Job, PromptScores, Started, Step, Token
-from app.core.messages import Failed, Heartbeat, Loading, Ready
-from app.core.requests import Lark
+from app.core.jobs import Ended, EngineStats, Job, PromptLogprobs, Started, StepOutput, Token
+from app.core.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress
+from app.core.requests import LarkGrammar
 from app.core.settings import ModelSettings, Settings
 from app.runners import wire
 from app.runners.codec import Codec
@@ -89,13 +89,16 @@ def made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 CROSSING = {
-    "an opening": (wire.OPENING, wire.Opening),
+    "an opening": (wire.WORKER_INIT, wire.WorkerInit),
     "a job": (wire.JOB, Job),
     "inputs to embed": (wire.EMBED_JOB, EmbedJob),
-    "news": (wire.NEWS, wire.News),
-    "a status": (wire.STATUS, wire.Status),
-    "a problem": (wire.PROBLEM, wire.Problem),
-    "what a thread says": (Codec[Any](Loading | Ready | Failed | Step), Ready | Failed | Step),
+    "news": (wire.WORKER_EVENT, wire.WorkerEvent),
+    "a status": (wire.WORKER_STATUS, wire.WorkerStatus),
+    "a problem": (wire.ERROR_BODY, wire.ErrorBody),
+    "what a thread says": (
+        Codec[Any](LoadProgress | EngineReady | EngineFailed | StepOutput),
+        EngineReady | EngineFailed | StepOutput,
+    ),
     "settings": (Codec[Settings](Settings), Settings),
     "a model's settings": (Codec[ModelSettings](ModelSettings), ModelSettings),
     "files": (Codec[ModelFiles](ModelFiles), ModelFiles),
@@ -116,14 +119,20 @@ def test_what_is_read_is_what_was_written(codec: Codec[Any], kind: Any, data: st
 
 def test_a_token_may_be_impossible():
     """Where a model masks ids of its own, their logarithm is minus infinity, which JSON lacks."""
-    token = Token(job="a", id=1, at=2, logprob=-math.inf, top=((3, -math.inf), (4, -0.1)))
-    assert wire.NEWS.decode(wire.NEWS.encode(_step(token))) == _step(token)
-    scores = PromptScores(job="a", scores=((-math.inf, ((1, math.inf),)),))
-    assert wire.NEWS.decode(wire.NEWS.encode(_step(scores))) == _step(scores)
+    token = Token(
+        job_id="a",
+        id=1,
+        timestamp_ns=2,
+        logprob=-math.inf,
+        top_logprobs=((3, -math.inf), (4, -0.1)),
+    )
+    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(_step(token))) == _step(token)
+    scores = PromptLogprobs(job_id="a", logprobs=((-math.inf, ((1, math.inf),)),))
+    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(_step(scores))) == _step(scores)
 
 
-def _step(update: Any) -> Step:
-    return Step(updates=(update,), stats=EngineStats())
+def _step(update: Any) -> StepOutput:
+    return StepOutput(updates=(update,), stats=EngineStats())
 
 
 def test_a_model_may_stay_for_ever():
@@ -133,19 +142,24 @@ def test_a_model_may_stay_for_ever():
 
 
 def test_a_grammar_may_hold_another():
-    grammar = Lark(text="a", inner=Lark(text="b", inner=Lark(text="c")))
-    codec = Codec[Lark](Lark)
+    grammar = LarkGrammar(text="a", inner=LarkGrammar(text="b", inner=LarkGrammar(text="c")))
+    codec = Codec[LarkGrammar](LarkGrammar)
     assert codec.decode(codec.encode(grammar)) == grammar
 
 
 def test_members_of_a_union_are_told_apart_by_name():
-    ended = Ended(job="a", reason="stop", at=1)
-    assert b'"is":"Ended"' in wire.NEWS.encode(_step(ended))
-    assert wire.NEWS.decode(wire.NEWS.encode(_step(Started(job="a", cached=0, at=1)))) != ended
-    beat = Heartbeat(at=1, doing="decode of 8 sequences")
-    assert wire.NEWS.decode(wire.NEWS.encode(beat)) == beat
-    failed = Failed(kind=Kind.ENGINE, message="x", ours=True)
-    assert wire.NEWS.decode(wire.NEWS.encode(failed)) == failed
+    ended = Ended(job_id="a", reason="stop", timestamp_ns=1)
+    assert b'"is":"Ended"' in wire.WORKER_EVENT.encode(_step(ended))
+    assert (
+        wire.WORKER_EVENT.decode(
+            wire.WORKER_EVENT.encode(_step(Started(job_id="a", cached_tokens=0, timestamp_ns=1)))
+        )
+        != ended
+    )
+    beat = Heartbeat(timestamp_ns=1, stage="decode of 8 sequences")
+    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(beat)) == beat
+    failed = EngineFailed(kind=ErrorKind.ENGINE, message="x", is_internal_error=True)
+    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(failed)) == failed
 
 
 @dataclass
@@ -165,6 +179,6 @@ def test_what_cannot_cross_is_found_before_anything_does(kind: type):
 
 
 def test_vectors_are_bytes_to_the_last_one():
-    codec = Codec[Embedded](Embedded)
-    embedded = Embedded(job="a", vectors=(b"\x00\xff\n" * 100, b""))
+    codec = Codec[EmbedResult](EmbedResult)
+    embedded = EmbedResult(job_id="a", vectors=(b"\x00\xff\n" * 100, b""))
     assert codec.decode(codec.encode(embedded)) == embedded

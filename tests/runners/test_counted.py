@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.jobs import EngineStats
-from app.runners.counted import all_told, of_the_past
+from app.runners.counted import accumulate_stats, counters_only
 
 # what says how things stand; every other number of an engine counts
 GAUGES = {"memory", "running", "waiting", "embedding"}
@@ -24,9 +24,11 @@ def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
         name: getattr(stats, name) + count for name, count in zip(COUNTERS, more, strict=True)
     }
     counts["steps"] += 1
-    hits = (stats.hits[0] + more[0], *stats.hits[1:])
-    misses = (("empty", dict(stats.misses).get("empty", 0) + more[1]),)
-    return replace(stats, **counts, hits=hits, misses=misses, running=more[2])
+    hits = (stats.prefix_hit_counts[0] + more[0], *stats.prefix_hit_counts[1:])
+    misses = (("empty", dict(stats.prefix_miss_counts).get("empty", 0) + more[1]),)
+    return replace(
+        stats, **counts, prefix_hit_counts=hits, prefix_miss_counts=misses, running=more[2]
+    )
 
 
 @given(
@@ -44,19 +46,19 @@ def test_no_counter_ever_goes_back_and_nothing_is_lost(lives: list[list[tuple[in
         now = EngineStats()
         for more in (None, *life):
             now = now if more is None else grown(now, more)
-            told = all_told(past, now)
+            told = accumulate_stats(past, now)
             for name in COUNTERS:
                 assert getattr(told, name) >= getattr(before, name)
-            assert all(map(int.__le__, before.hits, told.hits))
-            misses = dict(told.misses)
-            assert all(misses[reason] >= count for reason, count in before.misses)
+            assert all(map(int.__le__, before.prefix_hit_counts, told.prefix_hit_counts))
+            misses = dict(told.prefix_miss_counts)
+            assert all(misses[reason] >= count for reason, count in before.prefix_miss_counts)
             assert {name: getattr(told, name) for name in GAUGES} == {
                 name: getattr(now, name) for name in GAUGES
             }
             before = told
         for name in COUNTERS:
             expected[name] += getattr(now, name)
-        past = of_the_past(all_told(past, now))
+        past = counters_only(accumulate_stats(past, now))
         assert past.running == 0
     assert {name: getattr(past, name) for name in COUNTERS} == expected
-    assert past.hits[0] == expected[COUNTERS[0]]
+    assert past.prefix_hit_counts[0] == expected[COUNTERS[0]]

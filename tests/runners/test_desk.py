@@ -5,18 +5,21 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from app.core.embeddings import Embedded, EmbedJob
-from app.core.errors import AppError, Kind
-from app.core.jobs import Capacity, Ended, EngineStats, Job, Step, Token
-from app.core.messages import Failed, Loading, Ready
-from app.core.ports import RunnerLoss
-from app.runners.desk import Desk
+from app.core.embeddings import EmbedJob, EmbedResult
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity, Ended, EngineStats, Job, StepOutput, Token
+from app.core.messages import EngineFailed, EngineReady, LoadProgress
+from app.core.ports import RunnerFailure
+from app.runners.desk import Dispatcher
 from tests.engine.driving import job
 
-READY = Ready(
-    stats=EngineStats(), capacity=Capacity(parallel=1, context=64, kv_budget=1, kv_bytes=1)
+READY = EngineReady(
+    stats=EngineStats(),
+    capacity=Capacity(parallel=1, context_length=64, kv_budget=1, kv_bytes_per_sequence=1),
 )
-BROKEN = Failed(kind=Kind.ENGINE, message="AssertionError: planted", ours=True)
+BROKEN = EngineFailed(
+    kind=ErrorKind.ENGINE, message="AssertionError: planted", is_internal_error=True
+)
 PATIENCE = 10.0
 
 
@@ -37,9 +40,9 @@ class Noted:
         self.asked.append(f"cancel {job} {keep}")
 
 
-def at_desk(body: Callable[[Desk, Noted], Awaitable[None]]) -> None:
+def at_desk(body: Callable[[Dispatcher, Noted], Awaitable[None]]) -> None:
     async def run() -> None:
-        desk, engine = Desk(), Noted()
+        desk, engine = Dispatcher(), Noted()
         desk.engine = engine
         async with asyncio.timeout(PATIENCE):
             await body(desk, engine)
@@ -47,7 +50,7 @@ def at_desk(body: Callable[[Desk, Noted], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def over(desk: Desk, name: str) -> str | None:
+async def over(desk: Dispatcher, name: str) -> str | None:
     """The error that a job ends in."""
     async with desk.submit(job(name, b"x")) as waiting:
         updates = [update async for update in waiting]
@@ -56,49 +59,53 @@ async def over(desk: Desk, name: str) -> str | None:
 
 
 def test_all_who_wait_hear_of_the_end_at_once():
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
-        await desk.ready()
+        await desk.wait_until_ready()
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
         waiting = asyncio.gather(
-            over(desk, "a"), over(desk, "b"), desk.lost(), desk.lost(), desk.embed(vectors),
+            over(desk, "a"),
+            over(desk, "b"),
+            desk.wait_for_failure(),
+            desk.wait_for_failure(),
+            desk.embed(vectors),
             return_exceptions=True,
-        )  # fmt: skip
+        )
         await asyncio.sleep(0)
         desk.receive(BROKEN)
         *jobs, said, also, embedding = await waiting
         assert set(jobs) == {"the engine stopped: AssertionError: planted"}
-        assert said == also == RunnerLoss(message="AssertionError: planted")
+        assert said == also == RunnerFailure(message="AssertionError: planted")
         assert isinstance(embedding, AppError)
         assert embedding.message == "the engine stopped: AssertionError: planted"
-        assert await desk.lost() == said, "those who come later hear it too"
+        assert await desk.wait_for_failure() == said, "those who come later hear it too"
         assert engine.asked == ["submit a", "submit b", "embed v"], "nobody is there to cancel"
 
     at_desk(body)
 
 
 def test_a_last_word_changes_nothing():
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
         desk.receive(BROKEN)
         before = desk.status()
         desk.receive(READY)
-        desk.receive(Step(updates=(), stats=EngineStats(steps=9)))
-        desk.lose(AppError(Kind.ENGINE, "another reason"))
+        desk.receive(StepOutput(updates=(), stats=EngineStats(steps=9)))
+        desk.fail(AppError(ErrorKind.ENGINE, "another reason"))
         assert desk.status() == before
 
     at_desk(body)
 
 
 def test_a_fault_of_ours_while_loading_is_told_of_the_model():
-    async def body(desk: Desk, engine: Noted) -> None:
-        desk.receive(Loading(progress=40, memory=7))
-        assert (desk.status().progress, desk.status().stats.memory) == (40, 7)
+    async def body(desk: Dispatcher, engine: Noted) -> None:
+        desk.receive(LoadProgress(progress=40, allocated_bytes=7))
+        assert (desk.status().progress, desk.status().stats.allocated_bytes) == (40, 7)
         desk.receive(BROKEN)
         with pytest.raises(AppError, match="the model could not be loaded: Assert") as caught:
-            await desk.ready()
-        assert caught.value.kind is Kind.MODEL_FILES
-        waiting = asyncio.create_task(desk.lost())
+            await desk.wait_until_ready()
+        assert caught.value.kind is ErrorKind.MODEL_FILES
+        waiting = asyncio.create_task(desk.wait_for_failure())
         await asyncio.sleep(0)
         assert not waiting.done(), "it never was ready"
         waiting.cancel()
@@ -107,22 +114,25 @@ def test_a_fault_of_ours_while_loading_is_told_of_the_model():
 
 
 def test_who_finds_the_engine_gone_is_told_why():
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
-        asking = asyncio.create_task(desk.why())
+        asking = asyncio.create_task(desk.get_failure())
         await asyncio.sleep(0)
-        desk.lose(AppError(Kind.ENGINE, "long and inward"), told="short")
+        desk.fail(AppError(ErrorKind.ENGINE, "long and inward"), job_error="short")
         assert (await asking).message == "short"
 
     at_desk(body)
 
 
 def test_an_answer_that_came_to_its_end_is_not_ended_again():
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
         async with desk.submit(job("a", b"x")) as waiting:
-            said = (Token(job="a", id=1, at=1), Ended(job="a", reason="stop", at=2))
-            desk.receive(Step(updates=said, stats=EngineStats()))
+            said = (
+                Token(job_id="a", id=1, timestamp_ns=1),
+                Ended(job_id="a", reason="stop", timestamp_ns=2),
+            )
+            desk.receive(StepOutput(updates=said, stats=EngineStats()))
             desk.receive(BROKEN)
             assert tuple([update async for update in waiting]) == said
         assert engine.asked == ["submit a"]
@@ -131,12 +141,14 @@ def test_an_answer_that_came_to_its_end_is_not_ended_again():
 
 
 def test_what_nobody_waits_for_any_more_is_dropped():
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
         async with desk.submit(job("a", b"x")) as waiting:
-            waiting.keep(3)
-        desk.receive(Step(updates=(Token(job="a", id=1, at=1),), stats=EngineStats()))
-        desk.hand_over(Embedded(job="b"))
+            waiting.limit_cached_tokens(3)
+        desk.receive(
+            StepOutput(updates=(Token(job_id="a", id=1, timestamp_ns=1),), stats=EngineStats())
+        )
+        desk.finish_embedding(EmbedResult(job_id="b"))
         assert engine.asked == ["submit a", "cancel a 3"]
 
     at_desk(body)
@@ -145,7 +157,7 @@ def test_what_nobody_waits_for_any_more_is_dropped():
 def test_nobody_is_asked_to_cancel_what_is_over_already():
     """There may be no engine any more, where a client leaves at the moment at which it ends."""
 
-    async def body(desk: Desk, engine: Noted) -> None:
+    async def body(desk: Dispatcher, engine: Noted) -> None:
         desk.receive(READY)
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
         asking = asyncio.create_task(desk.embed(vectors))

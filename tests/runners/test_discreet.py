@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.runners.discreet import discreet
+from app.core.errors import AppError, ErrorKind
+from app.runners.discreet import redact_paths
 
 FOLDER = Path("/srv/some models/tiny")
 
@@ -29,8 +29,8 @@ FOLDER = Path("/srv/some models/tiny")
     ],
 )
 def test_only_the_way_there_is_left_out(message: str, told: str) -> None:
-    error = AppError(Kind.MODEL_FILES, message, param="model", code="c", retry_after=3)
-    found = discreet(error, FOLDER, "tiny")
+    error = AppError(ErrorKind.MODEL_FILES, message, param="model", code="c", retry_after=3)
+    found = redact_paths(error, FOLDER, "tiny")
     assert found.message == told
     assert (found.kind, found.param, found.code, found.retry_after) == (
         error.kind,
@@ -41,5 +41,5 @@ def test_only_the_way_there_is_left_out(message: str, told: str) -> None:
 
 
 def test_a_model_whose_folder_is_not_known_has_none_to_tell() -> None:
-    error = AppError(Kind.MODEL_FILES, "/a/b/c is gone")
-    assert discreet(error, None, "tiny").message == "c is gone"
+    error = AppError(ErrorKind.MODEL_FILES, "/a/b/c is gone")
+    assert redact_paths(error, None, "tiny").message == "c is gone"

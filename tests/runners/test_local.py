@@ -14,7 +14,7 @@ from app.core.jobs import Ended, Token
 from app.core.ports import RunnerStatus
 from app.core.settings import Settings
 from app.engine.loop import Loop
-from app.runners.local import LocalRunner
+from app.runners.local import ThreadRunner
 from tests.engine.driving import job
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
@@ -22,12 +22,12 @@ from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
 
 @pytest.fixture
 def runner() -> MakeRunner:
-    return lambda: LocalRunner(Settings(prefill_chunk=8, debug=True))
+    return lambda: ThreadRunner(Settings(prefill_chunk=8, debug=True))
 
 
 @asynccontextmanager
-async def started(folder: Path, settings: Settings) -> AsyncIterator[LocalRunner]:
-    running = LocalRunner(settings)
+async def started(folder: Path, settings: Settings) -> AsyncIterator[ThreadRunner]:
+    running = ThreadRunner(settings)
     await running.start(store.resolve(str(folder)))
     try:
         async with asyncio.timeout(PATIENCE):
@@ -67,11 +67,11 @@ def test_when_the_engine_dies_its_jobs_end_with_an_error(
 def test_status_tells_what_the_engine_can_do(tiny_model: Path) -> None:
     async def run() -> None:
         settings = Settings(parallel=3, context=512)
-        assert LocalRunner(settings).status().capacity is None
+        assert ThreadRunner(settings).status().capacity is None
         async with started(tiny_model, settings) as running:
             capacity = running.status().capacity
             assert capacity is not None
-            assert (capacity.parallel, capacity.context) == (3, 512)
+            assert (capacity.parallel, capacity.context_length) == (3, 512)
             await answer(running, "a", b"hello")
             assert running.status().capacity == capacity, "a step does not forget it"
 

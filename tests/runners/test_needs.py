@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
 from app.engine import fit
-from app.engine.describe import complete
-from app.runners.needs import need
+from app.engine.describe import complete_config
+from app.runners.needs import estimate_memory
 from tests import tiny
 from tests.runners.spawning import lives, wait_until
 from tests.serving import ROOT
@@ -23,24 +23,27 @@ from tests.serving import ROOT
 
 @pytest.fixture
 def files(tiny_model: Path) -> ModelFiles:
-    return complete(store.find(str(tiny_model)))
+    return complete_config(store.find(str(tiny_model)))
 
 
 def test_the_process_says_what_would_be_found_here(files: ModelFiles) -> None:
     settings = Settings(context=700, parallel=3)
-    told, here = asyncio.run(need(files, settings, 0)), fit.need(files, settings)
-    assert (told.least, told.wanted) == (here.least, here.wanted)
-    assert told.budget > 0
+    told, here = (
+        asyncio.run(estimate_memory(files, settings, 0)),
+        fit.estimate_memory(files, settings),
+    )
+    assert (told.min_bytes, told.preferred_bytes) == (here.min_bytes, here.preferred_bytes)
+    assert told.device_budget > 0
 
 
 def test_files_that_are_no_model_are_refused_with_the_same_words(
     files: ModelFiles, tmp_path: Path
 ) -> None:
-    broken = complete(store.find(str(tiny.write(tmp_path / "broken"))))
+    broken = complete_config(store.find(str(tiny.write(tmp_path / "broken"))))
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(AppError, match="safetensors") as caught:
-        asyncio.run(need(broken, Settings(), 0))
-    assert caught.value.kind is Kind.MODEL_FILES
+        asyncio.run(estimate_memory(broken, Settings(), 0))
+    assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
 def test_a_process_that_breaks_is_an_error_that_tells_what_it_said(
@@ -51,8 +54,8 @@ def test_a_process_that_breaks_is_an_error_that_tells_what_it_said(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(AppError, match=r"status 3: no such library$") as caught:
-        asyncio.run(need(files, Settings(), 0))
-    assert caught.value.kind is Kind.MODEL_FILES
+        asyncio.run(estimate_memory(files, Settings(), 0))
+    assert caught.value.kind is ErrorKind.MODEL_FILES
 
 
 def test_a_process_that_cannot_be_started_is_no_fault_of_the_model(
@@ -60,8 +63,8 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_model(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(AppError, match="cannot start a process") as caught:
-        asyncio.run(need(files, Settings(), 0))
-    assert caught.value.kind is Kind.ENGINE
+        asyncio.run(estimate_memory(files, Settings(), 0))
+    assert caught.value.kind is ErrorKind.ENGINE
 
 
 def test_a_folder_that_has_an_app_of_its_own_is_a_fine_place_to_serve_from(
@@ -71,7 +74,7 @@ def test_a_folder_that_has_an_app_of_its_own_is_a_fine_place_to_serve_from(
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert asyncio.run(need(files, Settings(), 0)).least > 0
+    assert asyncio.run(estimate_memory(files, Settings(), 0)).min_bytes > 0
 
 
 HANGS = """
@@ -116,5 +119,5 @@ def test_a_process_that_hangs_is_ended(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(AppError, match="took longer than "):
-        asyncio.run(need(files, replace(Settings(), load_timeout=0.5), 0))
+        asyncio.run(estimate_memory(files, replace(Settings(), load_timeout=0.5), 0))
     assert not lives(int((tmp_path / "pid").read_text()))

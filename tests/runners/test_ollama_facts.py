@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.residents import Served
+from app.core.errors import AppError, ErrorKind
+from app.core.residents import ServedModel
 from app.core.settings import Settings
-from app.runners.pool import Pool
+from app.runners.pool import ModelPool
 from tests.runners.scripted import House, need, pooled, served, settled, until
 
 A, B, C = served("a"), served("b"), served("c")
@@ -24,7 +24,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(body)
 
 
-async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> None:
+async def use(pool: ModelPool, model: ServedModel, keep_alive: float | None = None) -> None:
     async with pool.lease(model) as lease:
         await lease.wait()
         if keep_alive is not None:
@@ -43,7 +43,7 @@ def test_a_first_model_that_is_too_big_is_an_error_with_both_figures():
         async with pooled(sizes(a=11)) as pool:
             with pytest.raises(AppError, match=r"a needs 11 B .* may use only 10 B") as raised:
                 await use(pool, A)
-            assert raised.value.kind is Kind.MODEL_FILES
+            assert raised.value.kind is ErrorKind.MODEL_FILES
 
     run(body())
 
@@ -164,10 +164,10 @@ def test_the_latest_requests_keep_alive_replaces_the_one_before():
         async with pooled(house) as pool:
             await use(pool, A, 600.0)
             await use(pool, A, math.inf)
-            assert pool.state(A).expires is None
+            assert pool.model_state(A).expires_at is None
             await use(pool, A, 900.0)
             await use(pool, A)
-            assert pool.resident(A).keep_alive == 900.0
+            assert pool.get_handle(A).keep_alive == 900.0
 
     run(body())
 
@@ -203,9 +203,9 @@ def test_whoever_comes_when_too_many_wait_is_told_so():
         async with pooled(house) as pool, pool.lease(model):
             with pytest.raises(AppError) as raised:
                 await use(pool, model)
-            assert raised.value.kind is Kind.BUSY
+            assert raised.value.kind is ErrorKind.BUSY
             async with pool.lease(B) as lease:
-                assert lease.loading().waits, "it is not refused"
+                assert lease.loading_event().queued, "it is not refused"
         assert Settings().max_queue == 64
 
     run(body())
@@ -240,7 +240,7 @@ def test_a_busy_one_that_has_to_leave_serves_who_is_there_and_nobody_else():
                 waiting = asyncio.create_task(use(pool, B))
                 await settled()
                 async with pool.lease(A) as second:
-                    assert second.ready, "b waits for the first one anyway"
+                    assert second.is_held, "b waits for the first one anyway"
             late = asyncio.create_task(use(pool, A))
             await asyncio.gather(waiting, late)
             assert house.loads == ["a", "b", "a"]
@@ -258,7 +258,7 @@ def test_a_load_begins_when_the_evicted_runner_is_gone():
             await use(pool, A)
             gone = house.of("a").slow_stop = asyncio.Event()
             waiting = asyncio.create_task(use(pool, B))
-            await until(lambda: pool.state(A).phase == "unloading")
+            await until(lambda: pool.model_state(A).phase == "unloading")
             await settled()
             assert house.loads == ["a"]
             gone.set()
@@ -279,7 +279,7 @@ def test_a_client_that_leaves_while_its_model_is_loaded_does_not_end_the_load():
             waiting.cancel()
             await settled()
             gate.set()
-            await until(lambda: pool.state(A).phase == "ready")
+            await until(lambda: pool.model_state(A).phase == "ready")
 
     run(body())
 
@@ -293,7 +293,7 @@ def test_a_runner_that_is_gone_is_noticed_without_a_request():
         async with pooled(house) as pool:
             await use(pool, A)
             house.of("a").die("killed by SIGKILL")
-            await until(lambda: pool.state(A).phase == "unloaded")
-            assert "killed by SIGKILL" in (pool.state(A).error or "")
+            await until(lambda: pool.model_state(A).phase == "unloaded")
+            assert "killed by SIGKILL" in (pool.model_state(A).error or "")
 
     run(body())

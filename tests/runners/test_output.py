@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.runners.output import Output, Quota, ended
+from app.runners.output import LogRateLimit, ProcessOutput, describe_exit
 
 
 def lines(*pieces: bytes) -> list[str]:
-    output = Output()
+    output = ProcessOutput()
     found = [line for piece in pieces for line in output.feed(piece)]
     return [*found, *output.flush()]
 
@@ -27,7 +27,7 @@ def test_lines_do_not_depend_on_how_they_arrive(text: str, cuts: list[int]):
 
 
 def test_a_line_without_an_end_takes_no_memory():
-    output = Output()
+    output = ProcessOutput()
     for _ in range(1000):
         assert list(output.feed(b"x" * 65536)) == []
     [line] = output.feed(b"end\nnext")
@@ -47,32 +47,32 @@ ModuleNotFoundError: No module named 'mlx'
 
 
 def test_lines_that_give_a_reason_are_preferred():
-    output = Output()
+    output = ProcessOutput()
     list(output.feed(TRACEBACK + b"DEBUG app: bye\n" * 4))
-    assert output.reason() == "ModuleNotFoundError: No module named 'mlx'"
+    assert output.find_reason() == "ModuleNotFoundError: No module named 'mlx'"
 
 
 def test_else_the_last_lines_are_told():
-    output = Output()
+    output = ProcessOutput()
     list(output.feed(b"one\ntwo\nthree\nfour\n"))
-    assert output.reason() == "two; three; four"
+    assert output.find_reason() == "two; three; four"
 
 
 def test_a_reason_is_short_and_old_lines_are_forgotten():
-    output = Output()
+    output = ProcessOutput()
     for i in range(1000):
         list(output.feed(f"Error: {i} {'x' * 500}\n".encode()))
-    assert len(output.reason()) <= 2000
-    assert "Error: 999" in output.reason()
+    assert len(output.find_reason()) <= 2000
+    assert "Error: 999" in output.find_reason()
     list(output.feed(b"fine\n" * 50))
-    assert output.reason() == "fine", "nothing is said twice"
+    assert output.find_reason() == "fine", "nothing is said twice"
 
 
 def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
-    quota = Quota()
-    assert sum(quota.admits(1.0 + i / 1000) for i in range(250)) == 100
-    assert quota.admits(20.0)
-    assert (quota.held(), quota.held()) == (150, 0)
+    quota = LogRateLimit()
+    assert sum(quota.admit(1.0 + i / 1000) for i in range(250)) == 100
+    assert quota.admit(20.0)
+    assert (quota.take_dropped(), quota.take_dropped()) == (150, 0)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_so_many_lines_pass_in_a_while_and_the_others_are_counted():
     ],
 )
 def test_an_end_is_told_in_words(status: int, how: str):
-    assert ended(status) == how
+    assert describe_exit(status) == how

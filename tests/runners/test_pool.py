@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.events import Loading
+from app.core.errors import AppError, ErrorKind
+from app.core.events import ModelLoading
 from app.core.jobs import Ended, EngineStats, Started
-from app.core.residents import Served
+from app.core.residents import ServedModel
 from app.runners import lease as lease_module
 from app.runners import pool as pool_module
-from app.runners.pool import Pool
-from app.runners.restarts import CRASHED, Patience
+from app.runners.pool import ModelPool
+from app.runners.restarts import RUNNER_CRASHED, RestartPolicy
 from tests.runners.scripted import (
     PATIENCE,
     House,
@@ -40,7 +40,7 @@ def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(body)
 
 
-async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> None:
+async def use(pool: ModelPool, model: ServedModel, keep_alive: float | None = None) -> None:
     async with pool.lease(model) as lease:
         await lease.wait()
         if keep_alive is not None:
@@ -48,7 +48,9 @@ async def use(pool: Pool, model: Served, keep_alive: float | None = None) -> Non
 
 
 @asynccontextmanager
-async def held(pool: Pool, model: Served, keep_alive: float | None = None) -> AsyncGenerator[None]:
+async def held(
+    pool: ModelPool, model: ServedModel, keep_alive: float | None = None
+) -> AsyncGenerator[None]:
     async with pool.lease(model) as lease:
         await lease.wait()
         if keep_alive is not None:
@@ -56,8 +58,8 @@ async def held(pool: Pool, model: Served, keep_alive: float | None = None) -> As
         yield
 
 
-def phases(pool: Pool) -> dict[str, str]:
-    return {model.name: pool.state(model).phase for model in (A, B, C)}
+def phases(pool: ModelPool) -> dict[str, str]:
+    return {model.name: pool.model_state(model).phase for model in (A, B, C)}
 
 
 def test_a_request_waits_for_its_model_and_the_next_one_does_not():
@@ -66,22 +68,22 @@ def test_a_request_waits_for_its_model_and_the_next_one_does_not():
         gate = house.gates["a"] = asyncio.Event()
         async with pooled(house) as pool:
             async with pool.lease(A) as lease:
-                assert not lease.ready
-                assert lease.loading() == Loading(progress=0, waits=True)
+                assert not lease.is_held
+                assert lease.loading_event() == ModelLoading(progress=0, queued=True)
                 await until(lambda: house.loads)
-                assert lease.loading() == Loading(progress=40)
+                assert lease.loading_event() == ModelLoading(progress=40)
                 assert phases(pool) == {"a": "loading", "b": "unloaded", "c": "unloaded"}
                 gate.set()
                 await lease.wait()
-                assert lease.ready
+                assert lease.is_held
                 async with pool.lease(A) as second:
-                    assert second.ready
-                    assert pool.state(A).leases == 2
-            state = pool.state(A)
-            assert (state.phase, state.leases, state.share) == ("ready", 0, 4)
-            assert (state.context, state.parallel, state.pid) == (64, 2, 7)
-            assert (pool.context(A), pool.context(B)) == (64, None)
-            assert pool.resident(A) is pool.resident(A)
+                    assert second.is_held
+                    assert pool.model_state(A).leases == 2
+            state = pool.model_state(A)
+            assert (state.phase, state.leases, state.allocation) == ("ready", 0, 4)
+            assert (state.context_length, state.parallel, state.pid) == (64, 2, 7)
+            assert (pool.context_length(A), pool.context_length(B)) == (64, None)
+            assert pool.get_handle(A) is pool.get_handle(A)
             assert house.loads == ["a"]
 
     run(body())
@@ -96,7 +98,7 @@ def test_a_model_that_is_loaded_does_not_wait_behind_a_load():
             async with pool.lease(B):
                 await until(lambda: phases(pool)["b"] == "loading")
                 async with pool.lease(A) as lease:
-                    assert lease.ready
+                    assert lease.is_held
 
     run(body())
 
@@ -144,17 +146,17 @@ def test_a_busy_model_ends_its_requests_before_it_leaves_and_new_ones_wait():
                     await waits.wait()
 
             before = asyncio.create_task(old())
-            await until(lambda: pool.state(A).phase == "ready")
+            await until(lambda: pool.model_state(A).phase == "ready")
             async with pool.lease(B) as lease:
                 await settled()
                 async with held(pool, A):
                     # admitted: b cannot be served before the old request ends anyway
                     waits.set()
                     await before
-                    await until(lambda: pool.state(A).phase == "unloading")
+                    await until(lambda: pool.model_state(A).phase == "unloading")
                     late = asyncio.create_task(use(pool, A))
                     await settled()
-                    assert not lease.ready
+                    assert not lease.is_held
                     assert not late.done(), "it found the model closed"
                 await lease.wait()
                 assert house.here == ["b"]
@@ -189,11 +191,11 @@ def test_a_models_own_memory_bounds_its_share():
 def test_the_only_model_gets_what_the_settings_say_and_is_not_measured():
     async def body() -> None:
         house = House()
-        pool = Pool(house.make, house.files, None, total=10)
+        pool = ModelPool(house.make, house.files, None, total_bytes=10)
         await pool.start()
         await use(pool, A)
         assert house.runners[0].settings == A.settings
-        assert pool.state(A).share is None
+        assert pool.model_state(A).allocation is None
         assert house.asked == []
         await pool.stop()
 
@@ -220,7 +222,7 @@ def test_a_model_that_takes_long_to_measure_gives_way_when_nobody_waits_for_it()
         async with pooled(house) as pool:
             async with pool.lease(A):
                 await until(lambda: house.asked == ["a"])
-                assert pool.state(A).phase == "queued"
+                assert pool.model_state(A).phase == "queued"
             await use(pool, B)
             assert house.loads == ["b"]
 
@@ -234,7 +236,7 @@ def test_without_a_total_there_is_what_the_device_has_left_and_what_our_models_h
         house = House(needs={"a": need(6, budget=10), "b": need(3, 9, budget=7)})
         async with pooled(house, total=None) as pool:
             async with held(pool, A):
-                house.of("a").stats = EngineStats(memory=4)
+                house.of("a").stats = EngineStats(allocated_bytes=4)
                 await use(pool, B)
             assert house.of("b").settings.memory == 5
 
@@ -249,15 +251,15 @@ def test_what_was_measured_while_another_one_left_is_measured_again():
         gate = house.gates["need of b"] = asyncio.Event()
         async with pooled(house, total=None) as pool:
             await use(pool, A)
-            house.of("a").stats = EngineStats(memory=6)
+            house.of("a").stats = EngineStats(allocated_bytes=6)
             async with pool.lease(B) as lease:
                 await until(lambda: house.asked == ["a", "b"])
                 house.of("a").die()
-                await until(lambda: pool.state(A).phase == "unloaded")
+                await until(lambda: pool.model_state(A).phase == "unloaded")
                 gate.set()
                 await lease.wait()
             assert house.asked == ["a", "b", "b"]
-            assert pool.state(B).share == 6
+            assert pool.model_state(B).allocation == 6
 
     run(body())
 
@@ -270,10 +272,10 @@ def test_what_does_not_fit_is_refused_with_the_figures_and_others_go_on():
                 use(pool, A), use(pool, B), return_exceptions=True
             )
             assert isinstance(refused, AppError)
-            assert refused.kind is Kind.MODEL_FILES
+            assert refused.kind is ErrorKind.MODEL_FILES
             assert "a needs 11 B" in refused.message
             assert served is None
-            assert pool.state(A).error == refused.message
+            assert pool.model_state(A).error == refused.message
 
     run(body())
 
@@ -284,12 +286,12 @@ def test_a_model_leaves_when_nobody_asked_for_it_for_as_long_as_it_stays():
             model = served("a", keep_alive=0.5)
             async with held(pool, model):
                 await asyncio.sleep(0.6)
-                assert pool.state(model).expires is None
+                assert pool.model_state(model).expires_at is None
                 before = time.time()
-            after, expires = time.time(), pool.state(model).expires
+            after, expires = time.time(), pool.model_state(model).expires_at
             assert expires is not None
             assert before + 0.49 <= expires <= after + 0.51
-            await until(lambda: pool.state(model).phase == "unloaded")
+            await until(lambda: pool.model_state(model).phase == "unloaded")
             assert time.time() >= expires - 0.01
 
     run(body())
@@ -300,12 +302,12 @@ def test_a_request_that_says_nothing_leaves_what_was_said_and_unloading_forgets_
         async with pooled(small()) as pool:
             await use(pool, A, keep_alive=500)
             await use(pool, A)
-            expires = pool.state(A).expires
+            expires = pool.model_state(A).expires_at
             assert expires is not None
             assert 400 < expires - time.time() < 600
             await pool.unload(A)
             await use(pool, A)
-            assert pool.state(A).expires is None, "for ever, as it was served"
+            assert pool.model_state(A).expires_at is None, "for ever, as it was served"
 
     run(body())
 
@@ -319,7 +321,7 @@ def test_only_an_admin_may_have_a_model_leave_earlier_than_the_operator_says():
 
             def asked(seconds: float, *, admin: bool = False) -> float:
                 pool.set_keep_alive(model, seconds, admin=admin)
-                return pool.resident(model).keep_alive
+                return pool.get_handle(model).keep_alive
 
             await use(pool, model)
             assert asked(0.0) == 300.0
@@ -335,7 +337,7 @@ def test_only_an_admin_may_have_a_model_leave_earlier_than_the_operator_says():
             await use(pool, model)
             assert asked(90.0) == 300.0
             asked(0.0, admin=True)
-            await until(lambda: pool.state(model).phase == "unloaded")
+            await until(lambda: pool.model_state(model).phase == "unloaded")
 
     run(body())
 
@@ -347,7 +349,7 @@ def test_a_pinned_model_stays_whatever_is_said():
             await use(pool, pinned, keep_alive=0)
             for model in (B, C, B):
                 await use(pool, model)
-            assert pool.state(pinned).phase == "ready"
+            assert pool.model_state(pinned).phase == "ready"
             with pytest.raises(AppError, match="is pinned"):
                 await pool.unload(pinned)
 
@@ -363,7 +365,7 @@ def test_whoever_leaves_while_a_model_is_loaded_lets_it_be_loaded():
                 await until(lambda: house.loads)
             await settled()
             gate.set()
-            await until(lambda: pool.state(A).phase == "ready")
+            await until(lambda: pool.model_state(A).phase == "ready")
 
     run(body())
 
@@ -395,13 +397,13 @@ def test_a_load_that_nobody_waits_for_gives_way():
     run(body())
 
 
-async def give_up(pool: Pool, model: Served) -> None:
+async def give_up(pool: ModelPool, model: ServedModel) -> None:
     """As a client does that cannot be kept waiting, and is told to come again."""
     with suppress(AppError):
         async with pool.lease(model) as lease:
             await settled()
-            assert lease.waits
-            raise AppError(Kind.LOADING, "come again", retry_after=1)
+            assert lease.is_waiting
+            raise AppError(ErrorKind.LOADING, "come again", retry_after=1)
 
 
 def test_whoever_was_told_to_come_again_keeps_its_place_and_finds_its_model():
@@ -412,14 +414,14 @@ def test_whoever_was_told_to_come_again_keeps_its_place_and_finds_its_model():
         async with pooled(house) as pool:
             async with held(pool, A):
                 await give_up(pool, B)
-                assert (pool.state(B).phase, pool.state(B).leases) == ("queued", 0)
+                assert (pool.model_state(B).phase, pool.model_state(B).leases) == ("queued", 0)
                 behind = asyncio.create_task(use(pool, C))
                 await settled()
-            await until(lambda: pool.resident(B).phase == "ready")
+            await until(lambda: pool.get_handle(B).phase == "ready")
             await settled()
             assert house.loads == ["a", "b"], "and it does not go for the one behind it"
             async with pool.lease(B) as lease, pool.lease(B) as another:
-                assert (lease.ready, another.ready) == (True, False), "it was to go afterwards"
+                assert (lease.is_held, another.is_held) == (True, False), "it was to go afterwards"
             await behind
             assert house.loads == ["a", "b", "c"]
 
@@ -447,7 +449,7 @@ def test_a_load_goes_on_for_whoever_was_told_to_come_again():
 
 
 def test_whoever_does_not_come_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lease_module, "_LATE", -0.9)
+    monkeypatch.setattr(lease_module, "_RETRY_GRACE", -0.9)
 
     async def body() -> None:
         house = House(needs={name: need(8) for name in "abc"})
@@ -457,7 +459,7 @@ def test_whoever_does_not_come_again_is_not_waited_for(monkeypatch: pytest.Monke
             await give_up(pool, A)
             await after.__aenter__()
             await before.__aexit__(None, None, None)
-            await until(lambda: pool.state(B).phase == "unloading")
+            await until(lambda: pool.model_state(B).phase == "unloading")
             # when it is clear that nobody comes, it is there for others as before
             await use(pool, B)
             await after.__aexit__(None, None, None)
@@ -466,7 +468,7 @@ def test_whoever_does_not_come_again_is_not_waited_for(monkeypatch: pytest.Monke
             await until(lambda: "a" in house.loads)
             await use(pool, C)
             assert house.loads == ["b", "a", "c"]
-            assert pool.state(A).loads == 0
+            assert pool.model_state(A).loads == 0
 
     run(body())
 
@@ -479,7 +481,7 @@ def test_an_end_does_not_wait_for_those_who_were_told_to_come_again(end: str):
         async with pooled(house) as pool:
             await give_up(pool, A)
             gate.set()
-            await until(lambda: pool.state(A).phase == "ready")
+            await until(lambda: pool.model_state(A).phase == "ready")
             async with asyncio.timeout(PATIENCE):
                 await (pool.unload(A) if end == "unload" else pool.stop(drain=2 * PATIENCE))
             assert not house.here
@@ -496,8 +498,8 @@ def test_those_who_were_told_to_come_again_take_no_place_of_others():
             for _ in range(3):
                 await give_up(pool, narrow)
             async with pool.lease(narrow) as lease:
-                assert lease.waits
-                assert pool.state(narrow).leases == 1
+                assert lease.is_waiting
+                assert pool.model_state(narrow).leases == 1
 
     run(body())
 
@@ -509,14 +511,14 @@ def test_no_more_may_wait_for_a_model_than_the_settings_say():
         model = served("a", max_queue=2)
         async with pooled(house) as pool:
             two = [asyncio.create_task(use(pool, model)) for _ in range(2)]
-            await until(lambda: pool.state(model).leases == 2)
+            await until(lambda: pool.model_state(model).leases == 2)
             with pytest.raises(
                 AppError, match="2 requests are already waiting for a to load"
             ) as raised:
                 await use(pool, model)
-            assert raised.value.kind is Kind.BUSY
+            assert raised.value.kind is ErrorKind.BUSY
             assert raised.value.retry_after
-            assert pool.state(model).rejected == 1
+            assert pool.model_state(model).rejected == 1
             gate.set()
             await asyncio.gather(*two)
 
@@ -547,10 +549,10 @@ def test_a_broken_model_is_started_again_for_those_who_wait_and_the_others_do_no
                 async with pool.lease(A) as lease:
                     await lease.wait()
                     house.of("a").die("killed by SIGKILL")
-                    await until(lambda: not lease.ready)
-                    assert "killed by SIGKILL" in (pool.state(A).error or "")
+                    await until(lambda: not lease.is_held)
+                    assert "killed by SIGKILL" in (pool.model_state(A).error or "")
                     await lease.wait()
-                state = pool.state(A)
+                state = pool.model_state(A)
                 assert (state.phase, state.restarts, state.error) == ("ready", 1, None)
             assert house.loads == ["b", "a", "a"]
 
@@ -563,11 +565,11 @@ def test_a_broken_model_that_nobody_asks_for_is_just_unloaded():
         async with pooled(house) as pool:
             await use(pool, A)
             house.of("a").die()
-            await until(lambda: pool.state(A).phase == "unloaded")
+            await until(lambda: pool.model_state(A).phase == "unloaded")
             await asyncio.sleep(0.1)
             assert house.loads == ["a"]
             await use(pool, A)
-            assert pool.state(A).restarts == 1
+            assert pool.model_state(A).restarts == 1
 
     run(body())
 
@@ -577,13 +579,15 @@ def test_a_broken_model_that_is_to_be_there_is_started_again():
         house = small()
         async with pooled(house) as pool:
             pool.preload(A)
-            await until(lambda: pool.state(A).phase == "ready")
+            await until(lambda: pool.model_state(A).phase == "ready")
             pinned = served("b", pinned=True)
             await use(pool, pinned)
             for name in "ab":
                 house.of(name).die()
             await until(lambda: sorted(house.loads) == ["a", "a", "b", "b"])
-            await until(lambda: pool.state(A).phase == pool.state(pinned).phase == "ready")
+            await until(
+                lambda: pool.model_state(A).phase == pool.model_state(pinned).phase == "ready"
+            )
 
     run(body())
 
@@ -602,7 +606,7 @@ def test_nobody_leaves_for_what_is_loaded_in_good_time():
 
 
 def crash() -> AppError:
-    return AppError(Kind.MODEL_FILES, "its process was killed by SIGKILL", code=CRASHED)
+    return AppError(ErrorKind.MODEL_FILES, "its process was killed by SIGKILL", code=RUNNER_CRASHED)
 
 
 def test_a_load_that_crashes_is_tried_again_for_those_who_wait():
@@ -612,7 +616,7 @@ def test_a_load_that_crashes_is_tried_again_for_those_who_wait():
         async with pooled(house) as pool:
             await use(pool, A)
             assert house.loads == ["a", "a", "a"]
-            assert pool.state(A).error is None
+            assert pool.model_state(A).error is None
 
     run(body())
 
@@ -625,10 +629,10 @@ def test_a_model_that_crashes_on_three_loads_is_refused_for_a_while_and_then_tri
             for loads in (3, 4):
                 with pytest.raises(AppError, match="killed by SIGKILL") as raised:
                     await use(pool, A)
-                assert raised.value.kind is Kind.MODEL_FILES
+                assert raised.value.kind is ErrorKind.MODEL_FILES
                 assert len(house.loads) == loads
-                await until(lambda: pool.state(A).phase == "refused")
-                await until(lambda: pool.state(A).phase == "unloaded")
+                await until(lambda: pool.model_state(A).phase == "refused")
+                await until(lambda: pool.model_state(A).phase == "unloaded")
             await use(pool, A)
 
     run(body())
@@ -653,14 +657,14 @@ def test_a_refused_request_is_told_when_to_come_again():
 def test_who_waits_is_told_at_once_what_is_wrong_with_a_models_files():
     async def body() -> None:
         house = small()
-        house.problems["a"] = [AppError(Kind.MODEL_FILES, "a tensor is missing")]
-        house.unreadable["b"] = AppError(Kind.MODEL_FILES, "config.json is gone")
+        house.problems["a"] = [AppError(ErrorKind.MODEL_FILES, "a tensor is missing")]
+        house.unreadable["b"] = AppError(ErrorKind.MODEL_FILES, "config.json is gone")
         house.unreadable["c"] = OSError("no such device")
         async with pooled(house) as pool:
             for model, said in ((A, "a tensor"), (B, "config.json"), (C, "no such device")):
                 with pytest.raises(AppError, match=said) as raised:
                     await use(pool, model)
-                assert raised.value.kind is Kind.MODEL_FILES
+                assert raised.value.kind is ErrorKind.MODEL_FILES
             assert house.loads == ["a"]
             await use(pool, A)
 
@@ -671,14 +675,14 @@ def test_a_model_that_cannot_be_loaded_does_not_delay_others():
     async def body() -> None:
         house = small()
         house.problems["a"] = [crash() for _ in range(3)]
-        slow = Patience(first=PATIENCE, longest=PATIENCE)
-        pool = Pool(house.make, house.files, house.need, total=10, patience=slow)
+        slow = RestartPolicy(initial_delay=PATIENCE, max_delay=PATIENCE)
+        pool = ModelPool(house.make, house.files, house.need, total_bytes=10, restart_policy=slow)
         await pool.start()
         async with pool.lease(A) as lease:
-            await until(lambda: pool.state(A).phase == "failed")
+            await until(lambda: pool.model_state(A).phase == "failed")
             async with asyncio.timeout(PATIENCE / 4):
                 await use(pool, B)
-            assert not lease.ready
+            assert not lease.is_held
             await pool.stop()
 
     run(body())
@@ -690,7 +694,7 @@ def test_unloading_waits_for_the_requests_that_are_here():
         async with pooled(house) as pool:
             async with held(pool, A):
                 unloading = asyncio.create_task(pool.unload(A))
-                await until(lambda: pool.state(A).phase == "unloading")
+                await until(lambda: pool.model_state(A).phase == "unloading")
                 late = asyncio.create_task(use(pool, A))
                 await settled()
                 assert not unloading.done()
@@ -709,8 +713,8 @@ def test_a_model_that_leaves_has_nothing_wrong_with_it():
             await use(pool, A)
             slow = house.of("a").slow_stop = asyncio.Event()
             unloading = asyncio.create_task(pool.unload(A))
-            await until(lambda: pool.resident(A).phase == "leaving")
-            assert (pool.state(A).phase, pool.state(A).error) == ("unloading", None)
+            await until(lambda: pool.get_handle(A).phase == "leaving")
+            assert (pool.model_state(A).phase, pool.model_state(A).error) == ("unloading", None)
             slow.set()
             await unloading
 
@@ -762,7 +766,7 @@ def test_stopping_refuses_who_waits_lets_the_others_end_and_ends_all_at_once():
                 stopping = asyncio.create_task(pool.stop(PATIENCE))
                 with pytest.raises(AppError) as raised:
                     await late
-                assert raised.value.kind is Kind.STOPPING
+                assert raised.value.kind is ErrorKind.STOPPING
                 with pytest.raises(AppError):
                     await use(pool, A)
                 assert house.of("b").state == "ready", "not before all is over"
@@ -829,10 +833,16 @@ def test_counters_go_on_where_a_runner_is_started_again():
         async with pooled(house) as pool:
             for steps in (5, 7):
                 await use(pool, A)
-                house.of("a").stats = EngineStats(steps=steps, running=3, misses=(("empty", 2),))
+                house.of("a").stats = EngineStats(
+                    steps=steps, running=3, prefix_miss_counts=(("empty", 2),)
+                )
                 await pool.unload(A)
-            stats = pool.state(A).stats
-            assert (stats.steps, stats.running, stats.misses) == (12, 0, (("empty", 4),))
+            stats = pool.model_state(A).stats
+            assert (stats.steps, stats.running, stats.prefix_miss_counts) == (
+                12,
+                0,
+                (("empty", 4),),
+            )
 
     run(body())
 
@@ -842,7 +852,7 @@ def test_a_job_that_comes_when_a_runner_was_lost_waits_for_the_next_one():
         house = small()
         async with pooled(house) as pool, pool.lease(A) as lease:
             await lease.wait()
-            handle, lost = pool.resident(A), house.of("a")
+            handle, lost = pool.get_handle(A), house.of("a")
             lost.die("killed by SIGKILL")
             async with handle.submit(job("x")) as submission:
                 assert [type(update) async for update in submission] == [Started, Ended]
@@ -857,10 +867,10 @@ def test_a_job_that_waits_for_a_runner_is_told_why_there_will_be_none():
         house = small()
         async with pooled(house) as pool, pool.lease(A) as lease:
             await lease.wait()
-            house.unreadable["a"] = AppError(Kind.MODEL_FILES, "its files are gone")
+            house.unreadable["a"] = AppError(ErrorKind.MODEL_FILES, "its files are gone")
             house.of("a").die()
             with pytest.raises(AppError, match="its files are gone"):
-                async with pool.resident(A).submit(job("x")):
+                async with pool.get_handle(A).submit(job("x")):
                     raise AssertionError("there is none")
 
     run(body())
@@ -869,7 +879,7 @@ def test_a_job_that_waits_for_a_runner_is_told_why_there_will_be_none():
 def test_a_model_nobody_asked_for_has_a_state():
     async def body() -> None:
         async with pooled(small()) as pool:
-            state = pool.state(served("a", pinned=True))
+            state = pool.model_state(served("a", pinned=True))
             assert (state.phase, state.pinned, state.leases) == ("unloaded", True, 0)
 
     run(body())

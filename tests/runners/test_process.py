@@ -12,12 +12,12 @@ import httpx2
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
-from app.core.requests import Choice
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import ChoiceGrammar
 from app.core.settings import Settings
 from app.runners.process import ProcessRunner
 from tests import tiny
-from tests.descriptors import none_left
+from tests.descriptors import exhaust_descriptors
 from tests.runners.contract import *  # noqa: F403  # the suite that every runner passes
 from tests.runners.contract import PATIENCE, MakeRunner, answer, ids
 from tests.runners.spawning import (
@@ -79,9 +79,9 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
     are."""
 
     async def body(running: ProcessRunner) -> None:
-        follows = {"grammar": Choice(options=("a",)), "stop_ids": frozenset({tiny.END})}
+        follows = {"grammar": ChoiceGrammar(options=("a",)), "stop_ids": frozenset({tiny.END})}
         assert ids(await answer(running, "opens a connection", b"hello"))
-        with none_left():
+        with exhaust_descriptors():
             refused = asyncio.create_task(answer(running, "refused", b"hello", **follows))
             names = [f"other-{number}" for number in range(10)]
             others = await asyncio.gather(*(answer(running, name, b"hello") for name in names))
@@ -90,7 +90,7 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
                 await refused
         error = caught.value
         assert (error.kind, error.code, error.retry_after) == (
-            Kind.OVERLOADED,
+            ErrorKind.OVERLOADED,
             "out_of_resources",
             1,
         )
@@ -160,7 +160,7 @@ def test_many_starts_leave_nothing_open(tiny_model: Path) -> None:
             await answer(running, "a", b"hello")
             if kill:
                 os.kill(pid(running), signal.SIGKILL)
-                await running.lost()
+                await running.wait_for_failure()
 
     async def run() -> None:
         await once(kill=False)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from httpcore2._backends.anyio import AnyIOStream
 
-from app.core.errors import AppError, Kind
-from app.core.ports import RunnerLoss
-from app.runners.line import Line
-from app.runners.spawned import out_of_memory_kills
+from app.core.errors import AppError, ErrorKind
+from app.core.ports import RunnerFailure
+from app.runners.line import WorkerClient
+from app.runners.spawned import count_oom_kills
 from tests.engine.driving import job
 from tests.runners.contract import answer, ids
 from tests.runners.spawning import (
@@ -39,7 +39,7 @@ WATCHDOG = 5.0
 
 
 # a SIGKILL that a test sends, where the system counts those that it sends itself
-SENT = "unknown" if out_of_memory_kills() is None else "outside"
+SENT = "unknown" if count_oom_kills() is None else "outside"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
@@ -48,7 +48,7 @@ def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Sign
         async with started(long_model) as running:
             process = pid(running)
             waiting = asyncio.gather(*(end(running, f"job {i}") for i in range(3)))
-            watching = asyncio.gather(*(running.lost() for _ in range(3)))
+            watching = asyncio.gather(*(running.wait_for_failure() for _ in range(3)))
             while running.status().stats.running < 3:  # noqa: ASYNC110  # the engine says so
                 await asyncio.sleep(0.01)
             os.kill(process, how)
@@ -66,7 +66,7 @@ def test_everybody_who_waits_hears_of_a_death(long_model: Path, how: signal.Sign
             assert (status.state, status.error, status.pid) == ("failed", loss.message, None)
             with pytest.raises(AppError, match="the engine is not running") as caught:
                 await answer(running, "b", b"x")
-            assert caught.value.kind is Kind.ENGINE
+            assert caught.value.kind is ErrorKind.ENGINE
             assert not lives(process)
 
     asyncio.run(run())
@@ -80,7 +80,7 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -
             while not running.status().stats.running:  # noqa: ASYNC110  # the engine says so
                 await asyncio.sleep(0.01)
             os.kill(process, signal.SIGSTOP)
-            said = (await running.lost()).message
+            said = (await running.wait_for_failure()).message
             assert said.startswith("the engine's process has sent nothing for ")
             assert (await waiting).error == f"the engine stopped: {said}"
             await running.stop()
@@ -92,7 +92,7 @@ def test_a_process_that_says_nothing_any_more_is_replaceable(long_model: Path) -
 def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
     long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.runners.process._DYING", 0.3)
+    monkeypatch.setattr("app.runners.process._EXIT_TIMEOUT", 0.3)
     plant(
         "from app.runners import service as it\n"
         "async def lines(self):\n"
@@ -103,8 +103,8 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
     async def run() -> None:
         async with started(long_model) as running:
             process = pid(running)
-            loss = await running.lost()
-            assert loss == RunnerLoss(
+            loss = await running.wait_for_failure()
+            assert loss == RunnerFailure(
                 message="the process of tiny closed its connection and did not exit"
             )
             await running.stop()
@@ -117,7 +117,7 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
     long_model: Path, plant: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heartbeats go on, but who asks it something would wait in vain, one after the other."""
-    monkeypatch.setattr("app.runners.process._DYING", 0.3)
+    monkeypatch.setattr("app.runners.process._EXIT_TIMEOUT", 0.3)
     plant(
         "from starlette.responses import StreamingResponse\n"
         "from app.runners import service as it\n"
@@ -135,7 +135,7 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
             with pytest.raises(AppError) as caught:
                 await end(running, "a")
             assert caught.value.message == "the engine stopped: its process closed its connection"
-            said = (await running.lost()).message
+            said = (await running.wait_for_failure()).message
             assert said.startswith("the process of tiny closed its connection and did not exit: ")
             assert "RuntimeError: planted" in said
             await running.stop()
@@ -170,7 +170,7 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
                 await end(running, "a")
             ended = "the engine stopped: its process ended with exit status 1"
             assert caught.value.message == ended
-            assert "MemoryError" in (await running.lost()).message
+            assert "MemoryError" in (await running.wait_for_failure()).message
 
     asyncio.run(run())
 
@@ -195,7 +195,7 @@ def test_a_process_that_dies_leaves_no_connection_open(
             address = ("127.0.0.1", port(running))
             assert address in _peers()
             os.kill(pid(running), signal.SIGKILL)
-            await running.lost()
+            await running.wait_for_failure()
         assert address not in _peers()
 
     asyncio.run(run())
@@ -229,7 +229,7 @@ def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str],
     async def run() -> None:
         async with started(long_model, watchdog=WATCHDOG) as running:
             process = pid(running)
-            ended, loss = await asyncio.gather(end(running, "a"), running.lost())
+            ended, loss = await asyncio.gather(end(running, "a"), running.wait_for_failure())
             said = loss.message
             assert loss.cause == "fault"
             assert said.startswith("the engine has made no progress for ")
@@ -263,7 +263,7 @@ def test_a_process_that_takes_no_requests_is_killed_though_its_engine_runs(
         async with started(tiny_model, watchdog=1.0) as running:
             process = pid(running)
             waiting = asyncio.create_task(end(running, "a"))
-            loss = await running.lost()
+            loss = await running.wait_for_failure()
             assert loss.message == "the process of tiny has accepted no requests for 2 s"
             with pytest.raises(
                 AppError, match="the engine stopped: the process of tiny has accepted"
@@ -280,17 +280,17 @@ def test_a_process_that_cannot_be_reached_is_not_reported_as_healthy(
 ) -> None:
     """For lack of descriptors on this side, say: it is not replaced, and goes on when they are
     back."""
-    monkeypatch.setattr("app.runners.process._PROBE", 0.01)
-    monkeypatch.setattr("app.runners.process._PROBE_AGAIN", 0.01)
+    monkeypatch.setattr("app.runners.process._PROBE_INTERVAL", 0.01)
+    monkeypatch.setattr("app.runners.process._PROBE_RETRY_DELAY", 0.01)
     broken = True
-    real = Line.probe
+    real = WorkerClient.probe
 
-    async def probe(line: Line) -> None:
+    async def probe(line: WorkerClient) -> None:
         if broken:
             raise ConnectionError("Too many open files")
         await real(line)
 
-    monkeypatch.setattr(Line, "probe", probe)
+    monkeypatch.setattr(WorkerClient, "probe", probe)
 
     async def run() -> None:
         nonlocal broken
@@ -320,8 +320,8 @@ def test_an_engine_that_breaks_tells_why_before_it_ends(
     async def run() -> None:
         async with started(long_model) as running:
             process = pid(running)
-            ended, loss = await asyncio.gather(end(running, "a"), running.lost())
-            assert loss == RunnerLoss(message="AssertionError: planted")
+            ended, loss = await asyncio.gather(end(running, "a"), running.wait_for_failure())
+            assert loss == RunnerFailure(message="AssertionError: planted")
             assert ended.error == f"the engine stopped: {loss.message}"
             await running.stop()
             assert not lives(process)
@@ -355,7 +355,7 @@ def test_a_process_that_runs_out_of_memory_harms_only_itself(
             for ended in await asyncio.gather(*(end(running, f"job {i}") for i in range(4))):
                 assert ended.error is not None
                 assert ended.error.startswith("the engine stopped")
-            assert "emory" in (await running.lost()).message
+            assert "emory" in (await running.wait_for_failure()).message
 
     asyncio.run(run())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.runners.process import ProcessRunner
 from tests.runners.contract import answer
@@ -28,7 +28,7 @@ def test_a_process_that_ends_before_it_is_ready_is_told_with_its_last_words(
 ) -> None:
     plant("import os, sys\nsys.stderr.write('libmlx.so: cannot open\\nbye\\n')\nos._exit(3)")
     error = asyncio.run(refusal(tiny_model))
-    assert error.kind is Kind.MODEL_FILES
+    assert error.kind is ErrorKind.MODEL_FILES
     assert error.message == (
         "tiny could not be loaded: its process ended with exit status 3: "
         "libmlx.so: cannot open; bye"
@@ -120,7 +120,7 @@ def test_a_process_that_cannot_be_understood_is_ended(
 
     async def run() -> None:
         async with started(tiny_model) as running:
-            loss = await running.lost()
+            loss = await running.wait_for_failure()
             assert loss.message == "the process of tiny sent a message that cannot be decoded"
 
     asyncio.run(run())
@@ -170,6 +170,6 @@ def test_a_process_that_gets_no_memory_to_begin_with_says_so(
 ) -> None:
     plant("import resource as it\nit.setrlimit(it.RLIMIT_AS, (100 << 20, 100 << 20))")
     error = asyncio.run(refusal(tiny_model))
-    assert error.kind is Kind.MODEL_FILES
+    assert error.kind is ErrorKind.MODEL_FILES
     # in the words of whoever finds none: Python, a library, or who loads libraries
     assert re.search("emory|failed to map segment", error.message)

@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.residents import Need
+from app.core.residents import MemoryRequirement
 from app.runners.residency import plan
 from app.runners.tenancy import (
-    Applicant,
     Evict,
-    Forgo,
-    Limits,
     Load,
+    LoadedModel,
+    LoadRequest,
     Plan,
-    Refuse,
-    Tenant,
+    PoolLimits,
+    RejectLoad,
+    SkipPreload,
 )
 
 NOW = 1000.0
 
 
-def tenant(name: str, share: int, **changes: Any) -> Tenant:
+def tenant(name: str, share: int, **changes: Any) -> LoadedModel:
     """Idle, here for ever."""
     whole: dict[str, Any] = {
         "phase": "ready",
@@ -37,11 +37,13 @@ def tenant(name: str, share: int, **changes: Any) -> Tenant:
         "dismissed": False,
         "closed": False,
     }
-    return Tenant(name=name, share=share, **{**whole, **changes})
+    return LoadedModel(name=name, allocation=share, **{**whole, **changes})
 
 
-def applicant(name: str, least: int, wanted: int | None = None, **changes: Any) -> Applicant:
-    need = Need(least=least, wanted=least if wanted is None else wanted, budget=0)
+def applicant(name: str, least: int, wanted: int | None = None, **changes: Any) -> LoadRequest:
+    need = MemoryRequirement(
+        min_bytes=least, preferred_bytes=least if wanted is None else wanted, device_budget=0
+    )
     whole: dict[str, Any] = {
         "since": NOW,
         "measured": True,
@@ -49,44 +51,46 @@ def applicant(name: str, least: int, wanted: int | None = None, **changes: Any) 
         "most": None,
         "evicts": True,
     }
-    return Applicant(name=name, **{**whole, **changes})
+    return LoadRequest(name=name, **{**whole, **changes})
 
 
-def limits(total: int | None, loaded: int | None = None, *returning: int) -> Limits:
-    return Limits(total=total, loaded=loaded, returning=returning)
+def limits(total: int | None, loaded: int | None = None, *returning: int) -> PoolLimits:
+    return PoolLimits(total_bytes=total, max_loaded=loaded, evicted_min_bytes=returning)
 
 
-def decide(*queue: Applicant, here: Sequence[Tenant] = (), under: Limits) -> Plan:
+def decide(*queue: LoadRequest, here: Sequence[LoadedModel] = (), under: PoolLimits) -> Plan:
     return plan(NOW, queue, here, under)
 
 
 def test_a_model_gets_what_suits_it_where_that_is_free():
-    assert decide(applicant("a", 4, 7), under=limits(10)).actions == (Load(name="a", share=7),)
+    assert decide(applicant("a", 4, 7), under=limits(10)).actions == (Load(name="a", allocation=7),)
 
 
 def test_a_model_gets_less_than_suits_it_before_somebody_goes_for_it():
     decided = decide(applicant("b", 4, 9), here=[tenant("a", 5)], under=limits(10))
-    assert decided.actions == (Load(name="b", share=5),)
+    assert decided.actions == (Load(name="b", allocation=5),)
 
 
 def test_a_model_leaves_room_for_those_that_had_to_go():
     """Else two that fit side by side would drive each other out for ever."""
     decided = decide(applicant("b", 4, 9), under=limits(10, None, 5))
-    assert decided.actions == (Load(name="b", share=5),)
+    assert decided.actions == (Load(name="b", allocation=5),)
     decided = decide(applicant("b", 4, 9), under=limits(10, None, 8, 5))
-    assert decided.actions == (Load(name="b", share=5),), "who cannot be beside it does not count"
+    assert decided.actions == (Load(name="b", allocation=5),), (
+        "who cannot be beside it does not count"
+    )
     decided = decide(applicant("b", 4, 9), under=limits(10, 1, 5))
-    assert decided.actions == (Load(name="b", share=9),), "nor who may not"
+    assert decided.actions == (Load(name="b", allocation=9),), "nor who may not"
 
 
 def test_a_model_gets_no_more_than_its_owner_allows():
     decided = decide(applicant("a", 4, 9, most=6), under=limits(10))
-    assert decided.actions == (Load(name="a", share=6),)
+    assert decided.actions == (Load(name="a", allocation=6),)
 
 
 def test_the_only_model_gets_all_there_is():
     alone = applicant("a", 0, need=None)
-    assert decide(alone, under=limits(None)).actions == (Load(name="a", share=None),)
+    assert decide(alone, under=limits(None)).actions == (Load(name="a", allocation=None),)
 
 
 def test_the_least_recently_used_goes():
@@ -109,7 +113,7 @@ def test_an_idle_one_goes_before_a_busy_one_however_lately_it_was_used():
 def test_a_busy_one_is_closed_and_goes_when_it_is_idle():
     busy = tenant("a", 9, busy_since=NOW + 1)
     decided = decide(applicant("b", 9), here=[busy], under=limits(10))
-    assert (decided.actions, decided.closed) == ((), {"a"})
+    assert (decided.actions, decided.draining) == ((), {"a"})
     idle = tenant("a", 9, closed=True)
     assert decide(applicant("b", 9), here=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
@@ -118,14 +122,14 @@ def test_a_busy_one_stays_open_while_it_has_a_request_that_was_there_before():
     """Whoever waits could not be served before it ends anyway."""
     busy = tenant("a", 9, busy_since=NOW - 1)
     decided = decide(applicant("b", 9), here=[busy], under=limits(10))
-    assert (decided.actions, decided.closed) == ((), frozenset())
+    assert (decided.actions, decided.draining) == ((), frozenset())
 
 
 def test_an_idle_one_stays_until_its_room_is_enough():
     """Its own requests would wait for a load that cannot begin yet."""
     here = [tenant("a", 5), tenant("b", 5, busy_since=NOW + 1)]
     decided = decide(applicant("c", 10), here=here, under=limits(10))
-    assert (decided.actions, decided.closed) == ((), {"b"})
+    assert (decided.actions, decided.draining) == ((), {"b"})
 
 
 def test_one_that_is_closed_stays_the_one():
@@ -133,33 +137,33 @@ def test_one_that_is_closed_stays_the_one():
         tenant("a", 5, busy_since=NOW + 2, used=NOW + 2, closed=True),
         tenant("b", 5, busy_since=NOW + 1, used=NOW + 1),
     ]
-    assert decide(applicant("c", 5), here=here, under=limits(10)).closed == {"a"}
+    assert decide(applicant("c", 5), here=here, under=limits(10)).draining == {"a"}
 
 
 def test_one_that_is_closed_opens_when_nobody_waits_for_its_room():
     here = [tenant("a", 9, busy_since=NOW + 1, closed=True)]
-    assert decide(under=limits(10), here=here).closed == frozenset()
+    assert decide(under=limits(10), here=here).draining == frozenset()
     waits_for_itself = applicant("a", 9, measured=False)
-    assert decide(waits_for_itself, here=here, under=limits(10)).closed == frozenset()
+    assert decide(waits_for_itself, here=here, under=limits(10)).draining == frozenset()
 
 
 def test_one_that_is_closed_opens_when_an_idle_one_makes_the_room():
     here = [tenant("a", 5, busy_since=NOW + 1, closed=True), tenant("b", 5)]
     decided = decide(applicant("c", 5), here=here, under=limits(10))
-    assert (decided.actions, decided.closed) == ((Evict(name="b"),), frozenset())
+    assert (decided.actions, decided.draining) == ((Evict(name="b"),), frozenset())
 
 
 def test_a_pinned_one_never_goes():
-    here = [tenant("a", 6, pinned=True, expires=NOW - 1, used=0.0), tenant("b", 4)]
+    here = [tenant("a", 6, pinned=True, expires_at=NOW - 1, used=0.0), tenant("b", 4)]
     assert decide(applicant("c", 4), here=here, under=limits(10)).actions == (Evict(name="b"),)
 
 
 def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
     here = [tenant("a", 6 << 30, pinned=True), tenant("b", 4 << 30)]
     [refused] = decide(applicant("c", 5 << 30), here=here, under=limits(10 << 30)).actions
-    assert refused == Refuse(
+    assert refused == RejectLoad(
         name="c",
-        why="c needs 5.00 GiB for weights, KV caches and working space, but the pinned models (a) "
+        reason="c needs 5.00 GiB for weights, KV caches and working space, but the pinned models (a) "
         "leave only 4.00 GiB: pin fewer models, lower their memory, raise --memory, or use a "
         "shorter --context, a lower --parallel or --quantize",
     )
@@ -168,14 +172,14 @@ def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
 def test_what_does_not_fit_alone_is_refused_and_nobody_goes_for_it():
     decided = decide(applicant("b", 11), here=[tenant("a", 9)], under=limits(10))
     [refused] = decided.actions
-    assert isinstance(refused, Refuse)
-    assert "all models together may use only 10 B: raise --memory" in refused.why
+    assert isinstance(refused, RejectLoad)
+    assert "all models together may use only 10 B: raise --memory" in refused.reason
 
 
 def test_what_its_owner_does_not_allow_enough_is_refused():
     [refused] = decide(applicant("a", 5, most=4), under=limits(10)).actions
-    assert isinstance(refused, Refuse)
-    assert "may use only 4 B" in refused.why
+    assert isinstance(refused, RejectLoad)
+    assert "may use only 4 B" in refused.reason
 
 
 def test_places_count_like_bytes():
@@ -184,13 +188,13 @@ def test_places_count_like_bytes():
     [refused] = decide(
         applicant("c", 1), here=[replace(here[0], pinned=True)], under=limits(10, 1)
     ).actions
-    assert isinstance(refused, Refuse)
-    assert "--max-loaded" in refused.why
+    assert isinstance(refused, RejectLoad)
+    assert "--max-loaded" in refused.reason
 
 
 def test_one_is_loaded_at_a_time_in_the_order_in_which_they_came():
     first, second = applicant("a", 1), applicant("b", 1)
-    assert decide(first, second, under=limits(10)).actions == (Load(name="a", share=1),)
+    assert decide(first, second, under=limits(10)).actions == (Load(name="a", allocation=1),)
     here = [tenant("a", 1, phase="loading", wanted=True)]
     assert decide(second, here=here, under=limits(10)).actions == ()
 
@@ -202,7 +206,7 @@ def test_one_whose_need_is_not_known_yet_keeps_its_place():
 
 def test_one_that_is_refused_does_not_keep_others_from_their_load():
     decided = decide(applicant("a", 11), applicant("b", 1), under=limits(10))
-    assert [type(action) for action in decided.actions] == [Refuse, Load]
+    assert [type(action) for action in decided.actions] == [RejectLoad, Load]
 
 
 def test_a_load_that_nobody_wants_any_more_gives_way_if_somebody_waits():
@@ -219,30 +223,30 @@ def test_room_counts_when_it_is_free_not_when_it_will_be():
 
 
 def test_nobody_goes_for_what_is_loaded_in_good_time():
-    early = applicant("b", 9, evicts=False)
+    early = applicant("b", 9, may_evict=False)
     decided = decide(early, applicant("c", 1), here=[tenant("a", 9)], under=limits(10))
-    assert [type(action) for action in decided.actions] == [Forgo, Load]
+    assert [type(action) for action in decided.actions] == [SkipPreload, Load]
 
 
 def test_an_idle_one_goes_when_its_time_is_over_and_the_plan_says_when():
     here = [
-        tenant("a", 1, expires=NOW),
-        tenant("b", 1, expires=NOW + 5),
-        tenant("c", 1, expires=NOW + 1, busy_since=1.0),
-        tenant("d", 1, expires=NOW + 1, pinned=True),
+        tenant("a", 1, expires_at=NOW),
+        tenant("b", 1, expires_at=NOW + 5),
+        tenant("c", 1, expires_at=NOW + 1, busy_since=1.0),
+        tenant("d", 1, expires_at=NOW + 1, pinned=True),
         tenant("e", 1),
     ]
     assert decide(here=here, under=limits(10)) == Plan(
-        actions=(Evict(name="a"),), closed=frozenset(), wake=NOW + 5
+        actions=(Evict(name="a"),), draining=frozenset(), wake_at=NOW + 5
     )
-    assert decide(here=here[-1:], under=limits(10)).wake is None
+    assert decide(here=here[-1:], under=limits(10)).wake_at is None
 
 
 def test_one_that_was_asked_to_go_is_closed_until_its_requests_end():
-    busy = tenant("a", 1, busy_since=1.0, dismissed=True)
+    busy = tenant("a", 1, busy_since=1.0, unload_requested=True)
     decided = decide(here=[busy], under=limits(10))
-    assert (decided.actions, decided.closed) == ((), {"a"})
-    idle = tenant("a", 1, dismissed=True, closed=True)
+    assert (decided.actions, decided.draining) == ((), {"a"})
+    idle = tenant("a", 1, unload_requested=True, closed=True)
     assert decide(here=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
 
@@ -257,11 +261,11 @@ class World:
     """Requests come and go, and what the plan says is done. waiting, holding: when each request
     came to wait or to hold, by model."""
 
-    needs: dict[str, Need]
+    needs: dict[str, MemoryRequirement]
     pinned: frozenset[str]
     places: int | None
     now: float = 0.0
-    here: dict[str, Tenant] = field(default_factory=dict)
+    here: dict[str, LoadedModel] = field(default_factory=dict)
     out_at: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     holding: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
@@ -294,7 +298,7 @@ class World:
             if one.phase == "leaving":
                 del self.here[name]
             elif one.phase == "loading":
-                self.here[name] = replace(one, phase="ready", used=self.now)
+                self.here[name] = replace(one, phase="ready", last_used=self.now)
                 self.grant(name)
 
     def turn(self) -> None:
@@ -305,8 +309,8 @@ class World:
                 self.carry_out(action)
             granted = False
             for name, one in self.here.items():
-                self.here[name] = replace(one, closed=name in decided.closed)
-                if one.phase == "ready" and name not in decided.closed:
+                self.here[name] = replace(one, draining=name in decided.draining)
+                if one.phase == "ready" and name not in decided.draining:
                     granted |= self.grant(name)
             if not decided.actions and not granted:
                 assert self.decide() == decided, "nothing has changed"
@@ -316,34 +320,34 @@ class World:
     def decide(self) -> Plan:
         queue = sorted((min(waits), name) for name, waits in self.waiting.items() if waits)
         here = [self.seen(one) for one in self.here.values()]
-        returning = [need.least for name, need in self.needs.items() if name not in self.here]
+        returning = [need.min_bytes for name, need in self.needs.items() if name not in self.here]
         return plan(
             self.now,
             [
-                replace(applicant(name, 0), need=self.needs[name], since=since)
+                replace(applicant(name, 0), requirement=self.needs[name], waiting_since=since)
                 for since, name in queue
             ],
             here,
             limits(TOTAL, self.places, *returning[:2]),
         )
 
-    def seen(self, one: Tenant) -> Tenant:
+    def seen(self, one: LoadedModel) -> LoadedModel:
         return replace(
             one,
             busy_since=min(self.holding[one.name], default=None),
-            wanted=bool(self.waiting[one.name]),
+            has_demand=bool(self.waiting[one.name]),
             pinned=one.name in self.pinned,
         )
 
     def carry_out(self, action: object) -> None:
         match action:
-            case Load(name=name, share=share):
+            case Load(name=name, allocation=share):
                 assert name not in self.here
                 assert all(one.phase != "loading" for one in self.here.values())
                 assert share is not None
-                assert self.needs[name].least <= share <= self.needs[name].wanted
+                assert self.needs[name].min_bytes <= share <= self.needs[name].preferred_bytes
                 self.here[name] = tenant(name, share, phase="loading", used=self.now)
-                assert sum(one.share for one in self.here.values()) <= TOTAL
+                assert sum(one.allocation for one in self.here.values()) <= TOTAL
                 assert self.places is None or len(self.here) <= self.places
             case Evict(name=name):
                 assert name not in self.pinned
@@ -351,10 +355,10 @@ class World:
                 assert self.here[name].phase in ("ready", "loading")
                 assert not (self.here[name].phase == "loading" and self.waiting[name])
                 self.here[name] = replace(self.here[name], phase="leaving")
-            case Refuse(name=name):
-                least = self.needs[name].least
+            case RejectLoad(name=name):
+                least = self.needs[name].min_bytes
                 pinned = [one for one in self.here.values() if one.name in self.pinned]
-                kept = sum(one.share for one in pinned)
+                kept = sum(one.allocation for one in pinned)
                 assert least + kept > TOTAL or len(pinned) == self.places
                 self.refused += len(self.waiting[name])
                 self.waiting[name].clear()
@@ -366,7 +370,7 @@ class World:
         if granted:
             self.holding[name] += [self.now] * len(self.waiting[name])
             self.waiting[name].clear()
-            self.here[name] = replace(self.here[name], used=self.now)
+            self.here[name] = replace(self.here[name], last_used=self.now)
         return granted
 
 
@@ -374,7 +378,9 @@ class World:
 def worlds(draw: st.DrawFn) -> World:
     leasts = draw(st.lists(st.integers(1, 12), min_size=len(NAMES), max_size=len(NAMES)))
     needs = {
-        name: Need(least=least, wanted=least + draw(st.integers(0, 4)), budget=TOTAL)
+        name: MemoryRequirement(
+            min_bytes=least, preferred_bytes=least + draw(st.integers(0, 4)), device_budget=TOTAL
+        )
         for name, least in zip(NAMES, leasts, strict=True)
     }
     return World(
@@ -420,7 +426,10 @@ def test_everyone_is_served_or_refused_however_busy_the_others_are(
 
 @pytest.mark.parametrize("places", [None, 2])
 def test_two_that_fit_side_by_side_end_up_side_by_side(places: int | None):
-    needs = {name: Need(least=4, wanted=9, budget=TOTAL) for name in NAMES}
+    needs = {
+        name: MemoryRequirement(min_bytes=4, preferred_bytes=9, device_budget=TOTAL)
+        for name in NAMES
+    }
     world = World(needs=needs, pinned=frozenset(), places=places)
     world.needs = {"a": needs["a"], "b": needs["b"]}
     loads = 0

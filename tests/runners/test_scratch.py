@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.runners import scratch
-from app.runners.scratch import private_scratch
+from app.runners.scratch import prepare_compile_dir
 from tests.serving import ROOT
 
 
@@ -22,20 +22,22 @@ def common(tmp_path: Path) -> Path:
 
 
 def test_a_common_folder_is_left_for_one_of_our_own(tmp_path: Path, common: Path) -> None:
-    told = private_scratch({"TMPDIR": str(common), "HOME": str(tmp_path / "home")})
+    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": str(tmp_path / "home")})
     folder = Path(told["TMPDIR"])
     assert folder == tmp_path / "home" / ".cache" / "mlxrunner" / "scratch"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert private_scratch({"TMPDIR": str(folder)}) == {}
+    assert prepare_compile_dir({"TMPDIR": str(folder)}) == {}
 
 
 def test_a_cache_folder_that_was_named_counts(tmp_path: Path, common: Path) -> None:
     environ = {"TMPDIR": str(common), "HOME": "/", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert private_scratch(environ) == {"TMPDIR": str(tmp_path / "cache" / "mlxrunner" / "scratch")}
+    assert prepare_compile_dir(environ) == {
+        "TMPDIR": str(tmp_path / "cache" / "mlxrunner" / "scratch")
+    }
 
 
 def test_without_a_home_it_lies_in_the_common_one(common: Path) -> None:
-    told = private_scratch({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
+    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
     assert Path(told["TMPDIR"]).parent == common
 
 
@@ -64,7 +66,7 @@ def test_where_none_can_be_trusted_nothing_is_compiled(
                 "statvfs",
                 lambda _: os.statvfs_result([*flags[:8], os.ST_NOEXEC, *flags[9:]]),
             )
-    told = private_scratch({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
+    told = prepare_compile_dir({"TMPDIR": str(common), "HOME": "/proc/nowhere"})
     assert told == {"MLX_DISABLE_COMPILE": "1"}
 
 

@@ -6,27 +6,27 @@ from pathlib import Path
 
 from app import store
 from app.core.settings import Settings
-from app.runners.service import Service
-from app.runners.wire import Opening
+from app.runners.service import WorkerServer
+from app.runners.wire import WorkerInit
 
 
 def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
     async def run() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
-        opening = Opening(
-            parent=0,
-            socket=listener.detach(),
+        opening = WorkerInit(
+            parent_pid=0,
+            socket_fd=listener.detach(),
             secret="x",
             settings=Settings(watchdog=0.004),
             files=store.resolve(str(tiny_model)),
         )
-        service = Service(opening)
+        service = WorkerServer(opening)
         with service._socket:
-            beating = asyncio.create_task(service._beat())
+            beating = asyncio.create_task(service._send_heartbeats())
             for _ in range(2):  # and they go on when one was heard
-                await service._news.get()
+                await service._events.get()
                 await asyncio.sleep(0.1)  # of which each takes a millisecond
-                assert service._news.qsize() <= 1
+                assert service._events.qsize() <= 1
             beating.cancel()
 
     asyncio.run(run())

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.engine.describe import complete
-from app.runners.tokenizer_trial import Limits, TokenizerTrials
+from app.engine.describe import complete_config
+from app.runners.tokenizer_trial import CheckLimits, TokenizerChecker
 from tests import tiny
 from tests.runners.spawning import linux, lives, wait_until
 from tests.serving import ROOT
@@ -38,17 +38,17 @@ def model(folder: Path, **changes: Any) -> ModelFiles:
     """changes: keys of its tokenizer.json."""
     file = tiny.write(folder) / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return complete(store.find(str(folder)))
+    return complete_config(store.find(str(folder)))
 
 
 def check(files: ModelFiles, **limits: Any) -> None:
-    asyncio.run(TokenizerTrials(lambda _: False, Limits(**limits)).check(files))
+    asyncio.run(TokenizerChecker(lambda _: False, CheckLimits(**limits)).check(files))
 
 
 def refused(files: ModelFiles, **limits: Any) -> str:
     with pytest.raises(AppError) as caught:
         check(files, **limits)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -62,7 +62,7 @@ def test_real_ones_pass_in_a_quarter_of_the_memory_and_time(
     tmp_path: Path, shared: Path, name: str
 ) -> None:
     found = model(tmp_path / name)
-    real = replace(found, tokenizer=shared / "tokenizers" / name / "tokenizer.json")
+    real = replace(found, tokenizer_path=shared / "tokenizers" / name / "tokenizer.json")
     check(real, memory=512 * MIB, cpu=15)
 
 
@@ -70,7 +70,7 @@ def test_one_over_which_the_library_ends_the_process_is_refused(tmp_path: Path) 
     """No memory for a text of many lines ends it with SIGABRT."""
     files = model(tmp_path / "lines", normalizer=grown("\n", 900))
     told = refused(files, memory=256 * MIB)
-    assert told.startswith(f"{files.tokenizer} is not a usable tokenizer: checking it ")
+    assert told.startswith(f"{files.tokenizer_path} is not a usable tokenizer: checking it ")
     assert "needs more than 2" in told
     assert told.endswith(" MiB of memory")
 
@@ -95,7 +95,7 @@ def test_one_that_does_nothing_for_too_long_is_ended(
 
 def test_one_that_cannot_be_read_is_refused_with_the_same_words(tmp_path: Path) -> None:
     files = model(tmp_path / "broken", model={"type": "Novel"})
-    assert refused(files).startswith(f"{files.tokenizer} is not a usable tokenizer: ")
+    assert refused(files).startswith(f"{files.tokenizer_path} is not a usable tokenizer: ")
     bomb = {"type": "Sequence", "normalizers": [grown("a", 1000)] * 6}
     files = model(tmp_path / "bomb", normalizer=bomb)
     assert "its normalizers can make a text 1e+18 times as long" in refused(files)
@@ -124,7 +124,7 @@ def test_a_file_is_tried_once_as_long_as_it_is_the_same(
     """The second time there is no Python that could be started."""
     files = model(tmp_path / "fine")
     broken = model(tmp_path / "broken", model={"type": "Novel"})
-    trials = TokenizerTrials(lambda _: False)
+    trials = TokenizerChecker(lambda _: False)
 
     async def run() -> None:
         await asyncio.gather(trials.check(files), trials.check(files))
@@ -134,12 +134,12 @@ def test_a_file_is_tried_once_as_long_as_it_is_the_same(
         await trials.check(files)
         with pytest.raises(AppError, match="is not a usable tokenizer"):
             await trials.check(broken)
-        os.utime(files.tokenizer, ns=(1, 1))
+        os.utime(files.tokenizer_path, ns=(1, 1))
         with pytest.raises(
             AppError, match="cannot start a process to check the tokenizer"
         ) as caught:
             await trials.check(files)
-        assert caught.value.kind is Kind.ENGINE
+        assert caught.value.kind is ErrorKind.ENGINE
         monkeypatch.undo()
         await trials.check(files)
 
@@ -148,12 +148,12 @@ def test_a_file_is_tried_once_as_long_as_it_is_the_same(
 
 def test_our_own_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    asyncio.run(TokenizerTrials(store.is_builtin).check(store.find(None)))
+    asyncio.run(TokenizerChecker(store.is_builtin).check(store.find(None)))
 
 
 def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
     files = model(tmp_path / "gone")
-    files.tokenizer.unlink()
+    files.tokenizer_path.unlink()
     assert "cannot be read: No such file" in refused(files)
 
 

@@ -1,40 +1,40 @@
 """Silence, standing still, and what only looks like them."""
 
 from app.core.messages import IDLE, Heartbeat
-from app.runners.vigil import Vigil
+from app.runners.vigil import Watchdog
 
 
-def vigil() -> Vigil:
-    return Vigil(watchdog=4.0, interval=1.0)
+def vigil() -> Watchdog:
+    return Watchdog(watchdog=4.0, interval=1.0)
 
 
 def at(when: int, doing: str = "decode of 8 sequences") -> Heartbeat:
-    return Heartbeat(at=when, doing=doing)
+    return Heartbeat(timestamp_ns=when, stage=doing)
 
 
-def hear(on: Vigil, *beats: Heartbeat) -> list[str | None]:
+def hear(on: Watchdog, *beats: Heartbeat) -> list[str | None]:
     """A look behind each beat."""
     told: list[str | None] = []
     for beat in beats:
-        on.heard()
-        on.beat(beat)
-        told.append(on.look())
+        on.note_activity()
+        on.note_heartbeat(beat)
+        told.append(on.check())
     return told
 
 
 def test_silence_is_a_hang_once_something_was_heard():
     on = vigil()
-    assert [on.look() for _ in range(100)] == [None] * 100, "nothing has begun"
-    on.heard()
-    assert [on.look() for _ in range(4)] == [None] * 4
-    assert on.look() == "the engine's process has sent nothing for 5 s"
+    assert [on.check() for _ in range(100)] == [None] * 100, "nothing has begun"
+    on.note_activity()
+    assert [on.check() for _ in range(4)] == [None] * 4
+    assert on.check() == "the engine's process has sent nothing for 5 s"
 
 
 def test_anything_breaks_a_silence():
     on = vigil()
     for _ in range(10):
-        on.heard()
-        assert [on.look() for _ in range(4)] == [None] * 4
+        on.note_activity()
+        assert [on.check() for _ in range(4)] == [None] * 4
 
 
 def test_a_stage_that_does_not_end_is_a_hang():
@@ -56,6 +56,6 @@ def test_a_watcher_that_slept_itself_takes_nothing_for_a_hang():
     on = vigil()
     hear(on, at(1))
     for beat in range(2, 300):
-        on.heard()
-        on.beat(at(beat, IDLE))
-    assert on.look() is None
+        on.note_activity()
+        on.note_heartbeat(at(beat, IDLE))
+    assert on.check() is None

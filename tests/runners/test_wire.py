@@ -4,60 +4,66 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.errors import AppError, Kind, quote_client
-from app.core.jobs import EngineStats, PromptScores, Started, Step, Token
+from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.jobs import EngineStats, PromptLogprobs, Started, StepOutput, Token
 from app.core.settings import Settings
 from app.runners import wire
-from app.runners.wire import Joiner, MoreScores
+from app.runners.wire import PromptScoresChunk, StepJoiner
 
 
 def scores(count: int, top: int = 2) -> wire.Scores:
     return tuple((-i / 7, tuple((j, -j / 3) for j in range(top))) for i in range(count))
 
 
-def joined(pieces: list[MoreScores | Step]) -> list[Step]:
-    joiner, steps = Joiner(), list[Step]()
+def joined(pieces: list[PromptScoresChunk | StepOutput]) -> list[StepOutput]:
+    joiner, steps = StepJoiner(), list[StepOutput]()
     for piece in pieces:
-        if isinstance(piece, MoreScores):
-            joiner.hold(piece)
+        if isinstance(piece, PromptScoresChunk):
+            joiner.add(piece)
         else:
-            steps.append(joiner.joined(piece))
+            steps.append(joiner.join(piece))
     return steps
 
 
 @given(counts=st.lists(st.sampled_from([0, 1, 511, 512, 513, 1500]), max_size=3))
 def test_long_scores_are_cut_up_and_joined_again(counts: list[int]):
     updates = [
-        Started(job="x", cached=0, at=1),
-        *(PromptScores(job=f"job {i}", scores=scores(n)) for i, n in enumerate(counts)),
-        Token(job="y", id=1, at=2),
+        Started(job_id="x", cached_tokens=0, timestamp_ns=1),
+        *(PromptLogprobs(job_id=f"job {i}", logprobs=scores(n)) for i, n in enumerate(counts)),
+        Token(job_id="y", id=1, timestamp_ns=2),
     ]
-    step = Step(updates=tuple(updates), stats=EngineStats(steps=3))
-    pieces = list(wire.split(step))
+    step = StepOutput(updates=tuple(updates), stats=EngineStats(steps=3))
+    pieces = list(wire.split_step(step))
     assert joined(pieces) == [step]
     for piece in pieces:
-        parts = [piece] if isinstance(piece, MoreScores) else piece.updates
-        lengths = [len(p.scores) for p in parts if isinstance(p, (MoreScores, PromptScores))]
+        parts = [piece] if isinstance(piece, PromptScoresChunk) else piece.updates
+        lengths = [
+            len(p.scores if isinstance(p, PromptScoresChunk) else p.logprobs)
+            for p in parts
+            if isinstance(p, (PromptScoresChunk, PromptLogprobs))
+        ]
         assert all(length <= 512 for length in lengths)
 
 
 def test_a_step_without_scores_is_one_line():
-    step = Step(updates=(Token(job="a", id=1, at=2),), stats=EngineStats())
-    assert list(wire.split(step)) == [step]
+    step = StepOutput(updates=(Token(job_id="a", id=1, timestamp_ns=2),), stats=EngineStats())
+    assert list(wire.split_step(step)) == [step]
 
 
 def test_an_error_crosses_with_all_that_it_says():
     error = AppError(
-        Kind.INVALID,
-        f"no such {quote_client('grammar')}",
+        ErrorKind.INVALID,
+        f"no such {mark_client_text('grammar')}",
         param="response_format",
         code="grammar",
         retry_after=3,
     )
-    back = wire.app_error(wire.PROBLEM.decode(wire.PROBLEM.encode(wire.problem(error))))
+    back = wire.build_app_error(
+        wire.ERROR_BODY.decode(wire.ERROR_BODY.encode(wire.build_error_body(error)))
+    )
     assert vars(back) == vars(error)
 
 
 @pytest.mark.parametrize(("watchdog", "seconds"), [(60.0, 1.0), (4.0, 1.0), (0.4, 0.1)])
 def test_a_heart_beats_several_times_before_it_counts_as_stopped(watchdog: float, seconds: float):
-    assert wire.beat_interval(Settings(watchdog=watchdog)) == seconds
+    assert wire.heartbeat_interval(Settings(watchdog=watchdog)) == seconds

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.store.hub import cached
-from app.store.hub.download import fetch
-from app.store.hub.offer import look
+from app.store.hub.download import download
+from app.store.hub.offer import plan_download
 from app.store.names import HubName
 from tests.store.stand_in import sha256
 
-NAME = HubName(repo="org/tiny")
+NAME = HubName(repo_id="org/tiny")
 WEIGHTS = "model.safetensors"
 
 
 def pull(name: HubName = NAME) -> Path:
-    return fetch(look(name), io.StringIO())
+    return download(plan_download(name), io.StringIO())
 
 
 def find(name: HubName = NAME) -> ModelFiles:
@@ -37,12 +37,12 @@ def complaint(ask: Callable[[], object]) -> str:
 
 
 def blob(content: bytes) -> Path:
-    return cached.storage_folder(NAME.repo) / "blobs" / sha256(content)
+    return cached.repo_folder(NAME.repo_id) / "blobs" / sha256(content)
 
 
 def refusal(name: str = "tiny", ask: Callable[[str], object] = store.find) -> str:
     with pytest.raises(AppError) as caught:
         ask(name)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message

@@ -49,7 +49,7 @@ def remote(tmp_path: Path, tiny_model: Path) -> Path:
 
 @pytest.fixture
 def commit(hub: StandIn, remote: Path) -> str:
-    return hub.add(NAME.repo, remote)
+    return hub.add(NAME.repo_id, remote)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from app.store.names import OllamaName, ollama_name
+from app.store.names import OllamaName, parse_ollama_name
 from tests import tiny
 
 MEDIA = "application/vnd.ollama.image."
@@ -63,7 +63,7 @@ class OllamaStore:
         return path
 
     def path(self, name: str) -> Path:
-        found = ollama_name(name)
+        found = parse_ollama_name(name)
         assert isinstance(found, OllamaName)
         return self.root / "manifests" / found.host / found.namespace / found.model / found.tag
 

@@ -19,15 +19,15 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
-from app.engine.describe import complete
+from app.engine.describe import complete_config
 from app.engine.load import load
 from app.engine.loop import Loop
 from app.generation import Generation
 from app.runners.admission import Admission
-from app.runners.local import LocalRunner
+from app.runners.local import ThreadRunner
 from tests import tiny
 from tests.store.shards import told, write, write_tensors
 
@@ -52,8 +52,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def opened(folder: Path) -> Loop:
-    files = complete(store.resolve(str(folder)))
-    Generation(files, Admission(LocalRunner(SETTINGS), SETTINGS.max_queue), SETTINGS)
+    files = complete_config(store.resolve(str(folder)))
+    Generation(files, Admission(ThreadRunner(SETTINGS), SETTINGS.max_queue), SETTINGS)
     return load(files, SETTINGS, lambda percent, memory: None)
 
 
@@ -68,7 +68,7 @@ def complaint(folder: Path) -> str:
 
 
 def check(error: AppError) -> None:
-    assert error.kind is Kind.MODEL_FILES
+    assert error.kind is ErrorKind.MODEL_FILES
     assert error.message.isprintable()
     assert len(error.message) < 1000
 
@@ -311,7 +311,7 @@ def test_a_config_that_lies_gives_a_loop_or_one_line(tiny_model: Path, key: str)
 
 def refusal(files: ModelFiles) -> AppError | None:
     try:
-        load(complete(files), SETTINGS, lambda percent, memory: None)
+        load(complete_config(files), SETTINGS, lambda percent, memory: None)
     except AppError as error:
         return error
     return None

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from app.store.hub import cached
-from app.store.names import HubName, NotHere
+from app.store.names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.asking import NAME, WEIGHTS, complaint, find, pull
 from tests.store.stand_in import StandIn
@@ -15,19 +15,19 @@ from tests.store.stand_in import StandIn
 
 def test_main_moves_only_when_it_is_pulled_again(hub: StandIn, commit: str, tmp_path: Path) -> None:
     old = pull()
-    newer = hub.add(NAME.repo, tiny.write(tmp_path / "newer", seed=1))
+    newer = hub.add(NAME.repo_id, tiny.write(tmp_path / "newer", seed=1))
     assert find().path == old
     assert pull().name == newer
     assert find().path.name == newer
     # as `list` shows it
-    assert find(HubName(repo=NAME.repo, revision=commit[:12])).path == old
+    assert find(HubName(repo_id=NAME.repo_id, revision=commit[:12])).path == old
 
 
 def test_an_update_that_was_interrupted_leaves_what_was_served(
     hub: StandIn, commit: str, tmp_path: Path
 ) -> None:
     old = pull()
-    hub.add(NAME.repo, tiny.write(tmp_path / "newer", seed=1))
+    hub.add(NAME.repo_id, tiny.write(tmp_path / "newer", seed=1))
     hub.faults.status[WEIGHTS] = 500
     complaint(pull)
     assert find().path == old
@@ -37,7 +37,7 @@ def test_the_cache_asks_nobody(hub: StandIn, commit: str) -> None:
     pull()
     before = len(hub.asked)
     assert find().context_length == 4096
-    assert [str(entry.name) for entry in cached.everything()] == ["org/tiny"]
+    assert [str(entry.name) for entry in cached.list_revisions()] == ["org/tiny"]
     assert len(hub.asked) == before
     hub.close()
     assert find().name == "org/tiny"
@@ -56,7 +56,7 @@ def test_a_shard_that_only_the_index_names_is_missed(hub: StandIn, commit: str) 
     (here / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
     )
-    with pytest.raises(NotHere) as caught:
+    with pytest.raises(ModelNotFoundError) as caught:
         cached.find(NAME)
     assert "(model-2.safetensors missing)" in caught.value.message
     assert caught.value.hub == NAME
@@ -65,7 +65,7 @@ def test_a_shard_that_only_the_index_names_is_missed(hub: StandIn, commit: str) 
 def test_what_another_tool_fetched_in_part_is_incomplete(hub: StandIn, commit: str) -> None:
     """huggingface_hub leaves a listing of the repository, without which nothing would tell."""
     huggingface_hub.snapshot_download(
-        NAME.repo,
+        NAME.repo_id,
         cache_dir=cached.cache_folder(),
         allow_patterns=["config.json", "tokenizer.json", WEIGHTS],
     )
@@ -77,33 +77,33 @@ def test_what_another_tool_fetched_in_part_is_incomplete(hub: StandIn, commit: s
 def test_an_interrupted_download_is_listed(hub: StandIn, commit: str) -> None:
     hub.faults.status[WEIGHTS] = 500
     complaint(pull)
-    assert [str(entry.name) for entry in cached.everything()] == ["org/tiny"]
+    assert [str(entry.name) for entry in cached.list_revisions()] == ["org/tiny"]
 
 
 def test_a_link_that_leads_nowhere_is_a_missing_file(hub: StandIn, commit: str) -> None:
     here = pull()
     os.remove((here / WEIGHTS).resolve())
     assert f"({WEIGHTS} missing)" in complaint(lambda: cached.find(NAME))
-    assert [entry.folder for entry in cached.everything()] == [here]
+    assert [entry.folder for entry in cached.list_revisions()] == [here]
 
 
 def test_every_name_of_a_revision_is_listed(hub: StandIn, commit: str, tmp_path: Path) -> None:
-    hub.repositories[NAME.repo].refs["v1.0"] = commit
-    pull(HubName(repo=NAME.repo, revision="v1.0"))
+    hub.repositories[NAME.repo_id].refs["v1.0"] = commit
+    pull(HubName(repo_id=NAME.repo_id, revision="v1.0"))
     pull()
-    hub.add(NAME.repo, tiny.write(tmp_path / "newer", seed=1))
+    hub.add(NAME.repo_id, tiny.write(tmp_path / "newer", seed=1))
     newer = pull().name
-    pull(HubName(repo=NAME.repo, revision=newer))
-    (cached.storage_folder(NAME.repo) / "refs" / "v1.0").unlink()
-    (cached.storage_folder(NAME.repo) / "refs" / ".DS_Store").write_bytes(b"\xff")
+    pull(HubName(repo_id=NAME.repo_id, revision=newer))
+    (cached.repo_folder(NAME.repo_id) / "refs" / "v1.0").unlink()
+    (cached.repo_folder(NAME.repo_id) / "refs" / ".DS_Store").write_bytes(b"\xff")
     (cached.cache_folder() / "datasets--org--tiny" / "snapshots").mkdir(parents=True)
-    listed = [str(entry.name) for entry in cached.everything()]
+    listed = [str(entry.name) for entry in cached.list_revisions()]
     assert sorted(listed) == sorted(["org/tiny", f"org/tiny@{commit[:12]}"])
-    pull(HubName(repo=NAME.repo, revision="v1.0"))
-    listed = [str(entry.name) for entry in cached.everything()]
+    pull(HubName(repo_id=NAME.repo_id, revision="v1.0"))
+    listed = [str(entry.name) for entry in cached.list_revisions()]
     assert sorted(listed) == ["org/tiny", "org/tiny@v1.0"]
 
 
 def test_what_was_never_pulled_is_not_there() -> None:
     assert cached.find(NAME) is None
-    assert list(cached.everything()) == []
+    assert list(cached.list_revisions()) == []

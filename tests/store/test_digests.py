@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.core.errors import AppError
-from app.store.digests import Verified, git_sha1, sha256
+from app.store.digests import DigestCache, git_sha1, sha256
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_digests_are_those_of_everybody_else(file: Path, tmp_path: Path) -> None
 def test_a_damaged_file_is_named_with_both_digests(file: Path, tmp_path: Path) -> None:
     wanted = "0" * 64
     with pytest.raises(AppError) as caught:
-        Verified(tmp_path / "memory").check({file: wanted})
+        DigestCache(tmp_path / "memory").verify({file: wanted})
     for words in (str(file), wanted, sha256(file)):
         assert words in caught.value.message
     assert not (tmp_path / "memory").exists()
@@ -38,16 +38,16 @@ def test_a_damaged_file_is_named_with_both_digests(file: Path, tmp_path: Path) -
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(AppError, match="nowhere"):
-        Verified(tmp_path / "memory").check({tmp_path / "nowhere": "0" * 64})
+        DigestCache(tmp_path / "memory").verify({tmp_path / "nowhere": "0" * 64})
 
 
 def test_what_changed_is_hashed_again(file: Path, tmp_path: Path) -> None:
-    verified, wanted = Verified(tmp_path / "memory"), sha256(file)
-    verified.check({file: wanted})
+    verified, wanted = DigestCache(tmp_path / "memory"), sha256(file)
+    verified.verify({file: wanted})
     file.write_bytes(b"other\n" * 500_000)
     os.utime(file, ns=(1, 1))
     with pytest.raises(AppError):
-        verified.check({file: wanted})
+        verified.verify({file: wanted})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": "b"}'])
@@ -56,10 +56,10 @@ def test_a_memory_that_makes_no_sense_is_forgotten(
 ) -> None:
     memory = tmp_path / "memory"
     memory.write_bytes(content)
-    Verified(memory).check({file: sha256(file)})
+    DigestCache(memory).verify({file: sha256(file)})
     assert sha256(file).encode() in memory.read_bytes()
 
 
 def test_where_nothing_can_be_written_nothing_is_remembered(file: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
-    Verified(tmp_path / "taken" / "memory").check({file: sha256(file)})
+    DigestCache(tmp_path / "taken" / "memory").verify({file: sha256(file)})

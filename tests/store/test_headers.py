@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.store import headers
 from tests.store.shards import told, write, write_tensors
 
@@ -23,7 +23,7 @@ from tests.store.shards import told, write, write_tensors
 def complaint(path: Path) -> str:
     with pytest.raises(AppError) as caught:
         headers.read(path)
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(str(path))
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < len(str(path)) + 300
@@ -48,12 +48,12 @@ def test_names_types_shapes_and_metadata_are_read_and_added_up(tmp_path: Path) -
     }
     assert header.metadata["quant_type"] == "int4"
     assert header.nbytes == 24 + 20 + 4
-    assert [header.tensors[name].elements for name in arrays] == [12, 5, 1, 0]
+    assert [header.tensors[name].num_elements for name in arrays] == [12, 5, 1, 0]
 
 
 def test_half_bytes_count(tmp_path: Path) -> None:
     path = write(tmp_path / "x", {"w": told("F4", [2, 8], 0, 8)}, 8)
-    assert headers.read(path).tensors["w"].elements == 16
+    assert headers.read(path).tensors["w"].num_elements == 16
     assert "bytes, which does not match its dtype and shape" in complaint(
         write(path, {"w": told("F4", [3], 0, 2)}, 2)
     )
@@ -195,15 +195,15 @@ def test_changed_characters_are_noticed_or_leave_something_consistent(
         assert set(opened.keys()) == set(header.tensors)
 
 
-def check(header: headers.Header) -> None:
+def check(header: headers.SafetensorsHeader) -> None:
     tensors = sorted(header.tensors.values(), key=lambda tensor: (tensor.start, tensor.end))
     assert sum(tensor.nbytes for tensor in tensors) == 33
     for tensor in tensors:
         count = 1
         for size in tensor.shape:
             count *= size
-        assert count == tensor.elements
-        assert count * headers.BITS[tensor.dtype] == 8 * tensor.nbytes
+        assert count == tensor.num_elements
+        assert count * headers.DTYPE_BITS[tensor.dtype] == 8 * tensor.nbytes
     for one, next_ in itertools.pairwise(tensors):
         assert one.end == next_.start
 

@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import models
 
 from app import store
-from app.core.errors import AppError, Kind
-from app.store.vocabulary import count_ids
+from app.core.errors import AppError, ErrorKind
+from app.store.vocabulary import count_token_ids
 from tests import tiny
 from tests.store.shards import told, write, write_tensors
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
 def complaint(folder: Path) -> str:
     with pytest.raises(AppError) as caught:
         store.resolve(str(folder))
-    assert caught.value.kind is Kind.MODEL_FILES
+    assert caught.value.kind is ErrorKind.MODEL_FILES
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -45,15 +45,15 @@ def names(folder: Path) -> list[str]:
 
 def test_a_separate_template_file_is_read(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }} é", encoding="utf-8")
-    assert store.resolve(str(folder)).template == "{{ messages }} é"
+    assert store.resolve(str(folder)).chat_template == "{{ messages }} é"
 
 
 def test_bytes_and_ids_are_counted(folder: Path) -> None:
     files = store.resolve(str(folder))
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
-    assert files.stored == sum(array.nbytes for array in weights.values())
-    assert files.tokens == tiny.VOCAB
+    assert files.weight_bytes == sum(array.nbytes for array in weights.values())
+    assert files.tokenizer_vocab_size == tiny.VOCAB
 
 
 def test_weights_that_are_replaced_are_others(folder: Path) -> None:
@@ -63,12 +63,12 @@ def test_weights_that_are_replaced_are_others(folder: Path) -> None:
     stat, content = path.stat(), path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert store.resolve(str(folder)).weights != before.weights
+    assert store.resolve(str(folder)).weights_digest != before.weights_digest
     arrays = mx.load(str(path))
     assert isinstance(arrays, dict)
     mx.save_safetensors(str(path), arrays, {"another": "header"})
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert store.resolve(str(folder)).weights != before.weights
+    assert store.resolve(str(folder)).weights_digest != before.weights_digest
 
 
 def test_infinity_in_a_config_is_a_number(folder: Path) -> None:
@@ -85,7 +85,7 @@ class TestShards:
         write_tensors(folder / "a.safetensors", "y")
         index(folder, x="b.safetensors", y="a.safetensors", z="b.safetensors")
         assert names(folder) == ["a.safetensors", "b.safetensors"]
-        assert store.resolve(str(folder)).stored == 24
+        assert store.resolve(str(folder)).weight_bytes == 24
 
     def test_without_an_index_are_those_that_are_named_so(self, folder: Path) -> None:
         write_tensors(folder / "adapters.safetensors", "x")
@@ -273,16 +273,16 @@ class TestVocabulary:
     def test_of_a_real_tokenizer_is_as_the_library_counts_it(self, shared: Path, name: str) -> None:
         path = shared / name / "tokenizer.json"
         vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
-        assert count_ids(path) == max(vocabulary.values()) + 1
+        assert count_token_ids(path) == max(vocabulary.values()) + 1
 
     def test_of_pieces_with_scores_and_added_tokens(self, tmp_path: Path) -> None:
         path = tmp_path / "tokenizer.json"
         made = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
         made.save(str(path))
-        assert count_ids(path) == 2
+        assert count_token_ids(path) == 2
         made.add_special_tokens(["<s>"])
         made.save(str(path))
-        assert count_ids(path) == 3
+        assert count_token_ids(path) == 3
 
     @pytest.mark.parametrize(
         "text",
@@ -299,4 +299,4 @@ class TestVocabulary:
         """And a matter for whoever makes a tokenizer of it."""
         path = tmp_path / "tokenizer.json"
         path.write_text(text)
-        assert count_ids(path) is None
+        assert count_token_ids(path) is None

@@ -15,15 +15,15 @@ from huggingface_hub import constants
 
 from app import store
 from app.store.hub import cached
-from app.store.hub.offer import Offer, look
-from app.store.names import HubName, NotHere
+from app.store.hub.offer import DownloadPlan, plan_download
+from app.store.names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.asking import NAME, WEIGHTS, blob, complaint, find, pull
 from tests.store.stand_in import TOKEN, StandIn, git_sha1, sha256
 
 
 def test_only_what_a_model_needs_is_offered(hub: StandIn, commit: str) -> None:
-    offer = look(NAME)
+    offer = plan_download(NAME)
     assert offer.commit == commit
     assert [file.path for file in offer.files] == [
         "config.json",
@@ -33,7 +33,7 @@ def test_only_what_a_model_needs_is_offered(hub: StandIn, commit: str) -> None:
     ]
     assert offer.config["model_type"] == "llama"
     assert [asked.path.rpartition("/")[2] for asked in hub.downloads()] == ["config.json"]
-    assert 0 < offer.missing < offer.size
+    assert 0 < offer.missing_bytes < offer.total_bytes
 
 
 def test_what_was_pulled_equals_what_lies_on_the_hub(
@@ -46,7 +46,7 @@ def test_what_was_pulled_equals_what_lies_on_the_hub(
     files = cached.find(NAME)
     assert files is not None
     assert (files.name, files.path) == ("org/tiny", here)
-    assert look(NAME).missing == 0
+    assert plan_download(NAME).missing_bytes == 0
 
 
 def test_a_second_pull_asks_for_no_file_again(hub: StandIn, commit: str) -> None:
@@ -97,8 +97,8 @@ def test_a_file_that_arrives_damaged_is_found_and_not_kept(
     assert f"{name} is corrupt" in complaint(pull)
     content = (remote / name).read_bytes()
     assert not blob(content).exists()
-    with pytest.raises(NotHere):
-        store.find(NAME.repo)
+    with pytest.raises(ModelNotFoundError):
+        store.find(NAME.repo_id)
     hub.faults.corrupt.clear()
     assert (pull() / name).read_bytes() == content
 
@@ -136,8 +136,8 @@ def test_a_blob_that_rotted_on_the_disk_is_fetched_again(
 
 
 def test_a_revision_is_what_was_asked_for(hub: StandIn, commit: str, tmp_path: Path) -> None:
-    hub.add(NAME.repo, tiny.write(tmp_path / "newer", seed=1))
-    pinned = HubName(repo=NAME.repo, revision=commit)
+    hub.add(NAME.repo_id, tiny.write(tmp_path / "newer", seed=1))
+    pinned = HubName(repo_id=NAME.repo_id, revision=commit)
     assert pull(pinned).name == commit
     assert find(pinned).name == f"org/tiny@{commit}"
     assert cached.find(NAME) is None
@@ -150,7 +150,7 @@ def test_offline_is_said(hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gated_model_names_its_page_and_the_token(hub: StandIn, remote: Path) -> None:
-    hub.add(NAME.repo, remote, gated=True)
+    hub.add(NAME.repo_id, remote, gated=True)
     message = complaint(pull)
     assert "is gated: accept its conditions at" in message
     assert "HF_TOKEN" in message
@@ -159,7 +159,7 @@ def test_a_gated_model_names_its_page_and_the_token(hub: StandIn, remote: Path) 
 def test_a_token_opens_a_gated_model_and_is_told_to_the_hub_alone(
     hub: StandIn, remote: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add(NAME.repo, remote, gated=True)
+    hub.add(NAME.repo_id, remote, gated=True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     pull()
     large = [asked for asked in hub.asked if asked.path.startswith("/large/")]
@@ -168,13 +168,13 @@ def test_a_token_opens_a_gated_model_and_is_told_to_the_hub_alone(
 
 
 def test_a_private_model_is_like_one_that_is_not_there(hub: StandIn, remote: Path) -> None:
-    hub.add(NAME.repo, remote, private=True)
+    hub.add(NAME.repo_id, remote, private=True)
     assert "is private: check the name, or set HF_TOKEN" in complaint(pull)
-    assert "was not found on" in complaint(lambda: pull(HubName(repo="org/nothing")))
+    assert "was not found on" in complaint(lambda: pull(HubName(repo_id="org/nothing")))
 
 
 def test_a_revision_that_is_not_there_is_named(hub: StandIn, commit: str) -> None:
-    name = HubName(repo=NAME.repo, revision="v9")
+    name = HubName(repo_id=NAME.repo_id, revision="v9")
     assert complaint(lambda: pull(name)) == "org/tiny has no revision v9"
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_served_is_not_downloaded(
     (remote / gone).unlink()
     for name in {"q4.gguf", "pytorch_model.bin"} - {left}:
         (remote / name).unlink()
-    hub.add(NAME.repo, remote)
+    hub.add(NAME.repo_id, remote)
     assert words in complaint(pull)
     assert hub.downloads() == []
 
@@ -257,10 +257,10 @@ def test_mistrals_own_cut_of_the_weights_is_left_where_it_is(
     hub: StandIn, remote: Path, tmp_path: Path
 ) -> None:
     shutil.copy(remote / WEIGHTS, remote / "consolidated.safetensors")
-    hub.add(NAME.repo, remote)
-    assert [file.path for file in look(NAME).files if file.path.endswith(".safetensors")] == [
-        WEIGHTS
-    ]
+    hub.add(NAME.repo_id, remote)
+    assert [
+        file.path for file in plan_download(NAME).files if file.path.endswith(".safetensors")
+    ] == [WEIGHTS]
 
 
 def test_a_full_disk_is_noticed_before(
@@ -292,8 +292,8 @@ def test_a_hub_that_says_nothing_is_given_up(
 
 
 def test_an_offer_counts_what_is_missing(hub: StandIn, commit: str, remote: Path) -> None:
-    offer: Offer = look(NAME)
-    assert offer.missing == offer.size - (remote / "config.json").stat().st_size
-    assert {file.git for file in offer.files if file.sha256 is None} == {
+    offer: DownloadPlan = plan_download(NAME)
+    assert offer.missing_bytes == offer.total_bytes - (remote / "config.json").stat().st_size
+    assert {file.git_sha1 for file in offer.files if file.sha256 is None} == {
         git_sha1((remote / name).read_bytes()) for name in ("config.json", "tokenizer_config.json")
     }

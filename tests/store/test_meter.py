@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from app.store.meter import Bar, Meter, Stopped
+from app.store.meter import DownloadProgress, DownloadStopped, ProgressBarAdapter
 
 
 class Terminal(io.StringIO):
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_a_log_gets_whole_lines_and_few() -> None:
     out = io.StringIO()
-    meter = Meter(2_000_000, 500_000, out)
+    meter = DownloadProgress(2_000_000, 500_000, out)
     for _ in range(1_000):
         meter.add(1_500)
     meter.close()
@@ -25,7 +25,7 @@ def test_a_log_gets_whole_lines_and_few() -> None:
 
 def test_a_terminal_gets_one_line_that_is_written_over() -> None:
     out = Terminal()
-    meter = Meter(1_000, 0, out)
+    meter = DownloadProgress(1_000, 0, out)
     meter.add(250)
     meter.close()
     assert out.getvalue().startswith("\r250 B of 1.00 kB (25 %)")
@@ -33,16 +33,16 @@ def test_a_terminal_gets_one_line_that_is_written_over() -> None:
 
 
 def test_a_stopped_meter_stops_whoever_counts() -> None:
-    meter = Meter(10, 0, io.StringIO())
+    meter = DownloadProgress(10, 0, io.StringIO())
     meter.stop()
-    with pytest.raises(Stopped), Bar(meter)(total=10, unit="B") as bar:
+    with pytest.raises(DownloadStopped), ProgressBarAdapter(meter)(total=10, unit="B") as bar:
         bar.update(1)
 
 
 def test_a_bar_can_go_back() -> None:
     out = io.StringIO()
-    meter = Meter(10, 0, out)
-    with Bar(meter)() as bar:
+    meter = DownloadProgress(10, 0, out)
+    with ProgressBarAdapter(meter)() as bar:
         bar.update(10)
         bar.update(-10)
         bar.update(None)
@@ -53,5 +53,5 @@ def test_a_bar_can_go_back() -> None:
 
 def test_where_nothing_came_nothing_is_said() -> None:
     out = io.StringIO()
-    Meter(10, 10, out).close()
+    DownloadProgress(10, 10, out).close()
     assert out.getvalue() == ""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.store.names import HubName, OllamaName, hub_name, ollama_name, parse
+from app.core.errors import AppError, ErrorKind
+from app.store.names import HubName, OllamaName, parse_hub_name, parse_model_name, parse_ollama_name
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from app.store.names import HubName, OllamaName, hub_name, ollama_name, parse
 def test_a_hub_id_has_an_organisation_and_perhaps_a_revision(
     text: str, repo: str, revision: str | None
 ) -> None:
-    assert hub_name(text) == HubName(repo=repo, revision=revision)
-    assert str(hub_name(text)) == text
+    assert parse_hub_name(text) == HubName(repo_id=repo, revision=revision)
+    assert str(parse_hub_name(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_hub_id_has_an_organisation_and_perhaps_a_revision(
 def test_an_ollama_name_is_completed(text: str, parts: tuple[str, str, str, str]) -> None:
     host, namespace, model, tag = parts
     found = OllamaName(host=host, namespace=namespace, model=model, tag=tag)
-    assert ollama_name(text) == found
+    assert parse_ollama_name(text) == found
     assert str(found) == text
 
 
@@ -74,25 +74,25 @@ NO_NAMES = [
 @pytest.mark.parametrize("text", NO_NAMES)
 def test_no_name_leads_out_of_a_store(text: str) -> None:
     """org/-name and the like are spelled as neither the hub nor Ollama spells them."""
-    assert hub_name(text) is None
-    assert ollama_name(text) is None
+    assert parse_hub_name(text) is None
+    assert parse_ollama_name(text) is None
 
 
 @pytest.mark.parametrize("text", ["/a/model", "./model", "../model", "~/model", ".", "..", "/"])
 def test_what_looks_like_a_path_is_a_folder_and_nothing_else(text: str) -> None:
-    name = parse(text)
+    name = parse_model_name(text)
     assert name.folder == Path(text).expanduser()
     assert (name.hub, name.ollama) == (None, None)
 
 
 def test_what_could_be_several_things_is_all_of_them() -> None:
-    name = parse("org/name")
+    name = parse_model_name("org/name")
     assert name.folder == Path("org/name")
-    assert name.hub == HubName(repo="org/name")
-    assert name.ollama == ollama_name("org/name")
-    assert parse("org/name@main").ollama is None
-    assert parse("org/name:tag").hub is None
-    assert parse("name").hub is None
+    assert name.hub == HubName(repo_id="org/name")
+    assert name.ollama == parse_ollama_name("org/name")
+    assert parse_model_name("org/name@main").ollama is None
+    assert parse_model_name("org/name:tag").hub is None
+    assert parse_model_name("name").hub is None
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_what_could_be_several_things_is_all_of_them() -> None:
 )
 def test_what_is_no_name_is_refused_in_one_line(text: str, words: str) -> None:
     with pytest.raises(AppError) as caught:
-        parse(text)
-    assert caught.value.kind is Kind.MODEL_NOT_FOUND
+        parse_model_name(text)
+    assert caught.value.kind is ErrorKind.MODEL_NOT_FOUND
     assert words in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -119,4 +119,4 @@ def test_a_folder_of_an_odd_name_is_still_a_folder(
 ) -> None:
     (tmp_path / "my model!").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert parse("my model!").folder == Path("my model!")
+    assert parse_model_name("my model!").folder == Path("my model!")

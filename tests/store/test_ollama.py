@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.defaults import defaults
+from app.core.defaults import read_generation_defaults
 from app.core.files import ModelFiles
-from app.engine.describe import complete
+from app.engine.describe import complete_config
 from app.engine.weights import open_model
 from tests.store.asking import refusal
 from tests.store.ollama_store import CONFIG, GO_TEMPLATE, OllamaStore
@@ -32,7 +32,7 @@ PARAMETERS = {
 
 
 def logits(files: ModelFiles) -> mx.array:
-    model = open_model(complete(files), None)
+    model = open_model(complete_config(files), None)
     return model.logits(model(mx.array([[72, 105, 33]]), model.make_kv()))
 
 
@@ -42,8 +42,8 @@ def test_a_model_of_the_store_answers_like_the_same_one_in_a_folder(
     ollama.write("tiny", layers)
     files, same = store.resolve("tiny"), store.resolve(str(packed))
     assert files.name == "tiny"
-    assert files.tokens == same.tokens
-    assert files.stored == same.stored
+    assert files.tokenizer_vocab_size == same.tokenizer_vocab_size
+    assert files.weight_bytes == same.weight_bytes
     assert files.config["hidden_size"] == CONFIG["hidden_size"]
     assert mx.array_equal(logits(files), logits(same))
 
@@ -65,7 +65,7 @@ def test_parameters_become_defaults(ollama: OllamaStore, layers: list[dict[str, 
     base = ollama.json("json", {"do_sample": False, "top_k": 3}, "generation_config.json")
     ollama.write("tiny", [*layers, base, ollama.json("params", PARAMETERS)])
     files = store.find("tiny")
-    found = defaults(files)
+    found = read_generation_defaults(files)
     assert found.sampling == {
         "temperature": 0.5,
         "top_k": 20,
@@ -78,8 +78,8 @@ def test_parameters_become_defaults(ollama: OllamaStore, layers: list[dict[str, 
         "seed": 7,
     }
     assert found.max_tokens == 100
-    assert found.stops == ("<|im_end|>", "</s>")
-    assert files.context == 2048
+    assert found.stop_strings == ("<|im_end|>", "</s>")
+    assert files.recommended_context == 2048
 
 
 def test_parameters_that_say_nothing_change_nothing(
@@ -87,8 +87,8 @@ def test_parameters_that_say_nothing_change_nothing(
 ) -> None:
     quiet = {"seed": -1, "num_predict": -1, "repeat_penalty": 0, "num_gpu": 99, "stop": "x"}
     ollama.write("tiny", [*layers, ollama.json("params", quiet)])
-    found = defaults(store.find("tiny"))
-    assert (found.sampling, found.max_tokens, found.stops) == ({}, None, ("x",))
+    found = read_generation_defaults(store.find("tiny"))
+    assert (found.sampling, found.max_tokens, found.stop_strings) == ({}, None, ("x",))
 
 
 @pytest.mark.parametrize("value", [0, "8192", True, 1.5])
@@ -101,7 +101,7 @@ def test_an_absurd_context_is_refused(
 
 def test_the_system_prompt_is_the_models(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
     ollama.write("tiny", [*layers, ollama.layer("system", b"You are terse.")])
-    assert store.find("tiny").system == "You are terse."
+    assert store.find("tiny").system_prompt == "You are terse."
 
 
 def test_a_go_template_alone_is_left_and_said(
@@ -115,7 +115,7 @@ def test_a_go_template_alone_is_left_and_said(
     plain = [layer for layer in layers if layer.get("name") != "tokenizer_config.json"]
     ollama.write("go", [*plain, template])
     with caplog.at_level(logging.WARNING):
-        assert store.find("go").template is None
+        assert store.find("go").chat_template is None
     assert caplog.messages == [
         "go: its chat template is in Ollama's Go format, which is not supported"
     ]
@@ -125,7 +125,7 @@ def test_a_jinja_template_of_its_own_is_read(
     ollama: OllamaStore, layers: list[dict[str, Any]]
 ) -> None:
     ollama.write("tiny", [*layers, ollama.layer("json", b"{{ x }}", "chat_template.jinja")])
-    assert store.find("tiny").template == "{{ x }}"
+    assert store.find("tiny").chat_template == "{{ x }}"
 
 
 def test_tensors_of_a_drafting_model_are_left(

@@ -33,7 +33,7 @@ def test_a_name_leads_to_its_manifest(
     assert path == ollama.root / "manifests" / parts
     assert store.find(name).path == path
     assert store.find(name).name == name
-    assert [entry.name for entry in store.installed()] == ["builtin", name]
+    assert [entry.name for entry in store.list_installed()] == ["builtin", name]
 
 
 def test_latest_goes_without_saying(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
@@ -124,7 +124,7 @@ def test_a_manifest_that_is_a_circle_of_links_is_one_line(
     assert str(path) in refusal()
     # a packed that holds itself has no end either
     (path.parent / "again").symlink_to(path.parent, target_is_directory=True)
-    assert [entry.name for entry in store.installed()] == ["builtin", "tiny"]
+    assert [entry.name for entry in store.list_installed()] == ["builtin", "tiny"]
 
 
 def test_without_a_setting_the_store_is_where_ollama_has_it(

@@ -7,11 +7,11 @@ import pytest
 from huggingface_hub import constants
 
 from app import store
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.store.hub import cached
-from app.store.hub.download import fetch
-from app.store.hub.offer import look
-from app.store.names import HubName, NotHere
+from app.store.hub.download import download
+from app.store.hub.offer import plan_download
+from app.store.names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.ollama_store import OllamaStore, packed_folder
 from tests.store.stand_in import StandIn
@@ -30,16 +30,16 @@ def everywhere(hub: StandIn, folder: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, tmp_path / "org" / "tiny")
     hub.add("org/tiny", folder)
-    fetch(look(HubName(repo="org/tiny")))
+    download(plan_download(HubName(repo_id="org/tiny")))
     ollama = OllamaStore(tmp_path / "ollama")
     ollama.write("org/tiny", ollama.model(packed_folder(tmp_path / "packed")))
     return tmp_path
 
 
-def missed(name: str) -> NotHere:
-    with pytest.raises(NotHere) as caught:
+def missed(name: str) -> ModelNotFoundError:
+    with pytest.raises(ModelNotFoundError) as caught:
         store.resolve(name)
-    assert caught.value.kind is Kind.MODEL_NOT_FOUND
+    assert caught.value.kind is ErrorKind.MODEL_NOT_FOUND
     assert "\n" not in caught.value.message
     return caught.value
 
@@ -66,7 +66,7 @@ def test_the_sources_are_asked_in_their_order(everywhere: Path) -> None:
 
 
 def test_what_lies_in_two_sources_is_listed_twice(everywhere: Path) -> None:
-    found = [(entry.name, entry.source, entry.read().path) for entry in store.installed()]
+    found = [(entry.name, entry.source, entry.read().path) for entry in store.list_installed()]
     assert [(name, source) for name, source, _ in found] == [
         ("builtin", "built in"),
         ("org/tiny", "hub"),
@@ -102,7 +102,7 @@ def test_a_path_that_is_no_folder_is_looked_for_nowhere_else(tmp_path: Path) -> 
 
 def test_a_hub_id_that_is_nowhere_says_where_it_was_looked_for_and_what_to_do() -> None:
     error = missed("org/name")
-    assert error.hub == HubName(repo="org/name")
+    assert error.hub == HubName(repo_id="org/name")
     for words in (
         "no such folder",
         f"not in the Hugging Face cache ({cached.cache_folder()})",
@@ -122,7 +122,7 @@ def test_an_ollama_name_that_is_nowhere_is_not_looked_for_on_the_hub() -> None:
 def test_looking_asks_nothing_of_the_network(hub: StandIn) -> None:
     missed("org/name")
     missed("org/name@main")
-    list(store.installed())
+    list(store.list_installed())
     assert hub.asked == []
 
 
@@ -136,10 +136,10 @@ def test_a_place_that_may_not_be_looked_at_is_one_line() -> None:
 def test_a_repository_that_may_not_be_looked_into_is_told_beside_the_others(
     everywhere: Path,
 ) -> None:
-    closed = cached.storage_folder("org/closed")
+    closed = cached.repo_folder("org/closed")
     closed.mkdir()
     (closed / "snapshots").symlink_to("a" * 300)  # as good as a folder of somebody else's
-    entries = {entry.name: entry for entry in store.installed() if entry.source == "hub"}
+    entries = {entry.name: entry for entry in store.list_installed() if entry.source == "hub"}
     assert sorted(entries) == ["org/closed", "org/tiny"]
     assert entries["org/tiny"].read().name == "org/tiny"
     with pytest.raises(AppError) as caught:
@@ -152,4 +152,4 @@ def test_a_cache_that_may_not_be_looked_into_is_one_line(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / ("a" * 300)))
     with pytest.raises(AppError, match="cannot be read: "):
-        list(store.installed())
+        list(store.list_installed())

@@ -1,6 +1,6 @@
 """Which files of a repository are fetched."""
 
-from app.store.hub.snapshot import needed
+from app.store.hub.snapshot import select_files
 
 
 def test_what_says_how_vectors_are_made_is_fetched_with_the_model():
@@ -14,7 +14,7 @@ def test_what_says_how_vectors_are_made_is_fetched_with_the_model():
         "onnx/model.onnx",
         "tokenizer.json",
     ]
-    assert needed(listing) == [
+    assert select_files(listing) == [
         "1_Pooling/config.json",
         "config.json",
         "modules.json",

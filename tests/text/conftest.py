@@ -161,7 +161,7 @@ def bytewise(made) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def pieces(made) -> Tokenizer:
-    return Tokenizer(made["sentence_piece"], bos=1)
+    return Tokenizer(made["sentence_piece"], bos_token_id=1)
 
 
 KINDS = tuple(make.__name__ for make in MADE)
@@ -194,17 +194,17 @@ def files(tmp_path) -> Callable[..., ModelFiles]:
         path=tmp_path,
         config={},
         shards=(),
-        tokenizer=tmp_path / "tokenizer.json",
+        tokenizer_path=tmp_path / "tokenizer.json",
         tokenizer_config={},
         generation_config={},
-        template=None,
+        chat_template=None,
         created=0,
     )
 
     def build(tokenizer: tokenizers.Tokenizer | str | None = None, **fields) -> ModelFiles:
         if tokenizer is not None:
             text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
-            base.tokenizer.write_text(text)
+            base.tokenizer_path.write_text(text)
         return replace(base, **fields)
 
     return build
@@ -224,10 +224,10 @@ def real_files(shared) -> Callable[[str], ModelFiles]:
             path=shared / folder,
             config=read("config.json"),
             shards=(),
-            tokenizer=shared / folder / "tokenizer.json",
+            tokenizer_path=shared / folder / "tokenizer.json",
             tokenizer_config=read("tokenizer_config.json"),
             generation_config=read("generation_config.json"),
-            template=None,
+            chat_template=None,
             created=0,
         )
 

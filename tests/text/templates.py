@@ -3,8 +3,15 @@
 from pathlib import Path
 
 from app.core.files import ModelFiles
-from app.core.requests import CalledTool, Conversation, GenerateRequest, Message, Thinking, Tool
-from app.text.prompt import Conversations, Written
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    Message,
+    ReasoningOptions,
+    Tool,
+    ToolCall,
+)
+from app.text.prompt import PromptBuilder, RenderedPrompt
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 
@@ -32,7 +39,7 @@ def calls(*places: str, content: str | None = None) -> Message:
         role="assistant",
         content=content,
         tool_calls=tuple(
-            CalledTool(id=_id(place), name="get_weather", arguments=f'{{"city": "{place}"}}')
+            ToolCall(id=_id(place), name="get_weather", arguments=f'{{"city": "{place}"}}')
             for place in places
         ),
     )
@@ -47,27 +54,27 @@ def _id(place: str) -> str:
     return f"call_0123456789abcdef{place}"
 
 
-def conversations(template: str) -> Conversations:
+def conversations(template: str) -> PromptBuilder:
     nowhere = Path("/nowhere")
     files = ModelFiles(
         name="made",
         path=nowhere,
         config={},
         shards=(),
-        tokenizer=nowhere / "tokenizer.json",
+        tokenizer_path=nowhere / "tokenizer.json",
         tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"},
         generation_config={},
-        template=template,
+        chat_template=template,
         created=0,
     )
-    return Conversations(files, TOKENIZER)
+    return PromptBuilder(files, TOKENIZER)
 
 
 def written(
-    talk: Conversations,
+    talk: PromptBuilder,
     *messages: Message,
     tools: tuple[Tool, ...] = (),
-    thinking: Thinking = Thinking(),  # noqa: B008  # frozen
-) -> Written:
-    request = GenerateRequest(model="made", prompt="", tools=tools, thinking=thinking)
-    return talk.write(request, Conversation(messages=messages))
+    thinking: ReasoningOptions = ReasoningOptions(),  # noqa: B008  # frozen
+) -> RenderedPrompt:
+    request = GenerateRequest(model="made", prompt="", tools=tools, reasoning=thinking)
+    return talk.build(request, Conversation(messages=messages))

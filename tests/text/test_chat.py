@@ -6,9 +6,9 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from app.core.errors import AppError, Kind
-from app.core.requests import CalledTool, Message
-from app.text.chat import ChatTemplate, tokenizer_info
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import Message, ToolCall
+from app.text.chat import ChatTemplate, build_tokenizer_info
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 
@@ -17,14 +17,14 @@ ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 def shown(files, source: str, messages: tuple[Message, ...] = HELLO, **options) -> str:
-    return ChatTemplate(files(template=source)).render(messages, **options)
+    return ChatTemplate(files(chat_template=source)).render(messages, **options)
 
 
 class TestWhichTemplate:
     def test_a_file_of_its_own_wins_over_the_config(self, files):
-        model = files(template="file", tokenizer_config={"chat_template": "config"})
+        model = files(chat_template="file", tokenizer_config={"chat_template": "config"})
         assert ChatTemplate(model).render(HELLO) == "file"
-        assert ChatTemplate(model).complete
+        assert ChatTemplate(model).includes_special_tokens
 
     def test_else_it_stands_in_the_config(self, files):
         model = files(tokenizer_config={"chat_template": "config"})
@@ -49,21 +49,21 @@ class TestWhichTemplate:
     def test_anything_else_is_a_mistake_in_the_files(self, files, given):
         with pytest.raises(AppError, match=r"chat_template in tokenizer_config\.json") as caught:
             ChatTemplate(files(tokenizer_config={"chat_template": given}))
-        assert caught.value.kind is Kind.MODEL_FILES
+        assert caught.value.kind is ErrorKind.MODEL_FILES
 
     def test_a_model_without_one_continues_what_was_said(self, files):
         chat = ChatTemplate(files())
         assert chat.render((Message(role="user", content="Once upon"),)) == "Once upon"
         turns = (Message(role="user", content="One."), Message(role="assistant", content="Two."))
         assert chat.render(turns) == "One.\nTwo."
-        assert not chat.complete
+        assert not chat.includes_special_tokens
 
     def test_a_real_base_model_is_asked_as_by_a_plain_prompt(self, real_files):
         model = real_files("models/stories260K")
         chat, tokenizer = ChatTemplate(model), Tokenizer.load(model)
         text = chat.render((Message(role="user", content="Once upon a time"),))
-        ids = tokenizer.encode(text, add_special=not chat.complete)
-        assert ids == tokenizer.encode("Once upon a time", add_special=True)
+        ids = tokenizer.encode(text, add_special_tokens=not chat.includes_special_tokens)
+        assert ids == tokenizer.encode("Once upon a time", add_special_tokens=True)
 
     def test_a_real_one_out_of_a_real_config(self, real_files):
         chat = ChatTemplate(real_files("tokenizers/qwen3"))
@@ -84,11 +84,11 @@ class TestWhatTemplatesAreGiven:
             "{{ bos_token }}{{ eos_token }}{{ additional_special_tokens | join }}"
             "{{ pad_token is defined }}{{ unk_token is defined }}"
         )
-        chat = ChatTemplate(files(template=source, tokenizer_config=config))
+        chat = ChatTemplate(files(chat_template=source, tokenizer_config=config))
         assert chat.render(HELLO) == "<s></s><a><b>FalseFalse"
 
     def test_the_clock_that_was_handed_in(self, files):
-        model = files(template="{{ strftime_now('%d %B %Y') }}")
+        model = files(chat_template="{{ strftime_now('%d %B %Y') }}")
         chat = ChatTemplate(model, now=lambda: datetime(2025, 7, 10, 12))
         assert chat.render(HELLO) == "10 July 2025"
         assert str(datetime.now().year) in ChatTemplate(model).render(HELLO)
@@ -113,8 +113,8 @@ class TestWhatTemplatesAreGiven:
                 role="assistant",
                 content=None,
                 tool_calls=(
-                    CalledTool(id="c1", name="add", arguments='{"a": [1, "é"]}'),
-                    CalledTool(id="c2", name="now", arguments=" "),
+                    ToolCall(id="c1", name="add", arguments='{"a": [1, "é"]}'),
+                    ToolCall(id="c2", name="now", arguments=" "),
                 ),
             ),
             Message(role="tool", content="3", name="add", tool_call_id="c1"),
@@ -129,11 +129,11 @@ class TestWhatTemplatesAreGiven:
 
     @pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', "3", "[" * 100_000])
     def test_arguments_that_are_no_object_are_named(self, files, arguments):
-        call = CalledTool(id="c", name="f", arguments=arguments)
+        call = ToolCall(id="c", name="f", arguments=arguments)
         said = (*HELLO, Message(role="assistant", content="", tool_calls=(call,)))
         with pytest.raises(AppError) as caught:
             shown(files, ROLES, said)
-        assert caught.value.kind is Kind.INVALID
+        assert caught.value.kind is ErrorKind.INVALID
         assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
         assert caught.value.param in caught.value.message
 
@@ -142,7 +142,7 @@ def test_a_refusal_is_the_clients_and_in_the_templates_words(files):
     with pytest.raises(AppError, match="roles must alternate") as caught:
         shown(files, "{{ raise_exception('roles must alternate') }}")
     assert caught.value.message == "roles must alternate"
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "messages")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "messages")
 
 
 class TestBeginningOfText:
@@ -158,7 +158,9 @@ class TestBeginningOfText:
     def ids(self, model, messages=TURNS) -> tuple[Tokenizer, list[int]]:
         chat, tokenizer = ChatTemplate(model), Tokenizer.load(model)
         return tokenizer, list(
-            tokenizer.encode(chat.render(messages), add_special=not chat.complete)
+            tokenizer.encode(
+                chat.render(messages), add_special_tokens=not chat.includes_special_tokens
+            )
         )
 
     @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ class TestBeginningOfText:
     def test_of_real_models_with_their_own_templates(self, real_files, folder, begins):
         model = real_files(f"tokenizers/{folder}")
         tokenizer, ids = self.ids(model)
-        begin = tokenizer.bos
+        begin = tokenizer.bos_token_id
         assert ((ids[0] == begin), sum(id == begin for id in ids)) == (begins, begins)
 
     @pytest.mark.parametrize(
@@ -192,15 +194,17 @@ class TestBeginningOfText:
         )
         source = (shared / f"chat_templates/templates/{template}.jinja").read_text()
         config = {"bos_token": bos, "eos_token": "<end>", "add_bos_token": add_bos}
-        model = files(inner, template=source, tokenizer_config=config)
+        model = files(inner, chat_template=source, tokenizer_config=config)
         tokenizer, ids = self.ids(model)
         assert (ids[0], ids.count(begin)) == (begin, 1)
-        assert (tokenizer.encode("Hello", add_special=True)[0] == begin) is (add_bos is not False)
+        assert (tokenizer.encode("Hello", add_special_tokens=True)[0] == begin) is (
+            add_bos is not False
+        )
 
     def test_what_a_user_writes_is_not_the_beginning(self, files, made):
         source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
         config = {"bos_token": "<s>", "add_bos_token": True}
-        model = files(made["sentence_piece"], template=source, tokenizer_config=config)
+        model = files(made["sentence_piece"], chat_template=source, tokenizer_config=config)
         said = (Message(role="user", content="<s>the"),)
         assert self.ids(model, said)[1][:2] == [1, 1], "both are there, as both were written"
         plain = files(made["sentence_piece"], tokenizer_config=config)
@@ -216,8 +220,8 @@ def test_a_tokenizer_is_described_by_its_special_tokens_and_its_template(files):
         "add_bos_token": True,
         "name_or_path": "author/models",
     }
-    made = files(tiny.tokenizer(), tokenizer_config=config, template="{{ messages }}")
-    assert tokenizer_info(made, Tokenizer.load(made), context=64) == {
+    made = files(tiny.tokenizer(), tokenizer_config=config, chat_template="{{ messages }}")
+    assert build_tokenizer_info(made, Tokenizer.load(made), context=64) == {
         "tokenizer_class": "LlamaTokenizer",
         "model_max_length": 64,
         "add_bos_token": True,
@@ -232,9 +236,9 @@ def test_a_tokenizer_is_described_by_its_special_tokens_and_its_template(files):
 def test_special_tokens_that_only_config_json_names_are_there_too(files):
     config = {"eos_token_id": tiny.END, "bos_token_id": tiny.BOS}
     made = files(tiny.tokenizer(), config=config)
-    info = tokenizer_info(made, Tokenizer.load(made), context=64)
+    info = build_tokenizer_info(made, Tokenizer.load(made), context=64)
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
     assert info["chat_template"] is None
     bare = files(tiny.tokenizer())
-    info = tokenizer_info(bare, Tokenizer.load(bare), context=64)
+    info = build_tokenizer_info(bare, Tokenizer.load(bare), context=64)
     assert (info["bos_token"], info["eos_token"]) == (None, None)

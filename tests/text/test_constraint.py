@@ -15,24 +15,24 @@ from llguidance import LLMatcher, LLTokenizer
 
 from app.core.errors import AppError
 from app.core.requests import (
-    Choice,
+    ChoiceGrammar,
     Grammar,
     JsonSchema,
-    Lark,
-    NamedTool,
+    LarkGrammar,
+    NamedToolChoice,
     Regex,
     Tool,
     ToolChoice,
 )
-from app.text.constraint import Asked, Constraint, Turn, constraint
+from app.text.constraint import AnswerStart, Constraint, OutputRequirements, build_constraint
 from app.text.families import glm, harmony, hermes, llama3, minimax
-from app.text.family import ChatFamily, Tags
-from app.text.plain_calls import Plain
-from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
+from app.text.family import ChatFamily, ReasoningTags
+from app.text.plain_calls import GenericFamily
+from app.text.syntax.pieces import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 
-THINK = Tags(open="<think>", close="</think>")
+THINK = ReasoningTags(open="<think>", close="</think>")
 MARKERS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>"),
     *harmony.Family.markers,
@@ -45,7 +45,7 @@ def tool(name: str, *, strict: bool = False, **properties: Any) -> Tool:
         name=name,
         description=None,
         strict=strict,
-        at=f"tools.{name}.function",
+        param=f"tools.{name}.function",
         parameters={
             "type": "object",
             "properties": properties,
@@ -67,7 +67,7 @@ ANSWER = JsonSchema(
             "additionalProperties": False,
         }
     ),
-    at="response_format.json_schema.schema",
+    param="response_format.json_schema.schema",
 )
 
 
@@ -81,13 +81,17 @@ class Writer:
             inner.add_special_tokens(list(MARKERS))
         self.tokenizer = Tokenizer(inner)
         self._guide = LLTokenizer(inner.to_str(), eos_token=[END])
-        self._markers = [id for id in map(self.tokenizer.added_id, MARKERS) if id is not None]
+        self._markers = [
+            id for id in map(self.tokenizer.added_token_to_id, MARKERS) if id is not None
+        ]
 
-    def follows(self, asked: Asked, turn: Turn, family: ChatFamily) -> Constraint:
-        return constraint(asked, turn, family, self.tokenizer.added_id)
+    def follows(
+        self, asked: OutputRequirements, turn: AnswerStart, family: ChatFamily
+    ) -> Constraint:
+        return build_constraint(asked, turn, family, self.tokenizer.added_token_to_id)
 
     def guided(self, grammar: Grammar | None) -> LLMatcher:
-        assert isinstance(grammar, Lark)
+        assert isinstance(grammar, LarkGrammar)
         matcher = LLMatcher(self._guide, grammar.text, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
@@ -110,7 +114,7 @@ class Writer:
         return None
 
     def _hop(self, matcher: LLMatcher, draw: random.Random, ends: tuple[str, ...]) -> list[int]:
-        spelled = [self.tokenizer.encode(end, add_special=False) for end in ends]
+        spelled = [self.tokenizer.encode(end, add_special_tokens=False) for end in ends]
         valid = [ids for ids in spelled if matcher.validate_tokens(ids) == len(ids)]
         return draw.choice(valid) if valid and draw.random() < 0.3 else []
 
@@ -122,27 +126,31 @@ class Writer:
         return draw.choice(closing if draw.random() < 0.3 else plain or allowed)
 
 
-def read(family: ChatFamily, turn: Turn, tools: tuple[Tool, ...], text: str) -> list[Piece]:
-    splitter = family.split(tools=tools, tags=turn.tags, opened=turn.opened)
+def read(
+    family: ChatFamily, turn: AnswerStart, tools: tuple[Tool, ...], text: str
+) -> list[OutputPart]:
+    splitter = family.build_parser(
+        tools=tools, tags=turn.reasoning_tags, in_reasoning=turn.in_reasoning
+    )
     return [*splitter.feed(text), *splitter.flush()]
 
 
-def said(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Said))
+def said(pieces: list[OutputPart]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
-def thought(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+def thought(pieces: list[OutputPart]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
 
 
-def calls(pieces: list[Piece]) -> list[tuple[str, Any]]:
+def calls(pieces: list[OutputPart]) -> list[tuple[str, Any]]:
     """Names and arguments, held against the tools' schemas."""
     found: list[list[str]] = []
     for piece in pieces:
         match piece:
-            case Called(name=name):
+            case ToolCallStart(name=name):
                 found.append([name, ""])
-            case Arguments(text=text):
+            case ToolCallArguments(text=text):
                 found[-1][1] += text
             case _:
                 pass
@@ -156,11 +164,14 @@ STRICT = (
     tool("count", strict=True, to={"type": "integer", "minimum": 1, "maximum": 9}),
     tool("paint", strict=True, colour={"enum": ["red", "green"]}),
 )
-FAMILIES: dict[str, tuple[ChatFamily, Tags]] = {
+FAMILIES: dict[str, tuple[ChatFamily, ReasoningTags]] = {
     "hermes": (hermes.Family(), THINK),
-    "plain": (Plain(), THINK),
+    "plain": (GenericFamily(), THINK),
     "glm": (glm.Family(), THINK),
-    "harmony": (harmony.Family(), Tags(open="<|channel|>analysis<|message|>", close="<|end|>")),
+    "harmony": (
+        harmony.Family(),
+        ReasoningTags(open="<|channel|>analysis<|message|>", close="<|end|>"),
+    ),
 }
 ENDS = (
     *MARKERS,
@@ -171,18 +182,18 @@ ENDS = (
     "</arg_value>",
 )
 
-Check = Callable[[list[Piece]], None]
+Check = Callable[[list[OutputPart]], None]
 
 
 def written(
     writer: Writer,
-    asked: Asked,
-    turn: Turn,
+    asked: OutputRequirements,
+    turn: AnswerStart,
     family: ChatFamily,
     *,
     seed: str,
     ends: tuple[str, ...] = ENDS,
-) -> list[list[Piece]]:
+) -> list[list[OutputPart]]:
     """Some answers that ended by themselves, taken apart."""
     follows = writer.follows(asked, turn, family)
     draw = random.Random(seed)
@@ -198,11 +209,11 @@ def writer(request: pytest.FixtureRequest) -> Writer:
     return Writer(tokens=request.param)
 
 
-def turns(tags: Tags) -> dict[str, Turn]:
+def turns(tags: ReasoningTags) -> dict[str, AnswerStart]:
     return {
-        "answering": Turn(tags=None),
-        "may reason": Turn(tags=tags),
-        "reasoning": Turn(tags=tags, opened=True),
+        "answering": AnswerStart(reasoning_tags=None),
+        "may reason": AnswerStart(reasoning_tags=tags),
+        "reasoning": AnswerStart(reasoning_tags=tags, in_reasoning=True),
     }
 
 
@@ -216,49 +227,51 @@ CASES = [
 
 
 @pytest.fixture(params=CASES, ids=lambda case: " ".join(case))
-def case(request: pytest.FixtureRequest, writer: Writer) -> tuple[Writer, ChatFamily, Turn]:
+def case(request: pytest.FixtureRequest, writer: Writer) -> tuple[Writer, ChatFamily, AnswerStart]:
     name, turn = request.param
-    if name == "harmony" and writer.tokenizer.added_id("<|end|>") is None:
+    if name == "harmony" and writer.tokenizer.added_token_to_id("<|end|>") is None:
         pytest.skip("harmony's markers are tokens")
     family, tags = FAMILIES[name]
     return writer, family, turns(tags)[turn]
 
 
-Case = tuple[Writer, ChatFamily, Turn]
+Case = tuple[Writer, ChatFamily, AnswerStart]
 
 
 def test_required_calls_are_calls_and_nothing_else(case: Case) -> None:
     writer, family, turn = case
-    for pieces in written(writer, Asked(tools=TOOLS, choice="required"), turn, family, seed="a"):
+    for pieces in written(
+        writer, OutputRequirements(tools=TOOLS, choice="required"), turn, family, seed="a"
+    ):
         assert calls(pieces)
         assert not said(pieces)
 
 
 def test_one_call_is_made_where_calls_may_not_be_parallel(case: Case) -> None:
     writer, family, turn = case
-    asked = Asked(tools=TOOLS, choice="required", parallel=False)
+    asked = OutputRequirements(tools=TOOLS, choice="required", parallel=False)
     for pieces in written(writer, asked, turn, family, seed="b"):
         assert len(calls(pieces)) == 1
 
 
 def test_a_named_function_is_the_one_that_is_called(case: Case) -> None:
     writer, family, turn = case
-    asked = Asked(tools=TOOLS, choice=NamedTool(name="paint"))
+    asked = OutputRequirements(tools=TOOLS, choice=NamedToolChoice(name="paint"))
     for pieces in written(writer, asked, turn, family, seed="c"):
         assert [name for name, _ in calls(pieces)] == ["paint"]
 
 
 def test_calls_of_strict_functions_follow_their_schema_whenever_they_are_made(case: Case) -> None:
     writer, family, turn = case
-    answers = written(writer, Asked(tools=STRICT), turn, family, seed="d")
+    answers = written(writer, OutputRequirements(tools=STRICT), turn, family, seed="d")
     # `calls` holds them against the schema
     assert all(calls(pieces) or said(pieces) is not None for pieces in answers)
 
 
 def test_a_format_is_followed_behind_the_reasoning(case: Case) -> None:
     writer, family, turn = case
-    asked = Asked(grammar=ANSWER)
-    if turn.tags is None and not family.lead:
+    asked = OutputRequirements(grammar=ANSWER)
+    if turn.reasoning_tags is None and not family.content_prefix:
         assert writer.follows(asked, turn, family).grammar is ANSWER
         return
     for pieces in written(writer, asked, turn, family, seed="e"):
@@ -267,7 +280,9 @@ def test_a_format_is_followed_behind_the_reasoning(case: Case) -> None:
 
 def test_with_tools_and_a_format_the_answer_is_one_or_the_other(case: Case) -> None:
     writer, family, turn = case
-    for pieces in written(writer, Asked(grammar=ANSWER, tools=TOOLS), turn, family, seed="f"):
+    for pieces in written(
+        writer, OutputRequirements(grammar=ANSWER, tools=TOOLS), turn, family, seed="f"
+    ):
         if not calls(pieces):
             assert set(json.loads(said(pieces))) == {"ok"}
 
@@ -276,21 +291,30 @@ def test_with_tools_and_a_format_the_answer_is_one_or_the_other(case: Case) -> N
     ("grammar", "fits"),
     [
         (Regex(pattern=r"[a-c]{2}/\/[0-9]"), lambda text: text[2:4] == "//" and text[4].isdigit()),
-        (Choice(options=("yes", 'no "thanks"')), lambda text: text in ("yes", 'no "thanks"')),
+        (
+            ChoiceGrammar(options=("yes", 'no "thanks"')),
+            lambda text: text in ("yes", 'no "thanks"'),
+        ),
     ],
 )
 def test_every_kind_of_format_can_follow_reasoning(
     writer: Writer, grammar: Grammar, fits: Callable[[str], bool]
 ) -> None:
-    turn = Turn(tags=THINK, opened=True)
-    for pieces in written(writer, Asked(grammar=grammar), turn, Plain(), seed="g"):
+    turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True)
+    for pieces in written(
+        writer, OutputRequirements(grammar=grammar), turn, GenericFamily(), seed="g"
+    ):
         assert fits(said(pieces)), said(pieces)
 
 
 def test_a_grammar_of_the_request_is_kept_apart_from_ours(writer: Writer) -> None:
-    inner = Lark(text='start: "a"')
-    follows = writer.follows(Asked(grammar=inner), Turn(tags=THINK, opened=True), Plain())
-    assert isinstance(follows.grammar, Lark)
+    inner = LarkGrammar(text='start: "a"')
+    follows = writer.follows(
+        OutputRequirements(grammar=inner),
+        AnswerStart(reasoning_tags=THINK, in_reasoning=True),
+        GenericFamily(),
+    )
+    assert isinstance(follows.grammar, LarkGrammar)
     assert follows.grammar.inner is inner
     assert "@inner" in follows.grammar.text
 
@@ -298,35 +322,44 @@ def test_a_grammar_of_the_request_is_kept_apart_from_ours(writer: Writer) -> Non
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_reasoning_ends_where_its_budget_does(budget: int) -> None:
     writer = Writer(tokens=True)
-    turn = Turn(tags=THINK, opened=True, budget=budget)
+    turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=budget)
     # a hop of several tokens would not be counted one by one
-    answers = written(writer, Asked(), turn, hermes.Family(), seed=f"h{budget}", ends=MARKERS)
+    answers = written(
+        writer, OutputRequirements(), turn, hermes.Family(), seed=f"h{budget}", ends=MARKERS
+    )
     assert all(len(thought(pieces).encode()) <= budget for pieces in answers)
 
 
 def test_a_budget_leaves_the_answer_free_to_call() -> None:
     writer = Writer(tokens=True)
-    turn = Turn(tags=THINK, opened=True, budget=2)
-    follows = writer.follows(Asked(tools=TOOLS), turn, hermes.Family())
+    turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=2)
+    follows = writer.follows(OutputRequirements(tools=TOOLS), turn, hermes.Family())
     matcher = writer.guided(follows.grammar)
     answer = 'x</think>Now: <tool_call>{"name": "count", "arguments": {}}</tool_call>'
-    ids = writer.tokenizer.encode(answer, add_special=False)
+    ids = writer.tokenizer.encode(answer, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids)
 
 
 def test_a_budget_needs_an_end_that_is_a_token() -> None:
-    turn = Turn(tags=THINK, opened=True, budget=5)
+    turn = AnswerStart(reasoning_tags=THINK, in_reasoning=True, thinking_budget=5)
     with pytest.raises(AppError, match="its tokenizer has no </think> token") as caught:
-        Writer(tokens=False).follows(Asked(), turn, Plain())
+        Writer(tokens=False).follows(OutputRequirements(), turn, GenericFamily())
     assert caught.value.param == "thinking_budget"
 
 
 def test_nothing_is_followed_where_nothing_is_asked() -> None:
     writer = Writer(tokens=True)
-    for asked in (Asked(), Asked(tools=TOOLS), Asked(tools=STRICT, choice="none")):
+    for asked in (
+        OutputRequirements(),
+        OutputRequirements(tools=TOOLS),
+        OutputRequirements(tools=STRICT, choice="none"),
+    ):
         if asked.choice == "none":
             continue  # whoever asks leaves the tools out
-        assert writer.follows(asked, Turn(tags=THINK), hermes.Family()).grammar is None
+        assert (
+            writer.follows(asked, AnswerStart(reasoning_tags=THINK), hermes.Family()).grammar
+            is None
+        )
 
 
 CODED = tool("code", strict=True, of={"type": "string", "pattern": "^[A-Z]{3}$"})
@@ -338,28 +371,36 @@ def test_functions_that_the_syntax_cannot_hold_to_their_schema_are_called_in_jso
     writer: Writer, choice: ToolChoice
 ) -> None:
     """Behind the family's own marker, which is what a model writes that wants to call."""
-    asked = Asked(tools=(CODED,), choice=choice)
-    follows = writer.follows(asked, Turn(tags=None), minimax.Family())
-    assert isinstance(follows.family, Plain)
+    asked = OutputRequirements(tools=(CODED,), choice=choice)
+    follows = writer.follows(asked, AnswerStart(reasoning_tags=None), minimax.Family())
+    assert isinstance(follows.family, GenericFamily)
     matcher = writer.guided(follows.grammar)
-    ids = writer.tokenizer.encode(CODE, add_special=False)
+    ids = writer.tokenizer.encode(CODE, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids)
-    pieces = read(follows.family, Turn(tags=None), asked.tools, CODE)
-    assert [piece for piece in pieces if not isinstance(piece, Arguments)] == [Called(name="code")]
+    pieces = read(follows.family, AnswerStart(reasoning_tags=None), asked.tools, CODE)
+    assert [piece for piece in pieces if not isinstance(piece, ToolCallArguments)] == [
+        ToolCallStart(name="code")
+    ]
 
 
 def test_where_a_role_ends_the_prompt_a_line_may_begin_before_a_call(writer: Writer) -> None:
     """GLM 4.5's answers begin with a line end, Mistral's first ones with a space."""
-    follows = writer.follows(Asked(tools=TOOLS, choice="required"), Turn(tags=THINK), glm.Family())
+    follows = writer.follows(
+        OutputRequirements(tools=TOOLS, choice="required"),
+        AnswerStart(reasoning_tags=THINK),
+        glm.Family(),
+    )
     text = "\n<think></think>\n<tool_call>count\n<arg_key>to</arg_key>\n<arg_value>3</arg_value>"
-    ids = writer.tokenizer.encode(text, add_special=False)
+    ids = writer.tokenizer.encode(text, add_special_tokens=False)
     assert writer.guided(follows.grammar).validate_tokens(ids) == len(ids)
 
 
 def test_prose_beside_strict_calls_of_llamas_may_hold_braces_but_not_begin_with_one(
     writer: Writer,
 ) -> None:
-    follows = writer.follows(Asked(tools=STRICT), Turn(tags=None), llama3.Family())
+    follows = writer.follows(
+        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), llama3.Family()
+    )
     matcher = writer.guided(follows.grammar)
     code = list(b"Look:\n{\n  [a]\n</b>\n}")
     assert matcher.validate_tokens(code) == len(code)
@@ -368,10 +409,10 @@ def test_prose_beside_strict_calls_of_llamas_may_hold_braces_but_not_begin_with_
 
 
 def test_a_composed_grammar_names_the_schemas_it_was_made_of(writer: Writer) -> None:
-    asked = Asked(grammar=ANSWER, tools=TOOLS)
-    follows = writer.follows(asked, Turn(tags=None), hermes.Family())
-    assert isinstance(follows.grammar, Lark)
-    assert {part.at for part in follows.grammar.parts} == {
+    asked = OutputRequirements(grammar=ANSWER, tools=TOOLS)
+    follows = writer.follows(asked, AnswerStart(reasoning_tags=None), hermes.Family())
+    assert isinstance(follows.grammar, LarkGrammar)
+    assert {part.param for part in follows.grammar.parts} == {
         "response_format.json_schema.schema",
         "tools.count.function.parameters",
         "tools.paint.function.parameters",
@@ -379,7 +420,9 @@ def test_a_composed_grammar_names_the_schemas_it_was_made_of(writer: Writer) -> 
 
 
 def test_prose_around_strict_calls_cannot_spell_what_begins_one(writer: Writer) -> None:
-    follows = writer.follows(Asked(tools=STRICT), Turn(tags=None), hermes.Family())
+    follows = writer.follows(
+        OutputRequirements(tools=STRICT), AnswerStart(reasoning_tags=None), hermes.Family()
+    )
     matcher = writer.guided(follows.grammar)
     free = list(b'see <tool_call>{"name": "count", "arguments": {"to": "many"}}</tool_call>')
     assert matcher.validate_tokens(free) < len(free)

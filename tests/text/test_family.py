@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from app.text import families
-from app.text.family import ChatFamily, Tags, family_of
+from app.text.family import ChatFamily, ReasoningTags, find_family
 from tests.text.families.reading import check_text, content, reasoning
 from tests.text.families.rows import roundtrip, templates
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 
 # these speak of tools, but not of how a call is written
 SILENT = {"llamacpp-ChatGLM4.jinja", "ortx-phi-4-mini-reasoning.jinja"}
@@ -24,22 +24,22 @@ def test_a_template_is_of_one_family_at_most_and_of_one_if_it_writes_calls(share
     unclaimed = set()
     for name, source in templates(shared).items():
         # which fails where two claim it
-        if family_of(source) is None and "tool_calls" in source:
+        if find_family(source) is None and "tool_calls" in source:
             unclaimed.add(name)
     assert unclaimed == REFUSING
     for name in SILENT:
-        assert family_of(templates(shared)[name]) is None
+        assert find_family(templates(shared)[name]) is None
 
 
 def test_every_template_whose_calls_are_known_is_claimed(shared):
     for row in roundtrip(shared, *templates(shared)):
         assert row.template is not None
-        assert family_of(row.template) is not None, row.id
+        assert find_family(row.template) is not None, row.id
 
 
 def test_a_template_without_calls_is_of_no_family():
-    assert family_of("{% for m in messages %}{{ m.content }}{% endfor %}") is None
-    assert family_of("") is None
+    assert find_family("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    assert find_family("") is None
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -53,7 +53,7 @@ def test_a_family_is_a_class_with_markers_and_a_test_of_its_own(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
     family = import_module(f"{families.__name__}.{module}").Family()
-    assert not family.claims("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
+    assert not family.matches("{{ '<think>' }}{{ messages[0].content }}{{ '</think>' }}")
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_without_tags_all_is_text():
 
 def test_a_prompt_opens_reasoning_where_it_ends_with_the_tag():
     family = ChatFamily()
-    assert family.opened("<|im_start|>assistant\n<think>\n", TAGS)
-    assert not family.opened("<|im_start|>assistant\n<think>\n\n</think>\n\n", TAGS)
-    assert not family.opened("<|im_start|>assistant\n", TAGS)
+    assert family.ends_in_reasoning("<|im_start|>assistant\n<think>\n", TAGS)
+    assert not family.ends_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", TAGS)
+    assert not family.ends_in_reasoning("<|im_start|>assistant\n", TAGS)
 
 
 def test_models_reason_whose_template_closes_the_tag():
-    assert ChatFamily().tags("{{ content.split('</think>')[-1] }}") == TAGS
-    assert ChatFamily().tags("{{ content }}") is None
+    assert ChatFamily().reasoning_tags("{{ content.split('</think>')[-1] }}") == TAGS
+    assert ChatFamily().reasoning_tags("{{ content }}") is None

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from app.core.errors import LibraryPanic, PanicGuard
-from app.text.growth import Growth
+from app.text.growth import ExpansionFactors
 from tests.text.conftest import KINDS, REAL
 
 
-def of(normalizer=None, pre_tokenizer=None, decoder=None) -> Growth:
+def of(normalizer=None, pre_tokenizer=None, decoder=None) -> ExpansionFactors:
     parts = (normalizer, pre_tokenizer, decoder)
     described = [{} if part is None else json.loads(part.__getstate__()) for part in parts]
-    return Growth.of(*described)
+    return ExpansionFactors.from_config(*described)
 
 
 def replace(pattern: str, content: str) -> normalizers.Normalizer:
@@ -41,7 +41,7 @@ def test_a_chain_that_multiplies_is_refused():
 def test_a_factor_that_no_float_holds_is_refused():
     chain = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 10_000}
     with pytest.raises(ValueError, match="times as long"):
-        Growth.of({"type": "Sequence", "normalizers": [chain] * 200}, {}, {})
+        ExpansionFactors.from_config({"type": "Sequence", "normalizers": [chain] * 200}, {}, {})
 
 
 def test_pre_tokenizers_and_decoders_are_limited_too():
@@ -53,9 +53,11 @@ def test_pre_tokenizers_and_decoders_are_limited_too():
 
 
 def test_a_kind_that_the_library_adds_one_day_counts_too():
-    assert Growth.of({"type": "Novel"}, {}, {}).normalizer == 4
+    assert ExpansionFactors.from_config({"type": "Novel"}, {}, {}).normalizer == 4
     with pytest.raises(ValueError, match="times as long"):
-        Growth.of({"type": "Sequence", "normalizers": [{"type": "Novel"}] * 5}, {}, {})
+        ExpansionFactors.from_config(
+            {"type": "Sequence", "normalizers": [{"type": "Novel"}] * 5}, {}, {}
+        )
 
 
 def test_a_precompiled_table_counts_by_its_longest_text():
@@ -64,8 +66,13 @@ def test_a_precompiled_table_counts_by_its_longest_text():
         "type": "Precompiled",
         "precompiled_charsmap": base64.b64encode(table).decode(),
     }
-    assert Growth.of(described, {}, {}).normalizer == 70
-    assert Growth.of({**described, "precompiled_charsmap": "abc"}, {}, {}).normalizer == 4
+    assert ExpansionFactors.from_config(described, {}, {}).normalizer == 70
+    assert (
+        ExpansionFactors.from_config(
+            {**described, "precompiled_charsmap": "abc"}, {}, {}
+        ).normalizer
+        == 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.core.errors import AppError
-from app.core.requests import CalledTool, Message
+from app.core.requests import Message, ToolCall
 from app.text.families import (
     deepseek_v31,
     gigachat_31,
@@ -17,14 +17,14 @@ from app.text.families import (
     qwen_coder,
 )
 from app.text.family import ChatFamily
-from app.text.history import recounted
-from app.text.syntax.pieces import Arguments, Called
+from app.text.history import inline_tool_calls
+from app.text.syntax.pieces import ToolCallArguments, ToolCallStart
 from tests.text.families.rows import template
 from tests.text.templates import USER, WEATHER, calls, conversations, result, written
 
 TWO = (
-    CalledTool(id="a", name="get_weather", arguments='{"city": "Os\\"lo", "in": [1, null, true]}'),
-    CalledTool(id="b", name="now", arguments=""),
+    ToolCall(id="a", name="get_weather", arguments='{"city": "Os\\"lo", "in": [1, null, true]}'),
+    ToolCall(id="b", name="now", arguments=""),
 )
 
 
@@ -32,21 +32,24 @@ TWO = (
     "family", [hermes.Family(), granite.Family(), lfm2.Family(), mistral_v13.Family()]
 )
 def test_what_a_family_writes_it_reads_back(family: ChatFamily) -> None:
-    text = family.written(TWO)
+    text = family.render_calls(TWO)
     assert text is not None
-    splitter = family.split(tools=[WEATHER], tags=None, opened=False)
+    splitter = family.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
     pieces = [*splitter.feed(text), *splitter.flush()]
-    assert [piece.name for piece in pieces if isinstance(piece, Called)] == ["get_weather", "now"]
-    arguments = "".join(piece.text for piece in pieces if isinstance(piece, Arguments))
+    assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == [
+        "get_weather",
+        "now",
+    ]
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolCallArguments))
     assert arguments == f"{TWO[0].arguments}{{}}"
 
 
 def test_calls_are_written_as_the_models_write_them() -> None:
-    assert deepseek_v31.Family().written(TWO[1:]) == (
+    assert deepseek_v31.Family().render_calls(TWO[1:]) == (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
-    assert lfm2.Family().written(TWO) == (
+    assert lfm2.Family().render_calls(TWO) == (
         '<|tool_call_start|>[get_weather(city="Os\\"lo", in=[1, None, True]), now()]'
         "<|tool_call_end|>"
     )
@@ -55,25 +58,27 @@ def test_calls_are_written_as_the_models_write_them() -> None:
 @pytest.mark.parametrize("family", [harmony.Family(), qwen_coder.Family(), gigachat_31.Family()])
 def test_what_cannot_be_written_so_is_told(family: ChatFamily) -> None:
     """A header is no content; values between tags are not JSON; one call is all of a turn."""
-    assert family.written(TWO) is None
-    turns = recounted([USER, calls("Oslo", "Rome"), result("Oslo")], family, results=True)
+    assert family.render_calls(TWO) is None
+    turns = inline_tool_calls(
+        [USER, calls("Oslo", "Rome"), result("Oslo")], family, keep_results=True
+    )
     assert [turn.role for turn in turns] == ["user", "assistant", "user"]
     assert (turns[1].content or "").startswith('{"name": "get_weather"')
 
 
 def test_text_before_the_calls_stays_before_them() -> None:
     history = [USER, calls("Oslo", content="Let me see."), result("Oslo")]
-    turns = recounted(history, hermes.Family(), results=True)
+    turns = inline_tool_calls(history, hermes.Family(), keep_results=True)
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
     assert (turns[1].content or "").startswith("Let me see.\n<tool_call>\n")
     assert not turns[1].tool_calls
 
 
 def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
-    call = CalledTool(id="a", name="now", arguments="[1]")
+    call = ToolCall(id="a", name="now", arguments="[1]")
     turn = Message(role="assistant", content=None, tool_calls=(call,))
     with pytest.raises(AppError) as caught:
-        recounted([USER, turn], lfm2.Family(), results=True)
+        inline_tool_calls([USER, turn], lfm2.Family(), keep_results=True)
     assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
 
 

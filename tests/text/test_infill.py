@@ -3,7 +3,7 @@
 import pytest
 
 from app.core.errors import AppError
-from app.text.infill import ends, infill
+from app.text.infill import build_infill_prompt, find_infill_stop_ids
 from app.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.text import conftest
@@ -31,27 +31,27 @@ FORMS = {
 def knowing(*tokens: str, bos: bool = False) -> Tokenizer:
     inner = tiny.tokenizer()
     inner.add_special_tokens(list(tokens))
-    return Tokenizer(inner, bos=tiny.BOS, add_bos=bos)
+    return Tokenizer(inner, bos_token_id=tiny.BOS, add_bos=bos)
 
 
 @pytest.mark.parametrize("tokens", FORMS)
 def test_each_form_is_written_with_its_tokens(tokens: tuple[str, ...]) -> None:
     made = knowing(*tokens)
-    ids = infill(made, "P", "S")
+    ids = build_infill_prompt(made, "P", "S")
     assert made.decode_verbatim(ids) == FORMS[tokens]
-    assert {made.added_id(token) for token in tokens} <= set(ids)
+    assert {made.added_token_to_id(token) for token in tokens} <= set(ids)
 
 
 def test_a_text_begins_as_the_models_texts_begin() -> None:
     made = knowing("[PREFIX]", "[SUFFIX]", bos=True)
-    assert infill(made, "P", "S")[0] == tiny.BOS
-    assert list(infill(made, "P", "S")).count(tiny.BOS) == 1
+    assert build_infill_prompt(made, "P", "S")[0] == tiny.BOS
+    assert list(build_infill_prompt(made, "P", "S")).count(tiny.BOS) == 1
 
 
 @pytest.mark.parametrize("tokens", [(), ("<PRE>", "<SUF>"), ("[PREFIX]",)])
 def test_a_model_without_the_tokens_refuses(tokens: tuple[str, ...]) -> None:
     with pytest.raises(AppError, match="does not support fill-in-the-middle") as caught:
-        infill(knowing(*tokens), "P", "S")
+        build_infill_prompt(knowing(*tokens), "P", "S")
     assert caught.value.param == "suffix"
 
 
@@ -60,15 +60,20 @@ def test_no_space_is_put_before_what_follows(suffix: str) -> None:
     """SentencePiece begins every text with a space; a suffix is no beginning."""
     inner = conftest.sentence_piece()
     inner.add_special_tokens(["[PREFIX]", "[SUFFIX]"])
-    made = Tokenizer(inner, bos=1, add_bos=False)
-    ids = list(infill(made, "a", suffix))
+    made = Tokenizer(inner, bos_token_id=1, add_bos=False)
+    ids = list(build_infill_prompt(made, "a", suffix))
     tail = ids[
-        ids.index(made.added_id("[SUFFIX]") or -1) + 1 : ids.index(made.added_id("[PREFIX]") or -1)
+        ids.index(made.added_token_to_id("[SUFFIX]") or -1) + 1 : ids.index(
+            made.added_token_to_id("[PREFIX]") or -1
+        )
     ]
     assert b"".join(map(made.token_bytes, tail)).decode() == suffix
 
 
 def test_tokens_that_end_what_is_filled_in_are_known() -> None:
     made = knowing("<|fim_prefix|>", "<|fim_pad|>", "<|file_sep|>")
-    assert ends(made) == {made.added_id("<|fim_pad|>"), made.added_id("<|file_sep|>")}
-    assert ends(knowing()) == frozenset()
+    assert find_infill_stop_ids(made) == {
+        made.added_token_to_id("<|fim_pad|>"),
+        made.added_token_to_id("<|file_sep|>"),
+    }
+    assert find_infill_stop_ids(knowing()) == frozenset()

@@ -5,7 +5,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from app.text.lark import Speller, either, escaped, quoted, regex, without
+from app.text.lark import (
+    LiteralWriter,
+    escape_regex,
+    join_alternatives,
+    quote,
+    regex_literal,
+    strip_literal_prefix,
+)
 
 GUIDE = LLTokenizer("byte")
 
@@ -24,14 +31,14 @@ Texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 @example('a"b\\c\n/d')
 @example("\x7f")
 def test_a_quoted_text_is_that_text(text: str) -> None:
-    assert produces(quoted(text), text)
+    assert produces(quote(text), text)
 
 
 @given(Texts)
 @example("(a|b)*[c]/$^.\\n")
 def test_an_escaped_text_is_a_pattern_of_itself(text: str) -> None:
-    assert produces(f"/{escaped(text)}/", text)
-    assert not produces(f"/{escaped(text)}/", text + "x")
+    assert produces(f"/{escape_regex(text)}/", text)
+    assert not produces(f"/{escape_regex(text)}/", text + "x")
 
 
 @pytest.mark.parametrize(
@@ -39,12 +46,12 @@ def test_an_escaped_text_is_a_pattern_of_itself(text: str) -> None:
     [("a/b", "a/b"), (r"a\/b", "a/b"), (r"\\/", "\\/"), ("a\nb", "a\nb"), (r"[/]+", "//")],
 )
 def test_a_pattern_keeps_its_meaning_between_slashes(pattern: str, text: str) -> None:
-    assert produces(regex(pattern), text)
+    assert produces(regex_literal(pattern), text)
 
 
 def test_added_tokens_stand_as_tokens() -> None:
     ids = {"<call>": 300, "<call>\n": 301, "word": 302}
-    spell = Speller(ids.get)
+    spell = LiteralWriter(ids.get)
     assert spell("<call>{") == '<[300]> "{"'
     assert spell("a <call>\nword") == '"a " <[301]> "word"'
     assert spell("") == ""
@@ -52,10 +59,10 @@ def test_added_tokens_stand_as_tokens() -> None:
 
 @pytest.mark.parametrize("ids", [{}, {"<call>": 300}])
 def test_what_an_expression_begins_with_can_be_left_out(ids: dict[str, int]) -> None:
-    spell = Speller(ids.get)
-    assert without(spell('<call>{"a"'), spell("<call>")) == quoted('{"a"')
-    assert without(f"{spell('<call>')} rule", spell("<call>")) == "rule"
+    spell = LiteralWriter(ids.get)
+    assert strip_literal_prefix(spell('<call>{"a"'), spell("<call>")) == quote('{"a"')
+    assert strip_literal_prefix(f"{spell('<call>')} rule", spell("<call>")) == "rule"
 
 
 def test_alternatives_keep_apart() -> None:
-    assert either(['"a" "b"', '"c"']) == '("a" "b") | ("c")'
+    assert join_alternatives(['"a" "b"', '"c"']) == '("a" "b") | ("c")'

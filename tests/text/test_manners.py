@@ -3,7 +3,7 @@
 import pytest
 
 from app.text.chat import ChatTemplate
-from app.text.manners import Manners, manners
+from app.text.manners import TemplateCapabilities, detect_capabilities
 from tests.text.templates import CLOCK, SYSTEM, USER, WEATHER, calls, conversations, result, written
 
 # each turn, its calls and the tools; and then what the template minds
@@ -14,17 +14,17 @@ ALL = (
     "{{ c.function.arguments | tojson }}>{% endfor %}{% endfor %}"
 )
 MINDS = {
-    "listed": "{% if tools is none %}{{ raise_exception('x') }}{% endif %}",
-    "described": "{% for t in tools or [] %}{{ '' + t.function.description }}{% endfor %}",
-    "spelled": (
+    "requires_tool_list": "{% if tools is none %}{{ raise_exception('x') }}{% endif %}",
+    "requires_tool_description": "{% for t in tools or [] %}{{ '' + t.function.description }}{% endfor %}",
+    "requires_string_arguments": (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{{ '' + c.function.arguments }}{% endfor %}{% endfor %}"
     ),
-    "brief": (
+    "requires_short_call_ids": (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
         "{{ raise_exception('x') }}{% endif %}{% endfor %}{% endfor %}"
     ),
-    "singly": (
+    "requires_single_calls": (
         "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
         "{{ raise_exception('x') }}{% endif %}{% endfor %}"
     ),
@@ -35,8 +35,8 @@ NO_SYSTEM = (
 )
 
 
-def known(template: str) -> Manners:
-    return conversations(template)._manners  # pyright: ignore[reportPrivateUsage]  # what it found
+def known(template: str) -> TemplateCapabilities:
+    return conversations(template)._capabilities  # pyright: ignore[reportPrivateUsage]  # what it found
 
 
 def told(template: str, *messages: object) -> str:
@@ -44,7 +44,9 @@ def told(template: str, *messages: object) -> str:
 
 
 def test_a_template_that_minds_nothing_is_left_alone() -> None:
-    assert known(ALL) == Manners(offers=True, recounts=True, recounts_alone=True)
+    assert known(ALL) == TemplateCapabilities(
+        supports_tools=True, supports_tool_calls=True, supports_tool_calls_without_tools=True
+    )
 
 
 @pytest.mark.parametrize("name", MINDS)
@@ -63,14 +65,14 @@ def test_all_of_it_together_is_found_out_too() -> None:
 
 def test_calls_of_a_turn_are_told_one_after_the_other() -> None:
     history = (USER, calls("Rome", "Bonn", content="Both."), result("Bonn"), result("Rome"))
-    prompt = told(MINDS["singly"] + ALL, *history)
+    prompt = told(MINDS["requires_single_calls"] + ALL, *history)
     order = ("Both.", "Rome", "sun over emoR", "Bonn", "sun over nnoB")
     places = [prompt.index(word) for word in order]
     assert places == sorted(places)
 
 
 def test_calls_that_lack_a_result_cannot_be_parted_and_are_told_in_words() -> None:
-    template = MINDS["singly"] + ALL
+    template = MINDS["requires_single_calls"] + ALL
     prompt = told(template, USER, calls("Rome", "Bonn"), result("Rome"))
     assert '"arguments": {"city": "Bonn"}}' in prompt
     assert "sun over emoR" in prompt
@@ -78,37 +80,53 @@ def test_calls_that_lack_a_result_cannot_be_parted_and_are_told_in_words() -> No
 
 def test_ids_that_are_brief_already_are_kept() -> None:
     short = calls("Rome", content=None)
-    given = Manners(brief=True).turns([short])[0].tool_calls[0].id
+    given = (
+        TemplateCapabilities(requires_short_call_ids=True)
+        .adapt_messages([short])[0]
+        .tool_calls[0]
+        .id
+    )
     assert (len(given), given.isalnum()) == (9, True)
     assert (
-        Manners(brief=True).turns(Manners(brief=True).turns([short]))[0].tool_calls[0].id == given
+        TemplateCapabilities(requires_short_call_ids=True)
+        .adapt_messages(TemplateCapabilities(requires_short_call_ids=True).adapt_messages([short]))[
+            0
+        ]
+        .tool_calls[0]
+        .id
+        == given
     )
 
 
 def test_a_result_and_its_call_keep_one_id() -> None:
-    call, answer = Manners(brief=True).turns([calls("Rome"), result("Rome")])
+    call, answer = TemplateCapabilities(requires_short_call_ids=True).adapt_messages(
+        [calls("Rome"), result("Rome")]
+    )
     assert call.tool_calls[0].id == answer.tool_call_id
 
 
 def test_results_are_named_after_their_calls() -> None:
-    assert Manners().turns([calls("Rome"), result("Rome")])[1].name == "get_weather"
-    assert Manners().turns([result("Rome")])[0].name is None
+    assert (
+        TemplateCapabilities().adapt_messages([calls("Rome"), result("Rome")])[1].name
+        == "get_weather"
+    )
+    assert TemplateCapabilities().adapt_messages([result("Rome")])[0].name is None
 
 
 def test_what_the_system_says_is_said_by_the_user_where_there_is_no_system() -> None:
-    assert not known(NO_SYSTEM + ALL).system
+    assert not known(NO_SYSTEM + ALL).supports_system_role
     prompt = written(conversations(NO_SYSTEM + ALL), SYSTEM, USER).text
     assert prompt == "[user]Be brief.\n\nWeather in Oslo?"
     assert written(conversations(NO_SYSTEM + ALL), SYSTEM).text == "[user]Be brief."
 
 
 def test_tools_that_are_not_shown_are_not_taken_for_offered() -> None:
-    assert not known(ALL.replace("t.function | tojson", "''")).offers
+    assert not known(ALL.replace("t.function | tojson", "''")).supports_tools
 
 
 def test_calls_that_are_not_shown_are_told_in_words() -> None:
     silent = ALL.replace("c.function.arguments | tojson", "''")
-    assert not known(silent).recounts
+    assert not known(silent).supports_tool_calls
     assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in told(
         silent, USER, calls("Rome"), result("Rome")
     )
@@ -125,18 +143,18 @@ def test_a_template_that_fails_on_one_schema_gets_this_one_in_words() -> None:
 
 
 def test_a_template_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.text.manners._SECONDS", -1.0)
+    monkeypatch.setattr("app.text.manners._DETECTION_TIMEOUT", -1.0)
     rendered: list[object] = []
 
     def render(messages: object, **_: object) -> str:
         rendered.append(messages)
         return ""
 
-    assert not manners(render).offers
+    assert not detect_capabilities(render).supports_tools
     assert rendered == []
 
 
 def test_the_template_itself_can_be_tried(files: object) -> None:
     """`ChatTemplate.render` is what `manners` wants."""
-    made: ChatTemplate = ChatTemplate(files(template=ALL))  # pyright: ignore[reportCallIssue, reportUnknownArgumentType]
-    assert manners(made.render).offers
+    made: ChatTemplate = ChatTemplate(files(chat_template=ALL))  # pyright: ignore[reportCallIssue, reportUnknownArgumentType]
+    assert detect_capabilities(made.render).supports_tools

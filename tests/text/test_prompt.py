@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.core.requests import Conversation, GenerateRequest, Message, NamedTool, Thinking
-from app.text.plain_calls import Plain
-from app.text.prompt import Conversations
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    Message,
+    NamedToolChoice,
+    ReasoningOptions,
+)
+from app.text.plain_calls import GenericFamily
+from app.text.prompt import PromptBuilder
 from tests.text.families.rows import templates
 from tests.text.templates import (
     ANSWER,
@@ -52,7 +58,7 @@ OPENED = {
 
 
 @pytest.fixture(scope="module")
-def talks(shared: Path) -> dict[str, Conversations]:
+def talks(shared: Path) -> dict[str, PromptBuilder]:
     """What is said to models of each real template, by the name of its file."""
     return {
         name: conversations(source)
@@ -68,7 +74,7 @@ def without(prompts: dict[str, str], *words: str) -> Iterator[str]:
             yield name
 
 
-def test_tools_reach_every_model(talks: dict[str, Conversations]) -> None:
+def test_tools_reach_every_model(talks: dict[str, PromptBuilder]) -> None:
     """Also the one without a description, which OpenAI does not ask for."""
     prompts = {
         name: written(talk, SYSTEM, USER, tools=(WEATHER, CLOCK)).text
@@ -79,20 +85,20 @@ def test_tools_reach_every_model(talks: dict[str, Conversations]) -> None:
 
 
 def test_whoever_is_told_of_tools_in_words_is_read_in_words(
-    talks: dict[str, Conversations],
+    talks: dict[str, PromptBuilder],
 ) -> None:
     told = 0
     for name, talk in talks.items():
         prompt = written(talk, USER, tools=(WEATHER,))
         in_words = IN_WORDS in prompt.text
         told += in_words
-        assert isinstance(prompt.family, Plain) == in_words, name
+        assert isinstance(prompt.family, GenericFamily) == in_words, name
     assert 0 < told < len(talks)
 
 
 @pytest.mark.parametrize("tools", [(WEATHER, CLOCK), ()], ids=["tools", "history only"])
 def test_calls_and_results_reach_every_model(
-    talks: dict[str, Conversations], tools: tuple[object, ...]
+    talks: dict[str, PromptBuilder], tools: tuple[object, ...]
 ) -> None:
     """Ids are long, two calls stand in a turn, and results do not name their functions."""
     given = (WEATHER, CLOCK) if tools else ()
@@ -106,7 +112,7 @@ def test_calls_and_results_reach_every_model(
     assert missing == set()
 
 
-def test_a_prompt_is_the_same_every_time(talks: dict[str, Conversations]) -> None:
+def test_a_prompt_is_the_same_every_time(talks: dict[str, PromptBuilder]) -> None:
     """Else the prefix cache serves nothing of it."""
     for name, talk in talks.items():
         first, second = (
@@ -116,7 +122,7 @@ def test_a_prompt_is_the_same_every_time(talks: dict[str, Conversations]) -> Non
         assert first == second, name
 
 
-def test_what_the_system_says_reaches_every_model(talks: dict[str, Conversations]) -> None:
+def test_what_the_system_says_reaches_every_model(talks: dict[str, PromptBuilder]) -> None:
     prompts = {name: written(talk, SYSTEM, USER).text for name, talk in talks.items()}
     assert list(without(prompts, "Be brief.", "Weather in Oslo?")) == []
     developer = Message(role="developer", content="Be brief.")
@@ -124,13 +130,13 @@ def test_what_the_system_says_reaches_every_model(talks: dict[str, Conversations
     assert list(without(prompts, "Be brief.", "Weather in Oslo?")) == []
 
 
-def test_templates_that_open_the_reasoning_are_known(talks: dict[str, Conversations]) -> None:
+def test_templates_that_open_the_reasoning_are_known(talks: dict[str, PromptBuilder]) -> None:
     prompts = {name: written(talk, USER) for name, talk in talks.items()}
-    assert {name for name, prompt in prompts.items() if prompt.opened} == OPENED
+    assert {name for name, prompt in prompts.items() if prompt.in_reasoning} == OPENED
 
 
 def test_reasoning_of_earlier_turns_goes_in_where_the_template_keeps_it(
-    talks: dict[str, Conversations],
+    talks: dict[str, PromptBuilder],
 ) -> None:
     """Most drop it once the user has spoken again, and keep it while calls are made."""
     thought = Message(
@@ -157,24 +163,24 @@ THINKS = "{{ messages[-1].content }}{% if enable_thinking is false %}<think></th
 
 def test_a_tool_that_is_named_must_be_one_of_them() -> None:
     request = GenerateRequest(
-        model="made", prompt="", tools=(WEATHER,), tool_choice=NamedTool(name="paint")
+        model="made", prompt="", tools=(WEATHER,), tool_choice=NamedToolChoice(name="paint")
     )
     with pytest.raises(AppError, match="which is not in tools") as caught:
-        conversations(MINIMAL).write(request, Conversation(messages=(USER,)))
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "tool_choice")
+        conversations(MINIMAL).build(request, Conversation(messages=(USER,)))
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "tool_choice")
 
 
 def test_tools_that_must_not_be_called_are_not_told() -> None:
     request = GenerateRequest(model="made", prompt="", tools=(WEATHER,), tool_choice="none")
-    prompt = conversations(MINIMAL).write(request, Conversation(messages=(USER,)))
+    prompt = conversations(MINIMAL).build(request, Conversation(messages=(USER,)))
     assert prompt.text == "[user]Weather in Oslo?[assistant]"
     assert prompt.tools == ()
 
 
 def test_reasoning_that_the_template_has_closed_is_not_looked_for() -> None:
     talk = conversations(THINKS)
-    assert written(talk, USER).tags is not None
-    assert written(talk, USER, thinking=Thinking(effort="none")).tags is None
+    assert written(talk, USER).reasoning_tags is not None
+    assert written(talk, USER, thinking=ReasoningOptions(effort="none")).reasoning_tags is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_reasoning_that_the_template_has_closed_is_not_looked_for() -> None:
 def test_a_budget_that_cannot_be_kept_is_refused(template: str, because: str) -> None:
     """The byte tokenizer has no token for the end of reasoning."""
     with pytest.raises(AppError, match=because) as caught:
-        written(conversations(template), USER, thinking=Thinking(budget=5))
+        written(conversations(template), USER, thinking=ReasoningOptions(token_budget=5))
     assert caught.value.param == "thinking_budget"
 
 
@@ -192,10 +198,10 @@ def test_words_for_the_template_win_over_ours() -> None:
     request = GenerateRequest(
         model="made",
         prompt="",
-        thinking=Thinking(effort="high"),
-        template_options={"enable_thinking": False},
+        reasoning=ReasoningOptions(effort="high"),
+        chat_template_kwargs={"enable_thinking": False},
     )
-    prompt = conversations(THINKS).write(request, Conversation(messages=(USER,)))
+    prompt = conversations(THINKS).build(request, Conversation(messages=(USER,)))
     assert prompt.text.endswith("<think></think>")
 
 

@@ -27,7 +27,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = No
 
 
 def byte_ids(tokenizer: Tokenizer, text: bytes) -> list[int]:
-    ids = (tokenizer.token_id(f"<0x{byte:02X}>") for byte in text)
+    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text)
     return [id for id in ids if id is not None]
 
 
@@ -37,14 +37,14 @@ class TestDetokenizer:
         tokenizer = Tokenizer(library)
         ids = ids_at(tokenizer, places)
         whole = tokenizer.decode(ids)
-        if tokenizer.spelling is None and "\ufffd" in whole:
+        if tokenizer.byte_decoder is None and "\ufffd" in whole:
             return  # bad bytes under a decoder that takes good characters back: a test below
         assert "".join(streamed(tokenizer, ids)) == whole
 
     @given(text=TEXTS)
     def test_any_text_comes_out_as_decoded_at_once(self, library, text):
         tokenizer = Tokenizer(library)
-        ids = tokenizer.encode(text, add_special=True)
+        ids = tokenizer.encode(text, add_special_tokens=True)
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
     @given(places=PLACES, start=PLACES)
@@ -55,7 +55,7 @@ class TestDetokenizer:
         before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
         if before.endswith("\ufffd"):
             return  # it may end in half a character: the next tests
-        if tokenizer.spelling is None and "\ufffd" in whole:
+        if tokenizer.byte_decoder is None and "\ufffd" in whole:
             return
         assert before + "".join(streamed(tokenizer, ids, prompt)) == whole
 
@@ -64,7 +64,7 @@ class TestDetokenizer:
         """A text that is whole in the end shows no U+FFFD of ours on the way, wherever in it the
         prompt ended; the character that is cut there appears whole."""
         tokenizer = Tokenizer(spelled)
-        ids = tokenizer.encode(text, add_special=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if "\ufffd" in tokenizer.decode(ids):
             return  # it was in the text, or the vocabulary has no token for a byte, as Falcon's
         place = int(cut * len(ids))
@@ -79,17 +79,17 @@ class TestDetokenizer:
             assert "".join(streamed(tokenizer, ids, prompt)) == "€"
 
     def test_waits_for_whole_characters(self, bytewise):
-        ids = bytewise.encode("🙂é", add_special=False)
+        ids = bytewise.encode("🙂é", add_special_tokens=False)
         stream = Detokenizer(bytewise)
         given_out: list[tuple[str, bool]] = []
         for id in ids:
             text = stream.feed(id)
-            given_out.append((text, stream.waiting))
+            given_out.append((text, stream.has_partial_character))
         assert given_out == [("", True), ("", True), ("🙂", False), ("é", False)]
         assert stream.flush() == ""
 
     def test_gives_out_what_never_became_a_character(self, pieces):
-        stream = Detokenizer(pieces, [1, *pieces.encode("a", add_special=False)])
+        stream = Detokenizer(pieces, [1, *pieces.encode("a", add_special_tokens=False)])
         assert [stream.feed(id) for id in byte_ids(pieces, b"\xf0\x9f")] == ["", ""]
         assert stream.feed(byte_ids(pieces, b"!")[0]) == "\ufffd!"
         assert [stream.feed(id) for id in byte_ids(pieces, b"\xf0\x9f")] == ["", ""]
@@ -97,12 +97,12 @@ class TestDetokenizer:
         assert stream.flush() == ""
 
     def test_the_first_space_is_the_tokenizers_own_only_at_the_start(self, pieces):
-        word = pieces.encode("the", add_special=False)
+        word = pieces.encode("the", add_special_tokens=False)
         for prompt, expected in [
             ([], "the"),
             ([1], "the"),
-            ([1, *pieces.encode("a", add_special=False)], " the"),
-            (pieces.encode("", add_special=False), "the"),
+            ([1, *pieces.encode("a", add_special_tokens=False)], " the"),
+            (pieces.encode("", add_special_tokens=False), "the"),
         ]:
             assert "".join(streamed(pieces, word, prompt)) == expected
 
@@ -114,13 +114,13 @@ class TestDetokenizer:
             "",
         ]
         words = Tokenizer(made["word_piece"])
-        ids = [words.encode(word, add_special=False)[0] for word in ("cat", "[SEP]", "sat")]
+        ids = [words.encode(word, add_special_tokens=False)[0] for word in ("cat", "[SEP]", "sat")]
         assert streamed(words, ids) == ["cat", "", " sat", ""]
 
     def test_an_id_beyond_the_vocabulary_shows_nothing(self, library):
         """Models pad their logits, so such ids can be sampled."""
         tokenizer = Tokenizer(library)
-        word = tokenizer.encode("a", add_special=False)[:1]
+        word = tokenizer.encode("a", add_special_tokens=False)[:1]
         assert "".join(streamed(tokenizer, [*word, 1_000_000, *word])) == tokenizer.decode(word * 2)
 
     def test_a_decoder_of_words_gives_bad_bytes_out_after_four(self, made):
@@ -128,7 +128,7 @@ class TestDetokenizer:
         stream = Detokenizer(words)
         out = [stream.feed(id) for id in byte_ids(words, b"\xff" * 6)]
         assert out == ["", "", "", "\ufffd" * 4, "", ""]
-        assert stream.waiting
+        assert stream.has_partial_character
         assert stream.flush() == "\ufffd" * 2
 
     def test_time_is_linear_in_bad_bytes(self, pieces, made):
@@ -145,7 +145,7 @@ class TestDetokenizer:
         rows = (shared / f"models/{model}/anchors/greedy.jsonl").read_text().splitlines()
         assert rows
         for row in map(json.loads, rows):
-            assert tokenizer.encode(row["prompt"], add_special=True) == row["prompt_ids"]
+            assert tokenizer.encode(row["prompt"], add_special_tokens=True) == row["prompt_ids"]
             completion = "".join(streamed(tokenizer, row["completion_ids"], row["prompt_ids"]))
             assert row["prompt"] + completion == row["text_with_prompt"]
 
@@ -154,30 +154,30 @@ class TestVisibleTokens:
     @given(text=TEXTS, length=st.integers(0, 45))
     def test_counts_tokens_that_end_within_what_was_shown(self, spelled, text, length):
         tokenizer = Tokenizer(spelled)
-        prompt = tokenizer.encode("a", add_special=True)
-        ids = tokenizer.encode(text, add_special=False)
+        prompt = tokenizer.encode("a", add_special_tokens=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if "\ufffd" in tokenizer.decode(ids):
             return
         stream, visible = Detokenizer(tokenizer, prompt), VisibleTokens()
         for id in ids:
             piece = stream.feed(id)
-            visible.feed(piece, waiting=stream.waiting)
-        raw = [b"" if id in tokenizer.special else tokenizer.token_bytes(id) for id in ids]
+            visible.feed(piece, has_partial_character=stream.has_partial_character)
+        raw = [b"" if id in tokenizer.special_ids else tokenizer.token_bytes(id) for id in ids]
         shown = len(b"".join(raw).decode()[:length].encode())
         expected = sum(len(b"".join(raw[: n + 1])) <= shown for n in range(len(raw)))
-        assert visible.within(length) == expected
+        assert visible.count_within(length) == expected
 
     def test_a_stop_in_the_middle_of_a_token_excludes_it(self, bytewise):
-        ids = bytewise.encode("xhe the!", add_special=False)
+        ids = bytewise.encode("xhe the!", add_special_tokens=False)
         assert [bytewise.token_text(id) for id in ids] == ["x", "he", " the", "!"]
         stream, stops, visible = Detokenizer(bytewise), StopFinder((" t",)), VisibleTokens()
         for id in ids:
             text = stream.feed(id)
-            visible.feed(text, waiting=stream.waiting)
-            if stops.feed(text).stop is not None:
+            visible.feed(text, has_partial_character=stream.has_partial_character)
+            if stops.feed(text).matched_stop is not None:
                 break
-        assert stops.shown == len("xhe")
-        assert visible.within(stops.shown) == 2
+        assert stops.released == len("xhe")
+        assert visible.count_within(stops.released) == 2
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
@@ -198,25 +198,25 @@ class TestStopFinder:
         expected = first_stop(text, stops)
         for chunk in chunks:
             found = finder.feed(chunk)
-            out, stop = out + found.text, found.stop
+            out, stop = out + found.text, found.matched_stop
             assert expected[0].startswith(out)
-            assert finder.shown == len(out)
+            assert finder.released == len(out)
             if stop is not None:
                 break
         else:
             found = finder.flush()
-            out, stop = out + found.text, found.stop
+            out, stop = out + found.text, found.matched_stop
         assert (out, stop) == expected
-        assert finder.shown == len(out)
+        assert finder.released == len(out)
 
     @given(text=FEW, stops=STOPS)
     def test_holds_back_only_what_may_become_a_stop(self, text, stops):
         finder, read = StopFinder(stops), ""
         for character in text:
-            if finder.feed(character).stop is not None:
+            if finder.feed(character).matched_stop is not None:
                 return
             read += character
-            held = read[finder.shown :]
+            held = read[finder.released :]
             assert (
                 held == ""
                 or any(stop.startswith(held) for stop in stops)
@@ -230,32 +230,32 @@ class TestStopFinder:
         finder = StopFinder(("###END",))
         out = [finder.feed(piece) for piece in ["a#", "##", "#E", "N", "D", "!"][:5]]
         assert [found.text for found in out] == ["a", "", "#", "", ""]
-        assert [found.stop for found in out] == [None] * 4 + ["###END"]
+        assert [found.matched_stop for found in out] == [None] * 4 + ["###END"]
 
     def test_the_one_that_starts_first_wins_though_it_ends_last(self):
         finder = StopFinder(("bcde", "d"))
         assert finder.feed("abcd").text == "a"
-        assert finder.feed("e").stop == "bcde"
-        assert finder.shown == 1
+        assert finder.feed("e").matched_stop == "bcde"
+        assert finder.released == 1
 
     def test_falls_back_to_the_one_that_is_there(self):
         finder = StopFinder(("bcde", "d"))
-        assert finder.feed("abcd").stop is None
+        assert finder.feed("abcd").matched_stop is None
         found = finder.feed("x")
-        assert (found.text, found.stop) == ("bc", "d")
+        assert (found.text, found.matched_stop) == ("bc", "d")
 
     def test_the_end_decides_for_the_one_that_is_there(self):
         finder = StopFinder(("bcde", "d"))
         assert finder.feed("abcd").text == "a"
         found = finder.flush()
-        assert (found.text, found.stop) == ("bc", "d")
+        assert (found.text, found.matched_stop) == ("bc", "d")
 
     def test_of_two_that_start_together_the_shorter_is_told(self):
-        assert StopFinder(("ab", "a")).feed("xab").stop == "a"
+        assert StopFinder(("ab", "a")).feed("xab").matched_stop == "a"
 
     def test_the_shorter_is_told_though_the_longer_came_during_the_wait(self):
         found = StopFinder(("bcdyz", "d", "dy")).feed("abcdyx")
-        assert (found.text, found.stop) == ("abc", "d")
+        assert (found.text, found.matched_stop) == ("abc", "d")
 
     def test_gives_out_what_was_held_at_the_end(self):
         finder = StopFinder(("мир",))
@@ -266,15 +266,15 @@ class TestStopFinder:
     def test_without_stops_everything_passes(self):
         finder = StopFinder(())
         assert finder.feed("text").text == "text"
-        assert finder.shown == 4
+        assert finder.released == 4
 
     def test_time_is_linear_in_a_stop_that_repeats_itself(self):
         finder = StopFinder(("a" * 2_000 + "b",))
         begun = time.perf_counter()
         for _ in range(20_000):
-            assert finder.feed("a").stop is None
+            assert finder.feed("a").matched_stop is None
         assert time.perf_counter() - begun < 10
-        assert finder.shown == 18_000
+        assert finder.released == 18_000
 
     def test_a_stop_costs_no_more_than_the_text_that_is_held_against_it(self):
         """Sixteen of half a million characters each took five seconds before the first token, for

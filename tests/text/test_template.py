@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.core.errors import AppError, Kind
-from app.text.template import Template
+from app.core.errors import AppError, ErrorKind
+from app.text.template import SandboxedTemplate
 
 NOON = datetime(2025, 7, 10, 12)
 
@@ -29,19 +29,21 @@ NEIGHBOURS = """
 """
 
 
-def compiled(folder: Path) -> Callable[[str], Template]:
+def compiled(folder: Path) -> Callable[[str], SandboxedTemplate]:
     """The templates in a folder, by name, each compiled once."""
-    return cache(lambda name: Template((folder / name).read_text(), place=name))
+    return cache(lambda name: SandboxedTemplate((folder / name).read_text(), location=name))
 
 
 def render(source: str, seconds: float = 5.0, **context) -> str:
-    return Template(source, place="a file", seconds=seconds).render(context, now=lambda: NOON)
+    return SandboxedTemplate(source, location="a file", seconds=seconds).render(
+        context, now=lambda: NOON
+    )
 
 
 def refusal(source: str, seconds: float = 5.0, **context) -> str:
     with pytest.raises(AppError) as caught:
         render(source, seconds, **context)
-    assert (caught.value.kind, caught.value.param) == (Kind.INVALID, "messages")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "messages")
     return caught.value.message
 
 
@@ -132,8 +134,8 @@ class TestBadTemplates:
     )
     def test_are_refused_when_they_are_loaded(self, source, line):
         with pytest.raises(AppError, match=f"chat template in a file is invalid{line}:") as caught:
-            Template(source, place="a file")
-        assert caught.value.kind is Kind.MODEL_FILES
+            SandboxedTemplate(source, location="a file")
+        assert caught.value.kind is ErrorKind.MODEL_FILES
 
     def test_a_refusal_that_repeats_a_message_is_not_logged(self):
         for source in (
@@ -142,8 +144,8 @@ class TestBadTemplates:
         ):
             with pytest.raises(AppError) as caught:
                 render(source, said="a prompt")
-            assert "…" in caught.value.loggable()
-            assert "a prompt" not in caught.value.loggable()
+            assert "…" in caught.value.redact()
+            assert "a prompt" not in caught.value.redact()
 
     def test_speak_for_themselves(self):
         assert refusal("{{ raise_exception('no system role') }}") == "no system role"
@@ -191,12 +193,12 @@ class TestBadTemplates:
 
     def test_of_absurd_length_are_not_compiled(self):
         with pytest.raises(AppError, match="in a file has more than 262144 characters"):
-            Template("{{ a }}" * 100_000, place="a file")
+            SandboxedTemplate("{{ a }}" * 100_000, location="a file")
 
     @pytest.mark.parametrize("source", ["(" * 9999, "[" * 9999, "not " * 9999, "1" + "+1" * 9999])
     def test_that_are_nested_too_deeply_are_broken(self, source):
         with pytest.raises(AppError, match="chat template in a file is invalid"):
-            Template("{{ " + source + " }}", place="a file")
+            SandboxedTemplate("{{ " + source + " }}", location="a file")
 
     def test_what_they_say_when_they_fail_is_one_line_of_bounded_length(self):
         assert refusal("{{ raise_exception('a\nb' * 99999) }}").startswith("a ba ba b")
@@ -281,7 +283,7 @@ def test_much_is_not_made_of_little(source):
 def test_filters_that_write_web_pages_are_not_here():
     for name in ("urlize", "wordwrap", "xmlattr", "pprint"):
         with pytest.raises(AppError, match=f"No filter named '{name}'"):
-            Template("{{ 'x' | " + name + " }}", place="a file")
+            SandboxedTemplate("{{ 'x' | " + name + " }}", location="a file")
 
 
 @pytest.mark.parametrize(

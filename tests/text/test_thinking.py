@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError
-from app.core.requests import Thinking
-from app.text.thinking import check_budget, options
+from app.core.requests import ReasoningOptions
+from app.text.thinking import build_thinking_kwargs, check_thinking_budget
 from tests.text.families.rows import templates
 from tests.text.templates import USER, conversations, written
 
@@ -14,9 +14,9 @@ from tests.text.templates import USER, conversations, written
 def chosen(
     effort: str | None, *variables: str, budget: int | None = None, **known: bool
 ) -> dict[str, Any]:
-    given = {"reasons": True, "knows_none": False, **known}
-    thinking = Thinking(effort=effort, budget=budget)
-    return dict(options(thinking, frozenset(variables), **given))
+    given = {"supports_reasoning": True, "supports_none": False, **known}
+    thinking = ReasoningOptions(effort=effort, token_budget=budget)
+    return dict(build_thinking_kwargs(thinking, frozenset(variables), **given))
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_an_effort_becomes_the_templates_own_switch(
 
 
 def test_none_is_an_effort_for_templates_that_know_it() -> None:
-    assert chosen("none", "reasoning_effort", knows_none=True) == {"reasoning_effort": "none"}
+    assert chosen("none", "reasoning_effort", supports_none=True) == {"reasoning_effort": "none"}
     with pytest.raises(AppError, match="always reasons"):
         chosen("none", "reasoning_effort")
 
 
-@pytest.mark.parametrize(("effort", "reasons"), [("none", True), ("high", False)])
-def test_what_the_model_cannot_do_is_refused(effort: str, reasons: bool) -> None:
+@pytest.mark.parametrize(("effort", "supports_reasoning"), [("none", True), ("high", False)])
+def test_what_the_model_cannot_do_is_refused(effort: str, supports_reasoning: bool) -> None:
     with pytest.raises(AppError) as caught:
-        chosen(effort, reasons=reasons)
+        chosen(effort, supports_reasoning=supports_reasoning)
     assert caught.value.param == "reasoning_effort"
 
 
 def test_no_reasoning_is_what_a_model_that_does_not_reason_does() -> None:
-    assert chosen("none", reasons=False) == {}
+    assert chosen("none", supports_reasoning=False) == {}
 
 
 def test_a_budget_is_told_to_templates_that_ask_for_it() -> None:
@@ -68,10 +68,10 @@ def test_a_budget_is_told_to_templates_that_ask_for_it() -> None:
 
 
 def test_a_budget_needs_a_model_that_reasons() -> None:
-    check_budget(Thinking(budget=0), reasons=True)
-    check_budget(Thinking(), reasons=False)
+    check_thinking_budget(ReasoningOptions(token_budget=0), supports_reasoning=True)
+    check_thinking_budget(ReasoningOptions(), supports_reasoning=False)
     with pytest.raises(AppError, match="does not support reasoning") as caught:
-        check_budget(Thinking(budget=0), reasons=False)
+        check_thinking_budget(ReasoningOptions(token_budget=0), supports_reasoning=False)
     assert caught.value.param == "thinking_budget"
 
 
@@ -106,10 +106,12 @@ def test_real_templates_are_switched(shared: Any, name: str) -> None:
 
     def turn(effort: str | None) -> str:
         try:
-            prompt = written(talk, USER, thinking=Thinking(effort=effort))
+            prompt = written(talk, USER, thinking=ReasoningOptions(effort=effort))
         except AppError as error:
             return {"reasoning_effort": "refused"}.get(error.param or "", error.message)
-        return "closed" if prompt.tags is None else "open" if prompt.opened else "free"
+        return (
+            "closed" if prompt.reasoning_tags is None else "open" if prompt.in_reasoning else "free"
+        )
 
     assert (turn(None), turn("none"), turn("high")) == SWITCHED[name]
 
@@ -120,6 +122,7 @@ def test_more_effort_is_another_prompt_where_the_model_says_when_it_reasons(
 ) -> None:
     talk = conversations(templates(shared)[f"{name}.jinja"])
     plain, high = (
-        written(talk, USER, thinking=Thinking(effort=effort)).text for effort in (None, "high")
+        written(talk, USER, thinking=ReasoningOptions(effort=effort)).text
+        for effort in (None, "high")
     )
     assert plain != high

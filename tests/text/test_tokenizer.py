@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from app.core.errors import AppError, Kind
-from app.text.tokenizer import Stops, Tokenizer, stops
+from app.core.errors import AppError, ErrorKind
+from app.text.tokenizer import ModelStopConditions, Tokenizer, find_model_stop_conditions
 from tests import tiny
 
 SEEDS = st.lists(st.floats(0, 1, exclude_max=True), max_size=40)
@@ -21,7 +21,7 @@ def ids_of(tokenizer: Tokenizer, places: list[float]) -> list[int]:
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    id = tokenizer.token_id(token)
+    id = tokenizer.token_to_id(token)
     assert id is not None
     return id
 
@@ -39,7 +39,7 @@ class TestEncoding:
             name = row["tokenizer"]
             if name not in loaded:
                 loaded[name] = Tokenizer.load(real_files(f"tokenizers/{name}"))
-            got = loaded[name].encode(row["text"], add_special=row["add_special_tokens"])
+            got = loaded[name].encode(row["text"], add_special_tokens=row["add_special_tokens"])
             if got != row["ids"]:
                 wrong.append(known(row))
         assert len(rows) == 402
@@ -53,83 +53,87 @@ class TestEncoding:
             name = row["tokenizer"]
             if name not in loaded:
                 loaded[name] = Tokenizer.load(real_files(f"models/{name}"))
-            if loaded[name].encode(row["text"], add_special=True) != row["ids"]:
+            if loaded[name].encode(row["text"], add_special_tokens=True) != row["ids"]:
                 wrong.append(known(row))
         assert rows
         assert wrong == []
 
     def test_half_a_surrogate_pair_is_the_clients_mistake(self, pieces):
         with pytest.raises(AppError, match="surrogate") as caught:
-            pieces.encode("a\ud800b", add_special=True)
-        assert caught.value.kind is Kind.INVALID
+            pieces.encode("a\ud800b", add_special_tokens=True)
+        assert caught.value.kind is ErrorKind.INVALID
 
     def test_a_text_without_tokens_is_the_clients_mistake(self):
         vocabulary = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
         with pytest.raises(AppError, match="tokenizer cannot encode the text") as caught:
-            Tokenizer(vocabulary).encode("b", add_special=False)
-        assert caught.value.kind is Kind.INVALID
+            Tokenizer(vocabulary).encode("b", add_special_tokens=False)
+        assert caught.value.kind is ErrorKind.INVALID
 
     def test_neither_cuts_nor_pads_where_the_file_says_so(self, made):
         inner = tokenizers.Tokenizer.from_str(made["byte_level"].to_str())
         inner.enable_truncation(4)
         inner.enable_padding(length=16)
-        assert len(Tokenizer(inner).encode("x" * 10, add_special=False)) == 10
-        assert len(Tokenizer(inner).encode("x", add_special=False)) == 1
+        assert len(Tokenizer(inner).encode("x" * 10, add_special_tokens=False)) == 10
+        assert len(Tokenizer(inner).encode("x", add_special_tokens=False)) == 1
 
 
 class TestBeginningOfText:
     def test_follows_the_post_processor_when_the_config_is_silent(self, files, made):
         begins = Tokenizer.load(files(made["sentence_piece"]))
-        assert begins.encode("the", add_special=True)[0] == 1
+        assert begins.encode("the", add_special_tokens=True)[0] == 1
         plain = Tokenizer.load(
             files(made["byte_level"], tokenizer_config={"bos_token": "<|begin|>"})
         )
-        assert plain.encode("x", add_special=True) == plain.encode("x", add_special=False)
+        assert plain.encode("x", add_special_tokens=True) == plain.encode(
+            "x", add_special_tokens=False
+        )
 
     def test_the_config_overrules_the_post_processor(self, files, made):
         config = {"bos_token": "<s>", "add_bos_token": False}
         silent = Tokenizer.load(files(made["sentence_piece"], tokenizer_config=config))
-        assert 1 not in silent.encode("the", add_special=True)
+        assert 1 not in silent.encode("the", add_special_tokens=True)
         config = {"bos_token": {"content": "<|begin|>"}, "add_bos_token": True}
         begins = Tokenizer.load(files(made["byte_level"], tokenizer_config=config))
-        assert begins.bos == id_of(begins, "<|begin|>")
-        assert begins.encode("x", add_special=True) == [
-            begins.bos,
-            *begins.encode("x", add_special=False),
+        assert begins.bos_token_id == id_of(begins, "<|begin|>")
+        assert begins.encode("x", add_special_tokens=True) == [
+            begins.bos_token_id,
+            *begins.encode("x", add_special_tokens=False),
         ]
 
     def test_is_not_doubled(self, files, made):
         config = {"bos_token": "<s>", "add_bos_token": True}
         pieces = Tokenizer.load(files(made["sentence_piece"], tokenizer_config=config))
-        assert pieces.encode("<s>the", add_special=True).count(1) == 1
-        assert pieces.encode("the", add_special=True).count(1) == 1
-        assert pieces.encode("", add_special=True) == [1]
+        assert pieces.encode("<s>the", add_special_tokens=True).count(1) == 1
+        assert pieces.encode("the", add_special_tokens=True).count(1) == 1
+        assert pieces.encode("", add_special_tokens=True) == [1]
 
     def test_may_be_several_tokens(self, made):
         inner = tokenizers.Tokenizer.from_str(made["word_piece"].to_str())
         inner.post_processor = processors.TemplateProcessing(
             single="[CLS] [SEP] $A", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
         )
-        tokenizer = Tokenizer(inner, bos=2, add_bos=True)
-        ids = tokenizer.encode("cat", add_special=True)
+        tokenizer = Tokenizer(inner, bos_token_id=2, add_bos=True)
+        ids = tokenizer.encode("cat", add_special_tokens=True)
         assert ids[:2] == [1, 2]
-        assert tokenizer.encode("[CLS] [SEP] cat", add_special=True) == ids
+        assert tokenizer.encode("[CLS] [SEP] cat", add_special_tokens=True) == ids
 
     def test_is_nothing_where_the_model_has_no_such_token(self, made):
-        bare = Tokenizer(made["byte_level"], bos=None, add_bos=True)
-        assert bare.encode("x", add_special=True) == bare.encode("x", add_special=False)
+        bare = Tokenizer(made["byte_level"], bos_token_id=None, add_bos=True)
+        assert bare.encode("x", add_special_tokens=True) == bare.encode(
+            "x", add_special_tokens=False
+        )
 
     def test_the_end_is_never_added(self, pieces, made):
         assert made["sentence_piece"].encode("the").ids[-1] == 2
-        assert 2 not in pieces.encode("the", add_special=True)
+        assert 2 not in pieces.encode("the", add_special_tokens=True)
 
     def test_its_id_may_stand_in_the_models_config(self, files, made):
         inner = made["sentence_piece"]
-        assert Tokenizer.load(files(inner, config={"bos_token_id": 1})).bos == 1
-        assert Tokenizer.load(files(inner, config={"bos_token_id": 99999})).bos is None
+        assert Tokenizer.load(files(inner, config={"bos_token_id": 1})).bos_token_id == 1
+        assert Tokenizer.load(files(inner, config={"bos_token_id": 99999})).bos_token_id is None
         both = files(inner, config={"bos_token_id": 2}, generation_config={"bos_token_id": 1})
-        assert Tokenizer.load(both).bos == 1
-        assert Tokenizer.load(files(inner)).bos is None
+        assert Tokenizer.load(both).bos_token_id == 1
+        assert Tokenizer.load(files(inner)).bos_token_id is None
 
 
 class TestDecoding:
@@ -139,7 +143,7 @@ class TestDecoding:
         tokenizer = Tokenizer(library)
         ids = ids_of(tokenizer, places)
         text, verbatim = tokenizer.decode(ids), tokenizer.decode_verbatim(ids)
-        byte_tokens = tokenizer.spelling is not None and not tokenizer.spelling.alphabet
+        byte_tokens = tokenizer.byte_decoder is not None and not tokenizer.byte_decoder.alphabet
         if not (byte_tokens and "\ufffd" in verbatim):
             assert text == library.decode(ids)
             assert verbatim == library.decode(ids, skip_special_tokens=False)
@@ -147,7 +151,9 @@ class TestDecoding:
     @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
     def test_gives_back_what_was_encoded(self, bytewise, pieces, text):
         for tokenizer in (bytewise, pieces):
-            assert tokenizer.decode_verbatim(tokenizer.encode(text, add_special=False)) == text
+            assert (
+                tokenizer.decode_verbatim(tokenizer.encode(text, add_special_tokens=False)) == text
+            )
 
     def test_one_bad_byte_spoils_no_good_one(self, pieces):
         """The library makes three U+FFFD of this."""
@@ -155,7 +161,7 @@ class TestDecoding:
         assert pieces.decode(ids) == "é\ufffd"
 
     def test_hides_special_tokens_or_writes_them_out(self, bytewise):
-        ids = [id_of(bytewise, "<|begin|>"), *bytewise.encode("hé", add_special=False)]
+        ids = [id_of(bytewise, "<|begin|>"), *bytewise.encode("hé", add_special_tokens=False)]
         assert bytewise.decode(ids) == "hé"
         assert bytewise.decode_verbatim(ids) == "<|begin|>hé"
 
@@ -165,7 +171,7 @@ class TestDecoding:
         assert bytewise.token_bytes(id) == b""
         with pytest.raises(AppError, match=f"{id} is not a token") as caught:
             bytewise.decode_verbatim([65, id])
-        assert caught.value.kind is Kind.INVALID
+        assert caught.value.kind is ErrorKind.INVALID
 
 
 class TestTokenBytes:
@@ -174,7 +180,7 @@ class TestTokenBytes:
         tokenizer = Tokenizer(spelled)
         ids = ids_of(tokenizer, places)
         text = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
-        if tokenizer.spelling is not None and tokenizer.spelling.strips_space:
+        if tokenizer.byte_decoder is not None and tokenizer.byte_decoder.strips_leading_space:
             text = text.removeprefix(" ")
         assert tokenizer.decode_verbatim(ids) == text
 
@@ -203,13 +209,13 @@ class TestLoading:
     def test_a_missing_file_is_named(self, files):
         with pytest.raises(AppError, match=r"tokenizer\.json is missing") as caught:
             Tokenizer.load(files())
-        assert caught.value.kind is Kind.MODEL_FILES
+        assert caught.value.kind is ErrorKind.MODEL_FILES
 
     @pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Novel"}}', "\x00"])
     def test_a_broken_file_is_one_clear_line(self, files, text):
         with pytest.raises(AppError, match="is not a usable tokenizer") as caught:
             Tokenizer.load(files(text))
-        assert caught.value.kind is Kind.MODEL_FILES
+        assert caught.value.kind is ErrorKind.MODEL_FILES
         assert "\n" not in caught.value.message
 
     def test_a_vocabulary_without_letters_or_an_unknown_token_is_no_tokenizer(self, files):
@@ -230,9 +236,9 @@ class TestHostile:
         inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
         tokenizer = Tokenizer.load(files(inner))
         with pytest.raises(AppError, match=r"cannot encode the text: .*retry-limit") as caught:
-            tokenizer.encode("x" * 40, add_special=False)
-        assert caught.value.kind is Kind.INVALID
-        assert tokenizer.encode("hey", add_special=False)
+            tokenizer.encode("x" * 40, add_special_tokens=False)
+        assert caught.value.kind is ErrorKind.INVALID
+        assert tokenizer.encode("hey", add_special_tokens=False)
 
     def test_a_file_over_which_the_library_panics_is_one_clear_line(self, files):
         inner = tiny.tokenizer()
@@ -242,7 +248,7 @@ class TestHostile:
         written["added_tokens"][0] |= {"content": "x" * 40, "normalized": True}
         with pytest.raises(AppError, match="is not a usable tokenizer: ") as caught:
             Tokenizer.load(files(json.dumps(written)))
-        assert caught.value.kind is Kind.MODEL_FILES
+        assert caught.value.kind is ErrorKind.MODEL_FILES
         assert "\n" not in caught.value.message
 
     def test_ids_over_which_the_library_panics_are_refused_or_the_models_fault(self, made):
@@ -254,10 +260,10 @@ class TestHostile:
         ids = [id_of(tokenizer, "x" * 40)]
         with pytest.raises(AppError, match=r"cannot decode tokens: .*retry-limit") as caught:
             tokenizer.decode(ids)
-        assert caught.value.kind is Kind.MODEL_FILES
+        assert caught.value.kind is ErrorKind.MODEL_FILES
         with pytest.raises(AppError, match="tokenizer cannot decode tokens") as caught:
             tokenizer.decode_verbatim(ids)
-        assert caught.value.kind is Kind.INVALID
+        assert caught.value.kind is ErrorKind.INVALID
 
     def test_a_file_that_multiplies_texts_is_refused_before_any_text_is(self, files):
         """Six of these make 10^18 letters of one, and no memory for that ends the process."""
@@ -265,7 +271,7 @@ class TestHostile:
         inner.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 6)
         with pytest.raises(AppError, match=r"its normalizers can make a text 1e\+18 times as") as e:
             Tokenizer.load(files(inner))
-        assert e.value.kind is Kind.MODEL_FILES
+        assert e.value.kind is ErrorKind.MODEL_FILES
 
 
 class TestStops:
@@ -300,7 +306,9 @@ class TestStops:
             ({}, set()),
         ]:
             model = files(inner, **fields)
-            assert stops(model, Tokenizer.load(model)) == Stops(ids=frozenset(expected), texts=())
+            assert find_model_stop_conditions(model, Tokenizer.load(model)) == ModelStopConditions(
+                ids=frozenset(expected), strings=()
+            )
 
     @pytest.mark.parametrize(
         ("family", "tokens", "config", "generation", "eos", "ends"),
@@ -339,20 +347,24 @@ class TestStops:
             generation_config={} if generation is None else {"eos_token_id": named(generation)},
             tokenizer_config={"eos_token": eos},
         )
-        assert stops(model, Tokenizer.load(model)).ids == {ids[place] for place in ends}
+        assert find_model_stop_conditions(model, Tokenizer.load(model)).ids == {
+            ids[place] for place in ends
+        }
 
     def test_of_texts_special_tokens_are_known_by_id(self, files, made):
         model = files(made["byte_level"])
-        found = stops(model, Tokenizer.load(model), ("<|end|>", "日本", "User:", "h"))
+        found = find_model_stop_conditions(
+            model, Tokenizer.load(model), ("<|end|>", "日本", "User:", "h")
+        )
         end = id_of(Tokenizer.load(model), "<|end|>")
-        assert found == Stops(ids=frozenset({end}), texts=("日本", "User:", "h"))
+        assert found == ModelStopConditions(ids=frozenset({end}), strings=("日本", "User:", "h"))
 
     @pytest.mark.parametrize("value", ["</s>", 1.5, True, [2, "x"], {"a": 1}, -7])
     def test_must_be_ids(self, files, made, value):
         model = files(made["sentence_piece"], config={"eos_token_id": value})
         with pytest.raises(AppError, match=r"eos_token_id in config\.json") as caught:
-            stops(model, Tokenizer.load(model))
-        assert caught.value.kind is Kind.MODEL_FILES
+            find_model_stop_conditions(model, Tokenizer.load(model))
+        assert caught.value.kind is ErrorKind.MODEL_FILES
 
     def test_a_bad_begin_id_is_told_as_such(self, files, made):
         with pytest.raises(AppError, match=r"bos_token_id in config\.json"):
@@ -360,13 +372,13 @@ class TestStops:
 
     def test_of_a_real_model(self, real_files):
         model = real_files("models/stories260K")
-        assert stops(model, Tokenizer.load(model)).ids == {1, 2}
+        assert find_model_stop_conditions(model, Tokenizer.load(model)).ids == {1, 2}
 
 
 @pytest.mark.parametrize(("length", "kept"), [(10, 10), (80, 80), (1000, 80), (10**6, 80)])
 def test_of_a_text_far_too_long_only_enough_is_read(bytewise, length, kept):
     """`kept`: 8 characters per token that counts are always looked at together."""
-    assert len(bytewise.enough_of("ab" * (length // 2), 10)) == kept
+    assert len(bytewise.truncate_text("ab" * (length // 2), 10)) == kept
 
 
 def test_a_long_text_of_few_tokens_is_kept_whole():
@@ -374,7 +386,7 @@ def test_a_long_text_of_few_tokens_is_kept_whole():
     inner = tiny.tokenizer()
     inner.add_tokens([word])
     text = word.content * 30
-    assert Tokenizer(inner).enough_of(text, 100) == text
+    assert Tokenizer(inner).truncate_text(text, 100) == text
 
 
 def test_a_text_that_grows_too_much_is_refused(files):
@@ -382,12 +394,12 @@ def test_a_text_that_grows_too_much_is_refused(files):
     inner = tiny.tokenizer()
     inner.normalizer = normalizers.Replace("q", "q" * 1000)
     tokenizer = Tokenizer.load(files(inner))
-    assert len(tokenizer.encode("q", add_special=False)) == 1000
-    assert len(tokenizer.encode("w" * 200_000, add_special=False)) == 200_000
+    assert len(tokenizer.encode("q", add_special_tokens=False)) == 1000
+    assert len(tokenizer.encode("w" * 200_000, add_special_tokens=False)) == 200_000
     with pytest.raises(
         AppError, match="too long after this model's tokenizer has normalized it"
     ) as caught:
-        tokenizer.encode("w" * 200_000 + "q" * 200_000, add_special=False)
-    assert caught.value.kind is Kind.INVALID
+        tokenizer.encode("w" * 200_000 + "q" * 200_000, add_special_tokens=False)
+    assert caught.value.kind is ErrorKind.INVALID
     with pytest.raises(AppError, match="surrogate"):
-        tokenizer.encode("\ud800" + "w" * 200_000, add_special=False)
+        tokenizer.encode("\ud800" + "w" * 200_000, add_special_tokens=False)

@@ -18,27 +18,35 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.body import Body, RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive, read_model
-from app.api.dialects.other_servers import check_other_fields
-from app.api.fields import INT32_MAX, Fields, as_array, as_ids, as_integer, invalid, shown
+from app.api.dialects.other_servers import check_compat_fields
+from app.api.fields import (
+    INT32_MAX,
+    Fields,
+    as_array,
+    as_integer,
+    as_token_ids,
+    invalid_request,
+    quote_value,
+)
 from app.api.wire import (
     JsonObject,
-    caller_of,
+    cancel_on_disconnect,
+    get_caller,
     is_admin,
     send_json,
-    while_connected,
 )
-from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, Pooling
+from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
 from app.core.ports import Generate
 from app.core.settings import Settings
 
 # OpenAI's bound
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 
 Encoding = Literal["float", "base64"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ParsedEmbedRequest:
     """A valid request, and how its vectors are to be written."""
 
     request: EmbedRequest
@@ -60,29 +68,31 @@ class EmbedEndpoint:
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                wish = await self._understand(body)
-                request = replace(wish.request, caller=caller_of(scope), admin=is_admin(scope))
+                wish = await self._parse_body(body)
+                request = replace(wish.request, caller=get_caller(scope), admin=is_admin(scope))
                 found = await self._generate.embed(request)
                 size = sum(map(len, found.vectors))
-                reply = await self._bodies.workers.run(partial(written, wish, found), size=size)
+                reply = await self._bodies.workers.run(
+                    partial(render_embeddings, wish, found), size=size
+                )
                 await send_json(reply, scope, send)
 
-            await while_connected(receive, send, exchange)
+            await cancel_on_disconnect(receive, send, exchange)
 
-    async def _understand(self, body: Body) -> Wish:
-        return await body.read(self._find, parse)
+    async def _parse_body(self, body: Body) -> ParsedEmbedRequest:
+        return await body.read(self._find, parse_embeddings)
 
     async def _find(self, model: str) -> Collection[str]:
-        await self._generate.look_for(model)
-        return {card.id for card in self._generate.models()}
+        await self._generate.discover(model)
+        return {card.id for card in self._generate.list_models()}
 
 
-def parse(body: object, models: Collection[str]) -> Wish:
+def parse_embeddings(body: object, models: Collection[str]) -> ParsedEmbedRequest:
     """The body of POST /v1/embeddings. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
-    fields = Fields.of(body)
+    fields = Fields.from_value(body)
     model = read_model(fields, models)
     inputs = _inputs(fields)
-    wish = Wish(
+    wish = ParsedEmbedRequest(
         request=EmbedRequest(
             model=model,
             inputs=inputs,
@@ -93,23 +103,26 @@ def parse(body: object, models: Collection[str]) -> Wish:
         encoding=_encoding(fields),
     )
     fields.string("user")  # accepted, as documented: there is nobody here to tell about it
-    check_other_fields(fields, "embeddings")
-    fields.close()
+    check_compat_fields(fields, "embeddings")
+    fields.reject_unknown()
     return wish
 
 
-def written(wish: Wish, found: Embeddings) -> JsonObject:
+def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
     """The answer's body; each vector is already JSON, so that writing all of them never holds the
     others up for longer than one takes."""
-    write = _as_base64 if wish.encoding == "base64" else _as_floats
+    write = _as_base64 if parsed.encoding == "base64" else _as_floats
     return {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": write(vector)}
-            for index, vector in enumerate(found.vectors)
+            for index, vector in enumerate(embeddings.vectors)
         ],
-        "model": wish.request.model,
-        "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
+        "model": parsed.request.model,
+        "usage": {
+            "prompt_tokens": embeddings.prompt_tokens,
+            "total_tokens": embeddings.prompt_tokens,
+        },
     }
 
 
@@ -131,27 +144,31 @@ def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
     items = as_array(value)
     if not items:
         wanted = "a string, a list of token ids, or a list of these"
-        raise invalid("input", f"input must be {wanted}, not {shown(value)}")
+        raise invalid_request("input", f"input must be {wanted}, not {quote_value(value)}")
     if as_integer(items[0]) is not None:
         return (_input(items, "input"),)
-    if len(items) > MOST_INPUTS:
-        raise invalid("input", f"input must hold at most {MOST_INPUTS} texts, not {len(items)}")
+    if len(items) > MAX_INPUTS:
+        raise invalid_request(
+            "input", f"input must hold at most {MAX_INPUTS} texts, not {len(items)}"
+        )
     return tuple(_input(item, f"input.{n}") for n, item in enumerate(items))
 
 
 def _input(value: Any, at: str) -> EmbedInput:
     if isinstance(value, str) and value:
-        return EmbedInput(content=value, at=at)
+        return EmbedInput(content=value, param=at)
     if ids := as_array(value):
-        return EmbedInput(content=as_ids(ids, at), at=at)
-    raise invalid(at, f"{at} must be a text or a list of token ids, not {shown(value)}")
+        return EmbedInput(content=as_token_ids(ids, at), param=at)
+    raise invalid_request(
+        at, f"{at} must be a text or a list of token ids, not {quote_value(value)}"
+    )
 
 
-def _pooling(fields: Fields) -> Pooling | None:
+def _pooling(fields: Fields) -> PoolingType | None:
     value = fields.string("pooling")
     if value is None or value == "mean" or value == "last":
         return value
-    raise invalid("pooling", f'pooling must be "mean" or "last", not {shown(value)}')
+    raise invalid_request("pooling", f'pooling must be "mean" or "last", not {quote_value(value)}')
 
 
 def _encoding(fields: Fields) -> Encoding:
@@ -160,6 +177,6 @@ def _encoding(fields: Fields) -> Encoding:
         return "float"
     if value == "base64":
         return value
-    raise invalid(
-        "encoding_format", f'encoding_format must be "float" or "base64", not {shown(value)}'
+    raise invalid_request(
+        "encoding_format", f'encoding_format must be "float" or "base64", not {quote_value(value)}'
     )

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from app.api.body import RequestBodies
 from app.api.dialects.openai_caller import read_keep_alive
 from app.api.fields import Fields
-from app.api.wire import JsonObject, json_reply
+from app.api.wire import JsonObject, json_response
 from app.core.ports import Generate
 from app.core.residents import ModelState
 from app.core.settings import Settings
@@ -19,17 +19,17 @@ from app.core.settings import Settings
 
 def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
     async def load(request: Request) -> Response:
-        fields = Fields.of(await bodies.read_json(request.scope, request.receive))
+        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
-        fields.close()
-        await generate.look_for(model)
-        return json_reply(told(await generate.load(model, keep_alive)))
+        fields.reject_unknown()
+        await generate.discover(model)
+        return json_response(render_model_state(await generate.load(model, keep_alive)))
 
     async def unload(request: Request) -> Response:
-        fields = Fields.of(await bodies.read_json(request.scope, request.receive))
+        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model = fields.required_string("model")
-        fields.close()
-        return json_reply(told(await generate.unload(model)))
+        fields.reject_unknown()
+        return json_response(render_model_state(await generate.unload(model)))
 
     return [
         Route("/v1/models/load", load, methods=["POST"]),
@@ -37,7 +37,7 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     ]
 
 
-def told(state: ModelState) -> JsonObject:
+def render_model_state(state: ModelState) -> JsonObject:
     """What `GET /v1/models` says beside what OpenAI does. expires_at: Unix time, null while the
     model is in use, not loaded, or stays for ever."""
     return {
@@ -46,7 +46,7 @@ def told(state: ModelState) -> JsonObject:
         "state": state.phase,
         "progress": state.progress if state.phase in ("loading", "queued") else None,
         "pinned": state.pinned,
-        "memory": state.stats.memory,
-        "expires_at": None if state.expires is None else int(state.expires),
+        "memory": state.stats.allocated_bytes,
+        "expires_at": None if state.expires_at is None else int(state.expires_at),
         "error": state.error,
     }

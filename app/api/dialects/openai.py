@@ -11,67 +11,71 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.body import MOST_CHAT_VALUES, RequestBodies
-from app.api.dialects.lifecycle import told
-from app.api.dialects.openai_caller import unknown_model
-from app.api.dialects.openai_chat import ChatChunks, collect_chat
-from app.api.dialects.openai_completion import CompletionChunks, collect_completion
-from app.api.dialects.openai_reply import Head
-from app.api.dialects.openai_request import Wish, parse_chat, parse_completion
-from app.api.exchange import Ask, EventStream, GenerateEndpoint, WholeBody
-from app.api.wire import JsonObject, json_reply
+from app.api.body import MAX_CHAT_VALUES, RequestBodies
+from app.api.dialects.lifecycle import render_model_state
+from app.api.dialects.openai_caller import model_not_found
+from app.api.dialects.openai_chat import ChatChunkEncoder, collect_chat
+from app.api.dialects.openai_completion import CompletionChunkEncoder, collect_completion
+from app.api.dialects.openai_reply import CompletionMetadata
+from app.api.dialects.openai_request import ParsedCompletionRequest, parse_chat, parse_completion
+from app.api.exchange import EventStream, GenerateEndpoint, JsonBody, ParsedRequest
+from app.api.wire import JsonObject, json_response
 from app.core.ports import Generate, ModelCard
 from app.core.residents import ModelState
 from app.core.settings import Settings
 
 
 def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    def served() -> dict[str, ModelCard]:
-        return {card.id: card for card in generate.models()}
+    def cards_by_id() -> dict[str, ModelCard]:
+        return {card.id: card for card in generate.list_models()}
 
-    def described() -> list[JsonObject]:
-        states = {state.name: state for state in generate.states()}
-        return [_model(card, states[card.id]) for card in generate.models()]
+    def render_models() -> list[JsonObject]:
+        states = {state.name: state for state in generate.list_model_states()}
+        return [_render_model(card, states[card.id]) for card in generate.list_models()]
 
-    def ask_chat(body: object, _caller: str) -> Ask:
-        cards = served()
+    def prepare_chat(body: object, _caller: str) -> ParsedRequest:
+        cards = cards_by_id()
         wish = parse_chat(body, cards)
-        head = _head("chatcmpl", wish, cards[wish.request.model])
+        head = _build_metadata("chatcmpl", wish, cards[wish.request.model])
         if wish.stream:
-            return Ask(request=wish.request, reply=EventStream(ChatChunks(head)))
-        return Ask(request=wish.request, reply=WholeBody(lambda said: collect_chat(head, said)))
+            return ParsedRequest(request=wish.request, reply=EventStream(ChatChunkEncoder(head)))
+        return ParsedRequest(
+            request=wish.request, reply=JsonBody(lambda said: collect_chat(head, said))
+        )
 
-    def ask_completion(body: object, _caller: str) -> Ask:
-        cards = served()
+    def prepare_completion(body: object, _caller: str) -> ParsedRequest:
+        cards = cards_by_id()
         wish = parse_completion(body, cards)
-        head = _head("cmpl", wish, cards[wish.request.model])
+        head = _build_metadata("cmpl", wish, cards[wish.request.model])
         if wish.stream:
-            return Ask(request=wish.request, reply=EventStream(CompletionChunks(head)))
-        return Ask(
-            request=wish.request, reply=WholeBody(lambda said: collect_completion(head, said))
+            return ParsedRequest(
+                request=wish.request, reply=EventStream(CompletionChunkEncoder(head))
+            )
+        return ParsedRequest(
+            request=wish.request, reply=JsonBody(lambda said: collect_completion(head, said))
         )
 
     async def list_models(request: Request) -> Response:
-        await generate.look_for("")
-        return json_reply({"object": "list", "data": described()})
+        await generate.discover("")
+        return json_response({"object": "list", "data": render_models()})
 
     async def retrieve_model(request: Request) -> Response:
         id_ = request.path_params["id"]
-        await generate.look_for(id_)
-        for model in described():
+        await generate.discover(id_)
+        for model in render_models():
             if model["id"] == id_:
-                return json_reply(model)
-        raise unknown_model(id_)
+                return json_response(model)
+        raise model_not_found(id_)
 
     return [
         Route(
             "/v1/chat/completions",
-            GenerateEndpoint(ask_chat, generate, settings, bodies, most_values=MOST_CHAT_VALUES),
+            GenerateEndpoint(prepare_chat, generate, settings, bodies, max_values=MAX_CHAT_VALUES),
             methods=["POST"],
         ),
         Route(
             "/v1/completions",
-            GenerateEndpoint(ask_completion, generate, settings, bodies),
+            GenerateEndpoint(prepare_completion, generate, settings, bodies),
             methods=["POST"],
         ),
         Route("/v1/models", list_models, methods=["GET"]),
@@ -80,29 +84,31 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
     ]
 
 
-def _head(prefix: str, wish: Wish, card: ModelCard) -> Head:
-    request = wish.request
-    return Head(
+def _build_metadata(
+    prefix: str, parsed: ParsedCompletionRequest, card: ModelCard
+) -> CompletionMetadata:
+    request = parsed.request
+    return CompletionMetadata(
         id=f"{prefix}-{os.urandom(12).hex()}",
         created=int(time.time()),
         model=request.model,
-        fingerprint=card.fingerprint,
-        prompts=wish.prompts,
-        n=wish.n,
-        made=request.n,
-        logprobs=wish.logprobs,
-        ids=wish.ids,
+        fingerprint=card.system_fingerprint,
+        num_prompts=parsed.num_prompts,
+        n=parsed.n,
+        best_of=request.n,
+        logprobs=parsed.logprobs,
+        return_token_ids=parsed.return_token_ids,
         echo=request.echo,
-        include_usage=wish.include_usage,
-        running_usage=wish.running_usage,
-        tier=wish.tier,
+        include_usage=parsed.include_usage,
+        continuous_usage=parsed.continuous_usage,
+        tier=parsed.tier,
     )
 
 
-def _model(card: ModelCard, state: ModelState) -> JsonObject:
+def _render_model(card: ModelCard, state: ModelState) -> JsonObject:
     """OpenAI's four, what a client has to know besides, and how the model stands."""
     return {
-        **told(state),
+        **render_model_state(state),
         "created": card.created,
         "owned_by": "mlxrunner",
         "context_length": card.context_length,

@@ -7,27 +7,27 @@ asked for.
 import math
 from collections.abc import Collection
 
-from app.api.fields import Fields, invalid, shown
+from app.api.fields import Fields, invalid_request, quote_value
 from app.core import durations
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
-IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
+IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 
 # The only tier there is, in OpenAI's word.
-TIER = "default"
+SERVICE_TIER = "default"
 
 
 def read_model(fields: Fields, models: Collection[str]) -> str:
     """Raises AppError(MODEL_NOT_FOUND) for one that is not among `models`."""
     model = fields.required_string("model")
     if model not in models:
-        raise unknown_model(model)
+        raise model_not_found(model)
     return model
 
 
-def unknown_model(model: str) -> AppError:
+def model_not_found(model: str) -> AppError:
     return AppError(
-        Kind.MODEL_NOT_FOUND,
+        ErrorKind.MODEL_NOT_FOUND,
         f"the model {model[:200]!r} does not exist: GET /v1/models lists the available models",
         param="model",
     )
@@ -38,27 +38,29 @@ def read_keep_alive(fields: Fields) -> float | None:
     number of seconds, or a text such as "90s", "5m" or "1h30m"; a negative one is for ever."""
     value = fields.value("keep_alive")
     if isinstance(value, str):
-        seconds = durations.seconds(value)
+        seconds = durations.parse_duration(value)
     else:
         seconds = fields.number("keep_alive", -(2.0**63), 2.0**63)
         if value is None:
             return None
     if seconds is None:
         wanted = 'a number of seconds or a duration such as "5m"'
-        raise invalid("keep_alive", f"keep_alive must be {wanted}, not {shown(value)}")
+        raise invalid_request(
+            "keep_alive", f"keep_alive must be {wanted}, not {quote_value(value)}"
+        )
     return math.inf if seconds < 0 else seconds
 
 
-def read_tier(fields: Fields) -> str | None:
+def read_service_tier(fields: Fields) -> str | None:
     """The tier to tell in the answer: OpenAI does so where the request names one."""
-    fields.refuse("service_tier", "auto", TIER)
-    return None if fields.value("service_tier") is None else TIER
+    fields.reject("service_tier", "auto", SERVICE_TIER)
+    return None if fields.value("service_tier") is None else SERVICE_TIER
 
 
-def check_caller(fields: Fields) -> None:
+def check_identifiers(fields: Fields) -> None:
     """Names by which a caller is recognised. We serve whoever asks, and find cached prefixes by
     their tokens."""
-    for identifier in IDENTIFIERS:
+    for identifier in IDENTIFIER_FIELDS:
         fields.string(identifier)
 
 
@@ -70,10 +72,10 @@ def check_metadata(fields: Fields) -> None:
         return
     pairs = list(metadata.items())
     if len(pairs) > 16:
-        raise invalid("metadata", f"metadata must hold at most 16 pairs, not {len(pairs)}")
+        raise invalid_request("metadata", f"metadata must hold at most 16 pairs, not {len(pairs)}")
     for key, value in pairs:
         if len(key) > 64 or not isinstance(value, str) or len(value) > 512:
-            raise invalid(
+            raise invalid_request(
                 metadata.path(key[:64]),
                 "metadata maps keys of up to 64 characters to strings of up to 512 characters",
             )

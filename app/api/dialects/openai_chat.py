@@ -8,107 +8,121 @@ chunk for the first token. Must not know: which request this answers.
 from collections.abc import Sequence
 from typing import assert_never
 
-from app.api.dialects.openai_logprobs import chat_logprobs
-from app.api.dialects.openai_reply import Call, Chunks, Head, Held, Said, Whole, body
+from app.api.dialects.openai_logprobs import render_chat_logprobs
+from app.api.dialects.openai_reply import (
+    ChoiceOutput,
+    ChunkEncoder,
+    Completion,
+    CompletionMetadata,
+    TokenBuffer,
+    ToolCallOutput,
+    render_body,
+)
 from app.api.wire import JsonObject
-from app.core.events import CallDelta, Finish, ReasoningDelta, Spoken, TextDelta
+from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
 
 ROLE = {"role": "assistant"}
 
 
-class ChatChunks(Chunks):
+class ChatChunkEncoder(ChunkEncoder):
     """Frames of a streamed chat completion."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head, "chat.completion.chunk")
-        self._held: dict[int, Held] = {}
-        self._speaking: set[int] = set()  # choices whose role was sent
-        self._prompt_told = False
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, "chat.completion.chunk")
+        self._buffers: dict[int, TokenBuffer] = {}
+        self._role_sent: set[int] = set()  # choices whose role was sent
+        self._prompt_ids_sent = False
 
-    def speak(self, event: TextDelta | ReasoningDelta | CallDelta) -> list[JsonObject]:
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         choice = event.choice
         match event:
             case TextDelta():
-                self._held.setdefault(choice, Held()).add(event)
+                self._buffers.setdefault(choice, TokenBuffer()).add(event)
                 return [self._choice(choice, {"content": event.text})] if event.text else []
             case ReasoningDelta():
-                return [self._choice(choice, _thought(event.text))]
-            case CallDelta():
-                return [self._choice(choice, {"tool_calls": [piece]}) for piece in _pieces(event)]
+                return [self._choice(choice, _reasoning_fields(event.text))]
+            case ToolCallDelta():
+                return [
+                    self._choice(choice, {"tool_calls": [piece]})
+                    for piece in _tool_call_deltas(event)
+                ]
             case _:
                 assert_never(event)
 
-    def close(self, event: Finish) -> JsonObject:
+    def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, {})
-        return choice | {"finish_reason": event.reason, "stop_reason": event.stop}
+        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
 
-    def more(self) -> JsonObject:
+    def extra_fields(self) -> JsonObject:
         """The prompt's ids, in the first chunk of all."""
-        if self._prompt_told or not self.head.ids:
+        if self._prompt_ids_sent or not self.metadata.return_token_ids:
             return {}
-        self._prompt_told = True
-        return {"prompt_token_ids": self.prompts[0]}
+        self._prompt_ids_sent = True
+        return {"prompt_token_ids": self.prompt_ids[0]}
 
     def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
-        role = {} if choice in self._speaking else ROLE
-        self._speaking.add(choice)
-        held = self._held.get(choice, Held()).take()
+        role = {} if choice in self._role_sent else ROLE
+        self._role_sent.add(choice)
+        held = self._buffers.get(choice, TokenBuffer()).take()
         return {
             "index": choice,
             "delta": role | delta,
-            "logprobs": chat_logprobs(held.logprobs) if held.logprobs else None,
+            "logprobs": render_chat_logprobs(held.logprobs) if held.logprobs else None,
             "finish_reason": None,
-            **({"token_ids": held.ids} if self.head.ids else {}),
+            **({"token_ids": held.ids} if self.metadata.return_token_ids else {}),
         }
 
 
-def collect_chat(head: Head, events: Sequence[Spoken]) -> JsonObject:
+def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
     """The body of a chat completion that is not streamed."""
-    whole = Whole.of(events)
-    choices = [_choice(head, place, said) for place, said in enumerate(whole.told(head))]
-    ids = {"prompt_token_ids": whole.prompts[0]} if head.ids else {}
-    return body(head, "chat.completion", whole, choices) | ids
+    whole = Completion.from_events(events)
+    choices = [
+        _render_choice(metadata, place, said)
+        for place, said in enumerate(whole.select_choices(metadata))
+    ]
+    ids = {"prompt_token_ids": whole.prompt_ids[0]} if metadata.return_token_ids else {}
+    return render_body(metadata, "chat.completion", whole, choices) | ids
 
 
-def _choice(head: Head, place: int, said: Said) -> JsonObject:
+def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:
     return {
         "index": place,
-        "message": _message(said),
-        "logprobs": chat_logprobs(said.held.logprobs) if head.logprobs else None,
-        "finish_reason": said.end.reason,
-        "stop_reason": said.end.stop,
-        **({"token_ids": said.held.ids} if head.ids else {}),
+        "message": _render_message(output),
+        "logprobs": render_chat_logprobs(output.tokens.logprobs) if metadata.logprobs else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": output.finish_event.stop_string,
+        **({"token_ids": output.tokens.ids} if metadata.return_token_ids else {}),
     }
 
 
-def _message(said: Said) -> JsonObject:
+def _render_message(output: ChoiceOutput) -> JsonObject:
     """Without text there is none, not an empty one, where there are calls instead."""
-    content = None if said.calls and not said.text else said.text
+    content = None if output.calls and not output.text else output.text
     message: JsonObject = {**ROLE, "content": content, "refusal": None}
-    if said.reasoning:
-        message |= _thought(said.reasoning)
-    if said.calls:
-        message["tool_calls"] = [_call(call) for call in said.calls]
+    if output.reasoning:
+        message |= _reasoning_fields(output.reasoning)
+    if output.calls:
+        message["tool_calls"] = [_render_tool_call(call) for call in output.calls]
     return message
 
 
-def _thought(text: str) -> JsonObject:
+def _reasoning_fields(text: str) -> JsonObject:
     """Under the name that DeepSeek gave it and most clients read, and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(call: Call) -> JsonObject:
+def _render_tool_call(call: ToolCallOutput) -> JsonObject:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _pieces(event: CallDelta) -> list[JsonObject]:
+def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
     """A call begins with its name and no arguments; these follow, in pieces."""
     pieces: list[JsonObject] = []
     if event.id is not None:
         function = {"name": event.name, "arguments": ""}
         begun = {"id": event.id, "type": "function", "function": function}
-        pieces.append({"index": event.call, **begun})
+        pieces.append({"index": event.call_index, **begun})
     if event.arguments:
-        pieces.append({"index": event.call, "function": {"arguments": event.arguments}})
+        pieces.append({"index": event.call_index, "function": {"arguments": event.arguments}})
     return pieces

@@ -6,68 +6,89 @@ not know: which request this answers.
 
 from collections.abc import Sequence
 
-from app.api.dialects.openai_logprobs import Columns
-from app.api.dialects.openai_reply import Chunks, Head, Held, Said, Whole, body
+from app.api.dialects.openai_logprobs import CompletionLogprobs
+from app.api.dialects.openai_reply import (
+    ChoiceOutput,
+    ChunkEncoder,
+    Completion,
+    CompletionMetadata,
+    TokenBuffer,
+    render_body,
+)
 from app.api.wire import JsonObject
-from app.core.events import CallDelta, Finish, ReasoningDelta, Spoken, TextDelta
+from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
 
-KIND = "text_completion"
+OBJECT_TYPE = "text_completion"
 
 
-class CompletionChunks(Chunks):
+class CompletionChunkEncoder(ChunkEncoder):
     """Frames of a streamed completion."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head, KIND)
-        self._held: dict[int, Held] = {}
-        self._columns: dict[int, Columns] = {}
-        self._speaking: set[int] = set()  # choices whose prompt's ids were sent
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, OBJECT_TYPE)
+        self._buffers: dict[int, TokenBuffer] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt's ids were sent
 
-    def speak(self, event: TextDelta | ReasoningDelta | CallDelta) -> list[JsonObject]:
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         # a plain prompt is answered by nothing but text
         assert isinstance(event, TextDelta)
-        self._held.setdefault(event.choice, Held()).add(event)
+        self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
         return [self._choice(event.choice, event.text)] if event.text else []
 
-    def close(self, event: Finish) -> JsonObject:
+    def finish_choice(self, event: Finish) -> JsonObject:
         choice = self._choice(event.choice, "")
-        return choice | {"finish_reason": event.reason, "stop_reason": event.stop}
+        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
 
     def _choice(self, choice: int, text: str) -> JsonObject:
-        held = self._held.get(choice, Held()).take()
-        columns = self._columns.setdefault(choice, Columns())
+        held = self._buffers.get(choice, TokenBuffer()).take()
+        columns = self._logprobs.setdefault(choice, CompletionLogprobs())
         return {
             "index": choice,
             "text": text,
-            "logprobs": columns.of(held.logprobs) if held.logprobs else None,
+            "logprobs": columns.render(held.logprobs) if held.logprobs else None,
             "finish_reason": None,
-            **({"token_ids": held.ids, **self._prompt(choice)} if self.head.ids else {}),
+            **(
+                {"token_ids": held.ids, **self._prompt_ids(choice)}
+                if self.metadata.return_token_ids
+                else {}
+            ),
         }
 
-    def _prompt(self, choice: int) -> JsonObject:
+    def _prompt_ids(self, choice: int) -> JsonObject:
         """Its ids, in the first chunk of each choice."""
-        if choice in self._speaking:
+        if choice in self._prompt_ids_sent:
             return {}
-        self._speaking.add(choice)
-        return {"prompt_token_ids": self.prompts[choice // self.head.made]}
+        self._prompt_ids_sent.add(choice)
+        return {"prompt_token_ids": self.prompt_ids[choice // self.metadata.best_of]}
 
 
-def collect_completion(head: Head, events: Sequence[Spoken]) -> JsonObject:
+def collect_completion(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
     """The body of a completion that is not streamed."""
-    whole = Whole.of(events)
-    told = whole.told(head)
-    return body(
-        head, KIND, whole, [_choice(head, place, said, whole) for place, said in enumerate(told)]
+    whole = Completion.from_events(events)
+    told = whole.select_choices(metadata)
+    return render_body(
+        metadata,
+        OBJECT_TYPE,
+        whole,
+        [_render_choice(metadata, place, said, whole) for place, said in enumerate(told)],
     )
 
 
-def _choice(head: Head, place: int, said: Said, whole: Whole) -> JsonObject:
-    ids = {"token_ids": said.held.ids, "prompt_token_ids": whole.prompts.get(said.end.prompt)}
+def _render_choice(
+    metadata: CompletionMetadata, place: int, output: ChoiceOutput, completion: Completion
+) -> JsonObject:
+    ids = {
+        "token_ids": output.tokens.ids,
+        "prompt_token_ids": completion.prompt_ids.get(output.finish_event.prompt_index),
+    }
     return {
         "index": place,
-        "text": said.text,
-        "logprobs": Columns().of(said.held.logprobs) if head.logprobs else None,
-        "finish_reason": said.end.reason,
-        "stop_reason": said.end.stop,
-        **(ids if head.ids else {}),
+        "text": output.text,
+        "logprobs": CompletionLogprobs().render(output.tokens.logprobs)
+        if metadata.logprobs
+        else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": output.finish_event.stop_string,
+        **(ids if metadata.return_token_ids else {}),
     }

@@ -9,7 +9,7 @@ from app.api.wire import JsonObject
 from app.core.events import Finish, Timings, Usage
 
 
-class Tally:
+class UsageTotals:
     """Sums over the choices that have finished.
 
     A prompt counts once, however many choices continue it. Of its cached tokens count those of the
@@ -26,13 +26,13 @@ class Tally:
     def add(self, finish: Finish) -> None:
         self.finished += 1
         usage, timings = finish.usage, finish.timings
-        known = self._prompts.setdefault(finish.prompt, usage)
+        known = self._prompts.setdefault(finish.prompt_index, usage)
         if usage.cached_tokens < known.cached_tokens:
-            self._prompts[finish.prompt] = usage
+            self._prompts[finish.prompt_index] = usage
         self._completion += usage.completion_tokens
         self._reasoning += usage.reasoning_tokens
-        self._prompt_ns = max(self._prompt_ns, timings.prompt_ns)
-        self._eval_ns = max(self._eval_ns, timings.eval_ns)
+        self._prompt_ns = max(self._prompt_ns, timings.prefill_ns)
+        self._eval_ns = max(self._eval_ns, timings.decode_ns)
         self._total_ns = max(self._total_ns, timings.total_ns)
 
     @property
@@ -46,22 +46,22 @@ class Tally:
 
     @property
     def timings(self) -> Timings:
-        return Timings(prompt_ns=self._prompt_ns, eval_ns=self._eval_ns, total_ns=self._total_ns)
+        return Timings(prefill_ns=self._prompt_ns, decode_ns=self._eval_ns, total_ns=self._total_ns)
 
-    def counters(self) -> JsonObject:
+    def render_counters(self) -> JsonObject:
         """What we tell beside OpenAI's usage."""
         usage, timings = self.usage, self.timings
         return {
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": timings.prompt_ns,
+            "prompt_eval_duration": timings.prefill_ns,
             "eval_count": usage.completion_tokens,
-            "eval_duration": timings.eval_ns,
+            "eval_duration": timings.decode_ns,
             "total_duration": timings.total_ns,
-            "timings": _timings(usage, timings),
+            "timings": _render_timings(usage, timings),
         }
 
 
-def usage_object(usage: Usage) -> JsonObject:
+def render_usage(usage: Usage) -> JsonObject:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -71,15 +71,15 @@ def usage_object(usage: Usage) -> JsonObject:
     }
 
 
-def _timings(usage: Usage, timings: Timings) -> JsonObject:
+def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
     return {
         "cache_n": usage.cached_tokens,
-        **_pace("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prompt_ns),
-        **_pace("predicted", usage.completion_tokens, timings.eval_ns),
+        **_rate_fields("prompt", usage.prompt_tokens - usage.cached_tokens, timings.prefill_ns),
+        **_rate_fields("predicted", usage.completion_tokens, timings.decode_ns),
     }
 
 
-def _pace(name: str, count: int, nanoseconds: int) -> JsonObject:
+def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
     """0 where nothing was done, or took no time: JSON has no infinity."""
     return {
         f"{name}_n": count,

@@ -7,9 +7,9 @@ chat templates.
 
 from collections.abc import Collection, Sequence
 
-from app.api.dialects.openai_arguments import sent_arguments
-from app.api.fields import Fields, as_array, invalid, shown
-from app.core.requests import CalledTool, Conversation, Message
+from app.api.dialects.openai_arguments import normalize_arguments
+from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.core.requests import Conversation, Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -18,45 +18,46 @@ def read_conversation(fields: Fields) -> Conversation:
     fields.required("messages")
     messages = fields.array("messages")
     if not messages:
-        raise invalid("messages", "messages must hold at least one message")
+        raise invalid_request("messages", "messages must hold at least one message")
     read = tuple(
-        _message(Fields.of(message, f"messages.{n}")) for n, message in enumerate(messages)
+        _message(Fields.from_value(message, f"messages.{n}")) for n, message in enumerate(messages)
     )
-    _check_results(read)
+    _check_tool_results(read)
     return Conversation(messages=read)
 
 
-def _check_results(messages: Sequence[Message]) -> None:
+def _check_tool_results(messages: Sequence[Message]) -> None:
     """OpenAI's rule, in its words: behind a message with calls come their results, all of them and
     nothing else. Raises AppError(INVALID)."""
     called_at, called, waiting = 0, frozenset[str](), set[str]()
     for n, message in enumerate(messages):
         id_ = message.tool_call_id
         if id_ is None:
-            _check_answered(called_at, waiting)
+            _check_all_results_given(called_at, waiting)
             called_at, called = n, frozenset(call.id for call in message.tool_calls)
             waiting = set(called)
         elif not called:
-            raise invalid(
+            raise invalid_request(
                 f"messages.{n}.role",
                 f"messages.{n}: messages with role 'tool' must be a response to a preceding "
                 "message with 'tool_calls'",
             )
         elif id_ not in called:
             path = f"messages.{n}.tool_call_id"
-            raise invalid(
+            raise invalid_request(
                 path,
-                f"{path} of {shown(id_)} not found in 'tool_calls' of previous message, which is "
+                f"{path} of {quote_value(id_)} not found in 'tool_calls' of previous "
+                "message, which is "
                 f"messages.{called_at}",
             )
         else:
             waiting.discard(id_)
-    _check_answered(called_at, waiting)
+    _check_all_results_given(called_at, waiting)
 
 
-def _check_answered(at: int, waiting: Collection[str]) -> None:
+def _check_all_results_given(at: int, waiting: Collection[str]) -> None:
     if waiting:
-        raise invalid(
+        raise invalid_request(
             f"messages.{at}.tool_calls",
             f"messages.{at}: an assistant message with 'tool_calls' must be followed by tool "
             "messages responding to each 'tool_call_id'. The following tool_call_ids did not have "
@@ -68,7 +69,9 @@ def _message(fields: Fields) -> Message:
     role = fields.required_string("role")
     if role not in ROLES:
         path = fields.path("role")
-        raise invalid(path, f"{path} must be one of {', '.join(ROLES)}, not {shown(role)}")
+        raise invalid_request(
+            path, f"{path} must be one of {', '.join(ROLES)}, not {quote_value(role)}"
+        )
     name = fields.string("name")
     if role == "assistant":
         message = _assistant(fields, name)
@@ -80,15 +83,15 @@ def _message(fields: Fields) -> Message:
             name=name,
             tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
         )
-    fields.close()
+    fields.reject_unknown()
     return message
 
 
 def _assistant(fields: Fields, name: str | None) -> Message:
     """An earlier answer, also as this or another server sent it, with its empty extras."""
-    fields.refuse("audio")
-    fields.refuse("function_call", instead="use tool_calls")
-    fields.refuse("annotations", [])
+    fields.reject("audio")
+    fields.reject("function_call", instead="use tool_calls")
+    fields.reject("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
     fields.value("parsed")  # what the SDK has read out of the content
@@ -98,7 +101,7 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     said = [text for text in (content, refusal) if text is not None]
     if not said and not calls:
         path = fields.path("content")
-        raise invalid(path, f"{path} is required unless there are tool_calls")
+        raise invalid_request(path, f"{path} is required unless there are tool_calls")
     text = "\n".join(filter(None, said)) if said else None
     return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
 
@@ -109,7 +112,7 @@ def _reasoning(fields: Fields) -> str | None:
     if older and newer and older != newer:
         path = fields.path("reasoning")
         other = fields.path("reasoning_content")
-        raise invalid(path, f"{path} and {other} are aliases but differ: keep one of them")
+        raise invalid_request(path, f"{path} and {other} are aliases but differ: keep one of them")
     return older or newer or None
 
 
@@ -120,45 +123,47 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
         return value
     parts = as_array(value)
     if parts is None:
-        raise invalid(path, f"{path} must be a string or an array of parts, not {shown(value)}")
+        raise invalid_request(
+            path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
+        )
     if not parts:
-        raise invalid(path, f"{path} must hold at least one part")
+        raise invalid_request(path, f"{path} must hold at least one part")
     # Each part is a paragraph, as for vLLM and llama.cpp: nothing is glued to its neighbour.
     return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
 
 
 def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
-    fields = Fields.of(value, path)
+    fields = Fields.from_value(value, path)
     type_ = fields.required_string("type")
     if type_ not in allowed:
-        raise invalid(
+        raise invalid_request(
             path,
-            f"{path} is a part of type {shown(type_)}, which is not supported: "
+            f"{path} is a part of type {quote_value(type_)}, which is not supported: "
             f"use {' or '.join(allowed)}",
         )
     text = fields.required_string(type_)
-    fields.refuse("prompt_cache_breakpoint")
-    fields.close()
+    fields.reject("prompt_cache_breakpoint")
+    fields.reject_unknown()
     return text
 
 
-def _tool_calls(fields: Fields) -> tuple[CalledTool, ...]:
+def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
     calls = fields.array("tool_calls") or []
     path = fields.path("tool_calls")
-    return tuple(_tool_call(Fields.of(call, f"{path}.{n}")) for n, call in enumerate(calls))
+    return tuple(_tool_call(Fields.from_value(call, f"{path}.{n}")) for n, call in enumerate(calls))
 
 
-def _tool_call(fields: Fields) -> CalledTool:
+def _tool_call(fields: Fields) -> ToolCall:
     id_ = fields.required_string("id")
     fields.integer("index", 0)  # in which order they came; they still stand in it
     type_ = fields.required_string("type")
     if type_ != "function":
         path = fields.path("type")
-        raise invalid(path, f"{path} must be 'function', not {shown(type_)}")
-    function = Fields.of(fields.required("function"), fields.path("function"))
+        raise invalid_request(path, f"{path} must be 'function', not {quote_value(type_)}")
+    function = Fields.from_value(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
     function.value("parsed_arguments")  # what the SDK has read out of them
-    arguments = sent_arguments(function.required_string("arguments"))
-    function.close()
-    fields.close()
-    return CalledTool(id=id_, name=name, arguments=arguments)
+    arguments = normalize_arguments(function.required_string("arguments"))
+    function.reject_unknown()
+    fields.reject_unknown()
+    return ToolCall(id=id_, name=name, arguments=arguments)

@@ -3,11 +3,11 @@
 Knows how they may be written, and how many there may be. Must not know: the vocabulary.
 """
 
-from app.api.fields import Fields, as_array, as_ids, invalid, shown
-from app.core.requests import Prompt, Several
+from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
+from app.core.requests import Prompt, PromptBatch
 
 # Answers to one request, and so the prompts of one: OpenAI's limit for `n`.
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 
 
 def read_prompt(fields: Fields) -> Prompt:
@@ -17,42 +17,44 @@ def read_prompt(fields: Fields) -> Prompt:
     items = as_array(value)
     if not items:
         wanted = "a string, an array of token ids, or an array of these"
-        raise invalid("prompt", f"prompt must be {wanted}, not {shown(value)}")
+        raise invalid_request("prompt", f"prompt must be {wanted}, not {quote_value(value)}")
     if not isinstance(items[0], str | list):
-        return as_ids(items, "prompt")
-    if len(items) > MOST_CHOICES:
-        raise invalid("prompt", f"prompt must hold at most {MOST_CHOICES}, not {len(items)}")
-    prompts = tuple(_one(item, f"prompt.{place}") for place, item in enumerate(items))
-    return prompts[0] if len(prompts) == 1 else Several(prompts=prompts)
+        return as_token_ids(items, "prompt")
+    if len(items) > MAX_CHOICES:
+        raise invalid_request("prompt", f"prompt must hold at most {MAX_CHOICES}, not {len(items)}")
+    prompts = tuple(_read_prompt_item(item, f"prompt.{place}") for place, item in enumerate(items))
+    return prompts[0] if len(prompts) == 1 else PromptBatch(prompts=prompts)
 
 
-def read_count(fields: Fields, prompt: Prompt) -> int:
+def read_n(fields: Fields, prompt: Prompt) -> int:
     """`n`, answers to each prompt."""
-    return within_limit("n", fields.integer("n", 1, MOST_CHOICES) or 1, prompt)
+    return check_choice_limit("n", fields.integer("n", 1, MAX_CHOICES) or 1, prompt)
 
 
-def within_limit(name: str, count: int, prompt: Prompt) -> int:
+def check_choice_limit(name: str, count: int, prompt: Prompt) -> int:
     """That many answers to each prompt, if all of them together are not too many."""
-    prompts = prompts_of(prompt)
-    if count * prompts > MOST_CHOICES:
-        raise invalid(
+    prompts = count_prompts(prompt)
+    if count * prompts > MAX_CHOICES:
+        raise invalid_request(
             name,
             f"{name}: {count} for each of {prompts} prompts are {count * prompts} choices; a "
-            f"request may have at most {MOST_CHOICES}",
+            f"request may have at most {MAX_CHOICES}",
         )
     return count
 
 
-def prompts_of(prompt: Prompt) -> int:
-    return len(prompt.prompts) if isinstance(prompt, Several) else 1
+def count_prompts(prompt: Prompt) -> int:
+    return len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1
 
 
-def _one(item: object, path: str) -> str | tuple[int, ...]:
+def _read_prompt_item(item: object, path: str) -> str | tuple[int, ...]:
     if isinstance(item, str):
         return item
     ids = as_array(item)
     if ids is None:
-        raise invalid(path, f"{path} must be a string or an array of token ids, not {shown(item)}")
+        raise invalid_request(
+            path, f"{path} must be a string or an array of token ids, not {quote_value(item)}"
+        )
     if not ids:
-        raise invalid(path, f"{path} must hold at least one token id")
-    return as_ids(ids, path)
+        raise invalid_request(path, f"{path} must hold at least one token id")
+    return as_token_ids(ids, path)

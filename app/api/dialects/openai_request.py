@@ -11,87 +11,87 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from app.api.dialects.openai_caller import (
-    check_caller,
+    check_identifiers,
     check_metadata,
     read_keep_alive,
     read_model,
-    read_tier,
+    read_service_tier,
 )
 from app.api.dialects.openai_format import read_grammar
 from app.api.dialects.openai_messages import read_conversation
-from app.api.dialects.openai_prompt import prompts_of, read_count, read_prompt, within_limit
-from app.api.dialects.openai_sampling import read_ending, read_sampling
+from app.api.dialects.openai_prompt import check_choice_limit, count_prompts, read_n, read_prompt
+from app.api.dialects.openai_sampling import read_sampling, read_stop_conditions
 from app.api.dialects.openai_thinking import read_template_options, read_thinking
-from app.api.dialects.openai_tools import read_toolbox
-from app.api.dialects.other_servers import check_other_fields
-from app.api.fields import Fields, invalid
+from app.api.dialects.openai_tools import read_tool_options
+from app.api.dialects.other_servers import check_compat_fields
+from app.api.fields import Fields, invalid_request
 from app.core.requests import GenerateRequest
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default, for completions only
-MOST_BEST_OF = 20
-MOST_LOGPROBS = 20
+DEFAULT_COMPLETION_MAX_TOKENS = 16  # OpenAI's default, for completions only
+MAX_BEST_OF = 20
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A valid request. prompts: how many. n: answers to each that are told; request.n is how many
-    are made, of which these are the likeliest. logprobs, ids: tell them. include_usage: end the
-    stream with a chunk of token counts. running_usage: every chunk with a choice has its counts so
-    far. tier: the service tier to name, if one is to be named."""
+class ParsedCompletionRequest:
+    """A valid request. num_prompts: how many. n: answers to each that are told; request.n is how
+    many are made, of which these are the likeliest. logprobs, return_token_ids: tell them.
+    include_usage: end the stream with a chunk of token counts. continuous_usage: every chunk with a
+    choice has its counts so far. tier: the service tier to name, if one is to be named."""
 
     request: GenerateRequest
     stream: bool
     include_usage: bool
-    running_usage: bool
+    continuous_usage: bool
     logprobs: bool
-    ids: bool
-    prompts: int
+    return_token_ids: bool
+    num_prompts: int
     n: int
     tier: str | None = None
 
 
-def parse_chat(body: object, models: Collection[str]) -> Wish:
+def parse_chat(body: object, models: Collection[str]) -> ParsedCompletionRequest:
     """The body of POST /v1/chat/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
-    fields = Fields.of(body)
+    fields = Fields.from_value(body)
     model = read_model(fields, models)
     conversation = read_conversation(fields)
     newer = fields.integer("max_completion_tokens", 1)
     # -1 is how LM Studio's and llama.cpp's clients leave it out
     older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
-    toolbox = read_toolbox(fields)
+    toolbox = read_tool_options(fields)
     grammar = read_grammar(fields)
     thinking = read_thinking(fields)
     request = GenerateRequest(
         model=model,
         prompt=conversation,
         max_tokens=newer if newer is not None else older,
-        n=read_count(fields, conversation),
+        n=read_n(fields, conversation),
         top_logprobs=_chat_logprobs(fields),
         tools=toolbox.tools,
         tool_choice=toolbox.choice,
         parallel_tool_calls=toolbox.parallel,
         # An answer that must call holds no text which could have a form.
         grammar=None if toolbox.must_call else grammar,
-        thinking=thinking,
-        template_options=read_template_options(fields, thinking),
+        reasoning=thinking,
+        chat_template_kwargs=read_template_options(fields, thinking),
     )
     # a budget is kept by a grammar as well
-    limited = thinking.budget is not None
+    limited = thinking.token_budget is not None
     constrained = grammar is not None or toolbox.constrained or limited
-    wish = _wish(fields, request, constrained=constrained)
-    wish = replace(wish, tier=read_tier(fields))
+    wish = _parse_common(fields, request, constrained=constrained)
+    wish = replace(wish, tier=read_service_tier(fields))
     check_metadata(fields)
-    check_caller(fields)
+    check_identifiers(fields)
     _check_store(fields)
-    _refuse_rest(fields)
-    check_other_fields(fields, "chat")
-    fields.close()
+    _reject_unsupported(fields)
+    check_compat_fields(fields, "chat")
+    fields.reject_unknown()
     return wish
 
 
-def parse_completion(body: object, models: Collection[str]) -> Wish:
+def parse_completion(body: object, models: Collection[str]) -> ParsedCompletionRequest:
     """The body of POST /v1/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
-    fields = Fields.of(body)
+    fields = Fields.from_value(body)
     model = read_model(fields, models)
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False
@@ -101,68 +101,70 @@ def parse_completion(body: object, models: Collection[str]) -> Wish:
     request = GenerateRequest(
         model=model,
         prompt=prompt,
-        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
-        n=read_count(fields, prompt),
-        top_logprobs=fields.integer("logprobs", 0, MOST_LOGPROBS),
+        max_tokens=DEFAULT_COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        n=read_n(fields, prompt),
+        top_logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
         grammar=grammar,
         echo=echo,
         suffix=fields.string("suffix") or None,
     )
-    wish = _best_of(fields, _wish(fields, request, constrained=grammar is not None))
+    wish = _apply_best_of(fields, _parse_common(fields, request, constrained=grammar is not None))
     fields.string("user")
-    check_other_fields(fields, "completions")
-    fields.close()
+    check_compat_fields(fields, "completions")
+    fields.reject_unknown()
     return wish
 
 
-def _wish(fields: Fields, request: GenerateRequest, *, constrained: bool) -> Wish:
+def _parse_common(
+    fields: Fields, request: GenerateRequest, *, constrained: bool
+) -> ParsedCompletionRequest:
     """What both endpoints share."""
     stream = fields.boolean("stream") or False
     options = _stream_options(fields, stream)
     ids = fields.boolean("return_token_ids") or False
-    ending = read_ending(fields, max_tokens=request.max_tokens, constrained=constrained)
+    ending = read_stop_conditions(fields, max_tokens=request.max_tokens, constrained=constrained)
     request = replace(
         request,
         sampling=read_sampling(fields),
         min_tokens=ending.min_tokens,
         ignore_eos=ending.ignore_eos,
         stop=ending.stop,
-        reuse=fields.boolean("cache_prompt") is not False,
+        cache_prompt=fields.boolean("cache_prompt") is not False,
         # counts of tokens so far are counts of ids
-        return_ids=ids or options.running_usage,
+        return_token_ids=ids or options.continuous_usage,
         keep_alive=read_keep_alive(fields),
     )
-    return Wish(
+    return ParsedCompletionRequest(
         request=request,
         stream=stream,
         include_usage=options.include_usage,
-        running_usage=options.running_usage,
+        continuous_usage=options.continuous_usage,
         logprobs=request.top_logprobs is not None,
-        ids=ids,
-        prompts=prompts_of(request.prompt),
+        return_token_ids=ids,
+        num_prompts=count_prompts(request.prompt),
         n=request.n,
     )
 
 
-def _best_of(fields: Fields, wish: Wish) -> Wish:
+def _apply_best_of(fields: Fields, parsed: ParsedCompletionRequest) -> ParsedCompletionRequest:
     """Candidates are ranked by their own log-probabilities, so that all of them have to be there
     before the first word can be told."""
-    best_of = fields.integer("best_of", 1, MOST_BEST_OF)
-    request = wish.request
+    best_of = fields.integer("best_of", 1, MAX_BEST_OF)
+    request = parsed.request
     if best_of is None or best_of == request.n:
-        return wish
+        return parsed
     if best_of < request.n:
-        raise invalid("best_of", f"best_of must be at least n, which is {request.n}")
-    if wish.stream:
-        raise invalid("best_of", "best_of cannot be streamed: leave out best_of or stream")
-    within_limit("best_of", best_of, request.prompt)
+        raise invalid_request("best_of", f"best_of must be at least n, which is {request.n}")
+    if parsed.stream:
+        raise invalid_request("best_of", "best_of cannot be streamed: leave out best_of or stream")
+    check_choice_limit("best_of", best_of, request.prompt)
     top = 0 if request.top_logprobs is None else request.top_logprobs
-    return replace(wish, request=replace(request, n=best_of, top_logprobs=top))
+    return replace(parsed, request=replace(request, n=best_of, top_logprobs=top))
 
 
 class _StreamOptions(NamedTuple):
     include_usage: bool = False
-    running_usage: bool = False
+    continuous_usage: bool = False
 
 
 def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
@@ -171,44 +173,44 @@ def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
     if options is None:
         return _StreamOptions()
     if not stream:
-        raise invalid("stream_options", "stream_options is only allowed with stream: true")
-    options.refuse("include_obfuscation", False)
+        raise invalid_request("stream_options", "stream_options is only allowed with stream: true")
+    options.reject("include_obfuscation", False)
     read = _StreamOptions(
         include_usage=options.boolean("include_usage") or False,
-        running_usage=options.boolean("continuous_usage_stats") or False,
+        continuous_usage=options.boolean("continuous_usage_stats") or False,
     )
-    options.close()
+    options.reject_unknown()
     return read
 
 
 def _chat_logprobs(fields: Fields) -> int | None:
     wanted = fields.boolean("logprobs")
-    top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     if wanted:
         return top or 0
     if top is not None:
-        raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        raise invalid_request("top_logprobs", "top_logprobs is only allowed with logprobs: true")
     return None
 
 
 def _check_store(fields: Fields) -> None:
     if fields.boolean("store"):
-        raise invalid(
+        raise invalid_request(
             "store",
             "store: true is not supported: chat completions are not stored. Leave it out, or use "
             "POST /v1/responses, which stores responses",
         )
 
 
-def _refuse_rest(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields) -> None:
     """What OpenAI documents for chat completions and this server does not do."""
     # What these say is what happens anyway.
-    fields.refuse("modalities", ["text"])
-    fields.refuse("prompt_cache_retention", "in_memory")
-    fields.refuse("verbosity", "medium")
-    fields.refuse("functions", instead="use tools")
-    fields.refuse("function_call", instead="use tool_choice")
-    fields.refuse("web_search_options", instead="define a search function in tools")
-    fields.refuse("prediction", instead="leave it out: it has no effect on the output")
+    fields.reject("modalities", ["text"])
+    fields.reject("prompt_cache_retention", "in_memory")
+    fields.reject("verbosity", "medium")
+    fields.reject("functions", instead="use tools")
+    fields.reject("function_call", instead="use tool_choice")
+    fields.reject("web_search_options", instead="define a search function in tools")
+    fields.reject("prediction", instead="leave it out: it has no effect on the output")
     for unsupported in ("audio", "moderation", "prompt_cache_options"):
-        fields.refuse(unsupported)
+        fields.reject(unsupported)

@@ -6,15 +6,15 @@ Must not know: what is generated from.
 
 from dataclasses import dataclass
 
-from app.api.fields import INT32_MAX, INT64, Fields, as_number, invalid, shown
-from app.core.errors import quote_client
+from app.api.fields import INT32_MAX, INT64, Fields, as_number, invalid_request, quote_value
+from app.core.errors import mark_client_text
 from app.core.requests import SamplingValue
 
-MOST_STOPS = 16  # OpenAI allows four, which few local clients keep to
+MAX_STOP_STRINGS = 16  # OpenAI allows four, which few local clients keep to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class StopConditions:
     """When an answer is over, but for its greatest length."""
 
     min_tokens: int
@@ -30,7 +30,7 @@ def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
         "top_p": fields.number("top_p", 0, 1),
         "top_k": 0 if top_k == -1 else top_k,  # two ways to say "off"
         "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10, above=True),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10, exclusive_low=True),
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repeat_last_n": fields.integer("repeat_last_n", -1, INT32_MAX),
@@ -40,22 +40,24 @@ def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
     return {name: value for name, value in read.items() if value is not None}
 
 
-def read_ending(fields: Fields, *, max_tokens: int | None, constrained: bool) -> Ending:
+def read_stop_conditions(
+    fields: Fields, *, max_tokens: int | None, constrained: bool
+) -> StopConditions:
     """constrained: the answer, or a part of it, must follow a grammar. A grammar says itself where
     an answer may end, and it would leave nothing to draw where it says so too early."""
-    ending = Ending(
+    ending = StopConditions(
         min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,
-        stop=fields.strings("stop", MOST_STOPS),
+        stop=fields.strings("stop", MAX_STOP_STRINGS),
     )
     if max_tokens is not None and ending.min_tokens > max_tokens:
-        raise invalid(
+        raise invalid_request(
             "min_tokens", f"min_tokens is {ending.min_tokens}, but max_tokens is {max_tokens}"
         )
     if constrained:
         for name, given in (("min_tokens", ending.min_tokens), ("ignore_eos", ending.ignore_eos)):
             if given:
-                raise invalid(
+                raise invalid_request(
                     name,
                     f"{name} cannot be combined with structured output, a thinking budget, strict "
                     "tools or required tool calls: leave out one of them",
@@ -72,10 +74,14 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
         path = biases.path(key[:20])
         # One spelling per id: "7" and "07" would be two biases for one token.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
-            at = quote_client(path)
-            raise invalid(path, f"{at}: keys are token ids, such as '42', not {shown(key)}")
+            at = mark_client_text(path)
+            raise invalid_request(
+                path, f"{at}: keys are token ids, such as '42', not {quote_value(key)}"
+            )
         bias = as_number(value)
         if bias is None or not -100 <= bias <= 100:
-            raise invalid(path, f"{path} must be a number from -100 to 100, not {shown(value)}")
+            raise invalid_request(
+                path, f"{path} must be a number from -100 to 100, not {quote_value(value)}"
+            )
         read.append((int(key), bias))
     return tuple(read)

@@ -10,52 +10,57 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 import os
 from collections.abc import Callable
 
-from app.api.fields import Fields, as_array, invalid, shown
+from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.api.wire import JsonObject
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 ROLES = ("user", "assistant", "system", "developer")
 STATUSES = ("in_progress", "completed", "incomplete")
 TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
-Resolve = Callable[[str], JsonObject | None]
+ItemLookup = Callable[[str], JsonObject | None]
 """An item's id → the item, where it is kept."""
 
 
-def new_id(prefix: str) -> str:
+def new_item_id(prefix: str) -> str:
     return f"{prefix}_{os.urandom(24).hex()}"
 
 
-def read_input(fields: Fields, resolve: Resolve) -> list[JsonObject]:
+def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
     """The field `input`: a text of the user's, or items. Raises AppError(INVALID or NOT_FOUND)."""
     value: object = fields.required("input")
     if isinstance(value, str):
         return [_message_item("user", [{"type": "input_text", "text": value}])]
     items = as_array(value)
     if items is None:
-        raise invalid("input", f"input must be a string or an array of items, not {shown(value)}")
-    return [_item(Fields.of(item, f"input.{place}"), resolve) for place, item in enumerate(items)]
+        raise invalid_request(
+            "input", f"input must be a string or an array of items, not {quote_value(value)}"
+        )
+    return [
+        _item(Fields.from_value(item, f"input.{place}"), find_item)
+        for place, item in enumerate(items)
+    ]
 
 
-def _item(fields: Fields, resolve: Resolve) -> JsonObject:
+def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
     match _type(fields):
         case "message":
             item = _message(fields)
         case "function_call":
-            item = _call(fields)
+            item = _function_call(fields)
         case "function_call_output":
-            item = _output(fields)
+            item = _function_call_output(fields)
         case "reasoning":
             item = _reasoning(fields)
         case "item_reference":
-            item = _referred(fields, resolve)
+            item = _resolve_reference(fields, resolve)
         case other:
             path = fields.path("type")
             supported = ", ".join(TYPES)
-            raise invalid(
-                path, f"{path} is {shown(other)}, which is not supported: use {supported}"
+            raise invalid_request(
+                path, f"{path} is {quote_value(other)}, which is not supported: use {supported}"
             )
-    fields.close()
+    fields.reject_unknown()
     return item
 
 
@@ -68,8 +73,8 @@ def _type(fields: Fields) -> str:
 
 
 def _message(fields: Fields) -> JsonObject:
-    role = fields.required_word("role", ROLES)
-    fields.word("phase", ("commentary", "final_answer"))
+    role = fields.required_one_of("role", ROLES)
+    fields.one_of("phase", ("commentary", "final_answer"))
     said = ("output_text", "refusal", "input_text") if role == "assistant" else ("input_text",)
     fields.required("content")
     parts = _parts(fields, "content", said)
@@ -84,7 +89,7 @@ def _message_item(
 ) -> JsonObject:
     return {
         "type": "message",
-        "id": id_ or new_id("msg"),
+        "id": id_ or new_item_id("msg"),
         "status": status,
         "role": role,
         "content": content,
@@ -106,17 +111,19 @@ def _parts(fields: Fields, name: str, allowed: tuple[str, ...]) -> str | list[Js
         return value
     parts = as_array(value)
     if parts is None:
-        raise invalid(path, f"{path} must be a string or an array of parts, not {shown(value)}")
-    return [_part(Fields.of(part, f"{path}.{n}"), allowed) for n, part in enumerate(parts)]
+        raise invalid_request(
+            path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
+        )
+    return [_part(Fields.from_value(part, f"{path}.{n}"), allowed) for n, part in enumerate(parts)]
 
 
 def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
     type_ = fields.required_string("type")
     if type_ not in allowed:
         path = fields.path("type")
-        raise invalid(
+        raise invalid_request(
             path,
-            f"{path} is {shown(type_)}, which is not supported: use {' or '.join(allowed)}",
+            f"{path} is {quote_value(type_)}, which is not supported: use {' or '.join(allowed)}",
         )
     if type_ == "refusal":
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
@@ -127,20 +134,20 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
         fields.array("logprobs")
     else:
         part = _input_text(fields.required_string("text"))
-    fields.refuse("prompt_cache_breakpoint")
-    fields.close()
+    fields.reject("prompt_cache_breakpoint")
+    fields.reject_unknown()
     return part
 
 
-def _call(fields: Fields) -> JsonObject:
+def _function_call(fields: Fields) -> JsonObject:
     status = _status(fields)
     arguments = fields.required_string("arguments")
-    fields.refuse("async", False)
-    fields.refuse("caller", {"type": "direct"})
-    fields.refuse("namespace")
+    fields.reject("async", False)
+    fields.reject("caller", {"type": "direct"})
+    fields.reject("namespace")
     return {
         "type": "function_call",
-        "id": fields.string("id") or new_id("fc"),
+        "id": fields.string("id") or new_item_id("fc"),
         "call_id": fields.required_string("call_id"),
         "name": fields.required_string("name"),
         "arguments": arguments,
@@ -148,14 +155,14 @@ def _call(fields: Fields) -> JsonObject:
     }
 
 
-def _output(fields: Fields) -> JsonObject:
+def _function_call_output(fields: Fields) -> JsonObject:
     fields.required("output")
-    fields.refuse("caller", {"type": "direct"})
-    fields.refuse("namespace")
-    fields.refuse("name")
+    fields.reject("caller", {"type": "direct"})
+    fields.reject("namespace")
+    fields.reject("name")
     return {
         "type": "function_call_output",
-        "id": fields.string("id") or new_id("fco"),
+        "id": fields.string("id") or new_item_id("fco"),
         "call_id": fields.required_string("call_id"),
         "output": _parts(fields, "output", ("input_text",)),
         "status": _status(fields),
@@ -167,13 +174,13 @@ def _reasoning(fields: Fields) -> JsonObject:
     not told; without a text, as a client sends that keeps only what is encrypted, nothing is."""
     if fields.value("encrypted_content") is not None:
         path = fields.path("encrypted_content")
-        raise invalid(
+        raise invalid_request(
             path,
             f"{path} was encrypted by another server and cannot be decrypted: leave the item out",
         )
     return {
         "type": "reasoning",
-        "id": fields.string("id") or new_id("rs"),
+        "id": fields.string("id") or new_item_id("rs"),
         "summary": _texts(fields, "summary", "summary_text"),
         "content": _texts(fields, "content", "reasoning_text"),
         "status": _status(fields),
@@ -183,21 +190,21 @@ def _reasoning(fields: Fields) -> JsonObject:
 def _texts(fields: Fields, name: str, type_: str) -> list[JsonObject]:
     read: list[JsonObject] = []
     for place, value in enumerate(fields.array(name) or []):
-        part = Fields.of(value, f"{fields.path(name)}.{place}")
-        part.required_word("type", (type_,))
+        part = Fields.from_value(value, f"{fields.path(name)}.{place}")
+        part.required_one_of("type", (type_,))
         read.append({"type": type_, "text": part.required_string("text")})
-        part.close()
+        part.reject_unknown()
     return read
 
 
-def _referred(fields: Fields, resolve: Resolve) -> JsonObject:
+def _resolve_reference(fields: Fields, resolve: ItemLookup) -> JsonObject:
     id_ = fields.required_string("id")
     item = resolve(id_)
     if item is None:
         path = fields.path("id")
         raise AppError(
-            Kind.NOT_FOUND,
-            f"{path}: the item {shown(id_)} was not found: send the item itself",
+            ErrorKind.NOT_FOUND,
+            f"{path}: the item {quote_value(id_)} was not found: send the item itself",
             param=path,
             code="item_not_found",
         )
@@ -205,4 +212,4 @@ def _referred(fields: Fields, resolve: Resolve) -> JsonObject:
 
 
 def _status(fields: Fields) -> str:
-    return fields.word("status", STATUSES) or "completed"
+    return fields.one_of("status", STATUSES) or "completed"

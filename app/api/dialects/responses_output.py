@@ -7,8 +7,8 @@ know: which items an answer has, or what else stands in a response.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from app.api.dialects.openai_logprobs import entries
-from app.api.dialects.responses_items import new_id
+from app.api.dialects.openai_logprobs import render_token_logprobs
+from app.api.dialects.responses_items import new_item_id
 from app.api.wire import JsonObject
 from app.core.events import TokenLogprob
 
@@ -22,7 +22,7 @@ class OutputItem(Protocol):
 
     def end(self, status: str) -> Iterator[JsonObject]: ...
 
-    def shown(self) -> JsonObject:
+    def render(self) -> JsonObject:
         """As it stands now."""
         ...
 
@@ -37,35 +37,35 @@ class TextItem:
         self._texts: list[str] = []
         self._logprobs: list[JsonObject] = []
         self._id = id_
-        self._place: JsonObject = {"item_id": id_, "output_index": index, "content_index": 0}
+        self._location: JsonObject = {"item_id": id_, "output_index": index, "content_index": 0}
 
     @staticmethod
-    def of(kind: str, index: int) -> "TextItem":
+    def create(kind: str, index: int) -> "TextItem":
         if kind == "message":
-            return TextItem(kind, index, id_=new_id("msg"), part="output_text")
+            return TextItem(kind, index, id_=new_item_id("msg"), part="output_text")
         assert kind == "reasoning"
-        return TextItem(kind, index, id_=new_id("rs"), part="reasoning_text")
+        return TextItem(kind, index, id_=new_item_id("rs"), part="reasoning_text")
 
     def begin(self) -> Iterator[JsonObject]:
-        empty = self.shown()
+        empty = self.render()
         empty["content"] = []
-        index = self._place["output_index"]
+        index = self._location["output_index"]
         yield {"type": "response.output_item.added", "output_index": index, "item": empty}
-        yield {"type": "response.content_part.added", **self._place, "part": self._text_part()}
+        yield {"type": "response.content_part.added", **self._location, "part": self._text_part()}
 
-    def say(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> JsonObject:
+    def add_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> JsonObject:
         self._texts.append(text)
-        scored = self.add(logprobs)
+        scored = self.add_logprobs(logprobs)
         delta: JsonObject = {
             "type": f"response.{self._part}.delta",
-            **self._place,
+            **self._location,
             "delta": text,
         }
         return delta | ({"logprobs": scored} if self.kind == "message" else {})
 
-    def add(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
+    def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
         """Tokens of the text, also those whose text was not shown."""
-        scored: list[JsonObject] = entries(logprobs)
+        scored: list[JsonObject] = render_token_logprobs(logprobs)
         self._logprobs += scored
         return scored
 
@@ -74,15 +74,15 @@ class TextItem:
         part = self._text_part()
         done: JsonObject = {
             "type": f"response.{self._part}.done",
-            **self._place,
+            **self._location,
             "text": part["text"],
         }
         yield done | ({"logprobs": self._logprobs} if self.kind == "message" else {})
-        yield {"type": "response.content_part.done", **self._place, "part": part}
-        index = self._place["output_index"]
-        yield {"type": "response.output_item.done", "output_index": index, "item": self.shown()}
+        yield {"type": "response.content_part.done", **self._location, "part": part}
+        index = self._location["output_index"]
+        yield {"type": "response.output_item.done", "output_index": index, "item": self.render()}
 
-    def shown(self) -> JsonObject:
+    def render(self) -> JsonObject:
         content = [self._text_part()]
         begun: JsonObject = {"id": self._id, "type": self.kind, "status": self._status}
         if self.kind == "message":
@@ -96,32 +96,32 @@ class TextItem:
         return part
 
 
-class FunctionCall:
+class FunctionCallItem:
     """A call of a function of the client's."""
 
     kind = "function_call"
 
     def __init__(self, index: int, *, call_id: str, name: str) -> None:
         self._index = index
-        self._id = new_id("fc")
+        self._id = new_item_id("fc")
         self._call_id = call_id
         self._name = name
         self._status = "in_progress"
         self._arguments: list[str] = []
 
     def begin(self) -> Iterator[JsonObject]:
-        yield self._whole("response.output_item.added")
+        yield self._item_event("response.output_item.added")
 
-    def say(self, arguments: str) -> JsonObject:
+    def add_arguments(self, arguments: str) -> JsonObject:
         self._arguments.append(arguments)
-        return self._event("delta", delta=arguments)
+        return self._arguments_event("delta", delta=arguments)
 
     def end(self, status: str) -> Iterator[JsonObject]:
         self._status = status
-        yield self._event("done", name=self._name, arguments="".join(self._arguments))
-        yield self._whole("response.output_item.done")
+        yield self._arguments_event("done", name=self._name, arguments="".join(self._arguments))
+        yield self._item_event("response.output_item.done")
 
-    def shown(self) -> JsonObject:
+    def render(self) -> JsonObject:
         return {
             "id": self._id,
             "type": self.kind,
@@ -131,10 +131,10 @@ class FunctionCall:
             "arguments": "".join(self._arguments),
         }
 
-    def _whole(self, type_: str) -> JsonObject:
-        return {"type": type_, "output_index": self._index, "item": self.shown()}
+    def _item_event(self, type_: str) -> JsonObject:
+        return {"type": type_, "output_index": self._index, "item": self.render()}
 
-    def _event(self, what: str, **said: Any) -> JsonObject:
+    def _arguments_event(self, what: str, **said: Any) -> JsonObject:
         return {
             "type": f"response.function_call_arguments.{what}",
             "item_id": self._id,

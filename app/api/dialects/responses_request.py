@@ -10,127 +10,135 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from app.api.dialects.openai_caller import (
-    IDENTIFIERS,
-    TIER,
-    check_caller,
+    IDENTIFIER_FIELDS,
+    SERVICE_TIER,
+    check_identifiers,
     check_metadata,
     read_keep_alive,
     read_model,
-    read_tier,
+    read_service_tier,
 )
-from app.api.dialects.openai_format import ANY_OBJECT, read_schema
-from app.api.dialects.openai_sampling import read_ending, read_sampling
-from app.api.dialects.openai_thinking import EFFORTS, read_budget, read_template_options
-from app.api.dialects.openai_tools import Toolbox, read_choice, read_function, read_tools
-from app.api.dialects.other_servers import check_other_fields
+from app.api.dialects.openai_format import ANY_OBJECT_SCHEMA, read_schema
+from app.api.dialects.openai_sampling import read_sampling, read_stop_conditions
+from app.api.dialects.openai_thinking import (
+    REASONING_EFFORTS,
+    read_template_options,
+    read_thinking_budget,
+)
+from app.api.dialects.openai_tools import ToolOptions, read_function, read_tool_choice, read_tools
+from app.api.dialects.other_servers import check_compat_fields
 from app.api.dialects.responses_items import read_input
-from app.api.dialects.responses_turns import messages_of, with_instructions
-from app.api.fields import Fields, as_mapping, invalid, without_nulls
+from app.api.dialects.responses_turns import build_messages, prepend_instructions
+from app.api.fields import Fields, as_mapping, drop_nulls, invalid_request
 from app.api.wire import JsonObject
-from app.core.requests import Conversation, GenerateRequest, JsonSchema, Thinking, Tool
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, ReasoningOptions, Tool
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 
 # What OpenAI can add to an answer; all else is about items that only its own tools make.
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
-class History(Protocol):
+class ResponseHistory(Protocol):
     """What was kept of earlier responses."""
 
-    def conversation(self, id_: str) -> Sequence[JsonObject]:
+    def get_conversation(self, id_: str) -> Sequence[JsonObject]:
         """The items of a response and of all that it continues, in order. Raises AppError."""
         ...
 
-    def item(self, id_: str) -> JsonObject | None: ...
+    def get_item(self, id_: str) -> JsonObject | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A valid request. items: its own input, each with an id. echo: the fields of the response that
-    repeat the request."""
+class ParsedResponsesRequest:
+    """A valid request. input_items: its own input, each with an id. echo: the fields of the
+    response that repeat the request."""
 
     request: GenerateRequest
     stream: bool
     store: bool
-    previous: str | None
-    items: Sequence[JsonObject]
+    previous_response_id: str | None
+    input_items: Sequence[JsonObject]
     echo: JsonObject
 
 
-def parse(body: object, models: Collection[str], history: History, *, shifts: bool) -> Wish:
-    """The body of POST /v1/responses. shifts: the server drops the beginning of what does not fit.
-    Raises AppError(INVALID, MODEL_NOT_FOUND or NOT_FOUND)."""
-    fields = Fields.of(body)
+def parse_responses_request(
+    body: object, models: Collection[str], history: ResponseHistory, *, context_shift: bool
+) -> ParsedResponsesRequest:
+    """The body of POST /v1/responses. context_shift: the server drops the beginning of what does
+    not fit. Raises AppError(INVALID, MODEL_NOT_FOUND or NOT_FOUND)."""
+    fields = Fields.from_value(body)
     model = read_model(fields, models)
     previous = fields.string("previous_response_id")
-    earlier = history.conversation(previous) if previous is not None else ()
-    items = read_input(fields, history.item)
+    earlier = history.get_conversation(previous) if previous is not None else ()
+    items = read_input(fields, history.get_item)
     instructions = fields.string("instructions")
-    messages = with_instructions(instructions, messages_of((*earlier, *items)))
+    messages = prepend_instructions(instructions, build_messages((*earlier, *items)))
     if not messages:
-        raise invalid("input", "input must contain at least one item for the model")
+        raise invalid_request("input", "input must contain at least one item for the model")
     max_tokens = fields.integer("max_output_tokens", 1)
-    toolbox = _toolbox(fields)
+    toolbox = _read_tool_options(fields)
     grammar, text = _text(fields)
     thinking = _thinking(fields)
     # a budget is kept by a grammar as well
-    limited = thinking.budget is not None
+    limited = thinking.token_budget is not None
     constrained = grammar is not None or toolbox.constrained or limited
-    ending = read_ending(fields, max_tokens=max_tokens, constrained=constrained)
+    ending = read_stop_conditions(fields, max_tokens=max_tokens, constrained=constrained)
     request = GenerateRequest(
         model=model,
-        prompt=Conversation(messages=messages, at="input"),
+        prompt=Conversation(messages=messages, param="input"),
         sampling=read_sampling(fields),
         max_tokens=max_tokens,
         min_tokens=ending.min_tokens,
         ignore_eos=ending.ignore_eos,
         stop=ending.stop,
         top_logprobs=_logprobs(fields),
-        reuse=fields.boolean("cache_prompt") is not False,
+        cache_prompt=fields.boolean("cache_prompt") is not False,
         keep_alive=read_keep_alive(fields),
         # an answer that must call holds no text which could have a form
         grammar=None if toolbox.must_call else grammar,
         tools=toolbox.tools,
         tool_choice=toolbox.choice,
         parallel_tool_calls=toolbox.parallel,
-        thinking=thinking,
-        template_options=read_template_options(fields, thinking),
+        reasoning=thinking,
+        chat_template_kwargs=read_template_options(fields, thinking),
     )
     stream = _stream(fields)
-    _check_rest(fields, shifts=shifts)
-    check_other_fields(fields, "responses")
-    fields.close()
-    return Wish(
+    _check_remaining(fields, context_shift=context_shift)
+    check_compat_fields(fields, "responses")
+    fields.reject_unknown()
+    return ParsedResponsesRequest(
         request=request,
         stream=stream,
         store=fields.value("store") is not False,
-        previous=previous,
-        items=items,
-        echo=_echo(fields, request, text=text, truncation="auto" if shifts else "disabled"),
+        previous_response_id=previous,
+        input_items=items,
+        echo=_echo(fields, request, text=text, truncation="auto" if context_shift else "disabled"),
     )
 
 
-def _toolbox(fields: Fields) -> Toolbox:
+def _read_tool_options(fields: Fields) -> ToolOptions:
     """As in chat completions, with each function's fields beside its type. Clients also speak of
     tools where there are none; only a call that must be made needs one."""
     given, choice = fields.array("tools"), fields.value("tool_choice")
     parallel = fields.boolean("parallel_tool_calls") is not False
     if not given:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice requires a tool, but there are no tools")
-        return Toolbox(parallel=parallel)
+            raise invalid_request(
+                "tool_choice", "tool_choice requires a tool, but there are no tools"
+            )
+        return ToolOptions(parallel=parallel)
     tools = read_tools(given, _function)
-    chosen, tools = read_choice(choice, tools, nested=False)
-    return Toolbox(tools=tools, choice=chosen, parallel=parallel)
+    chosen, tools = read_tool_choice(choice, tools, nested=False)
+    return ToolOptions(tools=tools, choice=chosen, parallel=parallel)
 
 
 def _function(fields: Fields) -> Tool:
-    fields.refuse("allowed_callers", ["direct"])
-    fields.refuse("async", False)
-    fields.refuse("defer_loading", False)
-    fields.refuse("output_schema")
+    fields.reject("allowed_callers", ["direct"])
+    fields.reject("async", False)
+    fields.reject("defer_loading", False)
+    fields.reject("output_schema")
     return read_function(fields, fields.path("").removesuffix("."))
 
 
@@ -140,47 +148,47 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, JsonObject]:
     text = fields.nested("text")
     if text is None:
         return None, echo
-    text.refuse("verbosity", "medium")
+    text.reject("verbosity", "medium")
     format_ = text.nested("format")
-    text.close()
+    text.reject_unknown()
     if format_ is None:
         return None, echo
     grammar = None
-    kind = format_.required_word("type", ("text", "json_object", "json_schema"))
+    kind = format_.required_one_of("type", ("text", "json_object", "json_schema"))
     if kind == "json_schema":
         grammar = read_schema(format_)
     elif kind == "json_object":
-        grammar = JsonSchema(text=ANY_OBJECT, at="text.format")
-    format_.close()
+        grammar = JsonSchema(text=ANY_OBJECT_SCHEMA, param="text.format")
+    format_.reject_unknown()
     echo["format"] = dict(format_.items())
     return grammar, echo
 
 
-def _thinking(fields: Fields) -> Thinking:
+def _thinking(fields: Fields) -> ReasoningOptions:
     """A summary is of a model that OpenAI does not let be read; ours can be, and nobody sums them
     up. "auto" asks for the best summary there is, which is none."""
     effort = None
     reasoning = fields.nested("reasoning")
     if reasoning is not None:
-        effort = reasoning.word("effort", EFFORTS)
-        reasoning.refuse("summary", "auto")
-        reasoning.refuse("generate_summary", "auto")
-        reasoning.refuse("context", "auto")
-        reasoning.refuse("mode", "standard")
-        reasoning.close()
-    return Thinking(effort=effort, budget=read_budget(fields))
+        effort = reasoning.one_of("effort", REASONING_EFFORTS)
+        reasoning.reject("summary", "auto")
+        reasoning.reject("generate_summary", "auto")
+        reasoning.reject("context", "auto")
+        reasoning.reject("mode", "standard")
+        reasoning.reject_unknown()
+    return ReasoningOptions(effort=effort, token_budget=read_thinking_budget(fields))
 
 
 def _logprobs(fields: Fields) -> int | None:
     """They are asked for by `include`, or by a number of rivals."""
-    top = fields.integer("top_logprobs", 0, MOST_LOGPROBS) or 0
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     wanted = False
     for place, name in enumerate(fields.array("include") or []):
         path = f"include.{place}"
         # Reasoning is not hidden here, so that there is nothing to encrypt: clients that ask for
         # it, to send it back, get the text and may send that.
-        Fields({path: name}).required_word(path, (LOGPROBS, ENCRYPTED))
-        wanted = wanted or name == LOGPROBS
+        Fields({path: name}).required_one_of(path, (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING))
+        wanted = wanted or name == INCLUDE_LOGPROBS
     return top if wanted or top else None
 
 
@@ -189,24 +197,26 @@ def _stream(fields: Fields) -> bool:
     options = fields.nested("stream_options")
     if options is not None:
         if not stream:
-            raise invalid("stream_options", "stream_options is only allowed with stream: true")
-        options.refuse("include_obfuscation", False)
-        options.close()
+            raise invalid_request(
+                "stream_options", "stream_options is only allowed with stream: true"
+            )
+        options.reject("include_obfuscation", False)
+        options.reject_unknown()
     return stream
 
 
-def _check_rest(fields: Fields, *, shifts: bool) -> None:
+def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
     """What is only noted, what says what happens anyway, and what this server does not do."""
     fields.boolean("store")
     fields.integer("max_tool_calls", 1)  # of OpenAI's own tools, which are never called here
     check_metadata(fields)
-    check_caller(fields)
-    read_tier(fields)
-    fields.refuse("background", False)
-    fields.refuse("prompt_cache_retention", "in_memory")
-    fields.refuse("truncation", "auto" if shifts else "disabled")
-    fields.refuse("conversation", instead="use previous_response_id, or send all items")
-    fields.refuse("prompt", instead="send instructions and input")
+    check_identifiers(fields)
+    read_service_tier(fields)
+    fields.reject("background", False)
+    fields.reject("prompt_cache_retention", "in_memory")
+    fields.reject("truncation", "auto" if context_shift else "disabled")
+    fields.reject("conversation", instead="use previous_response_id, or send all items")
+    fields.reject("prompt", instead="send instructions and input")
     for unsupported in (
         "access_programs",
         "context_management",
@@ -214,7 +224,7 @@ def _check_rest(fields: Fields, *, shifts: bool) -> None:
         "moderation",
         "prompt_cache_options",
     ):
-        fields.refuse(unsupported)
+        fields.reject(unsupported)
 
 
 def _echo(
@@ -222,8 +232,8 @@ def _echo(
 ) -> JsonObject:
     """As OpenAI repeats a request: with what was assumed where nothing was said. What the model
     itself recommends is not known here, and null stands for it."""
-    choice = without_nulls(fields.value("tool_choice"))
-    tools = [_shown(cast("JsonObject", tool)) for tool in fields.array("tools") or []]
+    choice = drop_nulls(fields.value("tool_choice"))
+    tools = [_render_tool(cast("JsonObject", tool)) for tool in fields.array("tools") or []]
     # as deep as they lie in the last event of a stream
     as_mapping({"response": {"tools": tools}}, "tools")
     as_mapping({"response": {"text": text}}, "text.format.schema")
@@ -231,12 +241,12 @@ def _echo(
         "instructions": fields.value("instructions"),
         "max_output_tokens": request.max_tokens,
         "max_tool_calls": fields.value("max_tool_calls"),
-        "metadata": without_nulls(fields.value("metadata")) or {},
+        "metadata": drop_nulls(fields.value("metadata")) or {},
         "model": request.model,
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": fields.value("previous_response_id"),
-        "reasoning": {"effort": request.thinking.effort, "summary": None},
-        "service_tier": TIER,
+        "reasoning": {"effort": request.reasoning.effort, "summary": None},
+        "service_tier": SERVICE_TIER,
         "store": fields.value("store") is not False,
         "temperature": request.sampling.get("temperature"),
         "text": text,
@@ -245,11 +255,11 @@ def _echo(
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.sampling.get("top_p"),
         "truncation": truncation,
-        **{name: fields.value(name) for name in IDENTIFIERS},
+        **{name: fields.value(name) for name in IDENTIFIER_FIELDS},
     }
 
 
-def _shown(tool: JsonObject) -> JsonObject:
+def _render_tool(tool: JsonObject) -> JsonObject:
     return {
         "type": tool["type"],
         "name": tool["name"],

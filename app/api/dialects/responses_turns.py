@@ -7,19 +7,19 @@ where they come from, chat templates.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from app.api.dialects.openai_arguments import sent_arguments
+from app.api.dialects.openai_arguments import normalize_arguments
 from app.api.wire import JsonObject
-from app.core.requests import CalledTool, Message
+from app.core.requests import Message, ToolCall
 
 
 @dataclass(slots=True)
-class _Turn:
+class _AssistantTurn:
     """What the assistant says between two others. It thinks, speaks and calls, in any order and as
     often as it likes; templates know one of each, in this order."""
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
-    calls: list[CalledTool] = field(default_factory=list[CalledTool])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
 
     def message(self) -> Message | None:
         if not (self.reasoning or self.content or self.calls):
@@ -32,34 +32,34 @@ class _Turn:
         )
 
 
-def messages_of(items: Iterable[JsonObject]) -> tuple[Message, ...]:
+def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
     """Items in their one form → the turns of a conversation. A call that was cut off was never
     made, and is left out. Raises AppError(INVALID) for an earlier call that the model got wrong."""
     messages: list[Message | None] = []
     names: dict[str, str] = {}
-    turn = _Turn()
+    turn = _AssistantTurn()
     for item in items:
         match item["type"], item.get("role"):
             case "reasoning", _:
                 turn.reasoning += [part["text"] for part in item["content"]]
                 continue
             case "message", "assistant":
-                turn.content.append(_text_of(item["content"]))
+                turn.content.append(_join_text(item["content"]))
                 continue
             case "function_call", _:
                 names[item["call_id"]] = item["name"]
                 if item["status"] != "incomplete":
-                    turn.calls.append(_called(item))
+                    turn.calls.append(_to_tool_call(item))
                 continue
             case _:
                 messages.append(turn.message())
-                turn = _Turn()
-        messages.append(_told(item, names))
+                turn = _AssistantTurn()
+        messages.append(_to_message(item, names))
     messages.append(turn.message())
     return tuple(message for message in messages if message is not None)
 
 
-def with_instructions(
+def prepend_instructions(
     instructions: str | None, messages: tuple[Message, ...]
 ) -> tuple[Message, ...]:
     """Instructions stand before everything else. Many templates take one system message, at the
@@ -73,25 +73,25 @@ def with_instructions(
     return (Message(role="system", content="\n\n".join(told)), *rest)
 
 
-def _told(item: JsonObject, names: dict[str, str]) -> Message:
+def _to_message(item: JsonObject, names: dict[str, str]) -> Message:
     if item["type"] == "message":
-        return Message(role=item["role"], content=_text_of(item["content"]))
+        return Message(role=item["role"], content=_join_text(item["content"]))
     assert item["type"] == "function_call_output"
     call_id = item["call_id"]
     return Message(
         role="tool",
-        content=_text_of(item["output"]),
+        content=_join_text(item["output"]),
         tool_call_id=call_id,
         name=names.get(call_id),
     )
 
 
-def _called(item: JsonObject) -> CalledTool:
-    arguments = sent_arguments(item["arguments"])
-    return CalledTool(id=item["call_id"], name=item["name"], arguments=arguments)
+def _to_tool_call(item: JsonObject) -> ToolCall:
+    arguments = normalize_arguments(item["arguments"])
+    return ToolCall(id=item["call_id"], name=item["name"], arguments=arguments)
 
 
-def _text_of(content: str | list[JsonObject]) -> str:
+def _join_text(content: str | list[JsonObject]) -> str:
     """Each part is a paragraph, as in chat completions."""
     if isinstance(content, str):
         return content

@@ -15,18 +15,18 @@ import orjson
 from starlette.routing import Route
 
 from app.api.body import RequestBodies
-from app.api.dialects.openai_format import ANY_OBJECT
-from app.api.dialects.openai_logprobs import entries
-from app.api.exchange import Ask, GenerateEndpoint, JsonLines
-from app.api.fields import INT32_MAX, INT64, Fields, invalid, shown
-from app.api.wire import MANNERS, JsonObject, line_frame
-from app.core.errors import AppError, Kind
-from app.core.events import Finish, Spoken, TextDelta, TokenLogprob
+from app.api.dialects.openai_format import ANY_OBJECT_SCHEMA
+from app.api.dialects.openai_logprobs import render_token_logprobs
+from app.api.exchange import GenerateEndpoint, JsonLines, ParsedRequest
+from app.api.fields import INT32_MAX, INT64, Fields, invalid_request, quote_value
+from app.api.wire import ERROR_FORMATS, JsonObject, encode_json_line
+from app.core.errors import AppError, ErrorKind
+from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest, JsonSchema, SamplingValue
 from app.core.settings import Settings
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
@@ -43,41 +43,46 @@ IGNORED_INTEGERS = (
 
 
 def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    def ask(body: object, _caller: str) -> Ask:
-        cards = generate.models()
+    def prepare(body: object, _caller: str) -> ParsedRequest:
+        cards = generate.list_models()
         if not cards:
-            raise AppError(Kind.LOADING, "no model is available yet: try again in a moment")
+            raise AppError(ErrorKind.LOADING, "no model is available yet: try again in a moment")
         request = parse(body, cards[0].id)
-        return Ask(request=request, reply=JsonLines(Lines(request.top_logprobs is not None)))
+        return ParsedRequest(
+            request=request,
+            reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
+        )
 
     return [
-        Route("/completion", GenerateEndpoint(ask, generate, settings, bodies), methods=["POST"]),
+        Route(
+            "/completion", GenerateEndpoint(prepare, generate, settings, bodies), methods=["POST"]
+        ),
     ]
 
 
 def parse(body: object, model: str) -> GenerateRequest:
     """The body of POST /completion. Raises AppError(INVALID)."""
     # Go's decoder ignores case, and later versions of the client send capitals.
-    fields = Fields.of(body).any_case()
+    fields = Fields.from_value(body).case_insensitive()
     prompt = fields.required_string("prompt")
     if not prompt:
-        raise invalid("prompt", "prompt must not be empty: there is nothing to continue")
-    fields.refuse("media", [])  # models here read text
-    options = (fields.nested("options") or Fields({}, "options")).any_case()
+        raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
+    fields.reject("media", [])  # models here read text
+    options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
     request = GenerateRequest(
         model=model,
         prompt=prompt,
         sampling=_sampling(options),
         max_tokens=_max_tokens(options),
         stop=options.strings("stop", 16),
-        reuse=fields.boolean("cache_prompt") is not False,
-        keep=_keep(options),
+        cache_prompt=fields.boolean("cache_prompt") is not False,
+        num_keep=_keep(options),
         grammar=_format(fields),
         top_logprobs=_top_logprobs(fields),
     )
     _check_ignored(options)
-    options.close()
-    fields.close()
+    options.reject_unknown()
+    fields.reject_unknown()
     return request
 
 
@@ -123,15 +128,17 @@ def _format(fields: Fields) -> JsonSchema | None:
     if value is None or value == "":
         return None
     if value == "json":
-        return JsonSchema(text=ANY_OBJECT, at="format")
+        return JsonSchema(text=ANY_OBJECT_SCHEMA, param="format")
     if isinstance(value, str):
-        raise invalid("format", f"format must be 'json' or a JSON schema, not {shown(value)}")
-    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), at="format")
+        raise invalid_request(
+            "format", f"format must be 'json' or a JSON schema, not {quote_value(value)}"
+        )
+    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), param="format")
 
 
 def _top_logprobs(fields: Fields) -> int | None:
     wanted = fields.boolean("logprobs")
-    top = fields.integer("toplogprobs", 0, MOST_LOGPROBS) or 0
+    top = fields.integer("toplogprobs", 0, MAX_LOGPROBS) or 0
     return top if wanted else None
 
 
@@ -142,18 +149,18 @@ def _check_ignored(options: Fields) -> None:
     options.number("typical_p", 0, 1)
 
 
-class Lines:
+class CompletionLineEncoder:
     """Frames of an answer: one line per piece of text, then one with the counters. logprobs: each
     line has those of the tokens since the line before."""
 
     def __init__(self, logprobs: bool = False) -> None:
         self._finished = False
         self._logprobs = logprobs
-        self._scored: list[TokenLogprob] = []
+        self._pending_logprobs: list[TokenLogprob] = []
 
-    def feed(self, event: Spoken) -> bytes:
+    def feed(self, event: OutputEvent) -> bytes:
         if isinstance(event, TextDelta):
-            self._scored += event.logprobs
+            self._pending_logprobs += event.logprobs
             return self._line(Content=event.text) if event.text else b""
         # a plain prompt is answered by nothing but text
         assert isinstance(event, Finish)
@@ -162,29 +169,31 @@ class Lines:
             Done=True,
             DoneReason=DONE_REASONS[event.reason],
             PromptEvalCount=event.usage.prompt_tokens,
-            PromptEvalDuration=event.timings.prompt_ns,
+            PromptEvalDuration=event.timings.prefill_ns,
             EvalCount=event.usage.completion_tokens,
-            EvalDuration=event.timings.eval_ns,
+            EvalDuration=event.timings.decode_ns,
         )
 
     def _line(self, **said: object) -> bytes:
         if not self._logprobs:
-            return line_frame(_line(**said))
-        scored, self._scored = self._scored, []
-        return line_frame(_line(**said, Logprobs=entries(scored) if scored else None))
+            return encode_json_line(_line(**said))
+        scored, self._pending_logprobs = self._pending_logprobs, []
+        return encode_json_line(
+            _line(**said, Logprobs=render_token_logprobs(scored) if scored else None)
+        )
 
     def end(self) -> bytes:
         assert self._finished, "an answer ended without Finish"
         return b""
 
     def fail(self, error: AppError) -> bytes:
-        status = HTTPStatus(MANNERS[error.kind].status)
+        status = HTTPStatus(ERROR_FORMATS[error.kind].status)
         told = {
             "StatusCode": status.value,
             "Status": f"{status.value} {status.phrase}",
             "error": error.message,
         }
-        return line_frame(_line(Error=told))
+        return encode_json_line(_line(Error=told))
 
 
 def _line(**said: object) -> JsonObject:

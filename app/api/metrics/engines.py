@@ -16,15 +16,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.api.metrics.families import ENGINE, LABELS
-from app.core.jobs import HIT_BOUNDS
+from app.api.metrics.families import ENGINE_INDEX, LABELS
+from app.core.jobs import PREFIX_HIT_BUCKETS
 from app.core.ports import Generate, RunnerState
 from app.core.residents import ModelPhase, ModelState
 
 _SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)
 _PHASES: Sequence[ModelPhase] = get_args(ModelPhase)
 
-Row = tuple[str, str, Callable[[ModelState], float | None]]
+MetricRow = tuple[str, str, Callable[[ModelState], float | None]]
 
 
 def _kv_usage(state: ModelState) -> float:
@@ -36,7 +36,7 @@ def _kv_usage(state: ModelState) -> float:
 
 
 # None: not known, and so not told
-GAUGES: Sequence[Row] = (
+GAUGES: Sequence[MetricRow] = (
     ("vllm:num_requests_running", "Requests running in the engine", lambda s: s.stats.running),
     (
         "vllm:num_requests_waiting",
@@ -61,7 +61,7 @@ GAUGES: Sequence[Row] = (
     (
         "mlxrunner_num_requests_embedding",
         "Embedding requests, running and waiting",
-        lambda s: s.stats.embedding,
+        lambda s: s.stats.embedding_jobs,
     ),
     (
         "mlxrunner_model_leases",
@@ -71,13 +71,13 @@ GAUGES: Sequence[Row] = (
     (
         "mlxrunner_model_share_bytes",
         "Memory allocated to the model, if models share the device",
-        lambda s: s.share,
+        lambda s: s.allocation,
     ),
     ("mlxrunner_max_num_seqs", "Maximum number of requests running at once", lambda s: s.parallel),
     (
         "mlxrunner_max_model_len",
         "Maximum context length of a request, in tokens",
-        lambda s: s.context,
+        lambda s: s.context_length,
     ),
     (
         "mlxrunner_memory_budget_bytes",
@@ -87,12 +87,12 @@ GAUGES: Sequence[Row] = (
     (
         "mlxrunner_allocator_bytes",
         "Memory held by the allocator, including its free buffers",
-        lambda s: s.stats.memory,
+        lambda s: s.stats.allocated_bytes,
     ),
 )
 
 # without the _total that their samples end on
-COUNTERS: Sequence[Row] = (
+COUNTERS: Sequence[MetricRow] = (
     (
         "vllm:prompt_tokens",
         "Prompt tokens computed (again after a preemption) or taken from the prefix cache, "
@@ -103,7 +103,7 @@ COUNTERS: Sequence[Row] = (
     (
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache",
-        lambda s: s.stats.looked_up_tokens,
+        lambda s: s.stats.prefix_query_tokens,
     ),
     (
         "vllm:prefix_cache_hits",
@@ -129,7 +129,7 @@ COUNTERS: Sequence[Row] = (
     (
         "mlxrunner_prefix_cache_evictions",
         "Cached prefixes evicted to free memory",
-        lambda s: s.stats.evictions,
+        lambda s: s.stats.prefix_evictions,
     ),
     (
         "mlxrunner_model_loads",
@@ -149,17 +149,17 @@ COUNTERS: Sequence[Row] = (
 )
 
 
-class EngineFigures(Collector):
+class EngineCollector(Collector):
     """Counters only grow: `ModelState.stats` goes on when a model's engine is replaced by another
     one."""
 
     def __init__(self) -> None:
-        self._now: RunnerState = "loading"
+        self._server_state: RunnerState = "loading"
         self._states: Sequence[ModelState] = ()
 
-    def look(self, generate: Generate) -> Sequence[ModelState]:
+    def refresh(self, generate: Generate) -> Sequence[ModelState]:
         """On the event loop, which owns what it looks at: what the next scrape tells."""
-        self._now, self._states = generate.status().state, generate.states()
+        self._server_state, self._states = generate.status().state, generate.list_model_states()
         return self._states
 
     def describe(self) -> Iterator[Metric]:
@@ -168,39 +168,39 @@ class EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """On any thread."""
-        now, states = self._now, self._states
+        now, states = self._server_state, self._states
         whole = GaugeMetricFamily(
             "mlxrunner_state", "1 for the current state of the server", labels=["state"]
         )
         for name in _SERVER_STATES:
             whole.add_metric([name], name == now)
         yield whole
-        yield _by(
+        yield _labelled_gauge(
             "mlxrunner_model_state",
             "1 for the current state of the model",
             "state",
             states,
-            _phases,
+            _phase_flags,
         )
         for name, text, value in GAUGES:
-            yield _rows(GaugeMetricFamily(name, text, labels=LABELS), states, value)
+            yield _add_samples(GaugeMetricFamily(name, text, labels=LABELS), states, value)
         for name, text, value in COUNTERS:
-            yield _rows(CounterMetricFamily(name, text, labels=LABELS), states, value)
-        yield _by(
+            yield _add_samples(CounterMetricFamily(name, text, labels=LABELS), states, value)
+        yield _labelled_gauge(
             "mlxrunner_memory_bytes",
             "The engine's memory budget by use; the sum is mlxrunner_memory_budget_bytes",
             "line",
             states,
-            _ledger,
+            _ledger_values,
         )
-        yield from _prefix_cache(states)
+        yield from _prefix_cache_metrics(states)
 
 
-def _phases(state: ModelState) -> Mapping[str, float]:
+def _phase_flags(state: ModelState) -> Mapping[str, float]:
     return {phase: phase == state.phase for phase in _PHASES}
 
 
-def _ledger(state: ModelState) -> Mapping[str, float]:
+def _ledger_values(state: ModelState) -> Mapping[str, float]:
     ledger = state.stats.ledger
     return {
         "weights": ledger.weights,
@@ -211,8 +211,8 @@ def _ledger(state: ModelState) -> Mapping[str, float]:
     }
 
 
-def _prefix_cache(states: Iterable[ModelState]) -> Iterator[Metric]:
-    bounds = [*(str(float(bound)) for bound in HIT_BOUNDS), "+Inf"]
+def _prefix_cache_metrics(states: Iterable[ModelState]) -> Iterator[Metric]:
+    bounds = [*(str(float(bound)) for bound in PREFIX_HIT_BUCKETS), "+Inf"]
     hits = HistogramMetricFamily(
         "mlxrunner_prefix_cache_hit_tokens",
         "Prefix cache lookups by number of cached prompt tokens",
@@ -224,28 +224,30 @@ def _prefix_cache(states: Iterable[ModelState]) -> Iterator[Metric]:
         labels=[*LABELS, "reason"],
     )
     for state in states:
-        labels = [state.name, ENGINE]
-        buckets = list(zip(bounds, map(float, accumulate(state.stats.hits)), strict=True))
+        labels = [state.name, ENGINE_INDEX]
+        buckets = list(
+            zip(bounds, map(float, accumulate(state.stats.prefix_hit_counts)), strict=True)
+        )
         # what all lookups found together is what was cached
         hits.add_metric(labels, buckets, sum_value=state.stats.cached_tokens)
-        for reason, count in state.stats.misses:
+        for reason, count in state.stats.prefix_miss_counts:
             misses.add_metric([*labels, reason], count)
     yield hits
     yield misses
 
 
-def _rows(
+def _add_samples(
     family: GaugeMetricFamily | CounterMetricFamily,
     states: Iterable[ModelState],
     value: Callable[[ModelState], float | None],
 ) -> Metric:
     for state in states:
         if (figure := value(state)) is not None:
-            family.add_metric([state.name, ENGINE], figure)
+            family.add_metric([state.name, ENGINE_INDEX], figure)
     return family
 
 
-def _by(
+def _labelled_gauge(
     name: str,
     text: str,
     label: str,
@@ -255,5 +257,5 @@ def _by(
     family = GaugeMetricFamily(name, text, labels=[*LABELS, label])
     for state in states:
         for key, value in values(state).items():
-            family.add_metric([state.name, ENGINE, key], value)
+            family.add_metric([state.name, ENGINE_INDEX, key], value)
     return family

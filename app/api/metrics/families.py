@@ -14,34 +14,34 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.core.errors import Kind
+from app.core.errors import ErrorKind
 
 # of every family that tells of a model. engine: vLLM's number of a replica, of which we have one
 LABELS = ("model_name", "engine")
-ENGINE = "0"
+ENGINE_INDEX = "0"
 
 # Bounds in seconds. vLLM's, with finer ones below: a small model on a good machine takes a
 # millisecond for a token, and a cached prompt ten.
-FIRST = (
+TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-BETWEEN = (
+TOKEN_LATENCY_BUCKETS = (
     *(0.001, 0.002, 0.004, 0.006, 0.008),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
-WHOLE = (
+REQUEST_LATENCY_BUCKETS = (
     *(0.01, 0.03, 0.1),
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
 # tokens: 1, 2, 5, 10, … 1,000,000; vLLM's end with the model's context, and there are many models
-TOKENS = (*(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5)), 1_000_000)
-CHOICES = (1, 2, 5, 10, 20)
+TOKEN_COUNT_BUCKETS = (*(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5)), 1_000_000)
+CHOICE_COUNT_BUCKETS = (1, 2, 5, 10, 20)
 
-Timed = Literal[
+HistogramKey = Literal[
     "first",
     "per_token",
     "whole",
@@ -57,86 +57,98 @@ Timed = Literal[
     "choices",
 ]
 
-HISTOGRAMS: Mapping[Timed, tuple[str, str, Sequence[float]]] = {
+HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     "first": (
         "vllm:time_to_first_token_seconds",
         "Time from a request's arrival to its first output token",
-        FIRST,
+        TTFT_BUCKETS,
     ),
     "per_token": (
         "vllm:request_time_per_output_token_seconds",
         "Mean time per output token, observed once for each finished choice",
-        BETWEEN,
+        TOKEN_LATENCY_BUCKETS,
     ),
     "whole": (
         "vllm:e2e_request_latency_seconds",
         "Time from a request's arrival to the end of its response",
-        WHOLE,
+        REQUEST_LATENCY_BUCKETS,
     ),
     "load": (
         "mlxrunner_request_load_time_seconds",
         "Time from a request's arrival until its model was loaded, if it was not",
-        WHOLE,
+        REQUEST_LATENCY_BUCKETS,
     ),
     "queue": (
         "vllm:request_queue_time_seconds",
         "Time a request waited to start in the engine, model loading excluded",
-        WHOLE,
+        REQUEST_LATENCY_BUCKETS,
     ),
     "prefill": (
         "vllm:request_prefill_time_seconds",
         "Time from the start in the engine to the first token",
-        WHOLE,
+        REQUEST_LATENCY_BUCKETS,
     ),
-    "decode": ("vllm:request_decode_time_seconds", "Time from the first token to the last", WHOLE),
+    "decode": (
+        "vllm:request_decode_time_seconds",
+        "Time from the first token to the last",
+        REQUEST_LATENCY_BUCKETS,
+    ),
     "inference": (
         "vllm:request_inference_time_seconds",
         "Time from the start in the engine to the last token",
-        WHOLE,
+        REQUEST_LATENCY_BUCKETS,
     ),
-    "prompt": ("vllm:request_prompt_tokens", "Prompt tokens", TOKENS),
+    "prompt": ("vllm:request_prompt_tokens", "Prompt tokens", TOKEN_COUNT_BUCKETS),
     "computed": (
         "vllm:request_prefill_kv_computed_tokens",
         "Prompt tokens not taken from the prefix cache",
-        TOKENS,
+        TOKEN_COUNT_BUCKETS,
     ),
-    "answer": ("vllm:request_generation_tokens", "Generated tokens of a choice", TOKENS),
+    "answer": (
+        "vllm:request_generation_tokens",
+        "Generated tokens of a choice",
+        TOKEN_COUNT_BUCKETS,
+    ),
     "asked": (
         "vllm:request_params_max_tokens",
         "max_tokens of the requests that set it",
-        TOKENS,
+        TOKEN_COUNT_BUCKETS,
     ),
-    "choices": ("vllm:request_params_n", "Choices requested for each prompt (n)", CHOICES),
+    "choices": (
+        "vllm:request_params_n",
+        "Choices requested for each prompt (n)",
+        CHOICE_COUNT_BUCKETS,
+    ),
 }
 
 # vLLM's words for how a request of the engine ends
-Ending = Literal["stop", "length", "abort", "error"]
-ENDINGS: Sequence[Ending] = ("stop", "length", "abort", "error")
+FinishedReason = Literal["stop", "length", "abort", "error"]
+FINISHED_REASONS: Sequence[FinishedReason] = ("stop", "length", "abort", "error")
 
 
 # errors that happen to a server that is well, or that somebody is to hear of
-_EXPECTED = (
-    Kind.INVALID,
-    Kind.CONTEXT_LENGTH,
-    Kind.BUSY,
-    Kind.LOADING,
-    Kind.DEADLINE,
-    Kind.STOPPING,
-    Kind.ENGINE,
-    Kind.MODEL_FILES,
+_ERRORS_FROM_ZERO = (
+    ErrorKind.INVALID,
+    ErrorKind.CONTEXT_LENGTH,
+    ErrorKind.BUSY,
+    ErrorKind.LOADING,
+    ErrorKind.DEADLINE,
+    ErrorKind.STOPPING,
+    ErrorKind.ENGINE,
+    ErrorKind.MODEL_FILES,
     "internal_error",
 )
 
 
-class Families:
+class MetricFamilies:
     """Those of one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._histograms: Mapping[Timed, Histogram] = {
+        self._histograms: Mapping[HistogramKey, Histogram] = {
             key: Histogram(name, text, LABELS, buckets=bounds, registry=registry)
             for key, (name, text, bounds) in HISTOGRAMS.items()
         }
-        self._ended = Counter(
+        self._finished = Counter(
             "vllm:request_success",
             "Finished choices by finish reason",
             [*LABELS, "finished_reason"],
@@ -154,64 +166,66 @@ class Families:
             [*LABELS, "outcome"],
             registry=registry,
         )
-        self._gaps = Gaps()
-        registry.register(self._gaps)
+        self._inter_token_latency = InterTokenLatency()
+        registry.register(self._inter_token_latency)
 
-    def of(self, model: str) -> "OfModel":
-        labels = (model, ENGINE)
-        return OfModel(
-            times={key: family.labels(*labels) for key, family in self._histograms.items()},
-            ended={reason: self._ended.labels(*labels, reason) for reason in ENDINGS},
+    def for_model(self, model: str) -> "ModelMetrics":
+        labels = (model, ENGINE_INDEX)
+        return ModelMetrics(
+            histograms={key: family.labels(*labels) for key, family in self._histograms.items()},
+            finished={
+                reason: self._finished.labels(*labels, reason) for reason in FINISHED_REASONS
+            },
             errors=self._errors,
             embeddings=self._embeddings,
-            gaps=self._gaps,
+            inter_token_latency=self._inter_token_latency,
             model=model,
         )
 
 
-class OfModel:
+class ModelMetrics:
     """What is counted of one model."""
 
     def __init__(
         self,
         *,
-        times: Mapping[Timed, Histogram],
-        ended: Mapping[Ending, Counter],
+        histograms: Mapping[HistogramKey, Histogram],
+        finished: Mapping[FinishedReason, Counter],
         errors: Counter,
         embeddings: Counter,
-        gaps: "Gaps",
+        inter_token_latency: "InterTokenLatency",
         model: str,
     ) -> None:
-        self._times = times
-        self._ended = ended
+        self._histograms = histograms
+        self._finished = finished
         self._errors = errors
         self._embeddings = embeddings
-        self._gaps = gaps
+        self._inter_token_latency = inter_token_latency
         self._model = model
         # told from zero: whoever asks how much a counter grew must see it before it does
-        gaps.add(model, ())
-        for kind in _EXPECTED:
-            errors.labels(model, ENGINE, kind)
+        inter_token_latency.add(model, ())
+        for kind in _ERRORS_FROM_ZERO:
+            errors.labels(model, ENGINE_INDEX, kind)
         for outcome in ("done", "cancelled"):
-            embeddings.labels(model, ENGINE, outcome)
+            embeddings.labels(model, ENGINE_INDEX, outcome)
 
-    def observe(self, key: Timed, amount: float) -> None:
-        self._times[key].observe(amount)
+    def observe(self, key: HistogramKey, amount: float) -> None:
+        self._histograms[key].observe(amount)
 
-    def gaps(self, nanoseconds: Sequence[int]) -> None:
-        self._gaps.add(self._model, nanoseconds)
+    def observe_inter_token(self, nanoseconds: Sequence[int]) -> None:
+        self._inter_token_latency.add(self._model, nanoseconds)
 
-    def ended(self, how: Ending, count: int = 1) -> None:
-        self._ended[how].inc(count)
+    def count_finished(self, reason: FinishedReason, count: int = 1) -> None:
+        self._finished[reason].inc(count)
 
-    def error(self, kind: str) -> None:
-        self._errors.labels(self._model, ENGINE, kind).inc()
+    def count_error(self, kind: str) -> None:
+        self._errors.labels(self._model, ENGINE_INDEX, kind).inc()
 
-    def embedding(self, outcome: Literal["done", "cancelled"]) -> None:
-        self._embeddings.labels(self._model, ENGINE, outcome).inc()
+    def count_embedding(self, outcome: Literal["done", "cancelled"]) -> None:
+        self._embeddings.labels(self._model, ENGINE_INDEX, outcome).inc()
 
 
-class Gaps(Collector):
+class InterTokenLatency(Collector):
     """The time between tokens. An answer may have tens of thousands, which are told at once, on the
     event loop: the library's own histogram takes 48 ms for 32,768, and this one takes five."""
 
@@ -219,7 +233,7 @@ class Gaps(Collector):
     TEXT = "Time between consecutive output tokens, recorded when the choice finishes"
 
     def __init__(self) -> None:
-        self._bounds = [round(bound * 1e9) for bound in BETWEEN]
+        self._bounds = [round(bound * 1e9) for bound in TOKEN_LATENCY_BUCKETS]
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, int] = {}
 
@@ -236,10 +250,10 @@ class Gaps(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self.NAME, self.TEXT, labels=LABELS)
-        bounds = [*map(str, BETWEEN), "+Inf"]
+        bounds = [*map(str, TOKEN_LATENCY_BUCKETS), "+Inf"]
         # copies, each made at once: this runs on a thread, beside the event loop's `add`
         for model, counts in list(self._counts.items()):
             told = list(counts)
             buckets = list(zip(bounds, map(float, accumulate(told)), strict=True))
-            family.add_metric([model, ENGINE], buckets, sum_value=self._sums[model] / 1e9)
+            family.add_metric([model, ENGINE_INDEX], buckets, sum_value=self._sums[model] / 1e9)
         yield family

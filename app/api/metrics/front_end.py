@@ -10,28 +10,28 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.api.front_end import FrontEnd
-from app.core.loop_lag import BOUNDS
+from app.api.front_end import FrontendStats
+from app.core.loop_lag import LAG_BUCKETS
 
 
-class FrontEndFigures(Collector):
+class FrontendCollector(Collector):
     """Those of one server."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
-        self._front_end = front_end
+    def __init__(self, stats: FrontendStats) -> None:
+        self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         """On any thread, beside the event loop, which writes."""
-        bodies, workers = self._front_end.bodies, self._front_end.workers
+        bodies, workers = self._stats.bodies, self._stats.workers
         for name, text, value in (
             ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),
             (
                 "mlxrunner_http_body_bytes",
                 "Memory of in-flight request bodies that counts against their budget",
-                bodies.memory,
+                bodies.reserved_bytes,
             ),
             (
                 "mlxrunner_http_bodies_parsing",
@@ -46,15 +46,15 @@ class FrontEndFigures(Collector):
             ("mlxrunner_work_queued", "Work items waiting for a worker thread", workers.queued),
         ):
             yield GaugeMetricFamily(name, text, value=value)
-        yield self._lag()
+        yield self._loop_lag_histogram()
 
-    def _lag(self) -> Metric:
-        lag = self._front_end.lag
-        bounds = [*map(str, BOUNDS), "+Inf"]
-        counts = accumulate(list(lag.counts))
+    def _loop_lag_histogram(self) -> Metric:
+        lag = self._stats.lag
+        bounds = [*map(str, LAG_BUCKETS), "+Inf"]
+        counts = accumulate(list(lag.bucket_counts))
         return HistogramMetricFamily(
             "mlxrunner_event_loop_lag_seconds",
             "Event loop lag, measured 20 times a second",
             buckets=list(zip(bounds, counts, strict=True)),
-            sum_value=lag.total,
+            sum_value=lag.sum_seconds,
         )

@@ -14,54 +14,58 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.front_end import FrontEnd
-from app.api.metrics.engines import EngineFigures
-from app.api.metrics.front_end import FrontEndFigures
-from app.api.metrics.requests import RequestFigures
-from app.api.metrics.traffic import TrafficFigures
+from app.api.front_end import FrontendStats
+from app.api.metrics.engines import EngineCollector
+from app.api.metrics.front_end import FrontendCollector
+from app.api.metrics.requests import RequestMetrics
+from app.api.metrics.traffic import HttpCollector
 from app.core.embeddings import EmbedRequest
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
-from app.core.traffic import Traffic
-from app.core.watched import Watch
+from app.core.traffic import ConnectionStats
+from app.core.watched import RequestObserver
 
 
 class Metrics:
     """Figures of one server, in a registry of its own."""
 
-    def __init__(self, generate: Generate, traffic: Traffic, front_end: FrontEnd) -> None:
+    def __init__(
+        self, generate: Generate, traffic: ConnectionStats, frontend: FrontendStats
+    ) -> None:
         self._registry = CollectorRegistry()
         self._generate = generate
-        self._engines = EngineFigures()
-        self._registry.register(self._engines)
-        self._requests = RequestFigures(self._registry, self._served)
-        self._registry.register(TrafficFigures(traffic))
-        self._registry.register(FrontEndFigures(front_end))
+        self._engine_collector = EngineCollector()
+        self._registry.register(self._engine_collector)
+        self._request_metrics = RequestMetrics(self._registry, self._served_name)
+        self._registry.register(HttpCollector(traffic))
+        self._registry.register(FrontendCollector(frontend))
         # of the front door alone: runners are processes of their own. Linux only.
         ProcessCollector(registry=self._registry)
         Info("mlxrunner_build", "Version of the server", registry=self._registry).info(
             {"version": version("mlxrunner")}
         )
 
-    def watch(self, request: GenerateRequest | EmbedRequest) -> Watch:
-        """To be told of every request (`app.core.watched.Watcher`)."""
-        return self._requests.watch(request)
+    def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
+        """To be told of every request (`app.core.watched.ObserverFactory`)."""
+        return self._request_metrics.observe(request)
 
     def routes(self) -> list[Route]:
         async def metrics(request: Request) -> Response:
-            for state in self._engines.look(self._generate):
+            for state in self._engine_collector.refresh(self._generate):
                 if state.phase != "unloaded":
-                    self._requests.of(state.name)  # so that its figures begin at zero, not at one
+                    self._request_metrics.for_model(
+                        state.name
+                    )  # so that its figures begin at zero, not at one
             # five milliseconds for each model: those who are being answered must not wait for that
             text = await asyncio.to_thread(generate_latest, self._registry)
             return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
         return [Route("/metrics", metrics, methods=["GET"])]
 
-    def _served(self, asked: str) -> str:
+    def _served_name(self, requested: str) -> str:
         """Ollama's clients write out the tag that a name without one stands for."""
-        names = {state.name for state in self._generate.states()}
-        for name in (asked, asked.removesuffix(":latest")):
+        names = {state.name for state in self._generate.list_model_states()}
+        for name in (requested, requested.removesuffix(":latest")):
             if name in names:
                 return name
         return ""

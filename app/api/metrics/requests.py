@@ -15,99 +15,112 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from app.api.metrics.families import Ending, Families, OfModel
+from app.api.metrics.families import FinishedReason, MetricFamilies, ModelMetrics
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError
-from app.core.events import Event, Finish, FinishReason, Loading, Progress, Prompt
+from app.core.events import (
+    Event,
+    Finish,
+    FinishReason,
+    ModelLoading,
+    PrefillProgress,
+    PromptTokenIds,
+)
 from app.core.requests import GenerateRequest
-from app.core.watched import choices_of
+from app.core.watched import count_choices
 
 # a call is no reason of its own at vLLM's engine
-_ENDING: dict[FinishReason, Ending] = {"stop": "stop", "tool_calls": "stop", "length": "length"}
+_FINISHED_REASON: dict[FinishReason, FinishedReason] = {
+    "stop": "stop",
+    "tool_calls": "stop",
+    "length": "length",
+}
 
 
-class RequestFigures:
-    """served: the name under which the model of a request is told, "" for one that is not served:
-    what a client made up is no label."""
+class RequestMetrics:
+    """served_name: the name under which the model of a request is told, "" for one that is not
+    served: what a client made up is no label."""
 
-    def __init__(self, registry: CollectorRegistry, served: Callable[[str], str]) -> None:
-        self._families = Families(registry)
-        self._served = served
-        self._models: dict[str, OfModel] = {}
+    def __init__(self, registry: CollectorRegistry, served_name: Callable[[str], str]) -> None:
+        self._families = MetricFamilies(registry)
+        self._served_name = served_name
+        self._models: dict[str, ModelMetrics] = {}
 
-    def of(self, name: str) -> OfModel:
+    def for_model(self, name: str) -> ModelMetrics:
         """What is counted of a model that is served; from zero, if this is the first word of it."""
         if name not in self._models:
-            self._models[name] = self._families.of(name)
+            self._models[name] = self._families.for_model(name)
         return self._models[name]
 
-    def watch(self, request: GenerateRequest | EmbedRequest) -> "RequestWatch | EmbedWatch":
-        model = self.of(self._served(request.model))
+    def observe(
+        self, request: GenerateRequest | EmbedRequest
+    ) -> "GenerateObserver | EmbedObserver":
+        model = self.for_model(self._served_name(request.model))
         if isinstance(request, EmbedRequest):
-            return EmbedWatch(model)
-        return RequestWatch(model, request)
+            return EmbedObserver(model)
+        return GenerateObserver(model, request)
 
 
-class RequestWatch:
-    """When one request did what for the first time (`app.core.watched.Watch`)."""
+class GenerateObserver:
+    """When one request did what for the first time (`app.core.watched.RequestObserver`)."""
 
-    def __init__(self, model: OfModel, request: GenerateRequest) -> None:
+    def __init__(self, model: ModelMetrics, request: GenerateRequest) -> None:
         self._model = model
         # an echoed prompt is there before anything was computed
         self._echo = request.echo
-        self._left = choices_of(request)
-        self._spoken: set[int] = set()
+        self._choices_left = count_choices(request)
+        self._started_choices: set[int] = set()
         self._failed = self._loading = False
         self._arrived = time.monotonic()
         model.observe("choices", request.n)
         if request.max_tokens is not None:
             model.observe("asked", request.max_tokens)
 
-    def note(self, event: Event) -> None:
-        if self._loading and not isinstance(event, Loading):
+    def on_event(self, event: Event) -> None:
+        if self._loading and not isinstance(event, ModelLoading):
             self._loading = False
-            self._model.observe("load", self._passed())
+            self._model.observe("load", self._elapsed())
         match event:
-            case Loading():
+            case ModelLoading():
                 self._loading = True
-            case Progress() | Prompt():
+            case PrefillProgress() | PromptTokenIds():
                 pass
             case Finish():
                 self._finish(event)
             case _ if not self._echo:
-                self._speak(event.choice, self._passed())
+                self._observe_first_token(event.choice, self._elapsed())
             case _:
                 pass
 
-    def embedded(self, found: Embeddings) -> None:
+    def on_embeddings(self, found: Embeddings) -> None:
         raise AssertionError("vectors, to a request for text")
 
-    def fail(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            self._model.error(_kind(error))
+            self._model.count_error(_error_kind(error))
 
-    def end(self, *, complete: bool) -> None:
+    def on_end(self, *, complete: bool) -> None:
         """A choice that has not finished was lost to an error, or nobody waits for it any more."""
-        if not complete and (self._spoken or not self._failed):
-            self._model.ended("error" if self._failed else "abort", self._left)
+        if not complete and (self._started_choices or not self._failed):
+            self._model.count_finished("error" if self._failed else "abort", self._choices_left)
 
-    def _passed(self) -> float:
+    def _elapsed(self) -> float:
         return time.monotonic() - self._arrived
 
-    def _speak(self, choice: int, seconds: float) -> None:
-        if choice not in self._spoken:
-            self._spoken.add(choice)
+    def _observe_first_token(self, choice: int, seconds: float) -> None:
+        if choice not in self._started_choices:
+            self._started_choices.add(choice)
             self._model.observe("first", seconds)
 
     def _finish(self, event: Finish) -> None:
         model, usage, timings = self._model, event.usage, event.timings
-        self._left -= 1
-        decode = timings.eval_ns / 1e9
-        prefill = timings.prompt_ns / 1e9
-        self._speak(event.choice, max(0.0, self._passed() - decode))
-        model.ended(_ENDING[event.reason])
-        model.observe("whole", self._passed())
+        self._choices_left -= 1
+        decode = timings.decode_ns / 1e9
+        prefill = timings.prefill_ns / 1e9
+        self._observe_first_token(event.choice, max(0.0, self._elapsed() - decode))
+        model.count_finished(_FINISHED_REASON[event.reason])
+        model.observe("whole", self._elapsed())
         model.observe("queue", max(0.0, timings.total_ns / 1e9 - prefill - decode))
         model.observe("prefill", prefill)
         model.observe("decode", decode)
@@ -117,31 +130,31 @@ class RequestWatch:
         model.observe("answer", usage.completion_tokens)
         if usage.completion_tokens > 1:
             model.observe("per_token", decode / (usage.completion_tokens - 1))
-        model.gaps(timings.gaps_ns)
+        model.observe_inter_token(timings.inter_token_ns)
 
 
-class EmbedWatch:
+class EmbedObserver:
     """A request for vectors."""
 
-    def __init__(self, model: OfModel) -> None:
+    def __init__(self, model: ModelMetrics) -> None:
         self._model = model
-        self._over = False
+        self._finished = False
 
-    def note(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         raise AssertionError("text, to a request for vectors")
 
-    def embedded(self, found: Embeddings) -> None:
-        self._over = True
-        self._model.embedding("done")
+    def on_embeddings(self, found: Embeddings) -> None:
+        self._finished = True
+        self._model.count_embedding("done")
 
-    def fail(self, error: Exception) -> None:
-        self._over = True
-        self._model.error(_kind(error))
+    def on_error(self, error: Exception) -> None:
+        self._finished = True
+        self._model.count_error(_error_kind(error))
 
-    def end(self, *, complete: bool) -> None:
-        if not self._over:
-            self._model.embedding("cancelled")
+    def on_end(self, *, complete: bool) -> None:
+        if not self._finished:
+            self._model.count_embedding("cancelled")
 
 
-def _kind(error: Exception) -> str:
+def _error_kind(error: Exception) -> str:
     return error.kind.value if isinstance(error, AppError) else "internal_error"

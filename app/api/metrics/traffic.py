@@ -10,13 +10,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.core.traffic import Traffic
+from app.core.traffic import ConnectionStats
 
 
-class TrafficFigures(Collector):
+class HttpCollector(Collector):
     """Those of one server."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: ConnectionStats) -> None:
         self._traffic = traffic
 
     def describe(self) -> Iterator[Metric]:
@@ -26,12 +26,12 @@ class TrafficFigures(Collector):
         """On any thread, beside the event loop, which writes: so copies are read."""
         traffic = self._traffic
         yield GaugeMetricFamily(
-            "mlxrunner_http_connections", "Open connections", value=traffic.open
+            "mlxrunner_http_connections", "Open connections", value=traffic.open_connections
         )
         yield CounterMetricFamily(
             "mlxrunner_http_connections_opened",
             "Connections opened since the start",
-            traffic.opened,
+            traffic.accepted_connections,
         )
         turned_away = CounterMetricFamily(
             "mlxrunner_http_connections_turned_away",
@@ -39,7 +39,7 @@ class TrafficFigures(Collector):
             "read, by reason",
             labels=["reason"],
         )
-        for reason, count in traffic.turned_away.copy().items():
+        for reason, count in traffic.closed_by_reason.copy().items():
             turned_away.add_metric([reason], count)
         yield turned_away
         answered = CounterMetricFamily(
@@ -48,6 +48,6 @@ class TrafficFigures(Collector):
             "the client disconnected",
             labels=["handler", "method", "status"],
         )
-        for (method, route, status), count in traffic.answered.copy().items():
+        for (method, route, status), count in traffic.responses.copy().items():
             answered.add_metric([route, method, status], count)
         yield answered

@@ -6,13 +6,15 @@ Knows: nodes with checkpoints, positions. Must not know: ids, stores, the tree's
 from collections.abc import Sequence
 
 from app.core.ports import Layer
-from app.engine.prefix.stores import Node
+from app.engine.prefix.stores import RadixNode
 
 # how many nodes behind a prompt's end are asked for a checkpoint that could be cut back to it
-_LATER = 16
+_MAX_LATER_NODES = 16
 
 
-def restorable(path: Sequence[Node[Layer]], usable: int) -> tuple[int, Node[Layer] | None]:
+def find_restorable(
+    path: Sequence[RadixNode[Layer]], usable: int
+) -> tuple[int, RadixNode[Layer] | None]:
     """How many of the first `usable` positions can be restored, and the node whose checkpoint does.
 
     path: the nodes that go through these positions, and perhaps on. Best is a checkpoint behind
@@ -26,15 +28,21 @@ def restorable(path: Sequence[Node[Layer]], usable: int) -> tuple[int, Node[Laye
         excess = node.end - usable
         if node.checkpoint and all(layer.can_trim(excess) for layer in node.checkpoint):
             return usable, node
-        behind += list(node.children.values())[: _LATER - len(behind)]
+        behind += list(node.children.values())[: _MAX_LATER_NODES - len(behind)]
     for node in reversed(path):
         if node.end <= usable and node.checkpoint:
             return node.end, node
     return 0, None
 
 
-def pauses(
-    length: int, marks: Sequence[int], *, cached: int, usable: int, grid: int, every: int
+def plan_checkpoints(
+    length: int,
+    turn_ends: Sequence[int],
+    *,
+    cached: int,
+    usable: int,
+    alignment: int,
+    interval: int,
 ) -> tuple[int, ...]:
     """Where prefill of a prompt of `length` ids should leave a checkpoint. Each costs a chunk that
     ends early, and a state in memory until that is evicted. They pay:
@@ -45,8 +53,8 @@ def pauses(
     every so many positions, to bound the loss when no other fits; and on a grid at its last point,
     because the state at the end of the answer cannot be cut back to the grid.
     """
-    wanted = {*marks[:1], *marks[-2:], usable, *range(every, length, every)}
-    if grid > 1:
+    wanted = {*turn_ends[:1], *turn_ends[-2:], usable, *range(interval, length, interval)}
+    if alignment > 1:
         wanted.add(length - 1)
-    floors = {position - position % grid for position in wanted}
+    floors = {position - position % alignment for position in wanted}
     return tuple(sorted(position for position in floors if cached < position < length))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from app.core.ports import Layer
 
 
-def can_cut(kv: Sequence[Layer], length: int) -> bool:
+def can_trim_to(kv: Sequence[Layer], length: int) -> bool:
     return all(layer.can_trim(layer.offset - length) for layer in kv)
 
 
-def cut(kv: Sequence[Layer], length: int) -> None:
+def trim_to(kv: Sequence[Layer], length: int) -> None:
     for layer in kv:
         layer.trim(layer.offset - length)

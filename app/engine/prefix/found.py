@@ -7,31 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from app.core.jobs import Miss
+from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.engine.prefix.checkpoints import restorable
-from app.engine.prefix.stores import Node, Store
-from app.engine.prefix.tree import Tree
+from app.engine.prefix.checkpoints import find_restorable
+from app.engine.prefix.stores import KVStore, RadixNode
+from app.engine.prefix.tree import RadixTree
 
 # how many of the cached ids a miss tells, where other ones were wanted
-_TOLD = 8
+_MISS_IDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Generic[Layer]):
+class PrefixMatch(Generic[Layer]):
     """path: the nodes that a prompt goes through, the last perhaps in part. matched: ids in common
     with them. usable: how many of these may be cached at all. cached: how many are, since every
-    layer can be restored there, by that checkpoint if one is needed. own: the nodes at the path's
-    end, last first, that nobody but this prompt has a use for."""
+    layer can be restored there, by that checkpoint if one is needed. exclusive: the nodes at the
+    path's end, last first, that nobody but this prompt has a use for."""
 
-    path: Sequence[Node[Layer]] = ()
+    path: Sequence[RadixNode[Layer]] = ()
     matched: int = 0
     usable: int = 0
     cached: int = 0
-    checkpoint: Node[Layer] | None = None
-    own: Sequence[Node[Layer]] = ()
+    checkpoint: RadixNode[Layer] | None = None
+    exclusive: Sequence[RadixNode[Layer]] = ()
 
-    def continuable(self) -> Store[Layer] | None:
+    def extendable_store(self) -> KVStore[Layer] | None:
         """The idle store that holds all of the path and nothing else, if there is one, and if
         nobody else needs what it holds behind the cached part."""
         if self.cached == 0:
@@ -41,45 +41,47 @@ class Found(Generic[Layer]):
             return None
         if any(node.store is not store for node in self.path):
             return None
-        if any(node.end > self.cached and node not in self.own for node in self.path):
+        if any(node.end > self.cached and node not in self.exclusive for node in self.path):
             return None
         return store
 
-    def miss(self) -> Miss:
+    def explain_miss(self) -> CacheMiss:
         """Why no more is cached. Only when more was asked for."""
         if self.cached < self.usable:
-            return Miss(at=self.cached, reason="no_state")
+            return CacheMiss(position=self.cached, reason="no_state")
         if self.matched == 0:
-            return Miss(at=0, reason="empty")
+            return CacheMiss(position=0, reason="empty")
         last = self.path[-1]
         had = last.ids[self.matched - last.start :]
         if not had and last.children:
-            had = max(last.children.values(), key=_used).ids
-        return Miss(at=self.matched, reason="diverged", had=had[:_TOLD])
+            had = max(last.children.values(), key=_last_used).ids
+        return CacheMiss(position=self.matched, reason="diverged", cached_ids=had[:_MISS_IDS_SHOWN])
 
 
-def find(tree: Tree[Layer], ids: tuple[int, ...], *, grid: int) -> Found[Layer]:
+def match_prefix(
+    tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
+) -> PrefixMatch[Layer]:
     """Changes nothing. Time is that of comparing the ids, however much is cached."""
-    path, matched = tree.walk(ids)
+    path, matched = tree.match(ids)
     # the last id must be evaluated: its hidden state is where the answer starts
     usable = min(matched, len(ids) - 1)
-    usable -= usable % grid
-    cached, checkpoint = restorable(path, usable) if tree.whole else (usable, None)
-    own = _own(path, matched) if cached == usable > 0 else ()
-    return Found(
+    usable -= usable % alignment
+    cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
+    own = _exclusive_nodes(path, matched) if cached == usable > 0 else ()
+    return PrefixMatch(
         path=path,
         matched=matched,
         usable=usable,
         cached=cached,
         checkpoint=checkpoint,
-        own=own,
+        exclusive=own,
     )
 
 
-def _own(path: Sequence[Node[Layer]], matched: int) -> Sequence[Node[Layer]]:
+def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
     """The nodes at the end of a path which idle and lead to nothing else than the end of a prompt
     that matches them all."""
-    own: list[Node[Layer]] = []
+    own: list[RadixNode[Layer]] = []
     if matched < path[-1].end:
         return own
     for node in reversed(path):
@@ -89,5 +91,5 @@ def _own(path: Sequence[Node[Layer]], matched: int) -> Sequence[Node[Layer]]:
     return own
 
 
-def _used(node: Node[Layer]) -> int:
-    return node.used
+def _last_used(node: RadixNode[Layer]) -> int:
+    return node.last_used

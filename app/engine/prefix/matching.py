@@ -4,19 +4,19 @@ Knows: ids. Must not know: what lies behind them.
 """
 
 
-def common_prefix(a: tuple[int, ...], b: tuple[int, ...], at: int = 0) -> int:
-    """How many of the first ids of `a` are also those of `b` from position `at` on.
+def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:
+    """How many of the first ids of `a` are also those of `b` from position `offset` on.
 
     By halving: slices are compared at the speed of C, and no id more than three times. A prompt of
     32,000 ids takes about half a millisecond; a loop over them would take several.
     """
     # invariant: the first `low` are the same, the first `high` are not
-    low, high = 0, min(len(a), len(b) - at)
-    if a[:high] == b[at : at + high]:
+    low, high = 0, min(len(a), len(b) - offset)
+    if a[:high] == b[offset : offset + high]:
         return high
     while high - low > 1:
         middle = (low + high) // 2
-        if a[low:middle] == b[at + low : at + middle]:
+        if a[low:middle] == b[offset + low : offset + middle]:
             low = middle
         else:
             high = middle

@@ -14,61 +14,71 @@ from collections.abc import Callable, Sequence
 from itertools import compress, groupby
 from typing import Generic
 
-from app.core.jobs import Miss
+from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.engine.prefix.checkpoints import pauses
-from app.engine.prefix.found import Found, find
-from app.engine.prefix.stores import Node, Store
-from app.engine.prefix.tree import Tree
+from app.engine.prefix.checkpoints import plan_checkpoints
+from app.engine.prefix.found import PrefixMatch, match_prefix
+from app.engine.prefix.stores import KVStore, RadixNode
+from app.engine.prefix.tree import RadixTree
 
 
-def _nothing(_: object) -> None:
+def _no_evaluation(_: object) -> None:
     """Layers that are real as soon as they are written have nothing to settle."""
 
 
 class RadixPrefixCache(Generic[Layer]):
-    """make_kv: fresh layer caches. settle: told of layers that were copied, so that they are made
-    real before anybody writes to what they were copied from. grid: prefixes end at multiples of it
-    only (see `--exact`). checkpoint_every: positions of a prompt between two checkpoints, for
-    layers that cannot be divided. limit: bytes to keep at most; None leaves it to the caller."""
+    """make_kv: fresh layer caches. evaluate: told of layers that were copied, so that they are made
+    real before anybody writes to what they were copied from. alignment: prefixes end at multiples
+    of it only (see `--exact`). checkpoint_every: positions of a prompt between two checkpoints, for
+    layers that cannot be divided. max_bytes: bytes to keep at most; None leaves it to the
+    caller."""
 
     def __init__(
         self,
         make_kv: Callable[[], Sequence[Layer]],
         *,
-        settle: Callable[[Sequence[Layer]], None] = _nothing,
-        grid: int = 1,
+        evaluate: Callable[[Sequence[Layer]], None] = _no_evaluation,
+        alignment: int = 1,
         checkpoint_every: int = 8192,
-        limit: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        assert grid > 0
+        assert alignment > 0
         assert checkpoint_every > 0
         self._make_kv = make_kv
-        self._settle = settle
-        self._grid = grid
+        self._evaluate = evaluate
+        self._alignment = alignment
         self._checkpoint_every = checkpoint_every
-        self._limit = limit
-        self._divisible = [layer.divisible for layer in make_kv()]
-        self._whole = [not divisible for divisible in self._divisible]
-        self._tree = Tree[Layer](settle, whole=any(self._whole))
+        self._max_bytes = max_bytes
+        self._divisible = [layer.sliceable for layer in make_kv()]
+        self._indivisible = [not divisible for divisible in self._divisible]
+        self._tree = RadixTree[Layer](evaluate, needs_checkpoints=any(self._indivisible))
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        turn_ends: Sequence[int] = (),
+        reuse: bool = True,
+        reserve_length: int = 0,
     ) -> "RadixLease[Layer]":
         assert ids, "an empty prompt has nothing to evaluate"
         ids = tuple(ids)
-        found: Found[Layer] = find(self._tree, ids, grid=self._grid) if reuse else Found()
+        found: PrefixMatch[Layer] = (
+            match_prefix(self._tree, ids, alignment=self._alignment) if reuse else PrefixMatch()
+        )
         miss = None
-        if found.cached < self._floor(len(ids) - 1):
-            miss = found.miss() if reuse else Miss(at=0, reason="unwanted")
+        if found.cached < self._align_down(len(ids) - 1):
+            miss = found.explain_miss() if reuse else CacheMiss(position=0, reason="unwanted")
         self._tree.touch(found.path)
-        stops = self._pauses(len(ids), marks, found)
-        kv, store = self._borrow(found, room=max(room, len(ids) + 1))
-        return RadixLease(self, kv, store, cached=found.cached, miss=miss, pauses=stops)
+        stops = self._plan_checkpoints(len(ids), turn_ends, found)
+        kv, store = self._lease_layers(found, reserve_length=max(reserve_length, len(ids) + 1))
+        return RadixLease(
+            self, kv, store, cached=found.cached, miss=miss, checkpoint_positions=stops
+        )
 
     @property
-    def lends(self) -> bool:
+    def shares_live(self) -> bool:
         return True
 
     @property
@@ -79,9 +89,9 @@ class RadixPrefixCache(Generic[Layer]):
     def evictions(self) -> int:
         return self._evictions
 
-    def shrink(self, count: int) -> int:
+    def evict(self, num_bytes: int) -> int:
         before = self.nbytes
-        self._evictions += self._tree.evict(count)
+        self._evictions += self._tree.evict(num_bytes)
         return before - self.nbytes
 
     def clear(self) -> None:
@@ -90,89 +100,95 @@ class RadixPrefixCache(Generic[Layer]):
     def check(self) -> None:
         self._tree.check()
 
-    def reached(
-        self, store: Store[Layer], kv: Sequence[Layer], ids: Sequence[int], *, pause: bool
+    def publish(
+        self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool
     ) -> None:
-        """Called by a lease. pause: whether the whole layers' state is wanted here."""
+        """Called by a lease. checkpoint: whether the whole layers' state is wanted here."""
         assert all(layer.offset >= len(ids) for layer in kv)
-        length = self._floor(len(ids))
+        length = self._align_down(len(ids))
         if length == 0:
             return
-        path = self._tree.extend(tuple(ids[:length]), store)
-        if not pause:
+        path = self._tree.insert(tuple(ids[:length]), store)
+        if not checkpoint:
             return
-        node = self._tree.node_at(path, length)
+        node = self._tree.split_at(path, length)
         if node.checkpoint is None:
-            state = tuple(layer.copy() for layer in compress(kv, self._whole))
-            self._settle(state)
-            self._tree.attach(node, state)
+            state = tuple(layer.copy() for layer in compress(kv, self._indivisible))
+            self._evaluate(state)
+            self._tree.attach_checkpoint(node, state)
 
-    def remember(
-        self, store: Store[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
+    def store_prefix(
+        self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
         """Called by a lease that ends."""
         # layers may differ after a step that failed half-way: only what all of them got counts
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
         # what others may have been served already stays
         held = max((node.end for node in store.nodes), default=0)
-        wanted = self._floor(min(offset, max(keep, held)))
+        wanted = self._align_down(min(offset, max(keep, held)))
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
-        lengths = (wanted, offset) if self._grid == 1 else (wanted,)
-        state = tuple(compress(kv, self._whole))
+        lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
+        state = tuple(compress(kv, self._indivisible))
         for length in lengths:
             if length > 0 and all(layer.can_trim(layer.offset - length) for layer in state):
-                path = self._tree.extend(tuple(ids[:length]), store)
+                path = self._tree.insert(tuple(ids[:length]), store)
                 if state:
-                    self._checkpoint(self._tree.node_at(path, length), state)
+                    self._checkpoint(self._tree.split_at(path, length), state)
                 break
-        self._tree.take_back(store)
-        if self._limit is not None and self.nbytes > self._limit:
-            self.shrink(self.nbytes - self._limit)
+        self._tree.mark_idle(store)
+        if self._max_bytes is not None and self.nbytes > self._max_bytes:
+            self.evict(self.nbytes - self._max_bytes)
 
-    def forget(self, store: Store[Layer]) -> None:
+    def discard(self, store: KVStore[Layer]) -> None:
         """Called by a lease whose caches are in doubt."""
-        self._tree.drop(store)
+        self._tree.discard_store(store)
 
-    def _checkpoint(self, node: Node[Layer], state: tuple[Layer, ...]) -> None:
+    def _checkpoint(self, node: RadixNode[Layer], state: tuple[Layer, ...]) -> None:
         for layer in state:
             layer.trim(layer.offset - node.end)
         if node.checkpoint is None:
-            self._tree.attach(node, state)
+            self._tree.attach_checkpoint(node, state)
 
-    def _borrow(self, found: Found[Layer], *, room: int) -> tuple[Sequence[Layer], Store[Layer]]:
+    def _lease_layers(
+        self, found: PrefixMatch[Layer], *, reserve_length: int
+    ) -> tuple[Sequence[Layer], KVStore[Layer]]:
         """Caches that stand for what is cached of a prompt, and the live store behind them."""
-        store = found.continuable()
+        store = found.extendable_store()
         if store is None:
-            return self._copy(found, room)
-        return self._lend(store, found, room), store
+            return self._copy_prefix(found, reserve_length)
+        return self._extend_idle_store(store, found, reserve_length), store
 
-    def _lend(self, store: Store[Layer], found: Found[Layer], room: int) -> Sequence[Layer]:
+    def _extend_idle_store(
+        self, store: KVStore[Layer], found: PrefixMatch[Layer], reserve_length: int
+    ) -> Sequence[Layer]:
         """An idle store itself goes on loan. Its nodes stay where they are, and serve others."""
         whole = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
-        for node in found.own:
-            self._tree.cut_back(node, found.cached)
-        self._tree.lend(store)
-        self._tree.fit()
-        kv = self._in_order(store.layers, whole)
+        for node in found.exclusive:
+            self._tree.truncate_leaf(node, found.cached)
+        self._tree.mark_live(store)
+        self._tree.free_unused()
+        kv = self._in_model_order(store.layers, whole)
         try:
             store.trim(found.cached)
-            _reserve(store, kv, room)
-            self._settle(kv)
+            _reserve(store, kv, reserve_length)
+            self._evaluate(kv)
         except BaseException:
-            self._tree.drop(store)
+            self._tree.discard_store(store)
             raise
         return kv
 
-    def _copy(self, found: Found[Layer], room: int) -> tuple[Sequence[Layer], Store[Layer]]:
+    def _copy_prefix(
+        self, found: PrefixMatch[Layer], reserve_length: int
+    ) -> tuple[Sequence[Layer], KVStore[Layer]]:
         """Fresh caches with a copy of the path. What nobody else goes through is backed by the copy
         from now on, so that no conversation is held twice while it goes on."""
         fresh, cached = self._make_kv(), found.cached
-        store = Store(list(compress(fresh, self._divisible)))
-        whole = tuple(compress(fresh, self._whole))
+        store = KVStore(list(compress(fresh, self._divisible)))
+        whole = tuple(compress(fresh, self._indivisible))
         if found.checkpoint is not None:
             whole = found.checkpoint.checkpoint_at(cached)
-        kv = self._in_order(store.layers, whole)
-        _reserve(store, kv, room)
+        kv = self._in_model_order(store.layers, whole)
+        _reserve(store, kv, reserve_length)
         served = [node for node in found.path if node.start < cached]
         for donor, nodes in groupby(served, key=lambda node: node.store):
             held = list(nodes)
@@ -180,34 +196,38 @@ class RadixPrefixCache(Generic[Layer]):
             for layer, lent in zip(store.layers, donor.layers, strict=True):
                 layer.append(lent, start, end)
         if cached:
-            self._settle(kv)
-        self._tree.lend(store)
-        for node in found.own:
-            self._tree.cut_back(node, cached)
+            self._evaluate(kv)
+        self._tree.mark_live(store)
+        for node in found.exclusive:
+            self._tree.truncate_leaf(node, cached)
             if node.start < cached:
-                self._tree.back(node, store)
-        self._tree.fit()
+                self._tree.assign_store(node, store)
+        self._tree.free_unused()
         return kv, store
 
-    def _in_order(self, divisible: Sequence[Layer], whole: Sequence[Layer]) -> tuple[Layer, ...]:
+    def _in_model_order(
+        self, divisible: Sequence[Layer], whole: Sequence[Layer]
+    ) -> tuple[Layer, ...]:
         """The layers of both kinds in the order of the model."""
         kinds = {True: iter(divisible), False: iter(whole)}
         return tuple(next(kinds[divisible]) for divisible in self._divisible)
 
-    def _pauses(self, length: int, marks: Sequence[int], found: Found[Layer]) -> Sequence[int]:
-        if not self._tree.whole:
+    def _plan_checkpoints(
+        self, length: int, turn_ends: Sequence[int], found: PrefixMatch[Layer]
+    ) -> Sequence[int]:
+        if not self._tree.needs_checkpoints:
             return ()
-        return pauses(
+        return plan_checkpoints(
             length,
-            marks,
+            turn_ends,
             cached=found.cached,
             usable=found.usable,
-            grid=self._grid,
-            every=self._checkpoint_every,
+            alignment=self._alignment,
+            interval=self._checkpoint_every,
         )
 
-    def _floor(self, length: int) -> int:
-        return length - length % self._grid
+    def _align_down(self, length: int) -> int:
+        return length - length % self._alignment
 
 
 class RadixLease(Generic[Layer]):
@@ -217,39 +237,41 @@ class RadixLease(Generic[Layer]):
         self,
         cache: RadixPrefixCache[Layer],
         kv: Sequence[Layer],
-        store: Store[Layer],
+        store: KVStore[Layer],
         *,
         cached: int,
-        miss: Miss | None,
-        pauses: Sequence[int],
+        miss: CacheMiss | None,
+        checkpoint_positions: Sequence[int],
     ) -> None:
         self._cache = cache
-        self._store: Store[Layer] | None = store
+        self._store: KVStore[Layer] | None = store
         self.kv = kv
         self.cached = cached
         self.miss = miss
-        self.pauses = pauses
+        self.checkpoint_positions = checkpoint_positions
 
-    def reached(self, ids: Sequence[int]) -> None:
+    def publish(self, ids: Sequence[int]) -> None:
         assert self._store is not None, "the lease has ended"
-        self._cache.reached(self._store, self.kv, ids, pause=len(ids) in self.pauses)
+        self._cache.publish(
+            self._store, self.kv, ids, checkpoint=len(ids) in self.checkpoint_positions
+        )
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         store, kv = self._end()
-        self._cache.remember(store, kv, ids, keep=keep)
+        self._cache.store_prefix(store, kv, ids, keep=keep)
 
     def discard(self) -> None:
         store, _ = self._end()
-        self._cache.forget(store)
+        self._cache.discard(store)
 
-    def _end(self) -> tuple[Store[Layer], Sequence[Layer]]:
+    def _end(self) -> tuple[KVStore[Layer], Sequence[Layer]]:
         assert self._store is not None, "the lease has ended"
         store, kv = self._store, self.kv
         self._store, self.kv = None, ()
         return store, kv
 
 
-def _reserve(store: Store[Layer], kv: Sequence[Layer], room: int) -> None:
-    store.room = max(store.room, room)
+def _reserve(store: KVStore[Layer], kv: Sequence[Layer], length: int) -> None:
+    store.reserved = max(store.reserved, length)
     for layer in kv:
-        layer.reserve(room)
+        layer.reserve(length)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from app.core.jobs import Miss
+from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.engine.prefix.cutting import can_cut, cut
-from app.engine.prefix.matching import common_prefix
+from app.engine.prefix.cutting import can_trim_to, trim_to
+from app.engine.prefix.matching import common_prefix_length
 
 # how many of the cached ids a miss tells, where other ones were wanted
-_TOLD = 8
+_MISS_IDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,42 +27,52 @@ class _Entry(Generic[Layer]):
 
 
 class SinglePrefixCache(Generic[Layer]):
-    """make_kv: fresh layer caches. grid: prefixes end at multiples of it only (see `--exact`)."""
+    """make_kv: fresh layer caches. alignment: prefixes end at multiples of it only (see
+    `--exact`)."""
 
-    def __init__(self, make_kv: Callable[[], Sequence[Layer]], *, grid: int = 1) -> None:
-        assert grid > 0
+    def __init__(self, make_kv: Callable[[], Sequence[Layer]], *, alignment: int = 1) -> None:
+        assert alignment > 0
         self._make_kv = make_kv
-        self._grid = grid
+        self._alignment = alignment
         self._entry: _Entry[Layer] | None = None
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        turn_ends: Sequence[int] = (),
+        reuse: bool = True,
+        reserve_length: int = 0,
     ) -> "SingleLease[Layer]":
         """marks are of no use here: there is one entry, and it ends where its sequence ended."""
         assert ids, "an empty prompt has nothing to evaluate"
         entry, self._entry = self._entry, None
         had = entry.ids if entry is not None and reuse else ()
-        shared = common_prefix(had, tuple(ids))
+        shared = common_prefix_length(had, tuple(ids))
         # the last id must be evaluated: its hidden state is where the answer starts
-        usable = self._floor(min(shared, len(ids) - 1))
+        usable = self._align_down(min(shared, len(ids) - 1))
         kv, cached = None, 0
-        if entry is not None and usable > 0 and can_cut(entry.kv, usable):
-            cut(entry.kv, usable)
+        if entry is not None and usable > 0 and can_trim_to(entry.kv, usable):
+            trim_to(entry.kv, usable)
             kv, cached = entry.kv, usable
         # the old layers, if they do not serve, are let go before there are new ones
         del entry
         if kv is None:
             kv = self._make_kv()
         for layer in kv:
-            layer.reserve(max(room, len(ids) + 1))
+            layer.reserve(max(reserve_length, len(ids) + 1))
         miss = None
-        if cached < self._floor(len(ids) - 1):
-            miss = _miss(had, shared, usable, cached) if reuse else Miss(at=0, reason="unwanted")
+        if cached < self._align_down(len(ids) - 1):
+            miss = (
+                _explain_miss(had, shared, usable, cached)
+                if reuse
+                else CacheMiss(position=0, reason="unwanted")
+            )
         return SingleLease(self, kv, cached=cached, miss=miss)
 
     @property
-    def lends(self) -> bool:
+    def shares_live(self) -> bool:
         return False
 
     @property
@@ -73,10 +83,10 @@ class SinglePrefixCache(Generic[Layer]):
     def evictions(self) -> int:
         return self._evictions
 
-    def shrink(self, count: int) -> int:
+    def evict(self, num_bytes: int) -> int:
         """The entry is whole or gone."""
         freed = self.nbytes
-        if count <= 0 or self._entry is None:
+        if num_bytes <= 0 or self._entry is None:
             return 0
         self._entry = None
         self._evictions += 1
@@ -90,24 +100,24 @@ class SinglePrefixCache(Generic[Layer]):
             return
         length = len(self._entry.ids)
         assert length > 0
-        assert self._floor(length) == length
+        assert self._align_down(length) == length
         assert all(layer.offset == length for layer in self._entry.kv)
 
-    def remember(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
+    def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
         """Called by a lease that ends. Whatever was remembered before gives way."""
         # layers may differ after a step that failed half-way: only what all of them got counts
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
-        wanted = self._floor(min(offset, keep))
+        wanted = self._align_down(min(offset, keep))
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
-        lengths = (wanted, offset) if self._grid == 1 else (wanted,)
+        lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
         for length in lengths:
-            if length > 0 and can_cut(kv, length):
-                cut(kv, length)
+            if length > 0 and can_trim_to(kv, length):
+                trim_to(kv, length)
                 self._entry = _Entry(ids=tuple(ids[:length]), kv=kv)
                 return
 
-    def _floor(self, length: int) -> int:
-        return length - length % self._grid
+    def _align_down(self, length: int) -> int:
+        return length - length % self._alignment
 
 
 class SingleLease(Generic[Layer]):
@@ -119,20 +129,20 @@ class SingleLease(Generic[Layer]):
         kv: Sequence[Layer],
         *,
         cached: int,
-        miss: Miss | None,
+        miss: CacheMiss | None,
     ) -> None:
         self._cache: SinglePrefixCache[Layer] | None = cache
         self.kv: Sequence[Layer] = kv
         self.cached = cached
         self.miss = miss
-        self.pauses: Sequence[int] = ()
+        self.checkpoint_positions: Sequence[int] = ()
 
-    def reached(self, ids: Sequence[int]) -> None:
+    def publish(self, ids: Sequence[int]) -> None:
         """There is nobody to share with before the lease ends."""
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         assert self._cache is not None, "the lease has ended"
-        self._cache.remember(ids, self.kv, keep=keep)
+        self._cache.store_prefix(ids, self.kv, keep=keep)
         self.discard()
 
     def discard(self) -> None:
@@ -140,10 +150,12 @@ class SingleLease(Generic[Layer]):
         self.kv = ()
 
 
-def _miss(had: Sequence[int], shared: int, usable: int, cached: int) -> Miss:
+def _explain_miss(had: Sequence[int], shared: int, usable: int, cached: int) -> CacheMiss:
     """shared: how many ids the entry began alike; usable: how many of these may be cached."""
     if cached < usable:
-        return Miss(at=cached, reason="no_state")
+        return CacheMiss(position=cached, reason="no_state")
     if shared == 0:
-        return Miss(at=0, reason="empty")
-    return Miss(at=shared, reason="diverged", had=tuple(had[shared : shared + _TOLD]))
+        return CacheMiss(position=0, reason="empty")
+    return CacheMiss(
+        position=shared, reason="diverged", cached_ids=tuple(had[shared : shared + _MISS_IDS_SHOWN])
+    )

@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from app.core.jobs import Miss
+from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.core.shift import Shifted, shift_discard
-from app.engine.prefix.cutting import can_cut, cut
-from app.engine.prefix.matching import common_prefix
+from app.core.shift import ShiftResult, count_discarded
+from app.engine.prefix.cutting import can_trim_to, trim_to
+from app.engine.prefix.matching import common_prefix_length
 
 # ids of the other continuation that a miss shows: enough to recognise it in a log
-_SHOWN = 8
+_MISS_IDS_SHOWN = 8
 
 
 # compared by identity: two empty slots are two
@@ -45,14 +45,14 @@ class _Slot(Generic[Layer]):
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.kv)
 
-    def empty(self) -> None:
+    def clear(self) -> None:
         self.ids, self.kv, self.in_use, self.last_used = (), (), False, 0
 
 
 class SlotPrefixCache(Generic[Layer]):
     """make_kv: fresh layer caches. slots: sequences at once. context: positions of one sequence.
-    multi_user: how a slot is chosen. settle: told of layers that were copied, before anybody writes
-    to them. grid: prefixes end at multiples of it only (see `--exact`)."""
+    multi_user: how a slot is chosen. evaluate: told of layers that were copied, before anybody
+    writes to them. alignment: prefixes end at multiples of it only (see `--exact`)."""
 
     def __init__(
         self,
@@ -61,39 +61,48 @@ class SlotPrefixCache(Generic[Layer]):
         slots: int,
         context: int,
         multi_user: bool,
-        settle: Callable[[Sequence[Layer]], object] = lambda kv: None,
-        grid: int = 1,
+        evaluate: Callable[[Sequence[Layer]], object] = lambda kv: None,
+        alignment: int = 1,
     ) -> None:
-        assert min(slots, context, grid) > 0
+        assert min(slots, context, alignment) > 0
         self.context = context
         self._make_kv = make_kv
         self._slots = [_Slot[Layer]() for _ in range(slots)]
         self._multi_user = multi_user
-        self._settle = settle
-        self._grid = grid
+        self._evaluate = evaluate
+        self._alignment = alignment
         self._uses = 0
         self._evictions = 0
 
     def begin(
-        self, ids: Sequence[int], *, marks: Sequence[int] = (), reuse: bool = True, room: int = 0
+        self,
+        ids: Sequence[int],
+        *,
+        turn_ends: Sequence[int] = (),
+        reuse: bool = True,
+        reserve_length: int = 0,
     ) -> "SlotLease[Layer]":
         """See `PrefixCache`. marks have no use here: a slot keeps no states on the way."""
         assert ids, "an empty prompt has nothing to evaluate"
         prompt = tuple(ids)
-        shared = {slot: self._floor(common_prefix(slot.ids, prompt)) for slot in self._slots}
-        slot, best = self._choose(shared)
+        shared = {
+            slot: self._align_down(common_prefix_length(slot.ids, prompt)) for slot in self._slots
+        }
+        slot, best = self._choose_slot(shared)
         had = best.ids  # before the slot, which may be the same one, is cut
         # the last id must be evaluated: its hidden state is where the answer starts
-        most = self._floor(len(ids) - 1) if reuse else 0
+        most = self._align_down(len(ids) - 1) if reuse else 0
         own, lent = min(shared[slot], most), min(shared[best], most)
-        cached = self._prepare(slot, own, best, lent, room=max(room, len(ids)))
+        cached = self._prepare_layers(
+            slot, own, best, lent, reserve_length=max(reserve_length, len(ids))
+        )
         self._uses += 1
         slot.ids, slot.in_use, slot.last_used = prompt[:cached], True, self._uses
-        miss = self._miss(had if reuse else None, prompt, cached)
+        miss = self._explain_miss(had if reuse else None, prompt, cached)
         return SlotLease(self, slot, cached=cached, miss=miss)
 
     @property
-    def lends(self) -> bool:
+    def shares_live(self) -> bool:
         return self._multi_user
 
     @property
@@ -104,10 +113,10 @@ class SlotPrefixCache(Generic[Layer]):
     def evictions(self) -> int:
         return self._evictions
 
-    def shrink(self, count: int) -> int:
+    def evict(self, num_bytes: int) -> int:
         freed = 0
         for slot in sorted(self._idle(), key=lambda slot: slot.last_used):
-            if freed >= count:
+            if freed >= num_bytes:
                 break
             freed += slot.nbytes
             self._evict(slot)
@@ -115,7 +124,7 @@ class SlotPrefixCache(Generic[Layer]):
 
     def clear(self) -> None:
         for slot in self._idle():
-            slot.empty()
+            slot.clear()
 
     def check(self) -> None:
         used = [slot.last_used for slot in self._slots if slot.last_used]
@@ -126,39 +135,41 @@ class SlotPrefixCache(Generic[Layer]):
             if slot.in_use:
                 assert all(layer.offset >= length for layer in slot.kv)
             else:
-                assert self._floor(length) == length
+                assert self._align_down(length) == length
                 assert all(layer.offset == length for layer in slot.kv)
 
-    def fresh(self, *, room: int) -> Sequence[Layer]:
+    def make_layers(self, *, reserve_length: int) -> Sequence[Layer]:
         kv = self._make_kv()
         for layer in kv:
-            layer.reserve(room)
+            layer.reserve(reserve_length)
         return kv
 
-    def remember(self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, exact: int) -> None:
-        """Called by a lease that ends. keep: how many of the ids are wanted. exact: how many of
+    def store_prefix(
+        self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, shareable: int
+    ) -> None:
+        """Called by a lease that ends. keep: how many of the ids are wanted. shareable: how many of
         them the layers may serve anybody with."""
         # layers may differ after a step that failed half-way: only what all of them got counts
         offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
-        wanted = self._floor(min(offset, keep, exact))
+        wanted = self._align_down(min(offset, keep, shareable))
         # where a layer cannot be cut to what was wanted, remember all: longer, but as true
-        lengths = (wanted, offset) if self._grid == 1 and offset <= exact else (wanted,)
+        lengths = (wanted, offset) if self._alignment == 1 and offset <= shareable else (wanted,)
         for length in lengths:
-            if length > 0 and can_cut(slot.kv, length):
-                cut(slot.kv, length)
+            if length > 0 and can_trim_to(slot.kv, length):
+                trim_to(slot.kv, length)
                 slot.ids, slot.in_use = tuple(ids[:length]), False
-                self._detach(slot)
+                self._copy_states(slot)
                 return
-        slot.empty()
+        slot.clear()
 
-    def _detach(self, slot: _Slot[Layer]) -> None:
+    def _copy_states(self, slot: _Slot[Layer]) -> None:
         """A state may be a view of those of a whole batch, which it would keep alive; a copy is
         not."""
-        if not all(layer.divisible for layer in slot.kv):
-            slot.kv = [layer if layer.divisible else layer.copy() for layer in slot.kv]
-            self._settle(slot.kv)
+        if not all(layer.sliceable for layer in slot.kv):
+            slot.kv = [layer if layer.sliceable else layer.copy() for layer in slot.kv]
+            self._evaluate(slot.kv)
 
-    def _choose(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
+    def _choose_slot(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
         """The slot to use, and the one which shares most with the prompt. The first wins ties."""
         idle = self._idle()
         assert idle, "more sequences than slots"
@@ -171,75 +182,86 @@ class SlotPrefixCache(Generic[Layer]):
             return best, best  # the prompt only adds to it: nobody loses anything
         return min(idle, key=lambda slot: slot.last_used), best
 
-    def _prepare(
-        self, slot: _Slot[Layer], own: int, best: _Slot[Layer], lent: int, *, room: int
+    def _prepare_layers(
+        self, slot: _Slot[Layer], own: int, best: _Slot[Layer], lent: int, *, reserve_length: int
     ) -> int:
         """Layers for the slot; for how many ids they stand. own, lent: ids to be had from the slot
         itself, and from the best one. Its own are preferred where as many: that copies nothing."""
-        own = own if can_cut(slot.kv, own) else 0
+        own = own if can_trim_to(slot.kv, own) else 0
         # a copy can be cut where its original can
-        if best is not slot and lent > own and can_cut(best.kv, lent):
-            self._fork(best, slot, lent, room=room)
+        if best is not slot and lent > own and can_trim_to(best.kv, lent):
+            self._fork(best, slot, lent, reserve_length=reserve_length)
             return lent
         if own == 0:
             self._evict(slot)
-            slot.kv = self.fresh(room=room)
+            slot.kv = self.make_layers(reserve_length=reserve_length)
             return 0
-        cut(slot.kv, own)
+        trim_to(slot.kv, own)
         slot.ids = slot.ids[:own]
         for layer in slot.kv:
-            layer.reserve(room)
+            layer.reserve(reserve_length)
         return own
 
-    def _fork(self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, room: int) -> None:
+    def _fork(
+        self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, reserve_length: int
+    ) -> None:
         self._evict(slot)  # first, so that its old layers and the copies are never held at once
-        kv = list(self.fresh(room=room))
+        kv = list(self.make_layers(reserve_length=reserve_length))
         for index, layer in enumerate(donor.kv):
-            if layer.divisible:
+            if layer.sliceable:
                 kv[index].append(layer, 0, length)
             else:
                 kv[index] = layer.copy()
                 kv[index].trim(layer.offset - length)
-        self._settle(kv)
+        self._evaluate(kv)
         slot.ids, slot.kv = donor.ids[:length], kv
 
-    def _miss(self, had: tuple[int, ...] | None, ids: tuple[int, ...], cached: int) -> Miss | None:
+    def _explain_miss(
+        self, had: tuple[int, ...] | None, ids: tuple[int, ...], cached: int
+    ) -> CacheMiss | None:
         """had: ids of the slot that shared most with the prompt; None if none were wanted."""
-        most = self._floor(len(ids) - 1)
+        most = self._align_down(len(ids) - 1)
         if cached == most:
             return None
         if had is None:
-            return Miss(at=0, reason="unwanted")
-        shared = common_prefix(had, ids)
-        if cached < min(self._floor(shared), most):
-            return Miss(at=cached, reason="no_state")
+            return CacheMiss(position=0, reason="unwanted")
+        shared = common_prefix_length(had, ids)
+        if cached < min(self._align_down(shared), most):
+            return CacheMiss(position=cached, reason="no_state")
         if shared == 0:
-            return Miss(at=0, reason="empty")
+            return CacheMiss(position=0, reason="empty")
         # on a grid a little further on than `cached`: where the ids part is what tells why
-        return Miss(at=shared, reason="diverged", had=had[shared : shared + _SHOWN])
+        return CacheMiss(
+            position=shared, reason="diverged", cached_ids=had[shared : shared + _MISS_IDS_SHOWN]
+        )
 
     def _evict(self, slot: _Slot[Layer]) -> None:
         self._evictions += bool(slot.ids)
-        slot.empty()
+        slot.clear()
 
     def _idle(self) -> list[_Slot[Layer]]:
         return [slot for slot in self._slots if not slot.in_use]
 
-    def _floor(self, length: int) -> int:
-        return length - length % self._grid
+    def _align_down(self, length: int) -> int:
+        return length - length % self._alignment
 
 
 class SlotLease(Generic[Layer]):
     """A slot on loan to one sequence; ends once."""
 
-    pauses: Sequence[int] = ()
+    checkpoint_positions: Sequence[int] = ()
 
     def __init__(
-        self, cache: SlotPrefixCache[Layer], slot: _Slot[Layer], *, cached: int, miss: Miss | None
+        self,
+        cache: SlotPrefixCache[Layer],
+        slot: _Slot[Layer],
+        *,
+        cached: int,
+        miss: CacheMiss | None,
     ) -> None:
         self._cache = cache
         self._slot: _Slot[Layer] | None = slot
-        self._exact = sys.maxsize  # at most so many of the ids may serve others
+        self._shareable = sys.maxsize  # at most so many of the ids may serve others
         self.cached = cached
         self.miss = miss
 
@@ -247,52 +269,56 @@ class SlotLease(Generic[Layer]):
     def kv(self) -> Sequence[Layer]:
         return () if self._slot is None else self._slot.kv
 
-    def reached(self, ids: Sequence[int]) -> None:
-        slot = self._held()
+    def publish(self, ids: Sequence[int]) -> None:
+        slot = self._active_slot()
         assert all(layer.offset >= len(ids) for layer in self.kv)
-        slot.ids = tuple(ids[: self._exact])
+        slot.ids = tuple(ids[: self._shareable])
 
     def shift(
-        self, ids: Sequence[int], *, keep: int, remove: Callable[[Sequence[Layer], int, int], bool]
-    ) -> Shifted:
-        """Make room in a full context by forgetting the older half of what follows `keep` ids.
+        self,
+        ids: Sequence[int],
+        *,
+        num_keep: int,
+        remove: Callable[[Sequence[Layer], int, int], bool],
+    ) -> ShiftResult:
+        """Make room in a full context by forgetting the older half of what follows `num_keep` ids.
 
-        ids: everything that was evaluated into the layers, in order. keep: fewer than the context
-        has. remove(kv, start, end): makes the layers forget positions [start, end) and moves those
-        behind up (`Model.shift`); False, with nothing changed, where they cannot. Then the lease
-        begins again with fresh layers.
+        ids: everything that was evaluated into the layers, in order. num_keep: fewer than the
+        context has. remove(kv, start, end): makes the layers forget positions [start, end) and
+        moves those behind up (`Model.shift`); False, with nothing changed, where they cannot. Then
+        the lease begins again with fresh layers.
 
         before   [ keep | discarded | rest ....... | ]     len(ids) positions
-        after    [ keep | rest ....... |             ]     `Shifted.ids`, all or none evaluated
+        after    [ keep | rest ....... |             ]     `ShiftResult.ids`, all or none evaluated
 
         Without need nothing changes. What is moved up saw the discarded ids when it was evaluated;
         a prompt of the same ids would not have. So it serves this sequence only: others, now and
         after `commit`, get no more than the kept part.
         """
-        slot = self._held()
+        slot = self._active_slot()
         assert all(layer.offset == len(ids) for layer in self.kv)
-        discard = shift_discard(context=self._cache.context, length=len(ids), keep=keep)
+        discard = count_discarded(context=self._cache.context, length=len(ids), num_keep=num_keep)
         if discard == 0:
-            return Shifted(ids=tuple(ids), evaluated=len(ids))
-        left = (*ids[:keep], *ids[keep + discard :])
-        if remove(self.kv, keep, keep + discard):
+            return ShiftResult(ids=tuple(ids), num_computed=len(ids))
+        left = (*ids[:num_keep], *ids[num_keep + discard :])
+        if remove(self.kv, num_keep, num_keep + discard):
             assert all(layer.offset == len(left) for layer in self.kv)
-            self._exact = min(self._exact, keep)
-            slot.ids = slot.ids[: self._exact]
-            return Shifted(ids=left, evaluated=len(left))
-        self._exact = sys.maxsize
+            self._shareable = min(self._shareable, num_keep)
+            slot.ids = slot.ids[: self._shareable]
+            return ShiftResult(ids=left, num_computed=len(left))
+        self._shareable = sys.maxsize
         slot.ids = slot.kv = ()
-        slot.kv = self._cache.fresh(room=len(ids))
-        return Shifted(ids=left, evaluated=0)
+        slot.kv = self._cache.make_layers(reserve_length=len(ids))
+        return ShiftResult(ids=left, num_computed=0)
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
-        self._cache.remember(self._held(), ids, keep=keep, exact=self._exact)
+        self._cache.store_prefix(self._active_slot(), ids, keep=keep, shareable=self._shareable)
         self._slot = None
 
     def discard(self) -> None:
-        self._held().empty()
+        self._active_slot().clear()
         self._slot = None
 
-    def _held(self) -> _Slot[Layer]:
+    def _active_slot(self) -> _Slot[Layer]:
         assert self._slot is not None, "the lease has ended"
         return self._slot

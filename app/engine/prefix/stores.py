@@ -16,11 +16,11 @@ from app.core.ports import Layer
 
 
 @dataclass(slots=True, eq=False)
-class Store(Generic[Layer]):
+class KVStore(Generic[Layer]):
     """Positions [base, end) of the divisible layers, in the order of the model.
 
     live: on loan to a sequence that runs. Then base is 0, and its layers grow beyond what the nodes
-    need of them; it is not counted here but by whoever borrowed it. room: positions that were
+    need of them; it is not counted here but by whoever borrowed it. reserved: positions that were
     reserved in all.
     """
 
@@ -28,9 +28,9 @@ class Store(Generic[Layer]):
     live: bool = False
     base: int = 0
     end: int = 0
-    room: int = 0
+    reserved: int = 0
     nbytes: int = 0
-    nodes: "set[Node[Layer]]" = field(default_factory=lambda: set[Node[Layer]]())
+    nodes: "set[RadixNode[Layer]]" = field(default_factory=lambda: set[RadixNode[Layer]]())
 
     @property
     def span(self) -> tuple[int, int]:
@@ -39,10 +39,10 @@ class Store(Generic[Layer]):
         return start, max((node.end for node in self.nodes), default=start)
 
     @property
-    def deepest(self) -> "Node[Layer] | None":
+    def deepest(self) -> "RadixNode[Layer] | None":
         return max(self.nodes, key=end_of, default=None)
 
-    def count(self) -> int:
+    def update_nbytes(self) -> int:
         """Look at the layers' bytes again; by how many they changed."""
         before, self.nbytes = self.nbytes, sum(layer.nbytes for layer in self.layers)
         return self.nbytes - before
@@ -53,19 +53,19 @@ class Store(Generic[Layer]):
             layer.trim(layer.offset - (end - self.base))
         self.end = end
 
-    def cut(self, start: int, end: int, settle: Callable[[Sequence[Layer]], None]) -> None:
+    def keep_range(self, start: int, end: int, evaluate: Callable[[Sequence[Layer]], None]) -> None:
         """Keep [start, end) only, free the rest. If this fails, the content is in doubt."""
         # one layer at a time, so that never more than one is held twice
         for index, layer in enumerate(self.layers):
-            piece = layer.piece(start - self.base, end - self.base)
-            settle((piece,))
+            piece = layer.slice(start - self.base, end - self.base)
+            evaluate((piece,))
             self.layers[index] = piece
-        self.base, self.end, self.room = start, end, end
+        self.base, self.end, self.reserved = start, end, end
 
     def check(self) -> None:
         start, end = self.span
         for upper, lower in pairwise(sorted(self.nodes, key=end_of)):
-            assert lower.is_below(upper), "a store backs nodes of two paths"
+            assert lower.is_descendant_of(upper), "a store backs nodes of two paths"
         if self.live:
             assert (self.base, self.nbytes) == (0, 0)
             assert all(layer.offset >= end for layer in self.layers)
@@ -76,17 +76,19 @@ class Store(Generic[Layer]):
 
 
 @dataclass(slots=True, eq=False)
-class Node(Generic[Layer]):
+class RadixNode(Generic[Layer]):
     """The ids of positions [start, end). children: by their first id. checkpoint: the whole layers,
-    as they are at `end`. used: a count of uses, never less than that of any child."""
+    as they are at `end`. last_used: a count of uses, never less than that of any child."""
 
     ids: tuple[int, ...]
     start: int
-    parent: "Node[Layer] | None"
-    store: Store[Layer]
-    children: "dict[int, Node[Layer]]" = field(default_factory=lambda: dict[int, Node[Layer]]())
+    parent: "RadixNode[Layer] | None"
+    store: KVStore[Layer]
+    children: "dict[int, RadixNode[Layer]]" = field(
+        default_factory=lambda: dict[int, RadixNode[Layer]]()
+    )
     checkpoint: tuple[Layer, ...] | None = None
-    used: int = 0
+    last_used: int = 0
 
     @property
     def end(self) -> int:
@@ -103,14 +105,14 @@ class Node(Generic[Layer]):
             layer.trim(layer.offset - position)
         return state
 
-    def subtree(self) -> "list[Node[Layer]]":
+    def subtree(self) -> "list[RadixNode[Layer]]":
         """Each before its children. A loop: paths may be deeper than Python's stack."""
-        nodes: list[Node[Layer]] = [self]
+        nodes: list[RadixNode[Layer]] = [self]
         for node in nodes:
             nodes.extend(node.children.values())
         return nodes
 
-    def is_below(self, other: "Node[Layer]") -> bool:
+    def is_descendant_of(self, other: "RadixNode[Layer]") -> bool:
         node = self.parent
         while node is not None and node is not other:
             node = node.parent
@@ -125,5 +127,5 @@ class Node(Generic[Layer]):
         assert all(layer.offset == self.end for layer in self.checkpoint or ())
 
 
-def end_of(node: Node[Layer]) -> int:
+def end_of(node: RadixNode[Layer]) -> int:
     return node.end

@@ -20,53 +20,55 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 from app.core.ports import Layer
-from app.engine.prefix.matching import common_prefix
-from app.engine.prefix.stores import Node, Store, end_of
+from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.stores import KVStore, RadixNode, end_of
 
 
-class Tree(Generic[Layer]):
-    """settle: makes copied layers independent of what they were copied from. whole: whether there
-    are layers that checkpoints are needed for; then an idle leaf without one is of no use, and is
-    not kept."""
+class RadixTree(Generic[Layer]):
+    """evaluate: makes copied layers independent of what they were copied from. needs_checkpoints:
+    whether there are layers that checkpoints are needed for; then an idle leaf without one is of no
+    use, and is not kept."""
 
-    def __init__(self, settle: Callable[[Sequence[Layer]], None], *, whole: bool) -> None:
-        self._settle = settle
-        self.whole = whole
-        self.root = Node[Layer]((), 0, None, Store[Layer]([]))
+    def __init__(
+        self, evaluate: Callable[[Sequence[Layer]], None], *, needs_checkpoints: bool
+    ) -> None:
+        self._evaluate = evaluate
+        self.needs_checkpoints = needs_checkpoints
+        self.root = RadixNode[Layer]((), 0, None, KVStore[Layer]([]))
         self.nbytes = 0
-        self.live: dict[Store[Layer], None] = {}
+        self.live: dict[KVStore[Layer], None] = {}
         # Every node before its parent, since a use moves a path to the end, deepest node first.
         # So the first one that could be given up is also the one used longest ago.
-        self._order = OrderedDict[Node[Layer], None]()
-        self._uses = 0
-        self._loose: dict[Store[Layer], None] = {}  # may hold more than their nodes need
+        self._lru = OrderedDict[RadixNode[Layer], None]()
+        self._clock = 0
+        self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than their nodes need
 
-    def walk(self, ids: tuple[int, ...]) -> tuple[list[Node[Layer]], int]:
+    def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
         """The nodes which `ids` go through, and how many ids they share: the last node may be
         matched in part. Time is that of comparing the ids once, however much else is cached."""
-        path: list[Node[Layer]] = []
+        path: list[RadixNode[Layer]] = []
         node, at = self.root, 0
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
             path.append(child)
-            at += common_prefix(child.ids, ids, at)
+            at += common_prefix_length(child.ids, ids, at)
             if at < child.end:
                 break
             node = child
         return path, at
 
-    def extend(self, ids: tuple[int, ...], store: Store[Layer]) -> list[Node[Layer]]:
+    def insert(self, ids: tuple[int, ...], store: KVStore[Layer]) -> list[RadixNode[Layer]]:
         """Put a live sequence into the tree. Its store backs only what nobody else does already."""
-        path, at = self.walk(ids)
+        path, at = self.match(ids)
         if at < len(ids):
-            last = self.node_at(path, at)
+            last = self.split_at(path, at)
             if last.store is store and not last.children and last.checkpoint is None:
                 last.ids += ids[at:]
             else:
-                path.append(self._new(ids[at:], at, last, store))
+                path.append(self._add_node(ids[at:], at, last, store))
         self.touch(path)
         return path
 
-    def node_at(self, path: list[Node[Layer]], end: int) -> Node[Layer]:
+    def split_at(self, path: list[RadixNode[Layer]], end: int) -> RadixNode[Layer]:
         """The last node of a path that goes to `end` at least: split, if it goes on behind."""
         if not path:
             return self.root
@@ -75,60 +77,60 @@ class Tree(Generic[Layer]):
             # the lower part stays the same object: its children and its place by age are right
             assert lower.parent is not None
             cut = end - lower.start
-            upper = self._new(lower.ids[:cut], lower.start, lower.parent, lower.store)
+            upper = self._add_node(lower.ids[:cut], lower.start, lower.parent, lower.store)
             lower.ids, lower.start, lower.parent = lower.ids[cut:], end, upper
             upper.children[lower.ids[0]] = lower
             path[-1] = upper
             self.touch(path)
         return path[-1]
 
-    def touch(self, path: Sequence[Node[Layer]]) -> None:
-        self._uses += 1
+    def touch(self, path: Sequence[RadixNode[Layer]]) -> None:
+        self._clock += 1
         for node in reversed(path):
-            node.used = self._uses
-            self._order.move_to_end(node)
+            node.last_used = self._clock
+            self._lru.move_to_end(node)
 
-    def back(self, node: Node[Layer], store: Store[Layer]) -> None:
+    def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:
         """From now on `store`, which holds the same, backs the node. Ends with `fit`."""
-        self._let_go(node)
+        self._detach_from_store(node)
         node.store = store
         store.nodes.add(node)
 
-    def attach(self, node: Node[Layer], checkpoint: tuple[Layer, ...]) -> None:
+    def attach_checkpoint(self, node: RadixNode[Layer], checkpoint: tuple[Layer, ...]) -> None:
         assert node.checkpoint is None
         node.checkpoint = checkpoint
         self.nbytes += node.checkpoint_bytes
 
-    def detach(self, node: Node[Layer]) -> int:
+    def detach_checkpoint(self, node: RadixNode[Layer]) -> int:
         """The bytes it came to."""
         freed = node.checkpoint_bytes
         self.nbytes -= freed
         node.checkpoint = None
         return freed
 
-    def lend(self, store: Store[Layer]) -> None:
+    def mark_live(self, store: KVStore[Layer]) -> None:
         """A store goes on loan: a new one, or an idle one that begins at 0."""
         assert store.base == 0
         self.nbytes -= store.nbytes
         store.nbytes, store.live = 0, True
         self.live[store] = None
 
-    def take_back(self, store: Store[Layer]) -> None:
+    def mark_idle(self, store: KVStore[Layer]) -> None:
         """A live store becomes idle and keeps what it backs."""
         del self.live[store]
         store.live = False
         if store.deepest is not None:
             self.prune(store.deepest)
         start, end = store.span
-        if start == 0 and store.room <= 2 * end:
+        if start == 0 and store.reserved <= 2 * end:
             # kept as it is, free room included: it is likely to be continued
             store.trim(end)
         else:
             store.end = 0  # whatever it held: to be cut
-        self._loose[store] = None
-        self.fit()
+        self._oversized[store] = None
+        self.free_unused()
 
-    def drop(self, store: Store[Layer]) -> None:
+    def discard_store(self, store: KVStore[Layer]) -> None:
         """The content of a store is in doubt. Nodes which lie on another live sequence's path are
         backed by that one; the others go, with all that hangs below them."""
         self.live.pop(store, None)
@@ -138,62 +140,62 @@ class Tree(Generic[Layer]):
             below = node.subtree()
             heir = next((n.store for n in below if n.store.live and n.store is not store), None)
             if heir is not None:
-                self.back(node, heir)
+                self.assign_store(node, heir)
                 continue
             for each in reversed(below):
-                self.unlink(each)
+                self.remove_leaf(each)
             assert node.parent is not None
             self.prune(node.parent)
         store.live = False
-        self._loose[store] = None
-        self.fit()
+        self._oversized[store] = None
+        self.free_unused()
 
-    def cut_back(self, leaf: Node[Layer], end: int) -> None:
+    def truncate_leaf(self, leaf: RadixNode[Layer], end: int) -> None:
         """Forget what an idle leaf holds behind `end`, if anything. Ends with `fit`."""
         if leaf.start >= end:
-            self.unlink(leaf)
+            self.remove_leaf(leaf)
         elif leaf.end > end:
             assert not leaf.children
-            self.detach(leaf)
+            self.detach_checkpoint(leaf)
             leaf.ids = leaf.ids[: end - leaf.start]
-            self._loose[leaf.store] = None
+            self._oversized[leaf.store] = None
 
-    def unlink(self, leaf: Node[Layer]) -> int:
+    def remove_leaf(self, leaf: RadixNode[Layer]) -> int:
         """Ends with `fit`. Returns a guess at the bytes that this will free."""
         assert not leaf.children
         assert leaf.parent is not None
         store = leaf.store
         freed = store.nbytes * len(leaf.ids) // max(1, store.end - store.base)
-        self._let_go(leaf)
+        self._detach_from_store(leaf)
         del leaf.parent.children[leaf.ids[0]]
-        del self._order[leaf]
-        return freed + self.detach(leaf)
+        del self._lru[leaf]
+        return freed + self.detach_checkpoint(leaf)
 
-    def prune(self, node: Node[Layer]) -> int:
+    def prune(self, node: RadixNode[Layer]) -> int:
         """Unlink a leaf that serves nobody, and then its parent if that serves nobody."""
         freed = 0
         while (
-            self.whole
+            self.needs_checkpoints
             and node.parent is not None
             and not (node.children or node.store.live or node.checkpoint)
         ):
             parent = node.parent
-            freed += self.unlink(node)
+            freed += self.remove_leaf(node)
             node = parent
         return freed
 
-    def fit(self) -> None:
+    def free_unused(self) -> None:
         """Free what stores hold and no node needs."""
-        while self._loose:
-            store, _ = self._loose.popitem()
+        while self._oversized:
+            store, _ = self._oversized.popitem()
             if store.live:
                 continue
             start, end = store.span
             if start == end:
                 store.layers.clear()
             elif (start, end) != (store.base, store.end):
-                self._cut(store, start, end)
-            self.nbytes += store.count()
+                self._keep_range(store, start, end)
+            self.nbytes += store.update_nbytes()
 
     def evict(self, count: int) -> int:
         """Free `count` bytes, or all that can be. Returns how many things were given up.
@@ -204,15 +206,15 @@ class Tree(Generic[Layer]):
         if count <= 0:
             return 0
         goal, given_up = self.nbytes - count, 0
-        self._hand_over()
+        self._reassign_to_live()
         while self.nbytes > goal and (dropped := self._evict_leaves(self.nbytes - goal)):
             given_up += dropped
-            self.fit()
-        for node in self._order:  # what is left are checkpoints along live paths
+            self.free_unused()
+        for node in self._lru:  # what is left are checkpoints along live paths
             if self.nbytes <= goal:
                 break
             if node.checkpoint is not None:
-                self.detach(node)
+                self.detach_checkpoint(node)
                 given_up += 1
         return given_up
 
@@ -221,62 +223,64 @@ class Tree(Generic[Layer]):
         while freed < wanted and (leaf := self._oldest_leaf()) is not None:
             spare = _spare_checkpoint(leaf)
             if spare is not None:
-                freed += self.detach(spare)
+                freed += self.detach_checkpoint(spare)
             else:
                 parent = leaf.parent
                 assert parent is not None
-                freed += self.unlink(leaf) + self.prune(parent)
+                freed += self.remove_leaf(leaf) + self.prune(parent)
             given_up += 1
         return given_up
 
-    def _oldest_leaf(self) -> Node[Layer] | None:
+    def _oldest_leaf(self) -> RadixNode[Layer] | None:
         # the nodes passed over are on live paths: few, and mostly at the other end
-        return next((n for n in self._order if not n.children and not n.store.live), None)
+        return next((n for n in self._lru if not n.children and not n.store.live), None)
 
-    def _hand_over(self) -> None:
+    def _reassign_to_live(self) -> None:
         """Let live stores back the whole of their paths."""
         for store in self.live:
             node = store.deepest or self.root
             while node.parent is not None:
                 if not node.store.live:
-                    self.back(node, store)
+                    self.assign_store(node, store)
                 node = node.parent
-        self.fit()
+        self.free_unused()
 
-    def _new(
-        self, ids: tuple[int, ...], start: int, parent: Node[Layer], store: Store[Layer]
-    ) -> Node[Layer]:
+    def _add_node(
+        self, ids: tuple[int, ...], start: int, parent: RadixNode[Layer], store: KVStore[Layer]
+    ) -> RadixNode[Layer]:
         """In place of what begins alike, if anything. Whoever calls it touches the path."""
-        node = Node(ids, start, parent, store)
+        node = RadixNode(ids, start, parent, store)
         parent.children[ids[0]] = node
         store.nodes.add(node)
-        self._order[node] = None
+        self._lru[node] = None
         return node
 
-    def _let_go(self, node: Node[Layer]) -> None:
+    def _detach_from_store(self, node: RadixNode[Layer]) -> None:
         node.store.nodes.discard(node)
-        self._loose[node.store] = None
+        self._oversized[node.store] = None
 
-    def _cut(self, store: Store[Layer], start: int, end: int) -> None:
+    def _keep_range(self, store: KVStore[Layer], start: int, end: int) -> None:
         try:
-            store.cut(start, end, self._settle)
+            store.keep_range(start, end, self._evaluate)
         except BaseException:
-            self.drop(store)
+            self.discard_store(store)
             raise
 
     def check(self) -> None:
         nodes = self.root.subtree()[1:]
-        assert set(nodes) == set(self._order)
-        assert not self._loose
-        places = {node: place for place, node in enumerate(self._order)}
+        assert set(nodes) == set(self._lru)
+        assert not self._oversized
+        places = {node: place for place, node in enumerate(self._lru)}
         for node in nodes:
             node.check()
             assert node.parent is not None
             if node.parent is not self.root:
                 assert places[node] < places[node.parent]
-                assert node.used <= node.parent.used
-            assert self.whole or node.checkpoint is None
-            useful = node.children or node.store.live or node.checkpoint or not self.whole
+                assert node.last_used <= node.parent.last_used
+            assert self.needs_checkpoints or node.checkpoint is None
+            useful = (
+                node.children or node.store.live or node.checkpoint or not self.needs_checkpoints
+            )
             assert useful, "a leaf that serves nobody"
         stores = {node.store for node in nodes}
         for store in stores | set(self.live):
@@ -287,11 +291,11 @@ class Tree(Generic[Layer]):
         assert self.nbytes == checkpoints + sum(store.nbytes for store in stores)
 
 
-def _spare_checkpoint(leaf: Node[Layer]) -> Node[Layer] | None:
+def _spare_checkpoint(leaf: RadixNode[Layer]) -> RadixNode[Layer] | None:
     """The first node of a leaf's path that has a checkpoint and served nobody but this path. What
     ends last is likeliest to be continued, so it goes last."""
     spare, node = None, leaf.parent
-    while node is not None and node.used == leaf.used and len(node.children) == 1:
+    while node is not None and node.last_used == leaf.last_used and len(node.children) == 1:
         spare = node if node.checkpoint is not None else spare
         node = node.parent
     return spare

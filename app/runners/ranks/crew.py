@@ -16,172 +16,191 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.requests import Grammar
 from app.core.settings import Settings
-from app.engine.grammar import Grammars, Matcher
-from app.engine.ranks import Ranks
+from app.engine.grammar import GrammarCompiler, Matcher
+from app.engine.ranks import DistributedGroup
 from app.runners.ranks.launch import Launch
-from app.runners.ranks.line import Compile, Compiled, Down, Hello, Line, Lost, Stop, Welcome
-from app.runners.ranks.meeting import WORDS, Meeting, met, traits_of
+from app.runners.ranks.line import (
+    Compile,
+    Compiled,
+    Hello,
+    HelloReply,
+    LeaderMessage,
+    RankConnection,
+    RankFailed,
+    Stop,
+)
+from app.runners.ranks.meeting import (
+    RENDEZVOUS_BYTES,
+    RendezvousInfo,
+    collect_traits,
+    join_rank_group,
+)
 
 log = logging.getLogger(__name__)
 
 # seconds in which all others must have said hello, and each that has connected
-_GATHERING, _HELLO = 60.0, 5.0
+_RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
 
 # seconds that others may take for a grammar longer than rank 0 did
-_COMPILING = 20.0
+_COMPILE_TIMEOUT = 20.0
 
 # seconds in which the process must have ended once a rank was lost
-_LAST_WORDS = 10.0
+_EXIT_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RankPeer:
     """One of the other ranks."""
 
     rank: int
     host: str
-    line: Line
+    connection: RankConnection
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host})"
 
 
-class Crew:
+class RankGroup:
     """ranks: for the engine."""
 
-    def __init__(self, ranks: Ranks, members: Mapping[int, Member]) -> None:
+    def __init__(self, ranks: DistributedGroup, peers: Mapping[int, RankPeer]) -> None:
         self.ranks = ranks
-        self._members = members
+        self._peers = peers
         self._listeners: list[Callable[[str], None]] = []
         self._changed = threading.Condition()
         self._compiled: dict[int, int] = {}  # by number, by how many of the others
-        self._numbers = 0
-        self._why: str | None = None
-        self._dismissed = self._engaged = False
-        for member in self._members.values():
+        self._last_number = 0
+        self._failure: str | None = None
+        self._stopped = self._engine_attached = False
+        for member in self._peers.values():
             name = f"rank-{member.rank}"
-            threading.Thread(target=self._listen, args=(member,), name=name, daemon=True).start()
+            threading.Thread(
+                target=self._read_replies, args=(member,), name=name, daemon=True
+            ).start()
 
-    def engage(self, lost: Callable[[str], None]) -> None:
-        """For the one engine that the others load their parts with. lost: see `when_lost`. Raises
-        AppError(ENGINE) for another one: they load once."""
-        if self._engaged:
+    def attach_engine(self, on_failure: Callable[[str], None]) -> None:
+        """For the one engine that the others load their parts with. on_failure: see
+        `add_failure_listener`. Raises AppError(ENGINE) for another one: they load once."""
+        if self._engine_attached:
             raise AppError(
-                Kind.ENGINE,
+                ErrorKind.ENGINE,
                 "the model is split across ranks and cannot be loaded again: restart all ranks",
             )
-        self._engaged = True
-        self.when_lost(lost)
+        self._engine_attached = True
+        self.add_failure_listener(on_failure)
 
-    def when_lost(self, listener: Callable[[str], None]) -> None:
+    def add_failure_listener(self, listener: Callable[[str], None]) -> None:
         """To be told, on another thread and once, why nobody can be served any more."""
         with self._changed:
             self._listeners.append(listener)
-            why = self._why
+            why = self._failure
         if why is not None:
             listener(why)
 
-    def tell(self, words: Down) -> None:
-        for member in self._members.values():
-            member.line.tell(words)
+    def broadcast(self, message: LeaderMessage) -> None:
+        for member in self._peers.values():
+            member.connection.send_to_follower(message)
 
-    def lost(self, within: float = 0.0) -> str | None:
+    def wait_for_failure(self, timeout: float = 0.0) -> str | None:
         """Why nobody can be served any more, if that comes out within so many seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._why is not None, within)
-            return self._why
+            self._changed.wait_for(lambda: self._failure is not None, timeout)
+            return self._failure
 
-    def lose(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """All is over. Only the first reason counts, and none once all were dismissed."""
         with self._changed:
-            if self._why is not None or self._dismissed:
+            if self._failure is not None or self._stopped:
                 return
-            self._why = why
+            self._failure = reason
             self._changed.notify_all()
             listeners = list(self._listeners)
-        log.error("%s", why)
-        _end_within(_LAST_WORDS)
+        log.error("%s", reason)
+        _exit_after(_EXIT_TIMEOUT)
         for listener in listeners:
-            listener(why)
+            listener(reason)
 
-    def dismiss(self) -> None:
+    def stop_followers(self) -> None:
         """They are not needed any more, and end. May be called again."""
         with self._changed:
-            self._dismissed = True
-        self.tell(Stop())
-        for member in self._members.values():
-            member.line.hang_up()
+            self._stopped = True
+        self.broadcast(Stop())
+        for member in self._peers.values():
+            member.connection.shutdown()
 
-    def compile(self, grammars: Grammars, grammar: Grammar, stop_ids: frozenset[int]) -> Matcher:
-        """As `Grammars.compile`; returns when the others have it too, so that nobody's answer waits
-        for it. Not to be called on the engine's thread."""
+    def compile_grammar(
+        self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: frozenset[int]
+    ) -> Matcher:
+        """As `GrammarCompiler.compile`; returns when the others have it too, so that nobody's
+        answer waits for it. Not to be called on the engine's thread."""
         with self._changed:
-            number = self._numbers = self._numbers + 1
+            number = self._last_number = self._last_number + 1
             self._compiled[number] = 0
-        self.tell(Compile(number=number, grammar=grammar, stop_ids=stop_ids))
+        self.broadcast(Compile(number=number, grammar=grammar, stop_ids=stop_ids))
         try:
             matcher = grammars.compile(grammar, stop_ids)
             with self._changed:
                 everybody = self._changed.wait_for(
-                    lambda: self._why or self._compiled[number] == len(self._members), _COMPILING
+                    lambda: self._failure or self._compiled[number] == len(self._peers),
+                    _COMPILE_TIMEOUT,
                 )
         finally:
             with self._changed:
                 del self._compiled[number]
         if not everybody:
             slow = "the other ranks did not compile the grammar in time; try again in a moment"
-            raise AppError(Kind.BUSY, slow, retry_after=round(_COMPILING))
+            raise AppError(ErrorKind.BUSY, slow, retry_after=round(_COMPILE_TIMEOUT))
         return matcher
 
-    def _listen(self, member: Member) -> None:
-        for words in member.line.answers():
+    def _read_replies(self, peer: RankPeer) -> None:
+        for words in peer.connection.read_from_follower():
             match words:
                 case Compiled():
-                    self._note(words.number)
-                case Lost():
-                    self.lose(f"{member}: {words.why}")
+                    self._count_compiled(words.number)
+                case RankFailed():
+                    self.fail(f"{peer}: {words.reason}")
                 case Hello():
-                    self.lose(f"{member} sent a second hello")
-        member.line.close()
-        self.lose(f"{member} disconnected: its process exited or is unreachable")
+                    self.fail(f"{peer} sent a second hello")
+        peer.connection.close()
+        self.fail(f"{peer} disconnected: its process exited or is unreachable")
 
-    def _note(self, number: int) -> None:
+    def _count_compiled(self, number: int) -> None:
         with self._changed:
             if number in self._compiled:  # else nobody waits for it any more
                 self._compiled[number] += 1
                 self._changed.notify_all()
 
 
-def assemble(launch: Launch, files: ModelFiles, settings: Settings) -> Crew:
-    """Wait for the other ranks; see `app.engine.ranks.joined`.
+def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
+    """Wait for the other ranks; see `app.engine.ranks.join_group`.
 
     Raises AppError for one that cannot be reached, or has another model, version or setting."""
-    ranks = met(launch)
-    with _listening(launch) as server:
-        meeting = Meeting(
+    ranks = join_rank_group(launch)
+    with _create_listener(launch) as server:
+        meeting = RendezvousInfo(
             secret=secrets.token_hex(16), port=server.getsockname()[1], host=socket.gethostname()
         )
-        ranks.told(meeting.written(), WORDS)
-        members = _gathered(server, meeting, launch, traits_of(files, settings))
+        ranks.broadcast_bytes(meeting.encode(), RENDEZVOUS_BYTES)
+        members = _accept_peers(server, meeting, launch, collect_traits(files, settings))
     log.info("rank 0 of %d: connected to %s", launch.size, ", ".join(map(str, members.values())))
-    return Crew(ranks, members)
+    return RankGroup(ranks, members)
 
 
-def _listening(launch: Launch) -> socket.socket:
+def _create_listener(launch: Launch) -> socket.socket:
     host = launch.host or ""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family)
 
 
-def _gathered(
-    server: socket.socket, meeting: Meeting, launch: Launch, traits: Mapping[str, str]
-) -> dict[int, Member]:
-    members = dict[int, Member]()
-    deadline = time.monotonic() + _GATHERING
+def _accept_peers(
+    server: socket.socket, rendezvous: RendezvousInfo, launch: Launch, traits: Mapping[str, str]
+) -> dict[int, RankPeer]:
+    members = dict[int, RankPeer]()
+    deadline = time.monotonic() + _RENDEZVOUS_TIMEOUT
     while len(members) < launch.size - 1:
         server.settimeout(max(0.001, deadline - time.monotonic()))
         try:
@@ -189,41 +208,43 @@ def _gathered(
         except TimeoutError:
             missing = set(range(1, launch.size)) - members.keys()
             raise AppError(
-                Kind.ENGINE,
+                ErrorKind.ENGINE,
                 f"rank {min(missing)} joined the group but cannot connect to port "
-                f"{meeting.port} of {launch.host or meeting.host}: open it in the firewall",
+                f"{rendezvous.port} of {launch.host or rendezvous.host}: open it in the firewall",
             ) from None
-        line = Line(connected)
-        line.patient(_HELLO)
-        hello = line.greeting()
+        line = RankConnection(connected)
+        line.set_timeout(_HELLO_TIMEOUT)
+        hello = line.read_hello()
         # whoever does not know the secret is not one of us
         if hello is None or not secrets.compare_digest(
-            hello.secret.encode(), meeting.secret.encode()
+            hello.secret.encode(), rendezvous.secret.encode()
         ):
             line.close()
             continue
-        line.patient(None)
-        member = Member(rank=hello.rank, host=hello.host, line=line)
-        refused = _difference(member, hello.traits, traits)
-        line.tell(Welcome(refused=refused))
+        line.set_timeout(None)
+        member = RankPeer(rank=hello.rank, host=hello.host, connection=line)
+        refused = _find_mismatch(member, hello.traits, traits)
+        line.send_to_follower(HelloReply(refused=refused))
         if refused is not None:
             line.close()
-            raise AppError(Kind.INVALID, refused)
+            raise AppError(ErrorKind.INVALID, refused)
         members[hello.rank] = member
     return members
 
 
-def _difference(member: Member, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+def _find_mismatch(
+    peer: RankPeer, theirs: Mapping[str, str], ours: Mapping[str, str]
+) -> str | None:
     for name, value in ours.items():
         if theirs.get(name) != value:
             return (
-                f"{member} has {name} {theirs.get(name)}, and rank 0 has {value}: all ranks must "
+                f"{peer} has {name} {theirs.get(name)}, and rank 0 has {value}: all ranks must "
                 "have the same"
             )
     return None
 
 
-def _end_within(seconds: float) -> None:
+def _exit_after(seconds: float) -> None:
     """A thread that waits for a sum cannot be told to stop, nor can MLX be left while it does."""
 
     def end() -> None:

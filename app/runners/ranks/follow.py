@@ -17,15 +17,15 @@ import threading
 from collections.abc import Generator
 from types import FrameType
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
-from app.engine.grammar import Grammars, Matcher
+from app.engine.grammar import GrammarCompiler, Matcher
 from app.engine.load import load
 from app.engine.loop import Loop
-from app.engine.ranks import Ranks
-from app.engine.thread import error_text, give_back
-from app.runners.ranks.launch import Launch, when_launcher_ends
+from app.engine.ranks import DistributedGroup
+from app.engine.thread import format_exception, release_device_memory
+from app.runners.ranks.launch import Launch, watch_launcher
 from app.runners.ranks.line import (
     Cancel,
     Command,
@@ -33,41 +33,46 @@ from app.runners.ranks.line import (
     Compiled,
     Embed,
     Hello,
-    Line,
-    Lost,
+    HelloReply,
+    RankConnection,
+    RankFailed,
+    RunStep,
     Stop,
     Submit,
-    Turn,
-    Welcome,
 )
-from app.runners.ranks.meeting import WORDS, Meeting, met, traits_of
-from app.runners.ranks.said import Said
+from app.runners.ranks.meeting import (
+    RENDEZVOUS_BYTES,
+    RendezvousInfo,
+    collect_traits,
+    join_rank_group,
+)
+from app.runners.ranks.said import StepChecksum
 
 log = logging.getLogger(__name__)
 
 # seconds for the line to rank 0, once it is known where it waits
-_CONNECTING = 30.0
+_CONNECT_TIMEOUT = 30.0
 
 # seconds beyond `Settings.drain` that rank 0 may take to end, when all were told to
-_GRACE = 15.0
+_EXIT_GRACE = 15.0
 
 # seconds that a step may take to end
-_LAST_STEP = 30.0
+_STEP_TIMEOUT = 30.0
 
-_DIFFERS = (
+_DIVERGED = (
     "its results differ from those of rank 0 for the same requests, so they cannot compute "
     "together; this is a bug in mlxrunner or a hardware fault"
 )
 _STEP_FAILED = "a step failed on this rank; its log has the error"
 
 
-def follow(launch: Launch, files: ModelFiles, settings: Settings) -> int:
+def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     """Until rank 0 stops; the exit status. Raises AppError where rank 0 will not have us. Where it
     is lost, the process ends here and now: it may wait for a sum that nobody will ever add to."""
-    ranks = met(launch)
-    line = _connected(launch, ranks, files, settings)
+    ranks = join_rank_group(launch)
+    line = _connect(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
-    with _leaving_with_rank_0(settings):
+    with _exit_with_leader(settings):
         ended_well = follower.run()
     line.close()
     if ended_well:
@@ -76,122 +81,134 @@ def follow(launch: Launch, files: ModelFiles, settings: Settings) -> int:
     os._exit(1)
 
 
-def _connected(launch: Launch, ranks: Ranks, files: ModelFiles, settings: Settings) -> Line:
-    meeting = Meeting.read(ranks.told(b"", WORDS))
+def _connect(
+    launch: Launch, ranks: DistributedGroup, files: ModelFiles, settings: Settings
+) -> RankConnection:
+    meeting = RendezvousInfo.decode(ranks.broadcast_bytes(b"", RENDEZVOUS_BYTES))
     own = socket.gethostname()
     host = launch.host or ("127.0.0.1" if meeting.host == own else meeting.host)
     try:
-        line = Line(socket.create_connection((host, meeting.port), timeout=_CONNECTING))
+        line = RankConnection(
+            socket.create_connection((host, meeting.port), timeout=_CONNECT_TIMEOUT)
+        )
     except OSError as error:
         raise AppError(
-            Kind.ENGINE, f"cannot connect to rank 0 at {host}, port {meeting.port}: {error}"
+            ErrorKind.ENGINE, f"cannot connect to rank 0 at {host}, port {meeting.port}: {error}"
         ) from error
-    line.patient(_CONNECTING)
-    traits = traits_of(files, settings)
-    line.answer(Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits))
-    match next(line.told(), None):
-        case Welcome(refused=None):
-            line.patient(None)
+    line.set_timeout(_CONNECT_TIMEOUT)
+    traits = collect_traits(files, settings)
+    line.send_to_leader(Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits))
+    match next(line.read_from_leader(), None):
+        case HelloReply(refused=None):
+            line.set_timeout(None)
             return line
-        case Welcome(refused=why):
+        case HelloReply(refused=why):
             line.close()
-            raise AppError(Kind.INVALID, f"refused by rank 0: {why}")
+            raise AppError(ErrorKind.INVALID, f"refused by rank 0: {why}")
         case _:
             line.close()
-            raise AppError(Kind.ENGINE, "rank 0 disconnected")
+            raise AppError(ErrorKind.ENGINE, "rank 0 disconnected")
 
 
 class _Follower:
-    def __init__(self, line: Line, ranks: Ranks, files: ModelFiles, settings: Settings) -> None:
-        self._line = line
+    def __init__(
+        self,
+        connection: RankConnection,
+        ranks: DistributedGroup,
+        files: ModelFiles,
+        settings: Settings,
+    ) -> None:
+        self._connection = connection
         self._ranks = ranks
         self._files = files
         self._settings = settings
-        self._grammars = Grammars.of(files)
-        self._grammars.start()
-        self._gave_up = False  # written by the engine's thread
-        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
-        self._engine = threading.Thread(target=self._run, name="mlx-engine", daemon=True)
+        self._grammars = GrammarCompiler.for_model(files)
+        self._grammars.preload_tokenizer()
+        self._failed = False  # written by the engine's thread
+        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._engine_thread = threading.Thread(
+            target=self._run_engine, name="mlx-engine", daemon=True
+        )
 
     def run(self) -> bool:
         """Whether it ended because rank 0 wanted it so."""
-        self._engine.start()
-        for words in self._line.told():
+        self._engine_thread.start()
+        for words in self._connection.read_from_leader():
             match words:
-                case Turn():
-                    self._turns.put(words)
+                case RunStep():
+                    self._steps.put(words)
                 case Compile():
                     threading.Thread(target=self._compile, args=(words,), daemon=True).start()
                 case Stop():
                     log.info("rank %d: stopped by rank 0", self._ranks.rank)
-                    self._turns.put(None)
-                    self._engine.join(_LAST_STEP)
-                    return not self._engine.is_alive()
-                case Welcome():
+                    self._steps.put(None)
+                    self._engine_thread.join(_STEP_TIMEOUT)
+                    return not self._engine_thread.is_alive()
+                case HelloReply():
                     pass
-        if not self._gave_up:
+        if not self._failed:
             log.error("rank %d: rank 0 disconnected; exiting", self._ranks.rank)
         return False
 
-    def _run(self) -> None:
+    def _run_engine(self) -> None:
         """The engine's thread. Whatever ends it too early is told to rank 0, and ends the line."""
         try:
-            self._live()
+            self._run_steps()
         except AppError as error:
-            self._give_up(error.message)
+            self._fail(error.message)
         except Exception as error:
             log.exception("rank %d: the engine failed", self._ranks.rank)
-            self._give_up(error_text(error))
+            self._fail(format_exception(error))
         finally:
-            give_back()
+            release_device_memory()
 
-    def _live(self) -> None:
+    def _run_steps(self) -> None:
         loop = load(self._files, self._settings, lambda done, memory: None, self._ranks)
         log.info(
             "rank %d of %d is ready (process %d)", self._ranks.rank, self._ranks.size, os.getpid()
         )
-        said = Said()
-        while (turn := self._turns.get()) is not None:
-            if turn.said != said.checksum:
-                raise AppError(Kind.ENGINE, _DIFFERS)
+        said = StepChecksum()
+        while (turn := self._steps.get()) is not None:
+            if turn.checksum != said.value:
+                raise AppError(ErrorKind.ENGINE, _DIVERGED)
             for command in turn.commands:
-                self._carry_out(command, loop)
+                self._execute(command, loop)
             step = loop.step()
-            if loop.faults:
-                raise AppError(Kind.ENGINE, _STEP_FAILED)
-            said.add(step)
+            if loop.exceptions:
+                raise AppError(ErrorKind.ENGINE, _STEP_FAILED)
+            said.update(step)
 
-    def _carry_out(self, command: Command, loop: Loop) -> None:
+    def _execute(self, command: Command, loop: Loop) -> None:
         match command:
             case Submit(job=job):
-                loop.submit(job, self._matcher(command))
+                loop.submit(job, self._compile_matcher(command))
             case Embed(job=job):
                 loop.embed(job)
             case Cancel(job=job, keep=keep):
                 loop.cancel(job, keep=keep)
 
-    def _matcher(self, command: Submit) -> Matcher | None:
+    def _compile_matcher(self, command: Submit) -> Matcher | None:
         """Compiled already, when rank 0 did the same."""
         job = command.job
-        return job.grammar and self._grammars.compile(job.grammar, job.stop_ids)
+        return job.grammar and self._grammars.compile(job.grammar, job.stop_token_ids)
 
-    def _compile(self, words: Compile) -> None:
+    def _compile(self, message: Compile) -> None:
         """Only to have it when it is wanted. What is wrong with it is told by rank 0."""
         try:
-            self._grammars.compile(words.grammar, words.stop_ids)
+            self._grammars.compile(message.grammar, message.stop_ids)
         except AppError as error:
             log.info("rank %d: %s", self._ranks.rank, error.message)
-        self._line.answer(Compiled(number=words.number))
+        self._connection.send_to_leader(Compiled(number=message.number))
 
-    def _give_up(self, why: str) -> None:
-        self._gave_up = True
-        log.error("rank %d: %s", self._ranks.rank, why)
-        self._line.answer(Lost(why=why))
-        self._line.hang_up()
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        log.error("rank %d: %s", self._ranks.rank, reason)
+        self._connection.send_to_leader(RankFailed(reason=reason))
+        self._connection.shutdown()
 
 
 @contextlib.contextmanager
-def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
+def _exit_with_leader(settings: Settings) -> Generator[None]:
     """Told to end, or without whoever started all, wait for rank 0 to end; told again, end. That
     the launcher is gone counts as nothing that was told: it dies of what all are told at once, and
     may have died of it before this process hears."""
@@ -199,7 +216,7 @@ def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
     told: list[int] = []
 
     def end_later(status: int) -> None:
-        timer = threading.Timer(settings.drain + _GRACE, os._exit, (status,))
+        timer = threading.Timer(settings.drain + _EXIT_GRACE, os._exit, (status,))
         timer.daemon = True
         patience.append(timer)
         timer.start()
@@ -213,7 +230,7 @@ def _leaving_with_rank_0(settings: Settings) -> Generator[None]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
-    when_launcher_ends(os.environ, lambda: end_later(1))
+    watch_launcher(os.environ, lambda: end_later(1))
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -30,28 +30,28 @@ class Launch:
     host: str | None
 
 
-def launched(environ: Mapping[str, str]) -> Launch | None:
+def detect_launch(environ: Mapping[str, str]) -> Launch | None:
     """None for a process that is alone. Raises AppError(INVALID) for variables that contradict
     themselves."""
     if "MLX_RANK" in environ:
-        rank = _number(environ, "MLX_RANK")
-        size, host = _peers(environ)
+        rank = _read_int(environ, "MLX_RANK")
+        size, host = _read_peers(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ:
-        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
-        size, host = _number(environ, "OMPI_COMM_WORLD_SIZE"), None
+        rank = _read_int(environ, "OMPI_COMM_WORLD_RANK")
+        size, host = _read_int(environ, "OMPI_COMM_WORLD_SIZE"), None
     else:
         return None
     if size < 2:
         return None
     if rank >= size:
         raise AppError(
-            Kind.INVALID, f"rank {rank} is out of range: the {size} ranks are counted from 0"
+            ErrorKind.INVALID, f"rank {rank} is out of range: the {size} ranks are counted from 0"
         )
     return Launch(rank=rank, size=size, host=host)
 
 
-def when_launcher_ends(environ: Mapping[str, str], told: Callable[[], None]) -> None:
-    """told: called on another thread once `mlx.launch` is gone, which holds the other end of the
+def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> None:
+    """on_exit: called on another thread once `mlx.launch` is gone, which holds the other end of the
     pipe that is our standard input. On another machine, ssh sends SIGHUP instead."""
 
     def wait() -> None:
@@ -59,47 +59,47 @@ def when_launcher_ends(environ: Mapping[str, str], told: Callable[[], None]) -> 
         while os.read(0, 1 << 16):
             pass
         log.error("mlx.launch exited: stopping its ranks")
-        told()
+        on_exit()
 
     if "MLX_RANK" in environ and stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
-def together(settings: Settings) -> Settings:
+def restrict_to_one_model(settings: Settings) -> Settings:
     """What holds when ranks run a model together: there is one model, whose engine is a thread of
     this process, since a rank is a process. Raises AppError(INVALID) where more was asked
     for."""
-    if settings.several:
+    if settings.multi_model:
         raise AppError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             "the ranks of one launch serve a single model: name exactly one model, without "
             "--installed",
         )
     return replace(settings, runner="thread")
 
 
-def _peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
+def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
     """(how many, rank 0's address) as each backend of MLX is told it."""
     if file := environ.get("MLX_IBV_DEVICES"):
         address = environ.get("MLX_JACCL_COORDINATOR", "")
-        return len(_listed("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
+        return len(_read_rank_list("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
     if file := environ.get("MLX_HOSTFILE"):
-        hosts = _listed("MLX_HOSTFILE", file)
+        hosts = _read_rank_list("MLX_HOSTFILE", file)
         return len(hosts), _first_address(hosts)
     if "MLX_WORLD_SIZE" in environ:
-        return _number(environ, "MLX_WORLD_SIZE"), environ.get("NCCL_HOST_IP")
+        return _read_int(environ, "MLX_WORLD_SIZE"), environ.get("NCCL_HOST_IP")
     return 1, None
 
 
-def _listed(name: str, file: str) -> list[Any]:
+def _read_rank_list(name: str, file: str) -> list[Any]:
     """One entry for each rank; none where there is one rank only, for which the file is empty."""
     try:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []
     except (OSError, ValueError) as error:
-        raise AppError(Kind.INVALID, f"{name}: cannot read {file}: {error}") from None
+        raise AppError(ErrorKind.INVALID, f"{name}: cannot read {file}: {error}") from None
     if not isinstance(found, list):
-        raise AppError(Kind.INVALID, f"{name}: {file} does not hold a list of ranks")
+        raise AppError(ErrorKind.INVALID, f"{name}: {file} does not hold a list of ranks")
     return found  # pyright: ignore[reportUnknownVariableType]  # parsed JSON
 
 
@@ -112,8 +112,8 @@ def _first_address(hosts: list[Any]) -> str | None:
             return None
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _read_int(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdecimal():
-        raise AppError(Kind.INVALID, f"{name} must be a number, not {text!r}")
+        raise AppError(ErrorKind.INVALID, f"{name} must be a number, not {text!r}")
     return int(text)

@@ -9,46 +9,48 @@ from dataclasses import replace
 from typing import Protocol
 
 from app.core.embeddings import EmbedJob
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
-from app.core.jobs import Capacity, EngineStats, Job, Step
+from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.settings import Settings
 from app.engine.grammar import Matcher
 from app.engine.load import load
 from app.engine.loop import Loop
-from app.engine.weights import Report
-from app.runners.ranks.crew import Crew
-from app.runners.ranks.line import Cancel, Command, Down, Embed, Submit, Turn
-from app.runners.ranks.said import Said
+from app.engine.weights import ProgressCallback
+from app.runners.ranks.crew import RankGroup
+from app.runners.ranks.line import Cancel, Command, Embed, LeaderMessage, RunStep, Submit
+from app.runners.ranks.said import StepChecksum
 
 # seconds in which it comes out who was lost when a step failed
-_FINDING_OUT = 2.0
+_FAILURE_TIMEOUT = 2.0
 
 
-def leading(files: ModelFiles, settings: Settings, crew: Crew, report: Report) -> "Leading":
+def load_leader(
+    files: ModelFiles, settings: Settings, group: RankGroup, report: ProgressCallback
+) -> "LeaderLoop":
     """Load our part while the others load theirs. Raises as `app.engine.load.load`."""
-    return Leading(load(files, settings, report, crew.ranks), crew)
+    return LeaderLoop(load(files, settings, report, group.ranks), group)
 
 
-class Others(Protocol):
+class StepGroup(Protocol):
     """Of `Crew`, what a step needs."""
 
-    def tell(self, words: Down) -> None: ...
+    def broadcast(self, message: LeaderMessage) -> None: ...
 
-    def lost(self, within: float = 0.0) -> str | None: ...
+    def wait_for_failure(self, timeout: float = 0.0) -> str | None: ...
 
-    def lose(self, why: str) -> None: ...
+    def fail(self, reason: str) -> None: ...
 
 
-class Leading:
+class LeaderLoop:
     """A loop like any other, whose every turn the crew takes part in: the others are told what it
     was told since the last step, in the same order, and that there is another one."""
 
-    def __init__(self, loop: Loop, crew: Others) -> None:
+    def __init__(self, loop: Loop, group: StepGroup) -> None:
         self._loop = loop
-        self._crew = crew
+        self._group = group
         self._commands: list[Command] = []
-        self._said = Said()
+        self._checksum = StepChecksum()
 
     @property
     def capacity(self) -> Capacity:
@@ -63,8 +65,8 @@ class Leading:
         return self._loop.on_stage
 
     @on_stage.setter
-    def on_stage(self, told: Callable[[str], None]) -> None:
-        self._loop.on_stage = told
+    def on_stage(self, callback: Callable[[str], None]) -> None:
+        self._loop.on_stage = callback
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         if job.sampling.seed is None:  # one for all
@@ -80,19 +82,21 @@ class Leading:
         self._commands.append(Cancel(job=job, keep=keep))
         self._loop.cancel(job, keep=keep)
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         """Raises AppError(ENGINE) when it could not be taken together: nobody knows then what the
         others have computed."""
-        if (why := self._crew.lost()) is not None:
-            raise AppError(Kind.ENGINE, why)
+        if (why := self._group.wait_for_failure()) is not None:
+            raise AppError(ErrorKind.ENGINE, why)
         commands, self._commands = tuple(self._commands), []
-        self._crew.tell(Turn(commands=commands, said=self._said.checksum))
+        self._group.broadcast(RunStep(commands=commands, checksum=self._checksum.value))
         step = self._loop.step()
-        if self._loop.faults:
-            why = self._crew.lost(within=_FINDING_OUT) or "a step failed on rank 0"
-            self._crew.lose(why)
-            raise AppError(Kind.ENGINE, why)
-        self._said.add(step)
+        if self._loop.exceptions:
+            why = (
+                self._group.wait_for_failure(timeout=_FAILURE_TIMEOUT) or "a step failed on rank 0"
+            )
+            self._group.fail(why)
+            raise AppError(ErrorKind.ENGINE, why)
+        self._checksum.update(step)
         return step
 
     def stats(self) -> EngineStats:

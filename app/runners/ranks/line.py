@@ -22,11 +22,11 @@ from app.runners.codec import Codec
 
 # Seconds after which a peer counts as gone that does not answer the kernel's questions, or does not
 # take what it was sent.
-_SILENCE = 30
+_PEER_TIMEOUT = 30
 
 # seconds until a silent peer is asked whether it is there, between two questions, and how many
 # questions may stay without an answer
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 # TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds, which Python does not name
 _DARWIN_DROP_TIME = 0x80
@@ -52,12 +52,12 @@ Command = Submit | Embed | Cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Carry these out in this order, then take a step. said: a checksum of all that rank 0's engine
-    has said in the steps before; that of whoever computes the same is the same."""
+class RunStep:
+    """Carry these out in this order, then take a step. checksum: a checksum of all that rank 0's
+    engine has said in the steps before; that of whoever computes the same is the same."""
 
     commands: tuple[Command, ...]
-    said: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class HelloReply:
     """refused: why rank 0 will not work with whoever said hello; None for a welcome."""
 
     refused: str | None = None
 
 
-Down = Turn | Compile | Stop | Welcome
+LeaderMessage = RunStep | Compile | Stop | HelloReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,73 +101,73 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """This rank can go on no more. why: a sentence."""
+class RankFailed:
+    """This rank can go on no more. reason: a sentence."""
 
-    why: str
-
-
-Up = Hello | Compiled | Lost
-
-_LONGEST_HELLO = 1 << 16
-
-_DOWN: Codec[Down] = Codec(Down)
-_UP: Codec[Up] = Codec(Up)
+    reason: str
 
 
-class Line:
+FollowerMessage = Hello | Compiled | RankFailed
+
+_MAX_HELLO_BYTES = 1 << 16
+
+_LEADER_CODEC: Codec[LeaderMessage] = Codec(LeaderMessage)
+_FOLLOWER_CODEC: Codec[FollowerMessage] = Codec(FollowerMessage)
+
+
+class RankConnection:
     """One end of it. May be written to on any thread; read on one."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._lock = threading.Lock()
-        self._reader = connected.makefile("rb")
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
+        self._reader = connection.makefile("rb")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE_OPTIONS.items():
             # each system has some of them
             if (option := getattr(socket, name, None)) is not None:
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         if sys.platform == "darwin":
-            connected.setsockopt(socket.IPPROTO_TCP, _DARWIN_DROP_TIME, _SILENCE)
+            connection.setsockopt(socket.IPPROTO_TCP, _DARWIN_DROP_TIME, _PEER_TIMEOUT)
         elif hasattr(socket, "TCP_USER_TIMEOUT"):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PEER_TIMEOUT)
 
-    def patient(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """How long reading and writing may take from now on; None for ever."""
         self._socket.settimeout(seconds)
 
-    def tell(self, words: Down) -> None:
+    def send_to_follower(self, message: LeaderMessage) -> None:
         """From rank 0. Of a peer that is gone one hears by reading."""
-        self._write(_DOWN.encode(words))
+        self._write(_LEADER_CODEC.encode(message))
 
-    def answer(self, words: Up) -> None:
+    def send_to_leader(self, message: FollowerMessage) -> None:
         """To rank 0."""
-        self._write(_UP.encode(words))
+        self._write(_FOLLOWER_CODEC.encode(message))
 
-    def told(self) -> Iterator[Down]:
+    def read_from_leader(self) -> Iterator[LeaderMessage]:
         """All that rank 0 says, until the line breaks."""
-        return map(_DOWN.decode, self._lines())
+        return map(_LEADER_CODEC.decode, self._read_lines())
 
-    def answers(self) -> Iterator[Up]:
-        return map(_UP.decode, self._lines())
+    def read_from_follower(self) -> Iterator[FollowerMessage]:
+        return map(_FOLLOWER_CODEC.decode, self._read_lines())
 
-    def greeting(self) -> Hello | None:
+    def read_hello(self) -> Hello | None:
         """The first words of whoever connected to rank 0, who may be anybody."""
         try:
-            hello = _UP.decode(self._reader.readline(_LONGEST_HELLO))
+            hello = _FOLLOWER_CODEC.decode(self._reader.readline(_MAX_HELLO_BYTES))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
         return hello if isinstance(hello, Hello) else None
 
-    def hang_up(self) -> None:
+    def shutdown(self) -> None:
         """Whoever reads, on either end, comes to the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """For whoever reads, when there is nothing more to read."""
-        self.hang_up()
+        self.shutdown()
         self._reader.close()
         self._socket.close()
 
@@ -175,7 +175,7 @@ class Line:
         with self._lock, contextlib.suppress(OSError):
             self._socket.sendall(line + b"\n")
 
-    def _lines(self) -> Iterator[bytes]:
+    def _read_lines(self) -> Iterator[bytes]:
         while True:
             try:
                 line = self._reader.readline()

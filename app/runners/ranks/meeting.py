@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Self
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.settings import Settings
-from app.engine.ranks import Ranks, joined
+from app.engine.ranks import DistributedGroup, join_group
 from app.runners.ranks.launch import Launch
 
 log = logging.getLogger(__name__)
 
 # bytes in which a meeting is written down
-WORDS = 512
+RENDEZVOUS_BYTES = 512
 
 # settings that decide what is computed; memory may differ
-_SETTINGS = (
+_SHARED_SETTINGS = (
     "quantize",
     "parallel",
     "context",
@@ -41,7 +41,7 @@ _PACKAGES = ("mlxrunner", "mlx", "llguidance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """Where rank 0 waits for lines. secret: by which it knows those of the group. host: its
     name."""
 
@@ -49,42 +49,46 @@ class Meeting:
     port: int
     host: str
 
-    def written(self) -> bytes:
+    def encode(self) -> bytes:
         return f"{self.secret} {self.port} {self.host}".encode()
 
     @classmethod
-    def read(cls, words: bytes) -> Self:
-        secret, port, host = words.decode().split(" ", 2)
+    def decode(cls, data: bytes) -> Self:
+        secret, port, host = data.decode().split(" ", 2)
         return cls(secret=secret, port=int(port), host=host)
 
 
-def met(launch: Launch) -> Ranks:
+def join_rank_group(launch: Launch) -> DistributedGroup:
     """All ranks, once all are there. Raises AppError(ENGINE) where they cannot be reached."""
     log.info("rank %d of %d: waiting for the other ranks", launch.rank, launch.size)
     try:
         with _interruptible():
-            ranks = joined()
+            ranks = join_group()
     except (RuntimeError, ValueError) as error:
-        raise AppError(Kind.ENGINE, f"the ranks cannot connect to each other: {error}") from error
+        raise AppError(
+            ErrorKind.ENGINE, f"the ranks cannot connect to each other: {error}"
+        ) from error
     if (ranks.rank, ranks.size) != (launch.rank, launch.size):
         raise AppError(
-            Kind.ENGINE,
+            ErrorKind.ENGINE,
             f"this process was started as rank {launch.rank} of {launch.size}, but MLX reports "
             f"rank {ranks.rank} of {ranks.size}: was MLX built with the requested backend?",
         )
     return ranks
 
 
-def traits_of(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
+def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
     """What must be the same on all ranks, by the name by which a difference is told."""
     told = hashlib.sha256(json.dumps(files.config, sort_keys=True, default=str).encode())
     with contextlib.suppress(OSError):  # found out, and told, when it is read
-        told.update(files.tokenizer.read_bytes())
-    told.update(str(files.stored).encode())
+        told.update(files.tokenizer_path.read_bytes())
+    told.update(str(files.weight_bytes).encode())
     return {
         **{f"{name}, version": version(name) for name in _PACKAGES},
         "the model": f"{files.name} ({told.hexdigest()[:12]})",
-        **{f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _SETTINGS},
+        **{
+            f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _SHARED_SETTINGS
+        },
     }
 
 

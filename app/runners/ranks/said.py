@@ -6,31 +6,31 @@ log-probabilities and of vectors; what is left decides what is computed next.
 
 import zlib
 
-from app.core.jobs import Ended, Prefilled, PromptScores, Started, Step, Token, Update
+from app.core.jobs import Ended, JobUpdate, Prefilled, PromptLogprobs, Started, StepOutput, Token
 
 
-class Said:
-    """checksum: of all steps so far (CRC-32)."""
+class StepChecksum:
+    """value: of all steps so far (CRC-32)."""
 
     def __init__(self) -> None:
-        self.checksum = 0
+        self.value = 0
 
-    def add(self, step: Step) -> None:
-        words = [_essence(update) for update in step.updates]
-        words += [(embedded.job, embedded.error) for embedded in step.embedded]
+    def update(self, step: StepOutput) -> None:
+        words = [_compared_fields(update) for update in step.updates]
+        words += [(embedded.job_id, embedded.error) for embedded in step.embed_results]
         if words:
-            self.checksum = zlib.crc32(repr(words).encode(), self.checksum)
+            self.value = zlib.crc32(repr(words).encode(), self.value)
 
 
-def _essence(update: Update) -> tuple[object, ...]:
+def _compared_fields(update: JobUpdate) -> tuple[object, ...]:
     match update:
         case Started():
-            return update.job, update.cached
+            return update.job_id, update.cached_tokens
         case Prefilled():
-            return update.job, update.done
-        case PromptScores():
-            return update.job, len(update.scores)
+            return update.job_id, update.computed_tokens
+        case PromptLogprobs():
+            return update.job_id, len(update.logprobs)
         case Token():
-            return update.job, update.id
+            return update.job_id, update.id
         case Ended():
-            return update.job, update.reason, update.error
+            return update.job_id, update.reason, update.error

@@ -19,16 +19,16 @@ from huggingface_hub.file_download import repo_folder_name
 from app.core.files import ModelFiles
 from app.store import hf
 from app.store.hub import snapshot
-from app.store.names import HubName, NotHere, hub_name, is_revision
+from app.store.names import HubName, ModelNotFoundError, is_revision, parse_hub_name
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 # digits of a commit that are shown
-_SHORT = 12
+_SHORT_COMMIT_LENGTH = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cached:
+class CachedRevision:
     """One revision of one repository in the cache."""
 
     name: HubName
@@ -38,54 +38,54 @@ class Cached:
 def find(name: HubName) -> ModelFiles | None:
     """None where the cache has nothing of it. Raises NotHere for a download that was interrupted,
     and AppError(MODEL_FILES) for files that cannot be read."""
-    storage = storage_folder(name.repo)
-    revision = _whole_commit(storage, name.revision)
+    storage = repo_folder(name.repo_id)
+    revision = _expand_commit(storage, name.revision)
     config = try_to_load_from_cache(
-        name.repo, "config.json", cache_dir=cache_folder(), revision=revision
+        name.repo_id, "config.json", cache_dir=cache_folder(), revision=revision
     )
     if not isinstance(config, str):
-        if _was_begun(name.repo, revision):
-            raise _incomplete(name)
+        if _has_partial_download(name.repo_id, revision):
+            raise _incomplete_error(name)
         return None
     folder = Path(config).parent
-    missing = _missing(name.repo, folder)
+    missing = _find_missing_files(name.repo_id, folder)
     if missing:
-        raise _incomplete(name, *missing)
+        raise _incomplete_error(name, *missing)
     return hf.read(folder, name=str(name))
 
 
-def everything() -> Iterator[Cached]:
+def list_revisions() -> Iterator[CachedRevision]:
     """Every revision that looks like a language model, whole or not, and every repository that may
     not be looked into: `find` says why. Raises OSError where that is the whole cache.
 
     Not huggingface_hub's scan_cache_dir, which leaves out what lacks a file, and gives up at the
     first thing that may not be read."""
-    for storage in sorted(_listed(cache_folder())):
+    for storage in sorted(_list_folder(cache_folder())):
         kind, _, repo = storage.name.partition("--")
-        name = hub_name(repo.replace("--", "/"))
+        name = parse_hub_name(repo.replace("--", "/"))
         if kind != "models" or name is None:
             continue
         try:
-            yield from list(_revisions(name.repo, storage))
+            yield from list(_list_repo_revisions(name.repo_id, storage))
         except OSError:
-            yield Cached(name=name, folder=storage)
+            yield CachedRevision(name=name, folder=storage)
 
 
-def _revisions(repo: str, storage: Path) -> Iterator[Cached]:
-    refs = _refs(storage / "refs")
-    for folder in sorted(_listed(storage / "snapshots")):
+def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision]:
+    refs = _read_refs(storage / "refs")
+    for folder in sorted(_list_folder(storage / "snapshots")):
         if not os.path.lexists(folder / "config.json"):
             continue
-        if not _has_weights(repo, folder):
-            if _halves(storage):
-                yield Cached(name=HubName(repo=repo), folder=folder)
+        if not _has_weights(repo_id, folder):
+            if _has_incomplete_blobs(storage):
+                yield CachedRevision(name=HubName(repo_id=repo_id), folder=folder)
             continue
-        for ref in refs.get(folder.name, [folder.name[:_SHORT]]):
-            name = HubName(repo=repo, revision=None if ref == "main" else ref)
-            yield Cached(name=name, folder=folder)
+        for ref in refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]]):
+            name = HubName(repo_id=repo_id, revision=None if ref == "main" else ref)
+            yield CachedRevision(name=name, folder=folder)
 
 
-def _refs(folder: Path) -> Mapping[str, Sequence[str]]:
+def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
     """Commit -> the branches and tags that are it."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.rglob("*")):
@@ -95,9 +95,10 @@ def _refs(folder: Path) -> Mapping[str, Sequence[str]]:
     return found
 
 
-def _listed(folder: Path) -> list[Path]:
-    """Empty where there is no folder. Raises OSError for one that cannot be read, which `Path.glob`
-    takes for empty: without permission always, and from Python 3.13 on whatever the reason."""
+def _list_folder(folder: Path) -> list[Path]:
+    """Empty where there is no folder. Raises OSError for one that cannot be read, which
+    `KeyPath.glob` takes for empty: without permission always, and from Python 3.13 on whatever the
+    reason."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -108,45 +109,49 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
-def storage_folder(repo: str) -> Path:
+def repo_folder(repo_id: str) -> Path:
     """Where the cache keeps everything of one repository."""
-    return cache_folder() / repo_folder_name(repo_id=repo, repo_type="model")
+    return cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="model")
 
 
-def _whole_commit(storage: Path, revision: str | None) -> str | None:
+def _expand_commit(storage: Path, revision: str | None) -> str | None:
     """A commit may be given by its first digits, as `list` shows it."""
     if revision is None or not _COMMIT.fullmatch(revision):
         return revision
-    names = [path.name for path in _listed(storage / "snapshots")]
+    names = [path.name for path in _list_folder(storage / "snapshots")]
     found = [name for name in names if name.startswith(revision)]
     return found[0] if len(found) == 1 else revision
 
 
-def _was_begun(repo: str, revision: str | None) -> bool:
+def _has_partial_download(repo_id: str, revision: str | None) -> bool:
     """Whether there is a trace of this revision. The main one gets its name when it is whole: what
     begins it are halves of files, and revisions that nobody named."""
-    storage = storage_folder(repo)
+    storage = repo_folder(repo_id)
     if revision is None:
-        snapshots = _listed(storage / "snapshots")
-        return _halves(storage) or any(_missing(repo, folder) for folder in snapshots)
+        snapshots = _list_folder(storage / "snapshots")
+        return _has_incomplete_blobs(storage) or any(
+            _find_missing_files(repo_id, folder) for folder in snapshots
+        )
     return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
 
 
-def _halves(storage: Path) -> bool:
-    return any(path.suffix == ".incomplete" for path in _listed(storage / "blobs"))
+def _has_incomplete_blobs(storage: Path) -> bool:
+    return any(path.suffix == ".incomplete" for path in _list_folder(storage / "blobs"))
 
 
-def _missing(repo: str, folder: Path) -> list[str]:
+def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
     """Files that the repository, its index or a link names and that are not there."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    wanted = snapshot.needed([*(_listing(repo, folder) or ()), *links]) + _indexed(folder)
+    wanted = snapshot.select_files(
+        [*(_read_cached_listing(repo_id, folder) or ()), *links]
+    ) + _read_indexed_shards(folder)
     missing = sorted({name for name in wanted if not (folder / name).is_file()})
     if not missing and not any(folder.glob("*.safetensors")):
         return ["model.safetensors"]
     return missing
 
 
-def _indexed(folder: Path) -> list[str]:
+def _read_indexed_shards(folder: Path) -> list[str]:
     """The shards that the index names. What is wrong with an index, app.store.hf says."""
     try:
         index = orjson.loads((folder / snapshot.INDEX).read_bytes())
@@ -156,27 +161,29 @@ def _indexed(folder: Path) -> list[str]:
     return sorted(name for name in names if Path(name).name == name)
 
 
-def _has_weights(repo: str, folder: Path) -> bool:
-    listing = _listing(repo, folder)
+def _has_weights(repo_id: str, folder: Path) -> bool:
+    listing = _read_cached_listing(repo_id, folder)
     names = [path.name for path in folder.iterdir()] if listing is None else listing
-    return any(map(snapshot.is_weights, snapshot.needed(names))) or snapshot.INDEX in names
+    return (
+        any(map(snapshot.is_weights_file, snapshot.select_files(names))) or snapshot.INDEX in names
+    )
 
 
-def _listing(repo: str, folder: Path) -> list[str] | None:
+def _read_cached_listing(repo_id: str, folder: Path) -> list[str] | None:
     """What the repository held at that commit, where the cache knows it."""
     try:
-        tree = get_cached_repo_tree(repo, revision=folder.name, cache_dir=cache_folder())
+        tree = get_cached_repo_tree(repo_id, revision=folder.name, cache_dir=cache_folder())
     except CachedRepoTreeNotFoundError:
         return None
     return [file.path for file in tree]
 
 
-def _incomplete(name: HubName, *missing: str) -> NotHere:
+def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
     more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
     lacks = f" ({', '.join(missing[:2])}{more} missing)" if missing else ""
     revision = "" if name.revision is None else f" --revision {name.revision}"
-    return NotHere(
+    return ModelNotFoundError(
         f"the download of {name} is incomplete{lacks}: "
-        f"run `mlxrunner pull {name.repo}{revision}` to complete it",
+        f"run `mlxrunner pull {name.repo_id}{revision}` to complete it",
         hub=name,
     )

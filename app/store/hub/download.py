@@ -30,46 +30,48 @@ from huggingface_hub.utils import (
     disable_progress_bars,
 )
 
-from app.core.amounts import in_bytes
-from app.core.errors import AppError, Kind
+from app.core.amounts import format_bytes
+from app.core.errors import AppError, ErrorKind
 from app.store import digests
-from app.store.hub.cached import cache_folder, storage_folder
-from app.store.hub.offer import Offer, RemoteFile, bytes_here
-from app.store.hub.problems import bad, told
-from app.store.meter import Bar, Meter
+from app.store.hub.cached import cache_folder, repo_folder
+from app.store.hub.offer import DownloadPlan, RemoteFile, count_downloaded_bytes
+from app.store.hub.problems import model_error, translate_hub_errors
+from app.store.meter import DownloadProgress, ProgressBarAdapter
 from app.store.names import HubName
 
 # large files at once: enough to fill a line, few enough that an interruption leaves few halves
-_AT_ONCE = 4
+_DOWNLOAD_THREADS = 4
 
 # bytes of disk that a download leaves alone
-_SPARE = 1 << 30
+_RESERVED_BYTES = 1 << 30
 
 
-def fetch(offer: Offer, out: TextIO | None = None) -> Path:
+def download(offer: DownloadPlan, out: TextIO | None = None) -> Path:
     """Download what is missing, check all of it, and return the folder. out: where progress is
     told. Raises AppError; what has come by then stays, and the next try asks for the rest."""
-    storage = storage_folder(offer.name.repo)
-    large = [file for file in offer.files if file.sha256 is not None and _by_http(file)]
-    with told(offer.name):
-        _check_room(offer)
+    storage = repo_folder(offer.name.repo_id)
+    large = [file for file in offer.files if file.sha256 is not None and _fits_http(file)]
+    with translate_hub_errors(offer.name):
+        _check_disk_space(offer)
         total = sum(file.size for file in large)
-        here = sum(bytes_here(storage, offer.commit, file) for file in large)
-        meter = Meter(total, here, out)
+        here = sum(count_downloaded_bytes(storage, offer.commit, file) for file in large)
+        meter = DownloadProgress(total, here, out)
         try:
-            _fetch_all(offer, storage, large, meter)
+            _download_files(offer, storage, large, meter)
         finally:
             meter.close()
         with disable_progress_bars():
-            places = [_placed(offer, file) for file in offer.files]
+            places = [_place_in_snapshot(offer, file) for file in offer.files]
         for file, place in zip(offer.files, places, strict=True):
             if file not in large:
-                _check_small(offer.name, place, file)
-        _name_revision(storage, offer)
+                _verify_file(offer.name, place, file)
+        _update_ref(storage, offer)
     return storage / "snapshots" / offer.commit
 
 
-def _fetch_all(offer: Offer, storage: Path, files: Sequence[RemoteFile], meter: Meter) -> None:
+def _download_files(
+    offer: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: DownloadProgress
+) -> None:
     """The threads are daemons, which no exit waits for: one that listens to a silent hub hears of
     an end only when its patience is over, a minute after Ctrl-C."""
     waiting: SimpleQueue[RemoteFile] = SimpleQueue()
@@ -82,24 +84,26 @@ def _fetch_all(offer: Offer, storage: Path, files: Sequence[RemoteFile], meter: 
             while True:
                 file = waiting.get_nowait()
                 try:
-                    _fetch_blob(offer, storage, file, meter)
+                    _download_blob(offer, storage, file, progress)
                 except BaseException as error:
                     ended.put(error)
                     return
                 ended.put(None)
 
-    for _ in range(min(_AT_ONCE, len(files))):
+    for _ in range(min(_DOWNLOAD_THREADS, len(files))):
         threading.Thread(target=work, name="download", daemon=True).start()
     try:
         for _ in files:
             if (error := ended.get()) is not None:
                 raise error
     except BaseException:  # Ctrl-C too: the threads end at their next bytes
-        meter.stop()
+        progress.stop()
         raise
 
 
-def _fetch_blob(offer: Offer, storage: Path, file: RemoteFile, meter: Meter) -> None:
+def _download_blob(
+    offer: DownloadPlan, storage: Path, file: RemoteFile, progress: DownloadProgress
+) -> None:
     """One large file to its place among the blobs. A half that is there already is gone on with:
     also one that an older huggingface_hub left, which named it so."""
     assert file.sha256 is not None
@@ -112,83 +116,89 @@ def _fetch_blob(offer: Offer, storage: Path, file: RemoteFile, meter: Meter) -> 
         if blob.is_file():
             if digests.sha256(blob) == file.sha256:
                 return
-            meter.add(-file.size)
+            progress.add(-file.size)
             blob.unlink()
-        began = _download(offer, file, partial, meter)
+        began = _download_partial(offer, file, partial, progress)
         whole = digests.sha256(partial) == file.sha256
         if not whole and began:  # what was here before may have been the damaged part
-            meter.add(-file.size)
+            progress.add(-file.size)
             partial.unlink()
-            _download(offer, file, partial, meter)
+            _download_partial(offer, file, partial, progress)
             whole = digests.sha256(partial) == file.sha256
         if not whole:
             partial.unlink()
-            raise bad(
+            raise model_error(
                 offer.name,
                 f"{file.path} is corrupt: its SHA-256 does not match the hub's; try again",
             )
         partial.replace(blob)
 
 
-def _download(offer: Offer, file: RemoteFile, partial: Path, meter: Meter) -> int:
+def _download_partial(
+    offer: DownloadPlan, file: RemoteFile, partial: Path, progress: DownloadProgress
+) -> int:
     """Returns how many bytes were there before."""
     if partial.is_file() and partial.stat().st_size > file.size:
         partial.unlink()
     with partial.open("ab") as out:
         began = out.tell()
         http_get(
-            hf_hub_url(offer.name.repo, file.path, revision=offer.commit),
+            hf_hub_url(offer.name.repo_id, file.path, revision=offer.commit),
             out,
             resume_size=began,
             headers={**build_hf_headers(), "Accept-Encoding": "identity"},
             expected_size=file.size,
-            tqdm_class=cast(Any, Bar(meter)),
+            tqdm_class=cast(Any, ProgressBarAdapter(progress)),
         )
     return began
 
 
-def _placed(offer: Offer, file: RemoteFile) -> Path:
+def _place_in_snapshot(offer: DownloadPlan, file: RemoteFile) -> Path:
     """In the snapshot: a small file, or a link to a blob that is there already."""
     # not snapshot_download, which waits for the listing of the repository without an end
     place = hf_hub_download(
-        offer.name.repo, file.path, revision=offer.commit, cache_dir=cache_folder()
+        offer.name.repo_id, file.path, revision=offer.commit, cache_dir=cache_folder()
     )
     return Path(place)
 
 
-def _by_http(file: RemoteFile) -> bool:
+def _fits_http(file: RemoteFile) -> bool:
     """Above this size the hub answers its own protocol only, which huggingface_hub speaks."""
     return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _check_room(offer: Offer) -> None:
-    if not offer.missing:
+def _check_disk_space(offer: DownloadPlan) -> None:
+    if not offer.missing_bytes:
         return
     folder = cache_folder()
     while not folder.is_dir():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if offer.missing + _SPARE > free:
+    if offer.missing_bytes + _RESERVED_BYTES > free:
         raise AppError(
-            Kind.MODEL_FILES,
-            f"{offer.name} needs {in_bytes(offer.missing)} more on the disk of {folder}, which has "
-            f"{in_bytes(free)} free: free some space, or set HF_HOME to a folder on another disk",
+            ErrorKind.MODEL_FILES,
+            f"{offer.name} needs {format_bytes(offer.missing_bytes)} more on the disk of "
+            f"{folder}, which has "
+            f"{format_bytes(free)} free: free some space, or set HF_HOME to a folder on "
+            "another disk",
         )
 
 
-def _check_small(name: HubName, path: Path, file: RemoteFile) -> None:
+def _verify_file(name: HubName, path: Path, file: RemoteFile) -> None:
     found, wanted = (
-        (digests.git_sha1(path), file.git)
+        (digests.git_sha1(path), file.git_sha1)
         if file.sha256 is None
         else (digests.sha256(path), file.sha256)
     )
     if found != wanted:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-        raise bad(name, f"{file.path} is corrupt: its digest does not match the hub's; try again")
+        raise model_error(
+            name, f"{file.path} is corrupt: its digest does not match the hub's; try again"
+        )
 
 
-def _name_revision(storage: Path, offer: Offer) -> None:
+def _update_ref(storage: Path, offer: DownloadPlan) -> None:
     """From now on the revision is this commit. A reader sees the old one or the new one."""
     revision = offer.name.revision or constants.DEFAULT_REVISION
     if revision == offer.commit:

@@ -16,10 +16,10 @@ from huggingface_hub import (
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from app.store.documents import read_object
+from app.store.documents import read_json_object
 from app.store.hub import snapshot
-from app.store.hub.cached import cache_folder, storage_folder
-from app.store.hub.problems import bad, told, understood
+from app.store.hub.cached import cache_folder, repo_folder
+from app.store.hub.problems import model_error, translate_hub_errors, translate_response_errors
 from app.store.names import HubName
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -28,62 +28,66 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """sha256: of what Git LFS keeps, which is every large file; None for what git keeps. git: the
-    SHA-1 by which git names it (of an LFS file: its pointer)."""
+    """sha256: of what Git LFS keeps, which is every large file; None for what git keeps. git_sha1:
+    the SHA-1 by which git names it (of an LFS file: its pointer)."""
 
     path: str
     size: int
     sha256: str | None
-    git: str
+    git_sha1: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class DownloadPlan:
     """What a download would fetch. commit: what the revision is now. config: its config.json.
-    missing: bytes that are not here yet."""
+    missing_bytes: bytes that are not here yet."""
 
     name: HubName
     commit: str
     files: tuple[RemoteFile, ...]
     config: Mapping[str, Any]
-    missing: int
+    missing_bytes: int
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
 
-def look(name: HubName) -> Offer:
+def plan_download(name: HubName) -> DownloadPlan:
     """Ask the hub what there is, and fetch config.json. Raises AppError, one line each, for a
     repository that is not there, not open to us or holds nothing to be loaded, and for a hub that
     cannot be reached."""
-    with told(name):
-        with understood(name):
+    with translate_hub_errors(name):
+        with translate_response_errors(name):
             info = HfApi().model_info(
-                name.repo,
+                name.repo_id,
                 revision=name.revision,
                 files_metadata=True,
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
             listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-            snapshot.check(str(name), listing)
-            files = tuple(_file(name, listing[path]) for path in snapshot.needed(listing))
+            snapshot.check_loadable(str(name), listing)
+            files = tuple(
+                _parse_file(name, listing[path]) for path in snapshot.select_files(listing)
+            )
             commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
-            raise bad(name, f"has an invalid commit hash from the hub: {commit!r}")
-        path = hf_hub_download(name.repo, "config.json", revision=commit, cache_dir=cache_folder())
-        storage = storage_folder(name.repo)
-        missing = sum(file.size - bytes_here(storage, commit, file) for file in files)
-    return Offer(
+            raise model_error(name, f"has an invalid commit hash from the hub: {commit!r}")
+        path = hf_hub_download(
+            name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
+        )
+        storage = repo_folder(name.repo_id)
+        missing = sum(file.size - count_downloaded_bytes(storage, commit, file) for file in files)
+    return DownloadPlan(
         name=name,
         commit=commit,
         files=files,
-        config=read_object(Path(path)) or {},
-        missing=missing,
+        config=read_json_object(Path(path)) or {},
+        missing_bytes=missing,
     )
 
 
-def bytes_here(storage: Path, commit: str, file: RemoteFile) -> int:
+def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
     """Bytes of it that need not be fetched."""
     places = [storage / "snapshots" / commit / file.path]
     if file.sha256 is not None:
@@ -92,10 +96,14 @@ def bytes_here(storage: Path, commit: str, file: RemoteFile) -> int:
     return min(sizes[0], file.size) if sizes else 0
 
 
-def _file(name: HubName, sibling: Any) -> RemoteFile:
+def _parse_file(name: HubName, sibling: Any) -> RemoteFile:
     """What the hub says becomes part of paths here, so it is held against its form."""
     sha256 = None if sibling.lfs is None else sibling.lfs.sha256
     size = sibling.size if sibling.lfs is None else sibling.lfs.size
     if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):
-        raise bad(name, f"has no size or digest for {sibling.rfilename} in the listing of the hub")
-    return RemoteFile(path=sibling.rfilename, size=size, sha256=sha256, git=sibling.blob_id or "")
+        raise model_error(
+            name, f"has no size or digest for {sibling.rfilename} in the listing of the hub"
+        )
+    return RemoteFile(
+        path=sibling.rfilename, size=size, sha256=sha256, git_sha1=sibling.blob_id or ""
+    )

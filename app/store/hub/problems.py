@@ -19,49 +19,50 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from app.core.errors import AppError, Kind
-from app.store.meter import Stopped
+from app.core.errors import AppError, ErrorKind
+from app.store.meter import DownloadStopped
 from app.store.names import HubName
 
 # a user and a password in an address
-_SECRETS = re.compile(r"(?<=://)[^/@\s]*@")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 @contextlib.contextmanager
-def told(name: HubName) -> Generator[None]:
+def translate_hub_errors(name: HubName) -> Generator[None]:
     """Raises AppError in the place of whatever huggingface_hub raises."""
     try:
         yield
-    except Stopped as error:  # one file failed, and another said so first
-        raise bad(name, "was not downloaded: the download was stopped") from error
+    except DownloadStopped as error:  # one file failed, and another said so first
+        raise model_error(name, "was not downloaded: the download was stopped") from error
     except (HTTPError, OSError) as error:
-        raise _sentence(name, error) from error
+        raise _to_app_error(name, error) from error
 
 
 @contextlib.contextmanager
-def understood(name: HubName) -> Generator[None]:
+def translate_response_errors(name: HubName) -> Generator[None]:
     """Raises AppError where something answers that is no hub, such as the page of a network that
     wants a login first, or where what leads to the hub cannot be meant."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = (
-            f"could not be looked up: {_where()} returned an invalid response "
-            f"({type(error).__name__}: {_said(error)}); check the network, HF_ENDPOINT and HF_TOKEN"
+            f"could not be looked up: {_get_endpoint()} returned an invalid response "
+            f"({type(error).__name__}: {_format_reason(error)}); check the network, "
+            "HF_ENDPOINT and HF_TOKEN"
         )
-        raise bad(name, why) from error
+        raise model_error(name, why) from error
 
 
-def bad(name: HubName, why: str) -> AppError:
-    return AppError(Kind.MODEL_FILES, f"{name} {why}")
+def model_error(name: HubName, why: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, f"{name} {why}")
 
 
-def _sentence(name: HubName, error: BaseException) -> AppError:
-    where = _where()
+def _to_app_error(name: HubName, error: BaseException) -> AppError:
+    where = _get_endpoint()
     match error:
         case GatedRepoError():
             why = (
-                f"is gated: accept its conditions at {where}/{name.repo}, then set HF_TOKEN to "
+                f"is gated: accept its conditions at {where}/{name.repo_id}, then set HF_TOKEN to "
                 "your access token"
             )
         case RepositoryNotFoundError():
@@ -70,7 +71,9 @@ def _sentence(name: HubName, error: BaseException) -> AppError:
                 "access token that may read it"
             )
         case RevisionNotFoundError():
-            return AppError(Kind.MODEL_NOT_FOUND, f"{name.repo} has no revision {name.revision}")
+            return AppError(
+                ErrorKind.MODEL_NOT_FOUND, f"{name.repo_id} has no revision {name.revision}"
+            )
         case OfflineModeIsEnabled():
             why = "needs a download, but HF_HUB_OFFLINE is set: unset it and try again"
         case HfHubHTTPError() if error.response.status_code in (401, 403):
@@ -81,23 +84,23 @@ def _sentence(name: HubName, error: BaseException) -> AppError:
                 "try again later"
             )
         case LocalEntryNotFoundError() if error.__cause__ is not None:
-            return _sentence(name, error.__cause__)
+            return _to_app_error(name, error.__cause__)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             why = "does not fit on the disk: free some space, or set HF_HOME to another disk"
         case OSError(filename=str(path), strerror=str(reason)):
             why = f"cannot be stored: {path}: {reason}; set HF_HOME to use another folder"
         case _:
             why = (
-                f"could not be downloaded from {where} ({_said(error)}): try again to "
+                f"could not be downloaded from {where} ({_format_reason(error)}): try again to "
                 "resume the download"
             )
-    return bad(name, why)
+    return model_error(name, why)
 
 
-def _where() -> str:
-    return _SECRETS.sub("", constants.ENDPOINT)
+def _get_endpoint() -> str:
+    return _CREDENTIALS.sub("", constants.ENDPOINT)
 
 
-def _said(error: BaseException) -> str:
+def _format_reason(error: BaseException) -> str:
     """The first line, without what is a secret in it."""
-    return _SECRETS.sub("", str(error)).partition("\n")[0] or type(error).__name__
+    return _CREDENTIALS.sub("", str(error)).partition("\n")[0] or type(error).__name__

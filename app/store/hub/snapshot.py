@@ -6,11 +6,11 @@ Knows: file names as they are usual on the hub. Must not know: where the files a
 import re
 from collections.abc import Iterable
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 
 INDEX = "model.safetensors.index.json"
 
-_SMALL = frozenset(
+_CONFIG_FILES = frozenset(
     {
         "config.json",
         "generation_config.json",
@@ -24,51 +24,53 @@ _SMALL = frozenset(
     }
 )
 # how sentence-transformers makes vectors of what the model says (app/embedding.py)
-_VECTORS = frozenset({"modules.json", "1_Pooling/config.json"})
+_EMBEDDING_FILES = frozenset({"modules.json", "1_Pooling/config.json"})
 # The same weights in another cut (Mistral's own), and weights that are no model.
-_NOT_THE_MODEL = re.compile(r"(consolidated|adapter)")
-_SAFE = re.compile(r"\w[\w.+ -]*", re.ASCII)
+_OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
+_SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def needed(paths: Iterable[str]) -> list[str]:
+def select_files(paths: Iterable[str]) -> list[str]:
     """Of a repository's files, those that a model is loaded from; weights last. Hardly any but such
     as lie at its top: folders hold other formats of the same model."""
     paths = sorted(paths)
-    here = [path for path in paths if _SAFE.fullmatch(path)]
-    return [path for path in paths if path in _SMALL | _VECTORS] + _weights(here)
+    here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
+    return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
+        here
+    )
 
 
-def is_weights(path: str) -> bool:
+def is_weights_file(path: str) -> bool:
     return path.endswith(".safetensors")
 
 
-def check(repo: str, paths: Iterable[str]) -> None:
+def check_loadable(repo: str, paths: Iterable[str]) -> None:
     """Raises AppError(MODEL_FILES) for a repository that holds nothing to be loaded, and says
     what it does hold."""
     paths = list(paths)
-    found = set(needed(paths))
-    if not any(map(is_weights, found)):
-        raise AppError(Kind.MODEL_FILES, f"{repo} {_what_it_holds(paths)}")
+    found = set(select_files(paths))
+    if not any(map(is_weights_file, found)):
+        raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
     for name in ("config.json", "tokenizer.json"):
         if name not in found:
             raise AppError(
-                Kind.MODEL_FILES,
+                ErrorKind.MODEL_FILES,
                 f"{repo} has no {name}, which is required: look for a copy that "
                 "has one, such as those of mlx-community",
             )
 
 
-def _weights(here: list[str]) -> list[str]:
+def _select_weights(here: list[str]) -> list[str]:
     """`model*.safetensors` where there are such; else all that is not known to be something
     else."""
-    weights = [path for path in here if is_weights(path)]
+    weights = [path for path in here if is_weights_file(path)]
     usual = [path for path in weights if path.startswith("model")]
-    return usual or [path for path in weights if not _NOT_THE_MODEL.match(path)]
+    return usual or [path for path in weights if not _OTHER_WEIGHTS.match(path)]
 
 
-def _what_it_holds(paths: list[str]) -> str:
+def _describe_contents(paths: list[str]) -> str:
     if any(path.endswith(".gguf") for path in paths):
         return (
             "contains GGUF files, which are not supported: look for the same model in safetensors, "

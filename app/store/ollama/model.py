@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import Json, ModelFiles
 from app.store import headers
-from app.store.documents import read_object, read_text
+from app.store.documents import read_json_object, read_text
 from app.store.names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
@@ -27,7 +27,7 @@ from app.store.ollama.manifest import (
     TENSOR,
     Manifest,
 )
-from app.store.vocabulary import count_ids
+from app.store.vocabulary import count_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _PARAMETERS: Mapping[str, str] = {
 _POSITIVE = ("repeat_penalty", "num_predict")
 
 # tensors of a second model that drafts for the first
-_DRAFT = "draft."
+_DRAFT_PREFIX = "draft."
 
 
 def find(name: OllamaName) -> ModelFiles | None:
@@ -59,26 +59,33 @@ def find(name: OllamaName) -> ModelFiles | None:
 
     Raises AppError(MODEL_FILES), one line, for what cannot be served and why.
     """
-    found = manifest.read(manifest.path_of(name))
+    found = manifest.read(manifest.get_manifest_path(name))
     if found is None:
         return None
     _check_format(name, found)
-    files = {layer.name: layer for layer in found.of(JSON)}
-    for layer in (*files.values(), *found.of(SYSTEM), *found.of(PARAMS), *found.of(TEMPLATE)):
-        manifest.check(layer)
+    files = {layer.name: layer for layer in found.get_layers(JSON)}
+    for layer in (
+        *files.values(),
+        *found.get_layers(SYSTEM),
+        *found.get_layers(PARAMS),
+        *found.get_layers(TEMPLATE),
+    ):
+        manifest.verify_layer(layer)
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
-            raise _bad(f"{found.path} has no {needed} layer: run `ollama pull` again")
+            raise _model_files_error(f"{found.path} has no {needed} layer: run `ollama pull` again")
     objects = {
-        file: read_object(files[file].blob) or {} if file in files else {}
+        file: read_json_object(files[file].blob) or {} if file in files else {}
         for file in ("config.json", "tokenizer_config.json", "generation_config.json")
     }
     # each blob once, however many of its tensors have a layer
-    blobs = dict.fromkeys(layer.blob for layer in found.of(TENSOR) if _is_ours(layer.name))
-    parameters = _parameters(found)
+    blobs = dict.fromkeys(
+        layer.blob for layer in found.get_layers(TENSOR) if _is_model_tensor(layer.name)
+    )
+    parameters = _read_parameters(found)
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
-    if found.of(TEMPLATE) and template is None and not _has_template(objects):
+    if found.get_layers(TEMPLATE) and template is None and not _has_template(objects):
         log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
     shards = [headers.read(blob) for blob in blobs]
     return ModelFiles(
@@ -86,33 +93,35 @@ def find(name: OllamaName) -> ModelFiles | None:
         path=found.path,
         config=objects["config.json"],
         shards=tuple(blobs),
-        tokenizer=files["tokenizer.json"].blob,
+        tokenizer_path=files["tokenizer.json"].blob,
         tokenizer_config=objects["tokenizer_config.json"],
-        generation_config=_recommended(objects["generation_config.json"], parameters),
-        template=template,
+        generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
+        chat_template=template,
         created=int(found.path.stat().st_mtime),
-        system=_system(found),
-        context=_context(found, parameters),
-        tokens=count_ids(files["tokenizer.json"].blob),
-        stored=sum(header.nbytes for header in shards),
-        weights=headers.versions(shards),
+        system_prompt=_read_system_prompt(found),
+        recommended_context=_read_context_length(found, parameters),
+        tokenizer_vocab_size=count_token_ids(files["tokenizer.json"].blob),
+        weight_bytes=sum(header.nbytes for header in shards),
+        weights_digest=headers.combine_fingerprints(shards),
     )
 
 
-def _is_ours(tensor: str) -> bool:
-    return not tensor.startswith(_DRAFT)
+def _is_model_tensor(tensor: str) -> bool:
+    return not tensor.startswith(_DRAFT_PREFIX)
 
 
 def _check_format(name: OllamaName, found: Manifest) -> None:
     """Tensor layers, and nothing that would have to be added to them."""
-    if found.of(GGUF) or not found.of(TENSOR):
-        raise _bad(
+    if found.get_layers(GGUF) or not found.get_layers(TENSOR):
+        raise _model_files_error(
             f"{name} is a GGUF model, which is not supported: look for the same model "
             "in safetensors, such as those of mlx-community: `mlxrunner pull mlx-community/...`"
         )
-    if found.of(ADAPTER):
-        raise _bad(f"{name} has a LoRA adapter, which is not supported: serve the base model")
-    if found.of(MESSAGES):
+    if found.get_layers(ADAPTER):
+        raise _model_files_error(
+            f"{name} has a LoRA adapter, which is not supported: serve the base model"
+        )
+    if found.get_layers(MESSAGES):
         log.warning("%s: its example conversation (MESSAGE) is ignored", name)
 
 
@@ -120,49 +129,51 @@ def _has_template(objects: Mapping[str, Json]) -> bool:
     return bool(objects["tokenizer_config.json"].get("chat_template"))
 
 
-def _system(found: Manifest) -> str | None:
-    texts = [read_text(layer.blob) or "" for layer in found.of(SYSTEM)]
+def _read_system_prompt(found: Manifest) -> str | None:
+    texts = [read_text(layer.blob) or "" for layer in found.get_layers(SYSTEM)]
     return "\n\n".join(filter(None, texts)) or None
 
 
-def _parameters(found: Manifest) -> Json:
+def _read_parameters(found: Manifest) -> Json:
     """Later layers win, as in Ollama."""
     merged: dict[str, Any] = {}
-    for layer in found.of(PARAMS):
-        merged.update(read_object(layer.blob) or {})
+    for layer in found.get_layers(PARAMS):
+        merged.update(read_json_object(layer.blob) or {})
     ignored = sorted(merged.keys() - _PARAMETERS.keys() - {"num_ctx"})
     if ignored:
         log.info("%s: ignored parameters: %s", found.path, ", ".join(ignored))
     return merged
 
 
-def _recommended(config: Json, parameters: Json) -> Json:
+def _merge_generation_config(config: Json, parameters: Json) -> Json:
     """generation_config.json with the parameters on top. What they say is checked where both are
     read, in app.core.defaults."""
     changed = {
         key: parameters[name]
         for name, key in _PARAMETERS.items()
-        if name in parameters and not _says_nothing(name, parameters[name])
+        if name in parameters and not _is_unset(name, parameters[name])
     }
     if "temperature" in changed:  # it draws, whatever the file says
         config = {key: value for key, value in config.items() if key != "do_sample"}
     return {**config, **changed}
 
 
-def _says_nothing(name: str, value: Any) -> bool:
+def _is_unset(name: str, value: Any) -> bool:
     if not isinstance(value, int | float):
         return False
     return (name in _POSITIVE and value <= 0) or (name == "seed" and value < 0)
 
 
-def _context(found: Manifest, parameters: Json) -> int | None:
+def _read_context_length(found: Manifest, parameters: Json) -> int | None:
     value: Any = parameters.get("num_ctx")
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _bad(f"{found.path}: the parameter num_ctx is {value!r}, but must be 1 or more")
+        raise _model_files_error(
+            f"{found.path}: the parameter num_ctx is {value!r}, but must be 1 or more"
+        )
     return value
 
 
-def _bad(message: str) -> AppError:
-    return AppError(Kind.MODEL_FILES, message)
+def _model_files_error(message: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, message)

@@ -11,13 +11,13 @@ import json as json_text
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_reader import json_string, json_value
-from app.text.syntax.marked_calls import marked_call, marked_calls
-from app.text.syntax.pieces import Pieces, Splitter
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_reader import parse_json_string, parse_json_value
+from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 _THOUGHT, _THOUGHT_END = "<|inner_prefix|>", "<|inner_suffix|>"
@@ -26,73 +26,89 @@ _THOUGHT, _THOUGHT_END = "<|inner_prefix|>", "<|inner_suffix|>"
 class Family(ChatFamily):
     markers = (_CALLS, _CALLS_END, _THOUGHT, _THOUGHT_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _CALLS in template and _CALLS_END in template
 
-    def tags(self, template: str) -> Tags | None:
-        return Tags(open=_THOUGHT, close=_THOUGHT_END)
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
 
-    def split(self, *, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Splitter:
+    def build_parser(
+        self, *, tools: Sequence[Tool], tags: ReasoningTags | None, in_reasoning: bool
+    ) -> OutputParser:
         if tags is None:
-            return super().split(tools=tools, tags=None, opened=False)
+            return super().build_parser(tools=tools, tags=None, in_reasoning=False)
 
-        def parse(reader: Reader, pieces: Pieces) -> Wait[None]:
-            yield from _interleaved(reader, pieces, tools, tags, thinking=opened)
+        def parse(reader: Reader, output: OutputBuilder) -> Resumable[None]:
+            yield from _parse_interleaved(reader, output, tools, tags, thinking=in_reasoning)
 
-        return Splitter(parse)
+        return OutputParser(parse)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=_array, open=_CALLS, close=_CALLS_END)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=_parse_array, open=_CALLS, close=_CALLS_END
+        )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f"{_CALLS}["),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_CALLS}["),
             calls=tuple(
-                f"{spell(f'{{{_quoted(tool.name)}: ')} {json(tool)} {spell('}')}" for tool in tools
+                f"{literal(f'{{{_quote_json(tool.name)}: ')} {json_schema(tool)} {literal('}')}"
+                for tool in tools
             ),
-            between=spell(", "),
-            after=spell(f"]{_CALLS_END}"),
+            between=literal(", "),
+            after=literal(f"]{_CALLS_END}"),
             trigger=_CALLS,
         )
 
 
-def _interleaved(
-    reader: Reader, pieces: Pieces, tools: Sequence[Tool], tags: Tags, *, thinking: bool
-) -> Wait[None]:
+def _parse_interleaved(
+    reader: Reader,
+    output: OutputBuilder,
+    tools: Sequence[Tool],
+    tags: ReasoningTags,
+    *,
+    thinking: bool,
+) -> Resumable[None]:
     calls = (_CALLS,) if tools else ()
     while True:
-        take = pieces.think if thinking else pieces.say
+        take = output.add_reasoning if thinking else output.add_content
         tag = tags.close if thinking else tags.open
-        mark = yield from reader.until(tag, *calls, take=take)
+        mark = yield from reader.read_until(tag, *calls, on_text=take)
         if mark is None:
             return
         if mark == tag:
-            pieces.mark()
+            output.add_marker()
             thinking = not thinking
             continue
-        yield from marked_call(reader, pieces, open=mark, read=_array, close=_CALLS_END, take=take)
+        yield from parse_marked_call(
+            reader, output, open=mark, parse=_parse_array, close=_CALLS_END, on_text=take
+        )
 
 
-def _array(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    return (yield from call_list(reader, pieces, _keyed))
+def _parse_array(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    return (yield from parse_call_list(reader, output, _parse_keyed_call))
 
 
-def _keyed(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_keyed_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:
         return "none"
-    name = yield from json_string(reader)
-    yield from reader.space()
+    name = yield from parse_json_string(reader)
+    yield from reader.skip_space()
     if name is None or (yield from reader.accept(":")) is None:
         return "none"
-    pieces.call(name)
+    output.start_tool_call(name)
     reader.release()
-    end = yield from json_value(reader, lambda text, _: pieces.arguments(text))
+    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
     if end != "whole":
         return "broken"
-    yield from reader.space()
+    yield from reader.skip_space()
     return "broken" if (yield from reader.accept("}")) is None else "whole"
 
 
-def _quoted(text: str) -> str:
+def _quote_json(text: str) -> str:
     return json_text.dumps(text, ensure_ascii=False)

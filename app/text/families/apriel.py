@@ -12,12 +12,12 @@ Source: ServiceNow's chat templates of Apriel 1.5 and 1.6, whose system prompts 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import spell_object
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<tool_calls>", "</tool_calls>"
 _STEPS = "Here are my reasoning steps:"
@@ -27,25 +27,33 @@ _FINAL, _FINAL_END = "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
 class Family(ChatFamily):
     markers = (_CALLS, _CALLS_END, _FINAL, _FINAL_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return f"{_CALLS}[" in template and _FINAL in template
 
-    def tags(self, template: str) -> Tags | None:
-        return Tags(open=_STEPS, close=_FINAL)
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return ReasoningTags(open=_STEPS, close=_FINAL)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         marks = (_FINAL_END, _CALLS) if tools else (_FINAL_END,)
-        while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
+        while (
+            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
+        ) is not None:
             if mark == _FINAL_END:
-                pieces.mark()
+                output.add_marker()
             else:
-                yield from marked_call(reader, pieces, open=mark, read=call_list, close=_CALLS_END)
+                yield from parse_marked_call(
+                    reader, output, open=mark, parse=parse_call_list, close=_CALLS_END
+                )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f"{_CALLS}["),
-            calls=tuple(spell_object(tool, spell, json) for tool in tools),
-            between=spell(", "),
-            after=spell(f"]{_CALLS_END}"),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_CALLS}["),
+            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
+            between=literal(", "),
+            after=literal(f"]{_CALLS_END}"),
             trigger=_CALLS,
         )

@@ -12,72 +12,83 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome, call_object
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome, parse_call_object
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _THINKING, _THINKING_END = "<|START_THINKING|>", "<|END_THINKING|>"
 _ACTION, _ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 
 
 class Family(ChatFamily):
-    lead = "<|START_RESPONSE|>"
-    tail = "<|END_RESPONSE|>"
-    markers = (_THINKING, _THINKING_END, _ACTION, _ACTION_END, lead, tail)
+    content_prefix = "<|START_RESPONSE|>"
+    content_suffix = "<|END_RESPONSE|>"
+    markers = (_THINKING, _THINKING_END, _ACTION, _ACTION_END, content_prefix, content_suffix)
 
-    def claims(self, template: str) -> bool:
-        return _ACTION in template and self.lead in template
+    def matches(self, template: str) -> bool:
+        return _ACTION in template and self.content_prefix in template
 
-    def tags(self, template: str) -> Tags | None:
-        return Tags(open=_THINKING, close=_THINKING_END)
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return ReasoningTags(open=_THINKING, close=_THINKING_END)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        marks = (self.lead, self.tail, _THINKING, *((_ACTION,) if tools else ()))
-        while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        marks = (
+            self.content_prefix,
+            self.content_suffix,
+            _THINKING,
+            *((_ACTION,) if tools else ()),
+        )
+        while (
+            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
+        ) is not None:
             if mark == _ACTION:
-                yield from marked_call(
-                    reader, pieces, read=read_actions, open=_ACTION, close=_ACTION_END
+                yield from parse_marked_call(
+                    reader, output, parse=parse_actions, open=_ACTION, close=_ACTION_END
                 )
                 continue
-            pieces.mark()
+            output.add_marker()
             if mark == _THINKING:
-                yield from reader.until(_THINKING_END, take=pieces.think)
-                pieces.mark()
+                yield from reader.read_until(_THINKING_END, on_text=output.add_reasoning)
+                output.add_marker()
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f"{_ACTION}[\n    "),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_ACTION}[\n    "),
             calls=tuple(
                 " ".join(
                     (
-                        spell('{"tool_call_id": "'),
+                        literal('{"tool_call_id": "'),
                         "/[0-9]{1,3}/",
-                        spell(f'", "tool_name": "{tool.name}", "parameters": '),
-                        json(tool),
-                        spell("}"),
+                        literal(f'", "tool_name": "{tool.name}", "parameters": '),
+                        json_schema(tool),
+                        literal("}"),
                     )
                 )
                 for tool in tools
             ),
-            between=spell(",\n    "),
-            after=spell(f"\n]{_ACTION_END}"),
+            between=literal(",\n    "),
+            after=literal(f"\n]{_ACTION_END}"),
             trigger=_ACTION,
         )
 
 
-def read_actions(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def parse_actions(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     """A list of calls, with the keys that Cohere gives their parts."""
-    return (yield from call_list(reader, pieces, _action))
+    return (yield from parse_call_list(reader, output, _parse_action))
 
 
-def _action(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_action(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     return (
-        yield from call_object(
+        yield from parse_call_object(
             reader,
-            pieces,
+            output,
             name_keys=("tool_name", "name"),
             argument_keys=("parameters", "arguments"),
             id_keys=("tool_call_id",),

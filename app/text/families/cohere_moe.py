@@ -7,6 +7,6 @@ from app.text.families import cohere
 
 
 class Family(cohere.Family):
-    lead = "<|START_TEXT|>"
-    tail = "<|END_TEXT|>"
-    markers = (*cohere.Family.markers, lead, tail)
+    content_prefix = "<|START_TEXT|>"
+    content_suffix = "<|END_TEXT|>"
+    markers = (*cohere.Family.markers, content_prefix, content_suffix)

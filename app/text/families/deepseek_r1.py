@@ -11,7 +11,7 @@ Source: the chat templates of DeepSeek V3 and R1, those of its distillates, and 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,
@@ -25,16 +25,20 @@ from app.text.syntax.deepseek_calls import (
 
 
 class Family(DeepSeekFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return CALLS in template and FENCE in template
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
         begin, block = f"{CALL}function{SEPARATOR}", f"\n{FENCE}\n"
-        end = spell(f"\n{FENCE_END}{CALL_END}")
-        return CallSyntax(
-            before=spell(CALLS),
-            calls=tuple(f"{spell(begin + tool.name + block)} {json(tool)} {end}" for tool in tools),
-            between=spell("\n"),
-            after=spell(CALLS_END),
+        end = literal(f"\n{FENCE_END}{CALL_END}")
+        return ToolCallGrammar(
+            before=literal(CALLS),
+            calls=tuple(
+                f"{literal(begin + tool.name + block)} {json_schema(tool)} {end}" for tool in tools
+            ),
+            between=literal("\n"),
+            after=literal(CALLS_END),
             trigger=CALLS,
         )

@@ -9,7 +9,7 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,
@@ -22,17 +22,20 @@ from app.text.syntax.deepseek_calls import (
 
 
 class Family(DeepSeekFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return CALLS in template and FENCE not in template
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(CALLS),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(CALLS),
             calls=tuple(
-                f"{spell(f'{CALL}{tool.name}{SEPARATOR}')} {json(tool)} {spell(CALL_END)}"
+                f"{literal(f'{CALL}{tool.name}{SEPARATOR}')} {json_schema(tool)} "
+                f"{literal(CALL_END)}"
                 for tool in tools
             ),
             between="",
-            after=spell(CALLS_END),
+            after=literal(CALLS_END),
             trigger=CALLS,
         )

@@ -1,14 +1,14 @@
 """DeepSeek V4: calls in DSML, which `app/text/syntax/dsml.py` describes."""
 
-from app.text.syntax.dsml import MARK, dsml
+from app.text.syntax.dsml import DSML_MARKER, build_dsml_tags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _CALLS = "tool_calls"
 
 
 class Family(TaggedFamily):
-    call_tags = dsml(_CALLS)
-    markers = (MARK, "<think>", "</think>")
+    call_tags = build_dsml_tags(_CALLS)
+    markers = (DSML_MARKER, "<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
-        return MARK in template and f"{_CALLS}>" in template
+    def matches(self, template: str) -> bool:
+        return DSML_MARKER in template and f"{_CALLS}>" in template

@@ -8,28 +8,32 @@ Source: Fireworks' chat template of Firefunction v2.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import spell_object
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _CALLS = "functools"
 
 
 class Family(ChatFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return f" {_CALLS}[" in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=call_list, open=_CALLS)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(reader, output, tools, parse=parse_call_list, open=_CALLS)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f" {_CALLS}["),
-            calls=tuple(spell_object(tool, spell, json) for tool in tools),
-            between=spell(", "),
-            after=spell("]"),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f" {_CALLS}["),
+            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
+            between=literal(", "),
+            after=literal("]"),
             trigger=f" {_CALLS}[",
         )

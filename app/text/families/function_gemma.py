@@ -8,12 +8,12 @@ Source: Google's documentation of FunctionGemma's formatting.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.gemma_calls import GemmaCalls
-from app.text.syntax.gemma_rules import gemma_syntax
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.gemma_calls import GemmaCallParser
+from app.text.syntax.gemma_rules import build_gemma_grammar
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
 
@@ -21,12 +21,18 @@ _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, _QUOTE)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _OPEN in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        read = GemmaCalls(quote=_QUOTE, close=_CLOSE, tools=tools).read
-        yield from marked_calls(reader, pieces, tools, read=read, open=_OPEN, close=_CLOSE)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        read = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools).parse
+        yield from parse_marked_calls(reader, output, tools, parse=read, open=_OPEN, close=_CLOSE)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return gemma_syntax(tools, spell, json, open=_OPEN, close=_CLOSE, quote=_QUOTE)
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_gemma_grammar(
+            tools, literal, json_schema, open=_OPEN, close=_CLOSE, quote=_QUOTE
+        )

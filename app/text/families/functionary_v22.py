@@ -17,7 +17,7 @@ class Family(RecipientFamily):
     separator = "<|from|>assistant\n<|recipient|>"
     gap = "\n"
     opening = "\n<|content|>"
-    lead = f"all{opening}"
+    content_prefix = f"all{opening}"
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return "<|recipient|>" in template and "<|content|>" in template

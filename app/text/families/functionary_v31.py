@@ -12,13 +12,13 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_arguments import json_arguments
-from app.text.syntax.json_reader import json_value
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<function=", "</function>"
 _PYTHON = "<|python_tag|>"
@@ -28,42 +28,47 @@ _NAME = re.compile(r"[^\s<>{]+")
 class Family(ChatFamily):
     markers = (_PYTHON,)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return f'{_OPEN}example_function_name>{{"' in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         marks = (_OPEN, _PYTHON) if tools else ()
-        while mark := (yield from reader.until(*marks, take=pieces.say)):
-            read = _python if mark == _PYTHON else _tagged
-            yield from marked_call(reader, pieces, read=read, open=mark, ends=marks)
+        while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
+            read = _parse_python_call if mark == _PYTHON else _parse_tagged_call
+            yield from parse_marked_call(reader, output, parse=read, open=mark, ends=marks)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
             calls=tuple(
-                f"{spell(f'{_OPEN}{tool.name}>')} {json(tool)} {spell(_CLOSE)}" for tool in tools
+                f"{literal(f'{_OPEN}{tool.name}>')} {json_schema(tool)} {literal(_CLOSE)}"
+                for tool in tools
             ),
             between="",
             trigger=_OPEN,
         )
 
 
-def _tagged(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_tagged_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     name = yield from reader.match(_NAME)
     reader.take(len(name))
     if not name or (yield from reader.accept(">")) is None:
         return "none"
-    pieces.call(name)
+    output.start_tool_call(name)
     reader.release()
-    yield from json_arguments(reader, pieces, _CLOSE, _OPEN, _PYTHON)
+    yield from parse_json_arguments(reader, output, _CLOSE, _OPEN, _PYTHON)
     yield from reader.accept(_CLOSE)
     return "whole"
 
 
-def _python(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_python_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     if (yield from reader.peek()) != "{":
         return "none"
-    pieces.call("python")
+    output.start_tool_call("python")
     reader.release()
-    end = yield from json_value(reader, lambda text, _: pieces.arguments(text))
+    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
     return "whole" if end == "whole" else "broken"

@@ -13,7 +13,7 @@ from app.text.syntax.recipients import RecipientFamily
 class Family(RecipientFamily):
     separator = ">>>"
     opening = "\n"
-    lead = f"all{opening}"
+    content_prefix = f"all{opening}"
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return ">>>all" in template

@@ -9,12 +9,12 @@ Source: the chat template of Gemma 4, and Google's documentation of its prompt f
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.gemma_calls import GemmaCalls
-from app.text.syntax.gemma_rules import gemma_syntax
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.gemma_calls import GemmaCallParser
+from app.text.syntax.gemma_rules import build_gemma_grammar
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
@@ -27,55 +27,67 @@ _RESPONSE = "<|tool_response>"
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return f"{_OPEN}call:" in template
 
-    def tags(self, template: str) -> Tags | None:
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
         if _CHANNEL not in template:
             return None
-        return Tags(open=f"{_CHANNEL}{_LABEL}\n", close=_CHANNEL_END)
+        return ReasoningTags(open=f"{_CHANNEL}{_LABEL}\n", close=_CHANNEL_END)
 
-    def opened(self, prompt: str, tags: Tags) -> bool:
+    def ends_in_reasoning(self, prompt: str, tags: ReasoningTags) -> bool:
         return prompt.endswith((tags.open, tags.open.rstrip()))
 
-    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
+    def parse_reasoning(
+        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+    ) -> Resumable[None]:
         """Only what the prompt began; all else is in channels, which come at any place."""
-        if opened:
-            pieces.mark()
-            yield from _thoughts(reader, pieces)
+        if in_reasoning:
+            output.add_marker()
+            yield from _parse_thoughts(reader, output)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        calls = GemmaCalls(quote=_QUOTE, close=_CLOSE, tools=tools)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
         # an end without a beginning says nothing: the models write one now and then
         marks = (_CHANNEL, _CHANNEL_END, *((_OPEN, _CLOSE, _RESPONSE) if tools else ()))
-        while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
+        while (
+            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
+        ) is not None:
             if mark == _OPEN:
-                yield from marked_call(reader, pieces, read=calls.read, open=_OPEN, close=_CLOSE)
+                yield from parse_marked_call(
+                    reader, output, parse=calls.parse, open=_OPEN, close=_CLOSE
+                )
                 continue
-            pieces.mark()
+            output.add_marker()
             if mark == _CHANNEL:
-                yield from _label(reader)
-                yield from _thoughts(reader, pieces)
+                yield from _skip_label(reader)
+                yield from _parse_thoughts(reader, output)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return gemma_syntax(tools, spell, json, open=_OPEN, close=_CLOSE, quote=_QUOTE)
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_gemma_grammar(
+            tools, literal, json_schema, open=_OPEN, close=_CLOSE, quote=_QUOTE
+        )
 
 
-def _thoughts(reader: Reader, pieces: Pieces) -> Wait[None]:
+def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
     """To the end of the channel. All channels hold thoughts."""
-    mark = yield from reader.until(_CHANNEL, _CHANNEL_END, take=pieces.think)
+    mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
     while mark == _CHANNEL:
-        pieces.mark()
-        yield from _label(reader)
-        mark = yield from reader.until(_CHANNEL, _CHANNEL_END, take=pieces.think)
+        output.add_marker()
+        yield from _skip_label(reader)
+        mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
     if mark is not None:
-        pieces.mark()
+        output.add_marker()
 
 
-def _label(reader: Reader) -> Wait[None]:
+def _skip_label(reader: Reader) -> Resumable[None]:
     """What names the channel, behind its beginning, is no part of the thoughts."""
     start = reader.hold()
-    yield from reader.space()
+    yield from reader.skip_space()
     labelled = (yield from reader.accept(_LABEL)) is not None
     character = yield from reader.peek()
     if not labelled or not (character.isspace() or character in ("", "<")):

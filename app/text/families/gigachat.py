@@ -11,11 +11,11 @@ Source: Sber's chat template of GigaChat 3, which knows one call a turn.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import Outcome, call_object, spell_object
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import CallOutcome, build_call_expression, parse_call_object
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _END_OF_TURN, _END_OF_ROLE = "<|message_sep|>", "<|role_sep|>"
 _CALL_TURN = f"\n\nfunction call{_END_OF_ROLE}\n"
@@ -24,22 +24,30 @@ _CALL_TURN = f"\n\nfunction call{_END_OF_ROLE}\n"
 class Family(ChatFamily):
     markers = (_END_OF_TURN, _END_OF_ROLE)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         ours = _END_OF_TURN in template and _END_OF_ROLE in template
         return ours and "<|function_call|>" not in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=_turn, open=_END_OF_TURN)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=_parse_call_turn, open=_END_OF_TURN
+        )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
         before = f"{_END_OF_TURN}{_CALL_TURN}"
-        return CallSyntax(
-            calls=tuple(spell_object(tool, spell, json, before=before) for tool in tools),
+        return ToolCallGrammar(
+            calls=tuple(
+                build_call_expression(tool, literal, json_schema, before=before) for tool in tools
+            ),
             trigger=_END_OF_TURN,
         )
 
 
-def _turn(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_call_turn(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     if (yield from reader.accept(_CALL_TURN)) is None:
         return "none"
-    return (yield from call_object(reader, pieces))
+    return (yield from parse_call_object(reader, output))

@@ -8,11 +8,11 @@ Source: Sber's chat template of GigaChat 3.1, which knows one call a turn.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import call_object, spell_object
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import build_call_expression, parse_call_object
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _CALL = "<|function_call|>"
 
@@ -20,14 +20,20 @@ _CALL = "<|function_call|>"
 class Family(ChatFamily):
     markers = (_CALL,)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _CALL in template and "<|message_sep|>" in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=call_object, open=_CALL)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(reader, output, tools, parse=parse_call_object, open=_CALL)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            calls=tuple(spell_object(tool, spell, json, before=_CALL) for tool in tools),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            calls=tuple(
+                build_call_expression(tool, literal, json_schema, before=_CALL) for tool in tools
+            ),
             trigger=_CALL,
         )

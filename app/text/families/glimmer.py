@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell, Tags
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
-from app.text.syntax.tagged_call import CallTags, TaggedCalls
+from app.text.family import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.tagged_call import CallTags, TaggedCallParser
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(
@@ -37,70 +37,76 @@ _TAGS = CallTags(
 _START, _MESSAGE, _NEXT = "<|start|>", "<|message|>", "<|eom|>"
 _ENDS = (_NEXT, "<|eot|>")
 _ASSISTANT = f"{_START}assistant"
-_THINK = Tags(open=f" to=self{_MESSAGE}", close=_NEXT)
+_THINK = ReasoningTags(open=f" to=self{_MESSAGE}", close=_NEXT)
 _RECIPIENT = re.compile(r"[^\s<]{1,256}")
 
 
 class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_START, _MESSAGE, *_ENDS, _TAGS.before, _TAGS.after)
-    lead = f" to=user{_MESSAGE}"
+    content_prefix = f" to=user{_MESSAGE}"
     # the first message was begun by the prompt
-    restart = _ASSISTANT
+    reasoning_separator = _ASSISTANT
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _TAGS.before in template
 
-    def tags(self, template: str) -> Tags | None:
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return _THINK
 
-    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
+    def parse_reasoning(
+        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+    ) -> Resumable[None]:
         """Only what the prompt began: all other reasoning is a message of its own."""
-        if opened:
-            pieces.mark()
-            yield from reader.before(_START, *_ENDS, take=pieces.think)
+        if in_reasoning:
+            output.add_marker()
+            yield from reader.read_before(_START, *_ENDS, on_text=output.add_reasoning)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        calls = TaggedCalls(_TAGS, tools)
-        to = yield from _header(reader, pieces)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        calls = TaggedCallParser(_TAGS, tools)
+        to = yield from _parse_header(reader, output)
         while True:
             thinks = to == "self"
-            take = pieces.think if thinks else pieces.say
-            marks = () if thinks else calls.marks
-            mark = yield from reader.before(_START, *_ENDS, *marks, take=take)
+            take = output.add_reasoning if thinks else output.add_content
+            marks = () if thinks else calls.start_markers
+            mark = yield from reader.read_before(_START, *_ENDS, *marks, on_text=take)
             if mark is None:
                 return
-            if mark == _START and (other := (yield from _header(reader, pieces))) is not None:
+            if mark == _START and (other := (yield from _parse_header(reader, output))) is not None:
                 to = other
                 continue
             reader.take(len(mark))
             if mark in marks:
-                yield from calls.read(reader, pieces, mark)
+                yield from calls.parse(reader, output, mark)
             elif mark in _ENDS:
-                pieces.mark()
-                to = yield from _header(reader, pieces)
+                output.add_marker()
+                to = yield from _parse_header(reader, output)
             else:
                 take(mark, reader.at - len(mark))
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        syntax = super().syntax(tools, spell, json)
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        syntax = super().build_tool_call_grammar(tools, literal, json_schema)
         if syntax is None:
             return None
         calls = zip(tools, syntax.calls, strict=True)
         return replace(
             syntax,
-            calls=tuple(f"{spell(f' to={tool.name}{_MESSAGE}')} {call}" for tool, call in calls),
-            between=spell(f"{_NEXT}{_ASSISTANT}"),
+            calls=tuple(f"{literal(f' to={tool.name}{_MESSAGE}')} {call}" for tool, call in calls),
+            between=literal(f"{_NEXT}{_ASSISTANT}"),
             trigger=None,
         )
 
 
-def _header(reader: Reader, pieces: Pieces) -> Wait[str | None]:
+def _parse_header(reader: Reader, output: OutputBuilder) -> Resumable[str | None]:
     """Whom the message is for that begins here; None where none does."""
     start = reader.hold()
-    yield from reader.space()
+    yield from reader.skip_space()
     yield from reader.accept(_ASSISTANT)
-    yield from reader.space()
+    yield from reader.skip_space()
     to = "user"
     if (yield from reader.accept("to=")) is not None:
         to = yield from reader.match(_RECIPIENT)
@@ -109,5 +115,5 @@ def _header(reader: Reader, pieces: Pieces) -> Wait[str | None]:
         reader.rewind(start)
         return None
     reader.release()
-    pieces.mark()
+    output.add_marker()
     return to

@@ -24,7 +24,7 @@ _TAGS = CallTags(
     key_ends={"</arg_key>": None},
     value_begin="<arg_value>",
     value_end="</arg_value>",
-    loose=True,
+    gap_optional=True,
 )
 
 
@@ -36,5 +36,5 @@ class Family(TaggedFamily):
         *("<think>", "</think>"),
     )
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _TAGS.before in template and _TAGS.key_begin in template

@@ -12,12 +12,12 @@ the token is what Granite 3.1 does.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import spell_object
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_IN_LETTERS = "<|tool_call|>", "<tool_call>"
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"
@@ -26,28 +26,36 @@ _RESPONSE, _RESPONSE_END = "<response>", "</response>"
 class Family(ChatFamily):
     markers = (_CALLS,)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _CALLS in template and "<|start_of_role|>" in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         calls = (_CALLS, _CALLS_IN_LETTERS) if tools else ()
         marks = calls
         if reader.at:  # behind reasoning
-            yield from reader.space()
+            yield from reader.skip_space()
             if (yield from reader.accept(_RESPONSE)) is not None:
-                pieces.mark()
+                output.add_marker()
                 marks = (*calls, _RESPONSE_END)
-        while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
+        while (
+            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
+        ) is not None:
             if mark == _RESPONSE_END:
-                pieces.mark()
+                output.add_marker()
             else:
-                yield from marked_call(reader, pieces, open=mark, read=call_list, ends=calls)
+                yield from parse_marked_call(
+                    reader, output, open=mark, parse=parse_call_list, ends=calls
+                )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f"{_CALLS}["),
-            calls=tuple(spell_object(tool, spell, json) for tool in tools),
-            between=spell(", "),
-            after=spell("]"),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_CALLS}["),
+            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
+            between=literal(", "),
+            after=literal("]"),
             trigger=_CALLS,
         )

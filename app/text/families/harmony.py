@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.json_arguments import json_arguments
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Take, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -28,99 +28,114 @@ _TO = "to="
 
 # a role, a channel, a recipient, a type of content
 _WORD = re.compile(r"[^\s<]{1,256}")
-_MOST_WORDS = 12
+_MAX_HEADER_WORDS = 12
 
 # recipients that are no functions
-_NOBODY = ("assistant", "user", "all")
+_NON_FUNCTION_RECIPIENTS = ("assistant", "user", "all")
 
 
 @dataclass(slots=True)
 class _Header:
-    """whole: it was read to its end, else the text ended within it."""
+    """is_complete: it was read to its end, else the text ended within it."""
 
     channel: str | None = None
     recipient: str | None = None
-    whole: bool = False
+    is_complete: bool = False
 
     @property
     def function(self) -> str | None:
         """What is called, if anything is."""
-        if self.recipient is None or self.recipient in _NOBODY:
+        if self.recipient is None or self.recipient in _NON_FUNCTION_RECIPIENTS:
             return None
         return self.recipient.removeprefix("functions.") or None
 
 
 class Family(ChatFamily):
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-    lead = f"{_CHANNEL}final{_MESSAGE}"
+    content_prefix = f"{_CHANNEL}final{_MESSAGE}"
     # the first message was begun by the prompt
-    restart = f"{_START}assistant"
+    reasoning_separator = f"{_START}assistant"
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return f"{_CHANNEL}analysis{_MESSAGE}" in template
 
-    def tags(self, template: str) -> Tags | None:
-        return Tags(open=f"{_CHANNEL}analysis{_MESSAGE}", close="<|end|>")
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return ReasoningTags(open=f"{_CHANNEL}analysis{_MESSAGE}", close="<|end|>")
 
-    def reasoning(self, reader: Reader, pieces: Pieces, tags: Tags, *, opened: bool) -> Wait[None]:
+    def parse_reasoning(
+        self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
+    ) -> Resumable[None]:
         """Only what the prompt began: all other reasoning is a message of its own."""
-        if opened:
-            pieces.mark()
-            yield from _content(reader, pieces, pieces.think)
+        if in_reasoning:
+            output.add_marker()
+            yield from _parse_content(reader, output, output.add_reasoning)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         while (yield from reader.peek()):
             start = reader.hold()
-            header = yield from _header(reader)
+            header = yield from _parse_header(reader)
             if header is None or (header.function is not None and not tools):
                 size = reader.at - start if header else 0
                 reader.rewind(start)
-                yield from _text(reader, pieces, size)
+                yield from _parse_text(reader, output, size)
                 continue
             reader.release()
-            pieces.mark()
-            if not header.whole:
+            output.add_marker()
+            if not header.is_complete:
                 return
             if header.function is not None:
-                yield from _call(reader, pieces, header.function)
+                yield from _parse_call(reader, output, header.function)
             else:
                 said = header.channel != "analysis"
-                yield from _content(reader, pieces, pieces.say if said else pieces.think)
+                yield from _parse_content(
+                    reader, output, output.add_content if said else output.add_reasoning
+                )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
         """One call, which ends the answer: the model knows no others. The recipient stands behind
         the channel, where the model puts it mostly, or before it, where the template does."""
-        kind = f"({spell(f' {_CONSTRAIN}json')} | {spell(' json')})?"
-        return CallSyntax(
+        kind = f"({literal(f' {_CONSTRAIN}json')} | {literal(' json')})?"
+        return ToolCallGrammar(
             calls=tuple(
-                " ".join((_heads(tool.name, spell), kind, spell(_MESSAGE), json(tool)))
+                " ".join(
+                    (
+                        _build_header_expression(tool.name, literal),
+                        kind,
+                        literal(_MESSAGE),
+                        json_schema(tool),
+                    )
+                )
                 for tool in tools
             ),
         )
 
 
-def _heads(name: str, spell: Spell) -> str:
+def _build_header_expression(name: str, literal: MakeLiteral) -> str:
     channel, to = f"{_CHANNEL}commentary", f" {_TO}functions.{name}"
-    return f"({spell(channel + to)} | {spell(to + channel)})"
+    return f"({literal(channel + to)} | {literal(to + channel)})"
 
 
-def _header(reader: Reader) -> Wait[_Header | None]:
+def _parse_header(reader: Reader) -> Resumable[_Header | None]:
     """What the text goes on with to the beginning of a message's content; None if that is no
     header. A header that is cut within a marker or a word of it is none."""
     header = _Header()
     marked = False
-    for _ in range(_MOST_WORDS):
-        yield from reader.space()
+    for _ in range(_MAX_HEADER_WORDS):
+        yield from reader.skip_space()
         mark = yield from reader.accept(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _TO)
         if mark == _MESSAGE:
-            header.whole = True
+            header.is_complete = True
             return header
         if mark is None and not (yield from reader.peek()):
             return header if marked else None
         if mark is None and not marked and header.recipient is None:
             return None
         marked = marked or mark not in (None, _TO)
-        yield from reader.space()
+        yield from reader.skip_space()
         word = yield from reader.match(_WORD)
         if not word and (yield from reader.peek()) != "":
             return None
@@ -132,23 +147,23 @@ def _header(reader: Reader) -> Wait[_Header | None]:
     return None
 
 
-def _text(reader: Reader, pieces: Pieces, size: int) -> Wait[None]:
+def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[None]:
     """What stands outside of a message. size: characters that do in any case."""
-    if not size and (yield from reader.meets(*_ENDS)) is None:
+    if not size and (yield from reader.peek_any(*_ENDS)) is None:
         size = 1
-    pieces.say(reader.take(size), reader.at - size)
-    yield from _content(reader, pieces, pieces.say)
+    output.add_content(reader.take(size), reader.at - size)
+    yield from _parse_content(reader, output, output.add_content)
 
 
-def _content(reader: Reader, pieces: Pieces, take: Take) -> Wait[None]:
+def _parse_content(reader: Reader, output: OutputBuilder, on_text: OnText) -> Resumable[None]:
     """To the end of the message, or the beginning of another one."""
-    if (yield from reader.before(_START, *_ENDS, take=take)) is not None:
+    if (yield from reader.read_before(_START, *_ENDS, on_text=on_text)) is not None:
         yield from reader.accept(*_ENDS)
-        pieces.mark()
+        output.add_marker()
 
 
-def _call(reader: Reader, pieces: Pieces, name: str) -> Wait[None]:
-    pieces.call(name)
-    yield from json_arguments(reader, pieces, _START, *_ENDS)
+def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[None]:
+    output.start_tool_call(name)
+    yield from parse_json_arguments(reader, output, _START, *_ENDS)
     yield from reader.accept(*_ENDS)
-    pieces.mark()
+    output.add_marker()

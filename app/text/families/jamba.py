@@ -10,12 +10,12 @@ Source: AI21's chat template of Jamba 1.6.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import spell_object
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<tool_calls>", "</tool_calls>"
 
@@ -23,19 +23,23 @@ _CALLS, _CALLS_END = "<tool_calls>", "</tool_calls>"
 class Family(ChatFamily):
     markers = (_CALLS, _CALLS_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _CALLS in template and "<tool_definitions>" in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(
-            reader, pieces, tools, read=call_list, open=_CALLS, close=_CALLS_END
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=parse_call_list, open=_CALLS, close=_CALLS_END
         )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(f"{_CALLS}[\n"),
-            calls=tuple(spell_object(tool, spell, json) for tool in tools),
-            between=spell(",\n"),
-            after=spell(f"\n]{_CALLS_END}"),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(f"{_CALLS}[\n"),
+            calls=tuple(build_call_expression(tool, literal, json_schema) for tool in tools),
+            between=literal(",\n"),
+            after=literal(f"\n]{_CALLS_END}"),
             trigger=_CALLS,
         )

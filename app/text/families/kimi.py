@@ -13,12 +13,12 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_arguments import json_arguments
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _ARGUMENTS, _CALL_END = (
@@ -32,58 +32,64 @@ _PARTS = re.compile(r"(?P<full>functions\.)?(?P<name>.+?)(?P<index>:[0-9]+)?")
 
 class Family(ChatFamily):
     markers = (_SECTION, _SECTION_END, _CALL, _ARGUMENTS, _CALL_END, "<think>", "</think>")
-    interrupts = (_SECTION, _CALL)
+    implicit_reasoning_ends = (_SECTION, _CALL)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _CALL in template and _ARGUMENTS in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         marks = (_SECTION, _CALL) if tools else ()
-        while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
-            read = _section if mark == _SECTION else _call
-            yield from marked_call(reader, pieces, read=read, open=mark, close=_SECTION_END)
+        while (
+            mark := (yield from reader.read_until(*marks, on_text=output.add_content))
+        ) is not None:
+            read = _parse_section if mark == _SECTION else _parse_call
+            yield from parse_marked_call(reader, output, parse=read, open=mark, close=_SECTION_END)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            before=spell(_SECTION),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            before=literal(_SECTION),
             calls=tuple(
                 " ".join(
                     (
-                        spell(f"{_CALL}functions.{tool.name}:"),
+                        literal(f"{_CALL}functions.{tool.name}:"),
                         "/[0-9]{1,3}/",
-                        spell(_ARGUMENTS),
-                        json(tool),
-                        spell(_CALL_END),
+                        literal(_ARGUMENTS),
+                        json_schema(tool),
+                        literal(_CALL_END),
                     )
                 )
                 for tool in tools
             ),
             between="",
-            after=spell(_SECTION_END),
+            after=literal(_SECTION_END),
             trigger=_SECTION,
         )
 
 
-def _section(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_section(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     if (yield from reader.accept(_CALL)) is None:
         return "none"
-    return (yield from _call(reader, pieces))
+    return (yield from _parse_call(reader, output))
 
 
-def _call(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     """What follows the marker that begins a call."""
-    yield from reader.space()
+    yield from reader.skip_space()
     id = yield from reader.match(_ID)
     parts = _PARTS.fullmatch(id)
     reader.take(len(id))
-    yield from reader.space()
+    yield from reader.skip_space()
     if parts is None or (yield from reader.accept(_ARGUMENTS)) is None:
         return "none"
     # an id that is not as the template would write it is replaced by one of ours
     whole = parts["full"] and parts["index"]
-    pieces.call(parts["name"], id if whole else None)
+    output.start_tool_call(parts["name"], id if whole else None)
     reader.release()
-    yield from json_arguments(reader, pieces, _CALL_END, _CALL, _SECTION_END)
+    yield from parse_json_arguments(reader, output, _CALL_END, _CALL, _SECTION_END)
     yield from reader.accept(_CALL_END)
     return "whole"

@@ -8,14 +8,14 @@ LFM2.5 and LFM2.5-VL, and Liquid AI's documentation of tool use.
 
 from collections.abc import Collection, Sequence
 
-from app.core.requests import CalledTool, Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome, call_object
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_list, python_syntax, written_call
-from app.text.syntax.reader import Reader, Wait
+from app.core.requests import Tool, ToolCall
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome, parse_call_object
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_calls import build_python_grammar, parse_python_list, render_python_call
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
@@ -23,58 +23,68 @@ _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         if "<|tool_list_start|>" in template or f"{_OPEN}[" in template:
             return True
         return "List of tools: [" in template and "keep_past_thinking" in template
 
-    def tags(self, template: str) -> Tags | None:
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
         """Some reason whose templates say nothing of it."""
-        return Tags(open="<think>", close="</think>")
+        return ReasoningTags(open="<think>", close="</think>")
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
         marks = (_OPEN, "[") if tools else ()
         names = {tool.name for tool in tools}
-        while (mark := (yield from reader.before(*marks, take=pieces.say))) is not None:
+        while (
+            mark := (yield from reader.read_before(*marks, on_text=output.add_content))
+        ) is not None:
             if mark == "[":
-                yield from _bare(reader, pieces, names)
+                yield from _parse_bare_list(reader, output, names)
             else:
                 yield from reader.accept(_OPEN)
-                yield from marked_call(reader, pieces, read=_list, open=_OPEN, close=_CLOSE)
+                yield from parse_marked_call(
+                    reader, output, parse=_parse_list, open=_OPEN, close=_CLOSE
+                )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return python_syntax(
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_python_grammar(
             tools,
-            spell,
-            json,
+            literal,
+            json_schema,
             before=f"{_OPEN}[",
             between=", ",
             after=f"]{_CLOSE}",
             trigger=_OPEN,
         )
 
-    def written(self, calls: Sequence[CalledTool]) -> str | None:
-        return f"{_OPEN}[{', '.join(map(written_call, calls))}]{_CLOSE}"
+    def render_calls(self, calls: Sequence[ToolCall]) -> str | None:
+        return f"{_OPEN}[{', '.join(map(render_python_call, calls))}]{_CLOSE}"
 
 
-def _list(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_list(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     start = reader.hold()
-    outcome = yield from python_list(reader, pieces)
+    outcome = yield from parse_python_list(reader, output)
     if outcome == "none":
         reader.rewind(start)
         reader.hold()
-        outcome = yield from call_list(reader, pieces, call_object)
+        outcome = yield from parse_call_list(reader, output, parse_call_object)
     return outcome
 
 
-def _bare(reader: Reader, pieces: Pieces, names: Collection[str]) -> Wait[None]:
+def _parse_bare_list(
+    reader: Reader, output: OutputBuilder, names: Collection[str]
+) -> Resumable[None]:
     """A list without tags, or a bracket of the text. Only what names a tool is a call then."""
     start = reader.hold()
-    outcome = yield from python_list(reader, pieces, names=names)
+    outcome = yield from parse_python_list(reader, output, names=names)
     if outcome == "none":
         reader.rewind(start)
-        pieces.say(reader.take(1), start)
+        output.add_content(reader.take(1), start)
         return
     if outcome == "broken":
-        yield from reader.until(take=lambda text, _: pieces.arguments(text))
-    pieces.mark()
+        yield from reader.read_until(on_text=lambda text, _: output.add_arguments(text))
+    output.add_marker()

@@ -8,26 +8,33 @@ Source: Meta's chat templates of Llama 3.1 to 4.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import spell_object
-from app.text.syntax.llama_calls import END, START, TAG, llama_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 
 class Family(ChatFamily):
-    markers = (TAG, START, END)
+    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         # in a literal of Jinja's the quotation marks may be escaped
         return '{"name": function name, "parameters"' in template.replace('\\"', '"')
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from llama_calls(reader, pieces, tools)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_llama_calls(reader, output, tools)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
         """The template knows one call a turn."""
-        return CallSyntax(
-            calls=tuple(spell_object(tool, spell, json, arguments="parameters") for tool in tools),
+        return ToolCallGrammar(
+            calls=tuple(
+                build_call_expression(tool, literal, json_schema, arguments_key="parameters")
+                for tool in tools
+            ),
             leading=True,
         )

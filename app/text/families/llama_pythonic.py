@@ -10,26 +10,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.llama_calls import END, START, TAG, llama_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_syntax
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_calls import build_python_grammar
+from app.text.syntax.reader import Reader, Resumable
 
 _LLAMA = ("<|start_header_id|>", "<|header_start|>")
 
 
 class Family(ChatFamily):
-    markers = (TAG, START, END)
+    markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         asks = "[func_name1(" in template and '"parameters": dictionary' not in template
         return asks and any(mark in template for mark in _LLAMA)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from llama_calls(reader, pieces, tools)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_llama_calls(reader, output, tools)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        syntax = python_syntax(tools, spell, json, before="[", between=", ", after="]", trigger="[")
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        syntax = build_python_grammar(
+            tools, literal, json_schema, before="[", between=", ", after="]", trigger="["
+        )
         # prose holds brackets
         return syntax and replace(syntax, trigger=None, leading=True)

@@ -8,7 +8,7 @@
 Source: the chat templates of LongCat-Flash.
 """
 
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from app.text.syntax.tagged_call import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
@@ -22,9 +22,9 @@ _TAGS = CallTags(
     key_ends={"</longcat_arg_key>": None},
     value_begin="<longcat_arg_value>",
     value_end="</longcat_arg_value>",
-    loose=True,
+    gap_optional=True,
 )
-_THINK = Tags(open="<longcat_think>", close="</longcat_think>")
+_THINK = ReasoningTags(open="<longcat_think>", close="</longcat_think>")
 
 
 class Family(TaggedFamily):
@@ -35,8 +35,8 @@ class Family(TaggedFamily):
         *(_THINK.open, _THINK.close),
     )
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _TAGS.before in template
 
-    def tags(self, template: str) -> Tags | None:
-        return _THINK if _THINK.close in template else super().tags(template)
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return _THINK if _THINK.close in template else super().reasoning_tags(template)

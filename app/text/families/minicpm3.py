@@ -15,12 +15,12 @@ Source: the chat template of MiniCPM3-4B.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell, Tags
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_calls, python_syntax
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_calls import build_python_grammar, parse_python_calls
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 _THOUGHT, _THOUGHT_END = "<|thought_start|>", "<|thought_end|>"
@@ -30,20 +30,26 @@ _FENCE = "```"
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, _THOUGHT, _THOUGHT_END)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _OPEN in template and _THOUGHT in template
 
-    def tags(self, template: str) -> Tags | None:
-        return Tags(open=_THOUGHT, close=_THOUGHT_END)
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
+        return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=_block, open=_OPEN, close=_CLOSE)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=_parse_block, open=_OPEN, close=_CLOSE
+        )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return python_syntax(
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_python_grammar(
             tools,
-            spell,
-            json,
+            literal,
+            json_schema,
             before=f"{_OPEN}\n{_FENCE}python\n",
             between="\n",
             after=f"\n{_FENCE}\n{_CLOSE}",
@@ -51,11 +57,11 @@ class Family(ChatFamily):
         )
 
 
-def _block(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_block(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     yield from reader.accept(f"{_FENCE}python", _FENCE)
-    outcome = yield from python_calls(reader, pieces)
+    outcome = yield from parse_python_calls(reader, output)
     if outcome == "whole":
-        yield from reader.space()
+        yield from reader.skip_space()
         yield from reader.accept(_FENCE)
     return outcome

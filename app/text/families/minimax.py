@@ -29,5 +29,5 @@ class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_TAGS.before, _TAGS.after, "<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _TAGS.before in template

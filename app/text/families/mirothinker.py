@@ -16,12 +16,12 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_arguments import json_arguments
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<use_mcp_tool>", "</use_mcp_tool>"
 _SERVER, _SERVER_END = "<server_name>", "</server_name>"
@@ -33,58 +33,65 @@ _WORD = re.compile(r"[^\s<]+")
 class Family(ChatFamily):
     markers = ("<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _OPEN in template and _NAME in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=_calls, open=_OPEN, close=_CLOSE)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=_parse_calls, open=_OPEN, close=_CLOSE
+        )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        server = f"{spell(f'{_SERVER}')} /[a-z_-]{{1,40}}/"
-        end = spell(f"\n{_ARGUMENTS_END}\n")
-        return CallSyntax(
-            before=spell(f"{_OPEN}\n"),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        server = f"{literal(f'{_SERVER}')} /[a-z_-]{{1,40}}/"
+        end = literal(f"\n{_ARGUMENTS_END}\n")
+        return ToolCallGrammar(
+            before=literal(f"{_OPEN}\n"),
             calls=tuple(
-                f"{server} {spell(_begin(tool.name))} {json(tool)} {end}" for tool in tools
+                f"{server} {literal(_build_call_head(tool.name))} {json_schema(tool)} {end}"
+                for tool in tools
             ),
             between="",
-            after=spell(_CLOSE),
+            after=literal(_CLOSE),
             trigger=_OPEN,
         )
 
 
-def _begin(name: str) -> str:
+def _build_call_head(name: str) -> str:
     return f"{_SERVER_END}\n{_NAME}{name}{_NAME_END}\n{_ARGUMENTS}\n"
 
 
-def _calls(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    outcome = yield from _call(reader, pieces)
+def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    outcome = yield from _parse_call(reader, output)
     while outcome == "whole":
         behind = reader.hold()
-        outcome = yield from _call(reader, pieces)
+        outcome = yield from _parse_call(reader, output)
         if outcome == "none":
             reader.rewind(behind)
             return "whole"
     return outcome
 
 
-def _call(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from _tagged(reader, _SERVER, _SERVER_END)
-    name = yield from _tagged(reader, _NAME, _NAME_END)
+def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from _parse_tagged_word(reader, _SERVER, _SERVER_END)
+    name = yield from _parse_tagged_word(reader, _NAME, _NAME_END)
     if not name:
         return "none"
-    pieces.call(name)
+    output.start_tool_call(name)
     reader.release()
-    yield from reader.space()
+    yield from reader.skip_space()
     yield from reader.accept(_ARGUMENTS)
-    yield from json_arguments(reader, pieces, _ARGUMENTS_END, _CLOSE)
+    yield from parse_json_arguments(reader, output, _ARGUMENTS_END, _CLOSE)
     yield from reader.accept(_ARGUMENTS_END)
     return "whole"
 
 
-def _tagged(reader: Reader, open: str, close: str) -> Wait[str]:
+def _parse_tagged_word(reader: Reader, open: str, close: str) -> Resumable[str]:
     """The word between two tags; "" if there is none."""
-    yield from reader.space()
+    yield from reader.skip_space()
     if (yield from reader.accept(open)) is None:
         return ""
     word = yield from reader.match(_WORD)

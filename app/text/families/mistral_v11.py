@@ -8,23 +8,25 @@ Source: mistral-common's tokenizer v11.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALL_ID, CALLS, ID_PATTERN, MistralFamily
 
 
 class Family(MistralFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return CALLS in template and ARGUMENTS in template and CALL_ID in template
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
             calls=tuple(
                 " ".join(
                     (
-                        spell(f"{CALLS}{tool.name}{CALL_ID}"),
+                        literal(f"{CALLS}{tool.name}{CALL_ID}"),
                         f"/{ID_PATTERN}/",
-                        spell(ARGUMENTS),
-                        json(tool),
+                        literal(ARGUMENTS),
+                        json_schema(tool),
                     )
                 )
                 for tool in tools

@@ -8,18 +8,20 @@ Source: mistral-common's tokenizer v13.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALL_ID, CALLS, MistralFamily
 
 
 class Family(MistralFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return CALLS in template and ARGUMENTS in template and CALL_ID not in template
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
             calls=tuple(
-                f"{spell(f'{CALLS}{tool.name}{ARGUMENTS}')} {json(tool)}" for tool in tools
+                f"{literal(f'{CALLS}{tool.name}{ARGUMENTS}')} {json_schema(tool)}" for tool in tools
             ),
             between="",
             trigger=CALLS,

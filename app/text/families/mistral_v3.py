@@ -10,27 +10,30 @@ import json as jsons
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALLS, ID_PATTERN, MistralFamily
 
 
 class Family(MistralFamily):
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return CALLS in template and ARGUMENTS not in template
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        before_id, behind_id = spell(', "id": "'), spell('"')
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        before_id, behind_id = literal(', "id": "'), literal('"')
         id = f"({before_id} /{ID_PATTERN}/ {behind_id})?"
-        return CallSyntax(
-            before=f"{spell(CALLS)} ({spell(' ')})? {spell('[')}",
+        return ToolCallGrammar(
+            before=f"{literal(CALLS)} ({literal(' ')})? {literal('[')}",
             calls=tuple(
-                f"{spell(_begin(tool.name))} {json(tool)} {id} {spell('}')}" for tool in tools
+                f"{literal(_build_call_prefix(tool.name))} {json_schema(tool)} {id} {literal('}')}"
+                for tool in tools
             ),
-            between=spell(", "),
-            after=spell("]"),
+            between=literal(", "),
+            after=literal("]"),
             trigger=CALLS,
         )
 
 
-def _begin(name: str) -> str:
+def _build_call_prefix(name: str) -> str:
     return f'{{"name": {jsons.dumps(name, ensure_ascii=False)}, "arguments": '

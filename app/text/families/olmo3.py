@@ -9,11 +9,11 @@ Source: Ai2's chat templates of OLMo 3 Instruct and Think.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_calls, python_syntax
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_calls import build_python_grammar, parse_python_calls
+from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 
@@ -21,13 +21,19 @@ _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 class Family(ChatFamily):
     markers = (_OPEN, _CLOSE, "<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _OPEN in template and "<functions>" in template
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(reader, pieces, tools, read=python_calls, open=_OPEN, close=_CLOSE)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader, output, tools, parse=parse_python_calls, open=_OPEN, close=_CLOSE
+        )
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return python_syntax(
-            tools, spell, json, before=_OPEN, between="\n", after=_CLOSE, trigger=_OPEN
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_python_grammar(
+            tools, literal, json_schema, before=_OPEN, between="\n", after=_CLOSE, trigger=_OPEN
         )

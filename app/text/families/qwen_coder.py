@@ -24,7 +24,7 @@ _TAGS = CallTags(
     key_begin="<parameter=",
     key_ends={">": None},
     value_end="</parameter>",
-    lines=True,
+    values_on_own_lines=True,
 )
 
 
@@ -32,5 +32,5 @@ class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_TAGS.before, _TAGS.after, "<think>", "</think>")
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return all(mark in template for mark in (_TAGS.before, _TAGS.begin, _TAGS.key_begin))

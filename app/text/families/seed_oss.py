@@ -9,7 +9,7 @@
 Source: the model's chat template. Lists and objects stand there as Python prints them.
 """
 
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from app.text.syntax.tagged_call import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
@@ -23,15 +23,15 @@ _TAGS = CallTags(
     key_ends={">": None},
     value_end="</parameter>",
 )
-_THINK = Tags(open="<seed:think>", close="</seed:think>")
+_THINK = ReasoningTags(open="<seed:think>", close="</seed:think>")
 
 
 class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_TAGS.before, _TAGS.after, _THINK.open, _THINK.close)
 
-    def claims(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return _TAGS.before in template
 
-    def tags(self, template: str) -> Tags | None:
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
         return _THINK

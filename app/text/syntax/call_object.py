@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.core.requests import Tool
-from app.text.family import Json, Spell
-from app.text.syntax.json_reader import decoded, json_string, json_value
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import MakeJsonSchema, MakeLiteral
+from app.text.syntax.json_reader import decode_json_string, parse_json_string, parse_json_value
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
-Outcome = Literal["none", "whole", "broken"]
+CallOutcome = Literal["none", "whole", "broken"]
 """No call was begun: rewind. A call was read. A call was begun, and what follows is not JSON: it
 belongs to its arguments, so that nothing of it is lost."""
 
@@ -23,129 +23,131 @@ belongs to its arguments, so that nothing of it is lost."""
 @dataclass(slots=True)
 class _Call:
     reader: Reader
-    pieces: Pieces
-    names: Collection[str] | None
+    output: OutputBuilder
+    tool_names: Collection[str] | None
     name: str | None = None
     id: str | None = None
-    early: list[str] = field(default_factory=list[str])  # arguments that came before the name
-    begun: bool = False
-    argued: bool = False
-    behind: int | None = None  # the arguments of a call that was begun
+    early_arguments: list[str] = field(
+        default_factory=list[str]
+    )  # arguments that came before the name
+    is_started: bool = False
+    has_arguments: bool = False
+    arguments_end: int | None = None  # the arguments of a call that was begun
 
-    def begin(self) -> bool:
-        if self.name is None or (self.names is not None and self.name not in self.names):
+    def start(self) -> bool:
+        if self.name is None or (self.tool_names is not None and self.name not in self.tool_names):
             return False
-        self.pieces.call(self.name, self.id)
+        self.output.start_tool_call(self.name, self.id)
         self.reader.release()  # there is no way back now
-        self.begun = True
-        self.pieces.arguments("".join(self.early))
+        self.is_started = True
+        self.output.add_arguments("".join(self.early_arguments))
         return True
 
 
-def call_object(
+def parse_call_object(
     reader: Reader,
-    pieces: Pieces,
+    output: OutputBuilder,
     *,
     name_keys: Collection[str] = ("name",),
     argument_keys: Collection[str] = ("arguments", "parameters"),
     id_keys: Collection[str] = ("id",),
     names: Collection[str] | None = None,
-) -> Wait[Outcome]:
+) -> Resumable[CallOutcome]:
     """Read one such object, white space before it skipped. names: those of the tools, where an
     object of another name or with other keys is no call; None to take any. Nothing is put into
-    `pieces` before the name is known; the caller holds the reader, and rewinds it after "none"."""
-    call = _Call(reader, pieces, names)
-    yield from reader.space()
+    `output` before the name is known; the caller holds the reader, and rewinds it after "none"."""
+    call = _Call(reader, output, names)
+    yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:
         return "none"
     while True:
-        yield from reader.space()
+        yield from reader.skip_space()
         if (yield from reader.accept("}")) is not None:
-            return _close(call)
-        key = yield from json_string(reader)
-        yield from reader.space()
+            return _finish_call(call)
+        key = yield from parse_json_string(reader)
+        yield from reader.skip_space()
         if key is None or (yield from reader.accept(":")) is None:
-            return _broken(call)
+            return _fail_call(call)
         known = (*name_keys, *argument_keys, *id_keys, "type")
-        if names is not None and key not in known and not call.begun:
+        if names is not None and key not in known and not call.is_started:
             return "none"  # an answer in JSON must not be held back to its end
-        if not (yield from _value(reader, call, key, name_keys, argument_keys, id_keys)):
-            return _broken(call)
-        yield from reader.space()
+        if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
+            return _fail_call(call)
+        yield from reader.skip_space()
         if (yield from reader.accept(",")) is None and (yield from reader.peek()) != "}":
-            return _broken(call)
+            return _fail_call(call)
 
 
-def spell_object(
+def build_call_expression(
     tool: Tool,
-    spell: Spell,
-    json_of: Json,
+    literal: MakeLiteral,
+    json_schema: MakeJsonSchema,
     *,
     before: str = "",
     after: str = "",
-    arguments: str = "arguments",
+    arguments_key: str = "arguments",
 ) -> str:
-    """The Lark expression of such an object; see `ChatFamily.syntax`. before, after: what else is
-    to stand there. arguments: their key."""
+    """The Lark expression of such an object; see `ChatFamily.build_tool_call_grammar`. before,
+    after: what else is to stand there. arguments_key: their key."""
     name = json.dumps(tool.name, ensure_ascii=False)
-    begin = f'{before}{{"name": {name}, "{arguments}": '
-    return f"{spell(begin)} {json_of(tool)} {spell('}' + after)}"
+    begin = f'{before}{{"name": {name}, "{arguments_key}": '
+    return f"{literal(begin)} {json_schema(tool)} {literal('}' + after)}"
 
 
-def _value(
+def _parse_value(
     reader: Reader,
     call: _Call,
     key: str,
     name_keys: Collection[str],
     argument_keys: Collection[str],
     id_keys: Collection[str],
-) -> Wait[bool]:
+) -> Resumable[bool]:
     """The value of one key. Whether it could be read."""
     if key in argument_keys:
-        return not call.argued and (yield from _arguments(reader, call))
+        return not call.has_arguments and (yield from _parse_arguments(reader, call))
     if key in name_keys:
-        call.name = yield from json_string(reader)
+        call.name = yield from parse_json_string(reader)
         return call.name is not None
-    yield from reader.space()
+    yield from reader.skip_space()
     if key in id_keys and (yield from reader.peek()) == '"':
-        call.id = yield from json_string(reader)
+        call.id = yield from parse_json_string(reader)
         return call.id is not None
-    return (yield from json_value(reader, lambda text, at: None)) == "whole"
+    return (yield from parse_json_value(reader, lambda text, at: None)) == "whole"
 
 
-def _arguments(reader: Reader, call: _Call) -> Wait[bool]:
+def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
     """They are handed on as they come where the name stands before them. Some models write them as
     a string that holds the object."""
-    call.argued = True
-    if call.name is not None and not call.begin():
+    call.has_arguments = True
+    if call.name is not None and not call.start():
         return False
-    take = call.pieces.arguments if call.begun else call.early.append
-    yield from reader.space()
+    take = call.output.add_arguments if call.is_started else call.early_arguments.append
+    yield from reader.skip_space()
     if (yield from reader.peek()) != '"':
-        whole = (yield from json_value(reader, lambda text, at: take(text))) == "whole"
+        whole = (yield from parse_json_value(reader, lambda text, at: take(text))) == "whole"
     else:
         written: list[str] = []
-        end = yield from json_value(reader, lambda text, at: written.append(text))
-        text = decoded("".join(written)) if end == "whole" else None
+        end = yield from parse_json_value(reader, lambda text, at: written.append(text))
+        text = decode_json_string("".join(written)) if end == "whole" else None
         take("".join(written) if text is None else text or "{}")
         whole = text is not None
-    if whole and call.begun:
-        call.behind = reader.hold()
+    if whole and call.is_started:
+        call.arguments_end = reader.hold()
     return whole
 
 
-def _close(call: _Call) -> Outcome:
-    if call.begun:
+def _finish_call(call: _Call) -> CallOutcome:
+    if call.is_started:
         call.reader.release()
         return "whole"
-    if not call.begin():
+    if not call.start():
         return "none"
-    if not call.argued:
-        call.pieces.arguments("{}")
+    if not call.has_arguments:
+        call.output.add_arguments("{}")
     return "whole"
 
 
-def _broken(call: _Call) -> Outcome:
-    if call.behind is not None:
-        call.reader.rewind(call.behind)
-    return "broken" if call.begun else "none"
+def _fail_call(call: _Call) -> CallOutcome:
+    if call.arguments_end is not None:
+        call.reader.rewind(call.arguments_end)
+    return "broken" if call.is_started else "none"

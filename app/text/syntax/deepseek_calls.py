@@ -19,11 +19,11 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_arguments import json_arguments
-from app.text.syntax.marked_calls import marked_calls
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.marked_calls import parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -35,36 +35,44 @@ _WORD = re.compile(r"[^\s<{`]+")
 class DeepSeekFamily(ChatFamily):
     markers = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END, "<think>", "</think>")
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        yield from marked_calls(
-            reader, pieces, tools, read=_call, open=CALLS, close=CALLS_END, also=(CALL,)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader,
+            output,
+            tools,
+            parse=_parse_call,
+            open=CALLS,
+            close=CALLS_END,
+            other_opens=(CALL,),
         )
 
 
-def _call(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
+def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
     """One call and its end. Those of a group begin with the same token."""
-    yield from reader.space()
+    yield from reader.skip_space()
     yield from reader.accept(CALL)
-    name = yield from _word(reader)
+    name = yield from _parse_word(reader)
     if (yield from reader.accept(SEPARATOR)) is None:
         return "none"
     # what stood before was a kind of call if a name follows
-    name = (yield from _word(reader)) or name
+    name = (yield from _parse_word(reader)) or name
     if not name:
         return "none"
-    pieces.call(name)
+    output.start_tool_call(name)
     reader.release()
-    yield from reader.space()
+    yield from reader.skip_space()
     fenced = (yield from reader.accept(FENCE, FENCE_END)) is not None
     ends = (CALL_END, CALLS_END, CALL)
-    met = yield from json_arguments(reader, pieces, *((FENCE_END, *ends) if fenced else ends))
+    met = yield from parse_json_arguments(reader, output, *((FENCE_END, *ends) if fenced else ends))
     if met == FENCE_END:
         yield from reader.accept(FENCE_END)
-        yield from reader.space()
+        yield from reader.skip_space()
     yield from reader.accept(CALL_END)
     return "whole"
 
 
-def _word(reader: Reader) -> Wait[str]:
+def _parse_word(reader: Reader) -> Resumable[str]:
     word = yield from reader.match(_WORD)
     return reader.take(len(word))

@@ -14,30 +14,34 @@ Source: DeepSeek's encoding of V3.2 (`encoding_dsv32.py` beside the weights), an
 made after it.
 """
 
-from app.text.syntax.parameter_types import STRING, Types
+from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
 from app.text.syntax.tagged_call import CallTags
 
-MARK = "｜DSML｜"
+DSML_MARKER = "｜DSML｜"
 
 
-def dsml(calls: str) -> CallTags:
+def build_dsml_tags(calls: str) -> CallTags:
     """calls: what the tag around all calls is called."""
     return CallTags(
-        before=f"<{MARK}{calls}>",
-        after=f"</{MARK}{calls}>",
-        begin=f'<{MARK}invoke name="',
+        before=f"<{DSML_MARKER}{calls}>",
+        after=f"</{DSML_MARKER}{calls}>",
+        begin=f'<{DSML_MARKER}invoke name="',
         name_end='">',
-        end=f"</{MARK}invoke>",
-        key_begin=f'<{MARK}parameter name="',
-        key_ends={'" string="true">': _text, '" string="false">': _json, '">': None},
-        value_end=f"</{MARK}parameter>",
+        end=f"</{DSML_MARKER}invoke>",
+        key_begin=f'<{DSML_MARKER}parameter name="',
+        key_ends={
+            '" string="true">': _narrow_to_string,
+            '" string="false">': _narrow_to_json,
+            '">': None,
+        },
+        value_end=f"</{DSML_MARKER}parameter>",
         grouped=True,
     )
 
 
-def _text(types: Types | None) -> Types | None:
-    return STRING if types is None else (types & STRING or types)
+def _narrow_to_string(types: JsonTypes | None) -> JsonTypes | None:
+    return STRING_TYPE if types is None else (types & STRING_TYPE or types)
 
 
-def _json(types: Types | None) -> Types | None:
-    return None if types is None else (types - STRING or types)
+def _narrow_to_json(types: JsonTypes | None) -> JsonTypes | None:
+    return None if types is None else (types - STRING_TYPE or types)

@@ -10,40 +10,46 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, Json, Spell
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.gemma_calls import is_key
-from app.text.syntax.keyword_rules import keyword_rules, only
-from app.text.syntax.parameter_types import resolved
+from app.text.syntax.keyword_rules import build_argument_grammar, has_only_keywords
+from app.text.syntax.parameter_types import resolve_reference
 
-_DEEPEST = 64  # objects and lists within each other
+_MAX_DEPTH = 64  # objects and lists within each other
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
-_WORDS = {"boolean": '("true" | "false")', "null": '"null"'}
-_NUMBERS = (
+_WORD_EXPRESSIONS = {"boolean": '("true" | "false")', "null": '"null"'}
+_NUMBER_KEYWORDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "type",
 )
 
 
-def gemma_syntax(
-    tools: Sequence[Tool], spell: Spell, json_of: Json, *, open: str, close: str, quote: str
-) -> CallSyntax | None:
-    """As `ChatFamily.syntax`. open, close: around a call. None where a schema asks for what this
-    notation cannot promise: a form or a length of strings, say."""
+def build_gemma_grammar(
+    tools: Sequence[Tool],
+    literal: MakeLiteral,
+    json_schema: MakeJsonSchema,
+    *,
+    open: str,
+    close: str,
+    quote: str,
+) -> ToolCallGrammar | None:
+    """As `ChatFamily.build_tool_call_grammar`. open, close: around a call. None where a schema asks
+    for what this notation cannot promise: a form or a length of strings, say."""
     calls: list[str] = []
-    rules = [*_free_values(spell, quote)]
+    rules = [*_write_free_value_rules(literal, quote)]
     for place, tool in enumerate(tools):
-        schema = _Schema(tool, spell, json_of, quote, prefix=f"tool{place}")
-        arguments = schema.object(dict(tool.parameters), deep=0)
-        if arguments is None or not schema.whole or not is_key(tool.name):
+        schema = _SchemaGrammar(tool, literal, json_schema, quote, prefix=f"tool{place}")
+        arguments = schema.write_object(dict(tool.parameters), depth=0)
+        if arguments is None or not schema.is_complete or not is_key(tool.name):
             return None
-        calls.append(f"{spell(f'{open}call:{tool.name}')} {arguments} {spell(close)}")
+        calls.append(f"{literal(f'{open}call:{tool.name}')} {arguments} {literal(close)}")
         rules += schema.rules
-    return CallSyntax(calls=tuple(calls), between="", trigger=open, rules="\n".join(rules))
+    return ToolCallGrammar(calls=tuple(calls), between="", trigger=open, rules="\n".join(rules))
 
 
-def _free_values(spell: Spell, quote: str) -> Iterable[str]:
+def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
     """Rules of strings, and of values of which nothing is known."""
-    spelled = spell(quote)
+    spelled = literal(quote)
     if spelled.startswith("<["):
         # no text spells a token
         yield f"gemmatext: {spelled} /(?s:.*)/ {spelled}"
@@ -61,119 +67,121 @@ def _free_values(spell: Spell, quote: str) -> Iterable[str]:
 
 
 @dataclass(slots=True)
-class _Schema:
+class _SchemaGrammar:
     """Expressions of the values of one tool's arguments. Each None where there can be none.
 
-    rules: those that the expressions name. references: the names of those that stand for
-    definitions. whole: every definition has an expression.
+    rules: those that the expressions name. reference_rules: the names of those that stand for
+    definitions. is_complete: every definition has an expression.
     """
 
     tool: Tool
-    spell: Spell
-    json_of: Json
+    literal: MakeLiteral
+    json_schema: MakeJsonSchema
     quote: str
     prefix: str
     rules: list[str] = field(default_factory=list[str])
-    references: dict[str, str] = field(default_factory=dict[str, str])
-    whole: bool = True
-    count: int = 0
+    reference_rules: dict[str, str] = field(default_factory=dict[str, str])
+    is_complete: bool = True
+    num_objects: int = 0
 
-    def value(self, schema: Any, deep: int) -> str | None:
+    def write_value(self, schema: Any, depth: int) -> str | None:
         if schema is True or schema == {}:
             return "gemmaany"
-        if not isinstance(schema, Mapping) or deep > _DEEPEST:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return None
         schema = cast(Mapping[str, Any], schema)
         if "$ref" in schema:
-            return self._reference(schema, deep)
+            return self._write_reference(schema, depth)
         for keyword in ("enum", "const", "anyOf"):
             if keyword in schema:
-                return self._choice(schema, keyword, deep)
-        if "type" not in schema and not only(schema):
+                return self._write_choice(schema, keyword, depth)
+        if "type" not in schema and not has_only_keywords(schema):
             return None
-        types = _listed(schema.get("type", list(_TYPES)))
-        return _either(self._typed(name, {**schema, "type": name}, deep) for name in types)
+        types = _as_list(schema.get("type", list(_TYPES)))
+        return _join_alternatives(
+            self._write_typed(name, {**schema, "type": name}, depth) for name in types
+        )
 
-    def _reference(self, schema: Mapping[str, Any], deep: int) -> str | None:
+    def _write_reference(self, schema: Mapping[str, Any], depth: int) -> str | None:
         """A rule for each definition, since one may lead to itself."""
-        target = resolved(schema, self.tool.parameters)
-        if not only(schema, "$ref") or "$ref" in target:
+        target = resolve_reference(schema, self.tool.parameters)
+        if not has_only_keywords(schema, "$ref") or "$ref" in target:
             return None
-        name = self.references.get(schema["$ref"])
+        name = self.reference_rules.get(schema["$ref"])
         if name is None:
-            name = f"{self.prefix}ref{len(self.references)}"
-            self.references[schema["$ref"]] = name
-            value = self.value(target, deep + 1)
-            self.whole = self.whole and value is not None
+            name = f"{self.prefix}ref{len(self.reference_rules)}"
+            self.reference_rules[schema["$ref"]] = name
+            value = self.write_value(target, depth + 1)
+            self.is_complete = self.is_complete and value is not None
             self.rules.append(f"{name}: {value}")
         return name
 
-    def object(self, schema: Mapping[str, Any], deep: int) -> str | None:
-        if "properties" not in schema and only(schema, "type"):
+    def write_object(self, schema: Mapping[str, Any], depth: int) -> str | None:
+        if "properties" not in schema and has_only_keywords(schema, "type"):
             return "gemmaobject"
-        self.count += 1
+        self.num_objects += 1
 
         def pair(name: str, inner: Any) -> str | None:
-            value = self.value(inner, deep + 1)
-            return f"{self.spell(f'{name}:')} {value}" if value and is_key(name) else None
+            value = self.write_value(inner, depth + 1)
+            return f"{self.literal(f'{name}:')} {value}" if value and is_key(name) else None
 
-        prefix = f"{self.prefix}n{self.count}x"
-        rules = keyword_rules(schema, prefix, between=self.spell(","), pair=pair)
+        prefix = f"{self.prefix}n{self.num_objects}x"
+        rules = build_argument_grammar(schema, prefix, separator=self.literal(","), pair=pair)
         if rules is None:
             return None
         self.rules += rules.rules
-        return " ".join((self.spell("{"), rules.expression, self.spell("}")))
+        return " ".join((self.literal("{"), rules.expression, self.literal("}")))
 
-    def _choice(self, schema: Mapping[str, Any], keyword: str, deep: int) -> str | None:
+    def _write_choice(self, schema: Mapping[str, Any], keyword: str, depth: int) -> str | None:
         if keyword == "anyOf":
             # what is said beside it would have to hold as well
-            parts = _listed(schema["anyOf"]) if only(schema, "anyOf") else []
-            return _either(self.value(part, deep + 1) for part in parts)
-        if not only(schema, keyword, "type"):
+            parts = _as_list(schema["anyOf"]) if has_only_keywords(schema, "anyOf") else []
+            return _join_alternatives(self.write_value(part, depth + 1) for part in parts)
+        if not has_only_keywords(schema, keyword, "type"):
             return None
-        values = _listed(schema["enum"]) if keyword == "enum" else [schema["const"]]
-        return _either(map(self._literal, values))
+        values = _as_list(schema["enum"]) if keyword == "enum" else [schema["const"]]
+        return _join_alternatives(map(self._write_literal, values))
 
-    def _literal(self, value: Any) -> str | None:
+    def _write_literal(self, value: Any) -> str | None:
         if isinstance(value, str):
-            return None if self.quote in value else self.spell(f"{self.quote}{value}{self.quote}")
+            return None if self.quote in value else self.literal(f"{self.quote}{value}{self.quote}")
         if isinstance(value, list | dict):
             return None
-        return self.spell(json.dumps(value))
+        return self.literal(json.dumps(value))
 
-    def _typed(self, name: str, schema: Mapping[str, Any], deep: int) -> str | None:
+    def _write_typed(self, name: str, schema: Mapping[str, Any], depth: int) -> str | None:
         match name:
             case "string":
-                return "gemmatext" if only(schema, "type") else None
+                return "gemmatext" if has_only_keywords(schema, "type") else None
             case "number" | "integer":
-                numbers = {key: schema[key] for key in _NUMBERS if key in schema}
-                return self.json_of(replace(self.tool, parameters=numbers))
+                numbers = {key: schema[key] for key in _NUMBER_KEYWORDS if key in schema}
+                return self.json_schema(replace(self.tool, parameters=numbers))
             case "array":
-                return self._list(schema, deep)
+                return self._write_list(schema, depth)
             case "object":
-                return self.object(schema, deep)
+                return self.write_object(schema, depth)
             case _:
-                return _WORDS.get(name)
+                return _WORD_EXPRESSIONS.get(name)
 
-    def _list(self, schema: Mapping[str, Any], deep: int) -> str | None:
-        if not only(schema, "type", "items", "minItems", "maxItems"):
+    def _write_list(self, schema: Mapping[str, Any], depth: int) -> str | None:
+        if not has_only_keywords(schema, "type", "items", "minItems", "maxItems"):
             return None
-        item = self.value(schema.get("items", True), deep + 1)
+        item = self.write_value(schema.get("items", True), depth + 1)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or not isinstance(most, int | None) or item is None:
             return None
         if most == 0:
-            return None if least else self.spell("[]")
+            return None if least else self.literal("[]")
         bound = "" if most is None else str(most - 1)
         more = f'("," {item}){{{max(least - 1, 0)},{bound}}}'
         return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else [value]
 
 
-def _either(expressions: Iterable[str | None]) -> str | None:
+def _join_alternatives(expressions: Iterable[str | None]) -> str | None:
     """Those of several that there are."""
     found = [expression for expression in expressions if expression is not None]
     return f"({' | '.join(found)})" if found else None

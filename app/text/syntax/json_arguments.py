@@ -4,12 +4,14 @@ Knows: what becomes of arguments that are not the JSON they should be. Must not 
 markers.
 """
 
-from app.text.syntax.json_reader import json_value
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 
 
-def json_arguments(reader: Reader, pieces: Pieces, *ends: str) -> Wait[str | None]:
+def parse_json_arguments(
+    reader: Reader, output: OutputBuilder, *ends: str
+) -> Resumable[str | None]:
     """Hand on the arguments of the call that was just begun, up to one of these markers, which is
     not taken. Which it is; None where the text ends without one.
 
@@ -18,13 +20,13 @@ def json_arguments(reader: Reader, pieces: Pieces, *ends: str) -> Wait[str | Non
     """
 
     def take(text: str, at: int) -> None:
-        pieces.arguments(text)
+        output.add_arguments(text)
 
-    yield from reader.space()
-    met = yield from reader.meets(*ends)
+    yield from reader.skip_space()
+    met = yield from reader.peek_any(*ends)
     if met is not None:
-        pieces.arguments("{}")
+        output.add_arguments("{}")
         return met
-    if (yield from json_value(reader, take)) == "whole":
-        yield from reader.space()
-    return (yield from reader.before(*ends, take=take))
+    if (yield from parse_json_value(reader, take)) == "whole":
+        yield from reader.skip_space()
+    return (yield from reader.read_before(*ends, on_text=take))

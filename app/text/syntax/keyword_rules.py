@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-Pair = Callable[[str, Any], str | None]
+MakePair = Callable[[str, Any], str | None]
 """A parameter's name and schema → the expression of both; None where there can be none."""
 
 # keywords which say nothing about a value, or only what a list of pairs does anyway
@@ -25,24 +25,24 @@ _DEFINITIONS = ("$defs", "definitions")
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 
 
-def only(schema: Mapping[str, Any], *keywords: str) -> bool:
+def has_only_keywords(schema: Mapping[str, Any], *keywords: str) -> bool:
     """Whether nothing but these keywords says something about a value."""
     return _ANNOTATIONS.issuperset(schema.keys() - set(keywords))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class ArgumentGrammar:
     """expression: of the whole list, which may be empty. rules: those that it names."""
 
     expression: str
     rules: tuple[str, ...]
 
 
-def keyword_rules(
-    schema: Mapping[str, Any], prefix: str, *, between: str, pair: Pair
-) -> Rules | None:
+def build_argument_grammar(
+    schema: Mapping[str, Any], prefix: str, *, separator: str, pair: MakePair
+) -> ArgumentGrammar | None:
     """Pairs in the order of the schema, the optional ones where wanted. None where they could not
-    satisfy it, or one of them cannot be written. prefix: of the names of the rules. between: an
+    satisfy it, or one of them cannot be written. prefix: of the names of the rules. separator: an
     expression.
 
         some_i: pair_i more_i+1 | some_i+1      the list has not begun yet
@@ -67,38 +67,38 @@ def keyword_rules(
         rules.append(f"{here}: {expression}")
         if name in required:
             some = f"{here} {more}"
-            more = f"{between} {here} {more}"
+            more = f"{separator} {here} {more}"
         else:
             some = f"({here} {more} | {some})" if some else f"({here} {more})?"
-            more = f"({between} {here})? {more}"
+            more = f"({separator} {here})? {more}"
         rules += [f"{here}some: {some}", f"{here}more: {more}"]
         some, more = f"{here}some", f"{here}more"
-    return Rules(expression=some, rules=tuple(rules))
+    return ArgumentGrammar(expression=some, rules=tuple(rules))
 
 
-def standing_alone(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def extract_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """A part of a schema as a schema of its own, with what it refers to. None where it refers to
     anything but definitions."""
     if schema is True:
         schema = {}
-    if not isinstance(schema, Mapping) or not all(map(_is_definition, _references(schema))):
+    if not isinstance(schema, Mapping) or not all(map(_is_definition, _find_references(schema))):
         return None
     schema = cast(Mapping[str, Any], schema)
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-    if not all(_is_definition(reference) for reference in _references(definitions)):
+    if not all(_is_definition(reference) for reference in _find_references(definitions)):
         return None
-    return {"type": _TYPES, **schema, **(definitions if any(_references(schema)) else {})}
+    return {"type": _TYPES, **schema, **(definitions if any(_find_references(schema)) else {})}
 
 
-def _references(value: Any) -> Iterator[Any]:
+def _find_references(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for key, inner in cast(Mapping[str, Any], value).items():
             if key in ("$ref", "$dynamicRef", "$id", "$anchor"):
                 yield inner
-            yield from _references(inner)
+            yield from _find_references(inner)
     elif isinstance(value, list):
         for inner in cast(list[Any], value):
-            yield from _references(inner)
+            yield from _find_references(inner)
 
 
 def _is_definition(reference: Any) -> bool:

@@ -14,61 +14,65 @@ import json
 import re
 from collections.abc import Callable
 
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.reader import Reader, Resumable
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = frozenset('"\\/bfnrtu')  # JSON's own
 _HEX = re.compile(r"[0-9a-fA-F]+")
 
 
-def literal_before(reader: Reader, *marks: str, take: Callable[[str], None]) -> Wait[str | None]:
+def convert_literal_before(
+    reader: Reader, *marks: str, on_text: Callable[[str], None]
+) -> Resumable[str | None]:
     """Hand on the text before the first of these marks that stands outside of a string. Which it
     is, not taken; None when the text ended without one."""
     while True:
-        stop = yield from reader.before('"', "'", *_WORDS, *marks, take=lambda text, _: take(text))
+        stop = yield from reader.read_before(
+            '"', "'", *_WORDS, *marks, on_text=lambda text, _: on_text(text)
+        )
         if stop is None or stop in marks:
             return stop
         reader.take(len(stop))
         if stop in _WORDS:
-            take(_WORDS[stop])
+            on_text(_WORDS[stop])
         else:
-            take('"')
-            yield from _string(reader, stop, take)
+            on_text('"')
+            yield from _convert_string(reader, stop, on_text)
 
 
-def literal(text: str) -> str:
+def convert_literal(text: str) -> str:
     """All of a text as JSON."""
     reader, pieces = Reader(), list[str]()
     reader.push(text)
     reader.end()
-    for _ in literal_before(reader, take=pieces.append):
+    for _ in convert_literal_before(reader, on_text=pieces.append):
         raise AssertionError("nothing is to be waited for")
     return "".join(pieces)
 
 
-def quoted(text: str) -> str:
+def escape_json(text: str) -> str:
     """What a text is between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _string(reader: Reader, quote: str, take: Callable[[str], None]) -> Wait[None]:
+def _convert_string(reader: Reader, quote: str, on_text: Callable[[str], None]) -> Resumable[None]:
     """The rest of a string, its end included."""
     while True:
-        stop = yield from reader.until(
-            quote, '"', "\\", take=lambda text, _: take(_controls_escaped(text))
+        stop = yield from reader.read_until(
+            quote, '"', "\\", on_text=lambda text, _: on_text(_escape_controls(text))
         )
         if stop is None:
             return
         if stop == quote:
-            take('"')
+            on_text('"')
             return
         if stop == '"':
-            take('\\"')
+            on_text('\\"')
         else:
-            take((yield from _escape(reader)))
+            on_text((yield from _convert_escape(reader)))
 
 
-def _escape(reader: Reader) -> Wait[str]:
+def _convert_escape(reader: Reader) -> Resumable[str]:
     """What follows a backslash, in JSON. One that escapes nothing stands for itself, as in
     Python."""
     kind = yield from reader.peek()
@@ -82,7 +86,7 @@ def _escape(reader: Reader) -> Wait[str]:
     if digits is None:
         return "\\\\"
     while len(reader.ahead) <= digits and not reader.ended:
-        yield from reader.more()
+        yield from reader.wait_for_more()
     code = reader.ahead[1 : digits + 1]
     if len(code) < digits or not _HEX.fullmatch(code) or int(code, 16) > 0x10FFFF:
         return "\\\\"
@@ -90,6 +94,6 @@ def _escape(reader: Reader) -> Wait[str]:
     return json.dumps(chr(int(code, 16)))[1:-1]
 
 
-def _controls_escaped(text: str) -> str:
+def _escape_controls(text: str) -> str:
     """JSON has no control characters in strings; models write line ends there all the same."""
-    return "".join(quoted(c) if c < " " else c for c in text)
+    return "".join(escape_json(c) if c < " " else c for c in text)

@@ -16,56 +16,70 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import Outcome, call_object
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_calls import python_call, python_list
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.call_object import CallOutcome, parse_call_object
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_calls import parse_python_call, parse_python_list
+from app.text.syntax.reader import Reader, Resumable
 
-TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 
 
-def llama_calls(reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
+def parse_llama_calls(
+    reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+) -> Resumable[None]:
     """Read an answer to its end."""
     names = {tool.name for tool in tools}
-    marks = (TAG, START) if tools else ()
+    marks = (PYTHON_TAG, PYTHON_START) if tools else ()
     if tools:
-        yield from _leading(reader, pieces, names)
-    while mark := (yield from reader.until(*marks, take=pieces.say)):
-        read = partial(_behind_tag, names=names)
-        yield from marked_call(reader, pieces, read=read, open=mark, close=END, ends=marks)
-        yield from _leading(reader, pieces, names)
+        yield from _parse_leading_calls(reader, output, names)
+    while mark := (yield from reader.read_until(*marks, on_text=output.add_content)):
+        read = partial(_parse_tagged_call, names=names)
+        yield from parse_marked_call(
+            reader, output, parse=read, open=mark, close=PYTHON_END, ends=marks
+        )
+        yield from _parse_leading_calls(reader, output, names)
 
 
-def _leading(reader: Reader, pieces: Pieces, names: Collection[str]) -> Wait[None]:
+def _parse_leading_calls(
+    reader: Reader, output: OutputBuilder, names: Collection[str]
+) -> Resumable[None]:
     """Calls that stand here, one behind the other."""
     while True:
         start = reader.hold()
-        yield from reader.space()
+        yield from reader.skip_space()
         yield from reader.accept(";", ",")
-        outcome = yield from _bare(reader, pieces, names)
+        outcome = yield from _parse_bare_call(reader, output, names)
         if outcome == "none":
             reader.rewind(start)
             return
         if outcome == "broken":
-            yield from reader.before(TAG, START, take=lambda text, _: pieces.arguments(text))
-        pieces.mark()
+            yield from reader.read_before(
+                PYTHON_TAG, PYTHON_START, on_text=lambda text, _: output.add_arguments(text)
+            )
+        output.add_marker()
 
 
-def _bare(reader: Reader, pieces: Pieces, names: Collection[str]) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_bare_call(
+    reader: Reader, output: OutputBuilder, names: Collection[str]
+) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     if (yield from reader.peek()) == "[":
-        return (yield from python_list(reader, pieces, names=names))
-    return (yield from call_object(reader, pieces, names=names))
+        return (yield from parse_python_list(reader, output, names=names))
+    return (yield from parse_call_object(reader, output, names=names))
 
 
-def _behind_tag(reader: Reader, pieces: Pieces, *, names: Collection[str]) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_tagged_call(
+    reader: Reader, output: OutputBuilder, *, names: Collection[str]
+) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     match (yield from reader.peek()):
         case "{":
-            return (yield from call_object(reader, pieces))
+            return (yield from parse_call_object(reader, output))
         case "[":
-            return (yield from python_list(reader, pieces))
+            return (yield from parse_python_list(reader, output))
         case _:
             # code for an interpreter may stand here just as well
-            return (yield from python_call(reader, pieces, names=names, method=".call"))
+            return (
+                yield from parse_python_call(reader, output, names=names, method_suffix=".call")
+            )

@@ -7,53 +7,59 @@ any family's markers, nor how calls are written.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.syntax.call_list import ReadCall
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Take, Wait
+from app.text.syntax.call_list import ParseCall
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import OnText, Reader, Resumable
 
 
-def marked_calls(
+def parse_marked_calls(
     reader: Reader,
-    pieces: Pieces,
+    output: OutputBuilder,
     tools: Sequence[Tool],
     *,
-    read: ReadCall,
+    parse: ParseCall,
     open: str,
     close: str | None = None,
-    also: tuple[str, ...] = (),
-) -> Wait[None]:
-    """Read to the end of the text. tools: where there are none, all is text. read: what stands
-    behind `open`. close: what stands behind that, where the syntax has such a marker. also: other
-    markers that the same may stand behind."""
-    opens = (open, *also)
-    while mark := (yield from reader.until(*(opens if tools else ()), take=pieces.say)):
-        yield from marked_call(reader, pieces, read=read, open=mark, close=close, ends=opens)
+    other_opens: tuple[str, ...] = (),
+) -> Resumable[None]:
+    """Read to the end of the text. tools: where there are none, all is text. parse: what stands
+    behind `open`. close: what stands behind that, where the syntax has such a marker. other_opens:
+    other markers that the same may stand behind."""
+    opens = (open, *other_opens)
+    while mark := (
+        yield from reader.read_until(*(opens if tools else ()), on_text=output.add_content)
+    ):
+        yield from parse_marked_call(
+            reader, output, parse=parse, open=mark, close=close, ends=opens
+        )
 
 
-def marked_call(
+def parse_marked_call(
     reader: Reader,
-    pieces: Pieces,
+    output: OutputBuilder,
     *,
-    read: ReadCall,
+    parse: ParseCall,
     open: str,
     close: str | None = None,
     ends: tuple[str, ...] = (),
-    take: Take | None = None,
-) -> Wait[None]:
+    on_text: OnText | None = None,
+) -> Resumable[None]:
     """Read what stands behind `open`, which was just taken, and `close`. Where it is no call,
     `open` is text, and what follows is left to be read. ends: what else ends a broken call, and
-    belongs to what follows. take: who gets the text; if nobody else, the answer."""
+    belongs to what follows. on_text: who gets the text; if nobody else, the answer."""
     inside = reader.hold()
-    outcome = yield from read(reader, pieces)
+    outcome = yield from parse(reader, output)
     if outcome == "none":
         reader.rewind(inside)
-        (take or pieces.say)(open, inside - len(open))
+        (on_text or output.add_content)(open, inside - len(open))
         return
     reader.release()
     closes = () if close is None else (close,)
     if outcome == "broken":
-        yield from reader.before(*closes, *ends, take=lambda text, _: pieces.arguments(text))
-    yield from reader.space()
+        yield from reader.read_before(
+            *closes, *ends, on_text=lambda text, _: output.add_arguments(text)
+        )
+    yield from reader.skip_space()
     if closes:
         yield from reader.accept(*closes)
-    pieces.mark()
+    output.add_marker()

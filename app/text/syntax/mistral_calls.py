@@ -17,13 +17,13 @@ import string
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, Tags
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.json_reader import json_value
-from app.text.syntax.marked_calls import marked_call
-from app.text.syntax.pieces import Pieces, Splitter
-from app.text.syntax.reader import Reader, Wait
+from app.text.family import ChatFamily, ReasoningTags
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.marked_calls import parse_marked_call
+from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.reader import Reader, Resumable
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 THINK, THINK_END = "[THINK]", "[/THINK]"
@@ -32,62 +32,64 @@ THINK, THINK_END = "[THINK]", "[/THINK]"
 ID_PATTERN = "[a-zA-Z0-9]{9}"
 
 _WORD = re.compile(r"[^\s\[\]{}\"]+")
-_LETTERS = string.ascii_letters + string.digits
+_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class MistralFamily(ChatFamily):
     markers = (CALLS, CALL_ID, ARGUMENTS, THINK, THINK_END)
 
-    def tags(self, template: str) -> Tags | None:
+    def reasoning_tags(self, template: str) -> ReasoningTags | None:
         if THINK in template:
-            return Tags(open=THINK, close=THINK_END)
-        return super().tags(template)
+            return ReasoningTags(open=THINK, close=THINK_END)
+        return super().reasoning_tags(template)
 
-    def call_id(self, call: int) -> str | None:
-        return "".join(secrets.choice(_LETTERS) for _ in range(9))
+    def make_call_id(self, index: int) -> str | None:
+        return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
-    def split(self, *, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Splitter:
-        def parse(reader: Reader, pieces: Pieces) -> Wait[None]:
+    def build_parser(
+        self, *, tools: Sequence[Tool], tags: ReasoningTags | None, in_reasoning: bool
+    ) -> OutputParser:
+        def parse(reader: Reader, output: OutputBuilder) -> Resumable[None]:
             if tags is not None:
-                yield from self.reasoning(reader, pieces, tags, opened=opened)
-            yield from _interleaved(reader, pieces, tools, tags)
+                yield from self.parse_reasoning(reader, output, tags, in_reasoning=in_reasoning)
+            yield from _parse_interleaved(reader, output, tools, tags)
 
-        return Splitter(parse)
+        return OutputParser(parse)
 
 
-def _interleaved(
-    reader: Reader, pieces: Pieces, tools: Sequence[Tool], tags: Tags | None
-) -> Wait[None]:
+def _parse_interleaved(
+    reader: Reader, output: OutputBuilder, tools: Sequence[Tool], tags: ReasoningTags | None
+) -> Resumable[None]:
     """Text, calls and reasoning in any order; what looks like a call in reasoning is none."""
     calls = (CALLS,) if tools else ()
     marks = calls if tags is None else (*calls, tags.open)
-    while (mark := (yield from reader.until(*marks, take=pieces.say))) is not None:
+    while (mark := (yield from reader.read_until(*marks, on_text=output.add_content))) is not None:
         if tags is None or mark == CALLS:
-            yield from marked_call(reader, pieces, read=_calls, open=mark, ends=marks)
+            yield from parse_marked_call(reader, output, parse=_parse_calls, open=mark, ends=marks)
             continue
-        pieces.mark()
-        if (yield from reader.until(tags.close, take=pieces.think)) is not None:
-            pieces.mark()
+        output.add_marker()
+        if (yield from reader.read_until(tags.close, on_text=output.add_reasoning)) is not None:
+            output.add_marker()
 
 
-def _calls(reader: Reader, pieces: Pieces) -> Wait[Outcome]:
-    yield from reader.space()
+def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
+    yield from reader.skip_space()
     if (yield from reader.peek()) == "[":
-        return (yield from call_list(reader, pieces))
-    name = yield from _word(reader)
+        return (yield from parse_call_list(reader, output))
+    name = yield from _parse_word(reader)
     id = None
     if (yield from reader.accept(CALL_ID)) is not None:
-        id = yield from _word(reader)
+        id = yield from _parse_word(reader)
     # where the token is not shown the braces tell
     begins = (yield from reader.accept(ARGUMENTS)) is not None
     if not name or not (begins or (yield from reader.peek()) == "{"):
         return "none"
-    pieces.call(name, id or None)
+    output.start_tool_call(name, id or None)
     reader.release()
-    end = yield from json_value(reader, lambda text, _: pieces.arguments(text))
+    end = yield from parse_json_value(reader, lambda text, _: output.add_arguments(text))
     return "whole" if end == "whole" else "broken"
 
 
-def _word(reader: Reader) -> Wait[str]:
+def _parse_word(reader: Reader) -> Resumable[str]:
     word = yield from reader.match(_WORD)
     return reader.take(len(word))

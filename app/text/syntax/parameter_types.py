@@ -10,25 +10,25 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from app.text.syntax.literal_reader import literal, quoted
+from app.text.syntax.literal_reader import convert_literal, escape_json
 
-Types = frozenset[str]
+JsonTypes = frozenset[str]
 """Of JSON Schema's seven, those that a value may be of."""
 
-STRING: Types = frozenset({"string"})
-ALL: Types = STRING | {"number", "integer", "boolean", "null", "object", "array"}
+STRING_TYPE: JsonTypes = frozenset({"string"})
+ALL_TYPES: JsonTypes = STRING_TYPE | {"number", "integer", "boolean", "null", "object", "array"}
 
 # what may stand in a schema without asking anything of a value
-REMARKS = frozenset(
+ANNOTATION_KEYWORDS = frozenset(
     {"title", "description", "default", "example", "examples", "$comment"}
     | {"deprecated", "readOnly", "writeOnly"}
 )
 
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
-_DEPTH = 16  # of references that lead to references
+_MAX_REFERENCE_DEPTH = 16  # of references that lead to references
 
 # by the first character of a value, what it may be other than a string
-_BEGINS = {
+_TYPES_BY_FIRST_CHARACTER = {
     **dict.fromkeys("0123456789+-", frozenset({"number", "integer"})),
     **dict.fromkeys("tTfF", frozenset({"boolean"})),
     **dict.fromkeys("nN", frozenset({"null"})),
@@ -37,42 +37,45 @@ _BEGINS = {
 }
 
 
-def types_of(parameters: Mapping[str, Any], name: str) -> Types | None:
+def get_parameter_types(parameters: Mapping[str, Any], name: str) -> JsonTypes | None:
     """What a tool's schema says of one parameter; None where it says nothing."""
-    return _property(parameters, name, parameters, _DEPTH)
+    return _property_types(parameters, name, parameters, _MAX_REFERENCE_DEPTH)
 
 
-def schema_types(schema: Any, root: Mapping[str, Any]) -> Types | None:
+def get_schema_types(schema: Any, root: Mapping[str, Any]) -> JsonTypes | None:
     """What a schema says of a value. root: the document that its references are in."""
-    return _types(schema, root, _DEPTH)
+    return _schema_types(schema, root, _MAX_REFERENCE_DEPTH)
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
     """The schema that a reference within its document leads to; the schema itself if it is none,
     says more than that, or leads nowhere."""
     found = schema
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_REFERENCE_DEPTH):
         if not isinstance(found, Mapping):
             return schema if found is None else found
         found = cast(Mapping[str, Any], found)
-        if "$ref" not in found or not found.keys() <= REMARKS | {"$ref"}:
+        if "$ref" not in found or not found.keys() <= ANNOTATION_KEYWORDS | {"$ref"}:
             return found
-        found = _at(root, found["$ref"])
+        found = _resolve_pointer(root, found["$ref"])
     return schema
 
 
-def may_be_other(first: str, types: Types | None) -> bool:
+def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
     """Whether a value that begins with this character may be something else than a string."""
-    if types == STRING:
+    if types == STRING_TYPE:
         return False
     if types is not None and "string" not in types:
         return True
     if first.isspace() or not first or (types is None and first == '"'):
         return True
-    return bool(_BEGINS.get(first, frozenset[str]()) & (ALL if types is None else types))
+    return bool(
+        _TYPES_BY_FIRST_CHARACTER.get(first, frozenset[str]())
+        & (ALL_TYPES if types is None else types)
+    )
 
 
-def to_json(raw: str, types: Types | None) -> str:
+def to_json(raw: str, types: JsonTypes | None) -> str:
     """A value as it was written, without quotes → JSON text: of one of these types if it can be, a
     string where it cannot. Where a string is allowed beside others, the others come first: they
     would not be in the schema if a number was to stay a string.
@@ -81,21 +84,21 @@ def to_json(raw: str, types: Types | None) -> str:
     """
     text = raw.strip()
     if types is None:
-        return _untyped(text) or _string(raw)
-    return (_unquoted(text, types) if types != STRING else None) or _string(raw)
+        return _convert_untyped(text) or _to_json_string(raw)
+    return (_convert_typed(text, types) if types != STRING_TYPE else None) or _to_json_string(raw)
 
 
-def _untyped(text: str) -> str | None:
+def _convert_untyped(text: str) -> str | None:
     """As what it can be read as; None if that is nothing but a string."""
     if _is_json(text):
         return text
     if text[:1] in ("{", "[") or text in ("True", "False", "None"):
-        written = literal(text)
+        written = convert_literal(text)
         return written if _is_json(written) else None
     return None
 
 
-def _unquoted(text: str, types: Types) -> str | None:
+def _convert_typed(text: str, types: JsonTypes) -> str | None:
     """As one of these types other than a string; None if it is none of them."""
     word = text.lower()
     # without a string to fall back on there is nothing else that "null" could stand for
@@ -108,75 +111,89 @@ def _unquoted(text: str, types: Types) -> str | None:
         if not rest or "number" in types or "string" not in types:
             return ("-" if sign == "-" else "") + whole + rest
     kind = {"{": "object", "[": "array"}.get(text[:1])
-    if kind in types and _is_json(written := literal(text)):
+    if kind in types and _is_json(written := convert_literal(text)):
         return written
     return None
 
 
-def _string(text: str) -> str:
-    return f'"{quoted(text)}"'
+def _to_json_string(text: str) -> str:
+    return f'"{escape_json(text)}"'
 
 
 def _is_json(text: str) -> bool:
     try:
         # what json reads beyond JSON
-        json.loads(text, parse_constant=_no_constant, parse_int=str)
+        json.loads(text, parse_constant=_reject_constant, parse_int=str)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _no_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def _property(schema: Any, name: str, root: Mapping[str, Any], depth: int) -> Types | None:
+def _property_types(
+    schema: Any, name: str, root: Mapping[str, Any], depth: int
+) -> JsonTypes | None:
     """What an object's schema says of one property, in all of its parts."""
     if depth == 0 or not isinstance(schema, Mapping):
         return None
     schema = cast(Mapping[str, Any], schema)
-    found: Types | None = None
+    found: JsonTypes | None = None
     declared = schema.get("properties")
     if isinstance(declared, Mapping) and name in declared:
-        found = _types(cast(Mapping[str, Any], declared)[name], root, depth - 1)
+        found = _schema_types(cast(Mapping[str, Any], declared)[name], root, depth - 1)
     elif isinstance(schema.get("additionalProperties"), Mapping):
-        found = _types(schema["additionalProperties"], root, depth - 1)
+        found = _schema_types(schema["additionalProperties"], root, depth - 1)
     if "$ref" in schema:
-        found = _both(found, _property(_at(root, schema["$ref"]), name, root, depth - 1))
-    for part in _schemas(schema.get("allOf")):
-        found = _both(found, _property(part, name, root, depth - 1))
+        found = _intersect_types(
+            found, _property_types(_resolve_pointer(root, schema["$ref"]), name, root, depth - 1)
+        )
+    for part in _as_schema_list(schema.get("allOf")):
+        found = _intersect_types(found, _property_types(part, name, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
-        said = [_property(part, name, root, depth - 1) for part in _schemas(schema.get(keyword))]
+        said = [
+            _property_types(part, name, root, depth - 1)
+            for part in _as_schema_list(schema.get(keyword))
+        ]
         # alternatives without the property have nothing to say about it
-        found = _both(found, _any(types for types in said if types is not None))
+        found = _intersect_types(found, _union_types(types for types in said if types is not None))
     return found
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Types | None:
+def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> JsonTypes | None:
     if depth == 0 or not isinstance(schema, Mapping):
         return None
     schema = cast(Mapping[str, Any], schema)
-    found = _declared(schema)
+    found = _declared_types(schema)
     if "$ref" in schema:
-        found = _both(found, _types(_at(root, schema["$ref"]), root, depth - 1))
-    for part in _schemas(schema.get("allOf")):
-        found = _both(found, _types(part, root, depth - 1))
+        found = _intersect_types(
+            found, _schema_types(_resolve_pointer(root, schema["$ref"]), root, depth - 1)
+        )
+    for part in _as_schema_list(schema.get("allOf")):
+        found = _intersect_types(found, _schema_types(part, root, depth - 1))
     for keyword in ("anyOf", "oneOf"):
-        found = _both(
-            found, _any(_types(p, root, depth - 1) for p in _schemas(schema.get(keyword)))
+        found = _intersect_types(
+            found,
+            _union_types(
+                _schema_types(p, root, depth - 1) for p in _as_schema_list(schema.get(keyword))
+            ),
         )
     if found is not None and schema.get("nullable") is True:  # OpenAPI 3.0
         found |= {"null"}
     return found
 
 
-def _declared(schema: Mapping[str, Any]) -> Types | None:
+def _declared_types(schema: Mapping[str, Any]) -> JsonTypes | None:
     """What a schema says by itself."""
     declared = schema.get("type")
     if isinstance(declared, str):
         declared = [declared]
     if isinstance(declared, list):
-        return (ALL & {name for name in cast(list[Any], declared) if isinstance(name, str)}) or None
+        return (
+            ALL_TYPES & {name for name in cast(list[Any], declared) if isinstance(name, str)}
+        ) or None
     if isinstance(schema.get("enum"), list):
         return frozenset(map(_type_of, schema["enum"])) or None
     if "const" in schema:
@@ -204,20 +221,20 @@ def _type_of(value: Any) -> str:
             return "object"
 
 
-def _both(one: Types | None, other: Types | None) -> Types | None:
+def _intersect_types(one: JsonTypes | None, other: JsonTypes | None) -> JsonTypes | None:
     """What both allow; what one does where they contradict each other."""
     if one is None or other is None:
         return other if one is None else one
-    return (_with_integers(one) & _with_integers(other)) or one
+    return (_add_integer(one) & _add_integer(other)) or one
 
 
-def _with_integers(types: Types) -> Types:
+def _add_integer(types: JsonTypes) -> JsonTypes:
     return types | {"integer"} if "number" in types else types
 
 
-def _any(parts: Iterable[Types | None]) -> Types | None:
+def _union_types(parts: Iterable[JsonTypes | None]) -> JsonTypes | None:
     """What one of them allows; None where one says nothing, or there are none."""
-    found: Types = frozenset()
+    found: JsonTypes = frozenset()
     for part in parts:
         if part is None:
             return None
@@ -225,11 +242,11 @@ def _any(parts: Iterable[Types | None]) -> Types | None:
     return found or None
 
 
-def _schemas(value: Any) -> list[Any]:
+def _as_schema_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else []
 
 
-def _at(root: Mapping[str, Any], reference: Any) -> Any:
+def _resolve_pointer(root: Mapping[str, Any], reference: Any) -> Any:
     """What a reference within the document points to; None if there is nothing."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

@@ -11,118 +11,126 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from app.core.requests import CalledTool, Tool
-from app.text.family import CallSyntax, Json, Spell
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.keyword_rules import Rules, keyword_rules, standing_alone
-from app.text.syntax.nested_values import nested_pairs
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.python_values import PYTHON, written
-from app.text.syntax.reader import Reader, Wait
+from app.core.requests import Tool, ToolCall
+from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.keyword_rules import ArgumentGrammar, build_argument_grammar, extract_schema
+from app.text.syntax.nested_values import parse_nested_pairs
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.python_values import PYTHON_NOTATION, render_python_literal
+from app.text.syntax.reader import Reader, Resumable
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")
 
 
-def python_list(
-    reader: Reader, pieces: Pieces, *, names: Collection[str] | None = None
-) -> Wait[Outcome]:
-    """Read `[f(…), g(…)]`, as `call_list`. names, and what the caller does before and after: as
-    `call_object`."""
-    return (yield from call_list(reader, pieces, partial(python_call, names=names)))
+def parse_python_list(
+    reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
+) -> Resumable[CallOutcome]:
+    """Read `[f(…), g(…)]`, as `parse_call_list`. names, and what the caller does before and after:
+    as `parse_call_object`."""
+    return (yield from parse_call_list(reader, output, partial(parse_python_call, names=names)))
 
 
-def python_calls(
-    reader: Reader, pieces: Pieces, *, names: Collection[str] | None = None
-) -> Wait[Outcome]:
-    """Read `f(…)`, and others behind commas or white space; else as `python_list`."""
-    outcome = yield from python_call(reader, pieces, names=names)
+def parse_python_calls(
+    reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
+) -> Resumable[CallOutcome]:
+    """Read `f(…)`, and others behind commas or white space; else as `parse_python_list`."""
+    outcome = yield from parse_python_call(reader, output, names=names)
     while outcome == "whole":
         held = reader.hold()
-        yield from reader.space()
+        yield from reader.skip_space()
         yield from reader.accept(",")
-        outcome = yield from python_call(reader, pieces, names=names)
+        outcome = yield from parse_python_call(reader, output, names=names)
         if outcome == "none":
             reader.rewind(held)
             return "whole"
     return outcome
 
 
-def python_call(
-    reader: Reader, pieces: Pieces, *, names: Collection[str] | None = None, method: str = ""
-) -> Wait[Outcome]:
+def parse_python_call(
+    reader: Reader,
+    output: OutputBuilder,
+    *,
+    names: Collection[str] | None = None,
+    method_suffix: str = "",
+) -> Resumable[CallOutcome]:
     """Read one call, white space before it skipped. Its arguments are by name, each converted as it
-    comes. method: what may stand behind a name and is no part of it."""
-    yield from reader.space()
+    comes. method_suffix: what may stand behind a name and is no part of it."""
+    yield from reader.skip_space()
     written = yield from reader.match(_NAME)
-    name = written.removesuffix(method)
+    name = written.removesuffix(method_suffix)
     if not name or (names is not None and name not in names):
         return "none"
     reader.take(len(written))
     if (yield from reader.accept("(")) is None:
         return "none"
-    pieces.call(name)
+    output.start_tool_call(name)
     reader.release()
-    pieces.arguments("{")
-    whole = yield from nested_pairs(PYTHON, reader, pieces.arguments, key=_keyword, close=")")
+    output.add_arguments("{")
+    whole = yield from parse_nested_pairs(
+        PYTHON_NOTATION, reader, output.add_arguments, parse_key=_parse_keyword, close=")"
+    )
     return "whole" if whole else "broken"
 
 
-def python_syntax(
+def build_python_grammar(
     tools: Sequence[Tool],
-    spell: Spell,
-    json_of: Json,
+    literal: MakeLiteral,
+    json_schema: MakeJsonSchema,
     *,
     before: str,
     between: str,
     after: str,
     trigger: str,
-) -> CallSyntax | None:
-    """As `ChatFamily.syntax`, with these texts around the calls. None where a schema asks for more
-    than names and values of parameters. JSON's values are Python's to `python_call`, so that the
-    grammar of JSON holds each to its schema."""
+) -> ToolCallGrammar | None:
+    """As `ChatFamily.build_tool_call_grammar`, with these texts around the calls. None where a
+    schema asks for more than names and values of parameters. JSON's values are Python's to
+    `parse_python_call`, so that the grammar of JSON holds each to its schema."""
     calls: list[str] = []
     rules: list[str] = []
     for place, tool in enumerate(tools):
-        arguments = _argument_rules(tool, spell, json_of, prefix=f"tool{place}arg")
+        arguments = _build_argument_grammar(tool, literal, json_schema, prefix=f"tool{place}arg")
         if arguments is None or not _NAME.fullmatch(tool.name):
             return None
-        calls.append(f"{spell(f'{tool.name}(')} {arguments.expression} {spell(')')}")
+        calls.append(f"{literal(f'{tool.name}(')} {arguments.expression} {literal(')')}")
         rules += arguments.rules
-    return CallSyntax(
-        before=spell(before),
+    return ToolCallGrammar(
+        before=literal(before),
         calls=tuple(calls),
-        between=spell(between),
-        after=spell(after),
+        between=literal(between),
+        after=literal(after),
         trigger=trigger,
         rules="\n".join(rules),
     )
 
 
-def written_call(call: CalledTool) -> str:
+def render_python_call(call: ToolCall) -> str:
     """One call, whose arguments must be a JSON object."""
     arguments: dict[str, Any] = json.loads(call.arguments.strip() or "{}")
-    pairs = (f"{name}={written(value)}" for name, value in arguments.items())
+    pairs = (f"{name}={render_python_literal(value)}" for name, value in arguments.items())
     return f"{call.name}({', '.join(pairs)})"
 
 
-def _argument_rules(tool: Tool, spell: Spell, json_of: Json, *, prefix: str) -> Rules | None:
+def _build_argument_grammar(
+    tool: Tool, literal: MakeLiteral, json_schema: MakeJsonSchema, *, prefix: str
+) -> ArgumentGrammar | None:
     root = tool.parameters
 
     def pair(name: str, schema: Any) -> str | None:
-        value = standing_alone(schema, root)
+        value = extract_schema(schema, root)
         if value is None or not _NAME.fullmatch(name):
             return None
-        return f"{spell(f'{name}=')} {json_of(replace(tool, parameters=value))}"
+        return f"{literal(f'{name}=')} {json_schema(replace(tool, parameters=value))}"
 
-    return keyword_rules(root, prefix, between=spell(", "), pair=pair)
+    return build_argument_grammar(root, prefix, separator=literal(", "), pair=pair)
 
 
-def _keyword(reader: Reader) -> Wait[str | None]:
+def _parse_keyword(reader: Reader) -> Resumable[str | None]:
     held = reader.hold()
     name = yield from reader.match(_NAME)
     reader.take(len(name))
-    yield from reader.space()
+    yield from reader.skip_space()
     if not name or (yield from reader.accept("=")) is None:
         reader.rewind(held)
         return None

@@ -13,9 +13,9 @@ import json
 import re
 from typing import Any, cast
 
-from app.text.syntax.literal_reader import quoted
-from app.text.syntax.nested_values import Notation, Path, Write
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.literal_reader import escape_json
+from app.text.syntax.nested_values import KeyPath, Notation, WriteJson
+from app.text.syntax.reader import Reader, Resumable
 
 _WORD = re.compile(r"[\w.+-]*")
 _WORDS = {
@@ -47,12 +47,12 @@ _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
-def _dictionary_key(reader: Reader) -> Wait[str | None]:
+def _parse_dictionary_key(reader: Reader) -> Resumable[str | None]:
     """JSON knows no keys but strings: others are written as one."""
     held = reader.hold()
     pieces: list[str] = []
-    whole = yield from _scalar(reader, pieces.append)
-    yield from reader.space()
+    whole = yield from _parse_scalar(reader, pieces.append)
+    yield from reader.skip_space()
     if not whole or (yield from reader.accept(":")) is None:
         reader.rewind(held)
         return None
@@ -61,15 +61,15 @@ def _dictionary_key(reader: Reader) -> Wait[str | None]:
     return text if text.startswith('"') else json.dumps(text)
 
 
-def _scalar(reader: Reader, write: Write, path: Path = ()) -> Wait[bool]:
-    raw = yield from reader.meets(*(f"r{quote}" for quote in _QUOTES))
+def _parse_scalar(reader: Reader, write: WriteJson, path: KeyPath = ()) -> Resumable[bool]:
+    raw = yield from reader.peek_any(*(f"r{quote}" for quote in _QUOTES))
     if raw is not None:
         reader.take(1)
     quote = yield from reader.accept(*_QUOTES)
     if quote is not None:
-        return (yield from _string(reader, write, quote, raw=raw is not None))
+        return (yield from _parse_string(reader, write, quote, raw=raw is not None))
     word = yield from reader.match(_WORD)
-    converted = _WORDS.get(word) or _number(word)
+    converted = _WORDS.get(word) or _convert_number(word)
     if converted is None:
         return False
     reader.take(len(word))
@@ -77,7 +77,7 @@ def _scalar(reader: Reader, write: Write, path: Path = ()) -> Wait[bool]:
     return True
 
 
-def _number(word: str) -> str | None:
+def _convert_number(word: str) -> str | None:
     """A Python number as JSON. None if it is none, or none that JSON has."""
     word = word.replace("_", "")
     if _OTHER_BASES.fullmatch(word):
@@ -93,23 +93,29 @@ def _number(word: str) -> str | None:
     return text + exponent
 
 
-def _string(reader: Reader, write: Write, quote: str, *, raw: bool) -> Wait[bool]:
+def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) -> Resumable[bool]:
     """What follows the opening quotation marks, to the closing ones."""
     write('"')
     while True:
-        mark = yield from reader.until(quote, "\\", take=lambda text, _: write(quoted(text)))
+        mark = yield from reader.read_until(
+            quote, "\\", on_text=lambda text, _: write(escape_json(text))
+        )
         if mark is None:
             return False
         if mark == "\\":
-            write((yield from _raw_escape(reader)) if raw else (yield from _escape(reader)))
-        elif (yield from _ends_value(reader)):
+            write(
+                (yield from _parse_raw_escape(reader))
+                if raw
+                else (yield from _parse_escape(reader))
+            )
+        elif (yield from _is_value_end(reader)):
             write('"')
             return True
         else:
-            write(quoted(quote))
+            write(escape_json(quote))
 
 
-def _ends_value(reader: Reader) -> Wait[bool]:
+def _is_value_end(reader: Reader) -> Resumable[bool]:
     """Whether something follows that can stand behind a value: nothing is taken."""
     seen = 0
     while True:
@@ -117,23 +123,23 @@ def _ends_value(reader: Reader) -> Wait[bool]:
         if rest or reader.ended:
             return not rest or rest[0] in ",)]}:"
         seen = len(reader.ahead)
-        yield from reader.more()
+        yield from reader.wait_for_more()
 
 
-def _raw_escape(reader: Reader) -> Wait[str]:
+def _parse_raw_escape(reader: Reader) -> Resumable[str]:
     """In a raw string, a backslash stands for itself, and so does a quotation mark behind it."""
     character = yield from reader.peek()
-    return quoted("\\" + reader.take(len(character)))
+    return escape_json("\\" + reader.take(len(character)))
 
 
-def _escape(reader: Reader) -> Wait[str]:
+def _parse_escape(reader: Reader) -> Resumable[str]:
     """What follows a backslash, as JSON writes it within a string."""
     character = yield from reader.peek()
     if character in _SIMPLE_ESCAPES:
         reader.take(1)
-        return quoted(_SIMPLE_ESCAPES[character])
+        return escape_json(_SIMPLE_ESCAPES[character])
     size = _HEX_ESCAPES.get(character, 0)
-    while size and len(reader.ahead) <= size and (yield from reader.more()):
+    while size and len(reader.ahead) <= size and (yield from reader.wait_for_more()):
         pass
     digits = reader.ahead[1 : size + 1]
     if not size or len(digits) < size or not _HEX.issuperset(digits):
@@ -143,21 +149,26 @@ def _escape(reader: Reader) -> Wait[str]:
         return "\\\\"
     reader.take(size + 1)
     # half of a pair, as JSON writes characters beyond U+FFFF: the other half follows
-    return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else quoted(chr(code))
+    return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else escape_json(chr(code))
 
 
-PYTHON = Notation(lists={"[": "]", "(": ")"}, key=_dictionary_key, scalar=_scalar)
+PYTHON_NOTATION = Notation(
+    list_brackets={"[": "]", "(": ")"}, parse_key=_parse_dictionary_key, parse_scalar=_parse_scalar
+)
 
 
-def written(value: Any) -> str:
+def render_python_literal(value: Any) -> str:
     """A value of JSON's as Python writes it, strings in double quotes."""
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False)
         case dict():
             pairs = cast(dict[str, Any], value).items()
-            return f"{{{', '.join(f'{written(key)}: {written(one)}' for key, one in pairs)}}}"
+            rendered = (
+                f"{render_python_literal(key)}: {render_python_literal(one)}" for key, one in pairs
+            )
+            return f"{{{', '.join(rendered)}}}"
         case list():
-            return f"[{', '.join(map(written, cast(list[Any], value)))}]"
+            return f"[{', '.join(map(render_python_literal, cast(list[Any], value)))}]"
         case _:
             return repr(value)

@@ -18,12 +18,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # characters of a name or a number. What is longer is matched again with every piece of it
-_LONGEST = 4096
+_MAX_MATCH_LENGTH = 4096
 
 # what `yield from` of it gives: suspended while the text ahead is not known
-Wait = Generator[None, None, T]
+Resumable = Generator[None, None, T]
 
-Take = Callable[[str, int], None]
+OnText = Callable[[str, int], None]
 """Takes a piece of text, and the position of its first character."""
 
 
@@ -33,16 +33,16 @@ class Reader:
     def __init__(self) -> None:
         self.at = 0
         self.ended = False
-        self._known = ""
+        self._buffer = ""
         self._start = 0  # position of the first character of _known
         self._held: int | None = None
-        self._mark = (0, 0)  # where the last one that `until` took begins and ends
+        self._last_mark = (0, 0)  # where the last one that `until` took begins and ends
 
     def push(self, text: str) -> None:
         """More text is known."""
         assert not self.ended
         needed = self.at if self._held is None else min(self.at, self._held)
-        self._known = self._known[needed - self._start :] + text
+        self._buffer = self._buffer[needed - self._start :] + text
         self._start = needed
 
     def end(self) -> None:
@@ -51,14 +51,14 @@ class Reader:
     @property
     def ahead(self) -> str:
         """What is known and not taken."""
-        return self._known[self.at - self._start :]
+        return self._buffer[self.at - self._start :]
 
     @property
     def settled(self) -> int:
         """Position before which nothing will be read again, nor turn out to be text. A mark may,
         as long as what stands behind it is held."""
         settled = self.at if self._held is None else min(self.at, self._held)
-        begins, ends = self._mark
+        begins, ends = self._last_mark
         return begins if settled == ends else settled
 
     def take(self, count: int) -> str:
@@ -85,20 +85,20 @@ class Reader:
 
     # what waits
 
-    def more(self) -> Wait[bool]:
+    def wait_for_more(self) -> Resumable[bool]:
         """Wait for a character that is not known yet. Whether one came."""
         known = len(self.ahead)
         while len(self.ahead) == known and not self.ended:
             yield
         return len(self.ahead) > known
 
-    def peek(self) -> Wait[str]:
+    def peek(self) -> Resumable[str]:
         """The next character, not taken; "" at the end."""
         while not self.ahead and not self.ended:
             yield
         return self.ahead[:1]
 
-    def meets(self, *texts: str) -> Wait[str | None]:
+    def peek_any(self, *texts: str) -> Resumable[str | None]:
         """Which of these the text goes on with, the longest that does; not taken."""
         longest = max(map(len, texts))
         while True:
@@ -107,16 +107,16 @@ class Reader:
             if not open_ or self.ended:
                 met = [text for text in texts if ahead.startswith(text)]
                 return max(met, key=len, default=None)
-            yield from self.more()
+            yield from self.wait_for_more()
 
-    def accept(self, *texts: str) -> Wait[str | None]:
+    def accept(self, *texts: str) -> Resumable[str | None]:
         """As `meets`, and taken."""
-        met = yield from self.meets(*texts)
+        met = yield from self.peek_any(*texts)
         if met is not None:
             self.at += len(met)
         return met
 
-    def space(self) -> Wait[str]:
+    def skip_space(self) -> Resumable[str]:
         """White space, as much as there is."""
         taken = ""
         while (character := (yield from self.peek())) and character.isspace():
@@ -124,25 +124,25 @@ class Reader:
             taken += self.take(count)
         return taken
 
-    def match(self, pattern: re.Pattern[str]) -> Wait[str]:
+    def match(self, pattern: re.Pattern[str]) -> Resumable[str]:
         """The longest text ahead that the pattern matches, not taken; "" for none. The pattern goes
         on matching where more of what it matches comes; what gets too long for a name or a number
         is no match."""
         while True:
             match = pattern.match(self.ahead)
-            if (match is None and self.ahead) or (match and match.end() > _LONGEST):
+            if (match is None and self.ahead) or (match and match.end() > _MAX_MATCH_LENGTH):
                 return ""
             if (match and match.end() < len(self.ahead)) or self.ended:
                 return match[0] if match else ""
-            yield from self.more()
+            yield from self.wait_for_more()
 
-    def before(self, *marks: str, take: Take) -> Wait[str | None]:
+    def read_before(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
         """As `until`, but the mark is not taken."""
-        mark = yield from self.until(*marks, take=take)
+        mark = yield from self.read_until(*marks, on_text=on_text)
         self.at -= len(mark or "")
         return mark
 
-    def until(self, *marks: str, take: Take) -> Wait[str | None]:
+    def read_until(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
         """Hand on the text before the first of these marks, each piece as soon as it can be no
         part of one, and take the mark too. Which it was; None when the text ended without one. Of
         two that begin together it is the longer."""
@@ -152,27 +152,27 @@ class Reader:
             match = found.search(ahead) if marks else None
             begins = match.start() if match else len(ahead)
             # a longer mark may begin there, too
-            open_ = len(ahead) if self.ended else _first_open(ahead, marks)
+            open_ = len(ahead) if self.ended else _find_partial_mark(ahead, marks)
             clear = min(begins, open_)
             if clear:
                 at = self.at
-                take(self.take(clear), at)
+                on_text(self.take(clear), at)
             if match and begins < open_:
                 begins, self.at = self.at, self.at + len(match[0])
-                self._mark = (begins, self.at)
+                self._last_mark = (begins, self.at)
                 return match[0]
             if self.ended:
                 return None
-            yield from self.more()
+            yield from self.wait_for_more()
 
-    def text_until(self, *marks: str) -> Wait[tuple[str, str | None]]:
+    def read_text_until(self, *marks: str) -> Resumable[tuple[str, str | None]]:
         """The text before the first mark, and which it was, as `until`."""
         pieces: list[str] = []
-        mark = yield from self.until(*marks, take=lambda text, _: pieces.append(text))
+        mark = yield from self.read_until(*marks, on_text=lambda text, _: pieces.append(text))
         return "".join(pieces), mark
 
 
-def _first_open(text: str, marks: Iterable[str]) -> int:
+def _find_partial_mark(text: str, marks: Iterable[str]) -> int:
     """Where, at the end of the text, a mark may have begun that is longer than what is known."""
     first = len(text)
     for mark in marks:

@@ -15,12 +15,12 @@ import re
 from collections.abc import Collection, Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.json_reader import json_value
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Take, Wait
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.json_reader import parse_json_value
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import OnText, Reader, Resumable
 
-_EVERYBODY = "all"
+_ALL = "all"
 _WORD = re.compile(r"[^\s<>]+")
 
 
@@ -32,44 +32,50 @@ class RecipientFamily(ChatFamily):
     gap: str = ""
     opening: str
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        names = {_EVERYBODY, *(tool.name for tool in tools)}
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        names = {_ALL, *(tool.name for tool in tools)}
         start = reader.hold()
-        to = yield from self._recipient(reader, names)
+        to = yield from self._parse_recipient(reader, names)
         if to is None:
             reader.rewind(start)
         else:
             reader.release()
-            pieces.mark()
-        part: str | None = to or _EVERYBODY
+            output.add_marker()
+        part: str | None = to or _ALL
         while part is not None:
-            take = pieces.say
-            if part != _EVERYBODY:
-                take = yield from _arguments(reader, pieces, part)
-            part = yield from self._rest(reader, pieces, names, take)
+            take = output.add_content
+            if part != _ALL:
+                take = yield from _parse_call(reader, output, part)
+            part = yield from self._parse_part(reader, output, names, take)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return CallSyntax(
-            calls=tuple(f"{spell(tool.name + self.opening)} {json(tool)}" for tool in tools),
-            between=spell(self.gap + self.separator),
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return ToolCallGrammar(
+            calls=tuple(
+                f"{literal(tool.name + self.opening)} {json_schema(tool)}" for tool in tools
+            ),
+            between=literal(self.gap + self.separator),
         )
 
-    def _rest(
-        self, reader: Reader, pieces: Pieces, names: Collection[str], take: Take
-    ) -> Wait[str | None]:
+    def _parse_part(
+        self, reader: Reader, output: OutputBuilder, names: Collection[str], on_text: OnText
+    ) -> Resumable[str | None]:
         """Read to the end of a part. Who the next one is for; None if there is none."""
-        while (yield from reader.until(self.separator, take=take)) is not None:
+        while (yield from reader.read_until(self.separator, on_text=on_text)) is not None:
             inside = reader.hold()
-            to = yield from self._recipient(reader, names)
+            to = yield from self._parse_recipient(reader, names)
             if to is not None:
                 reader.release()
-                pieces.mark()
+                output.add_marker()
                 return to
             reader.rewind(inside)
-            take(self.separator, inside - len(self.separator))
+            on_text(self.separator, inside - len(self.separator))
         return None
 
-    def _recipient(self, reader: Reader, names: Collection[str]) -> Wait[str | None]:
+    def _parse_recipient(self, reader: Reader, names: Collection[str]) -> Resumable[str | None]:
         word = yield from reader.match(_WORD)
         if word not in names:
             return None
@@ -77,13 +83,13 @@ class RecipientFamily(ChatFamily):
         return None if (yield from reader.accept(self.opening)) is None else word
 
 
-def _arguments(reader: Reader, pieces: Pieces, name: str) -> Wait[Take]:
+def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[OnText]:
     """Begin a call. Who gets what stands behind its arguments: they do."""
 
     def take(text: str, at: int) -> None:
-        pieces.arguments(text)
+        output.add_arguments(text)
 
-    pieces.call(name)
-    if (yield from json_value(reader, take)) == "whole":
-        yield from reader.space()
+    output.start_tool_call(name)
+    if (yield from parse_json_value(reader, take)) == "whole":
+        yield from reader.skip_space()
     return take

@@ -6,20 +6,26 @@ Knows: how their tags become a parser and a grammar. Must not know: any family's
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily, Json, Spell
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
-from app.text.syntax.tagged_call import CallTags, TaggedCalls
-from app.text.syntax.tagged_syntax import tagged_syntax
+from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
+from app.text.syntax.tagged_call import CallTags, TaggedCallParser
+from app.text.syntax.tagged_syntax import build_tagged_grammar
 
 
 class TaggedFamily(ChatFamily):
     call_tags: CallTags
 
-    def body(self, reader: Reader, pieces: Pieces, tools: Sequence[Tool]) -> Wait[None]:
-        calls = TaggedCalls(self.call_tags, tools)
-        while (mark := (yield from reader.until(*calls.marks, take=pieces.say))) is not None:
-            yield from calls.read(reader, pieces, mark)
+    def parse_tool_calls(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[None]:
+        calls = TaggedCallParser(self.call_tags, tools)
+        while (
+            mark := (yield from reader.read_until(*calls.start_markers, on_text=output.add_content))
+        ) is not None:
+            yield from calls.parse(reader, output, mark)
 
-    def syntax(self, tools: Sequence[Tool], spell: Spell, json: Json) -> CallSyntax | None:
-        return tagged_syntax(self.call_tags, tools, spell, json)
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_tagged_grammar(self.call_tags, tools, literal, json_schema)

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from tests.engine.prefix.driving import (
     GARBAGE,
     MakeCache,
+    assert_holds,
     begin,
     evaluate,
     feed,
     prefill,
-    stands_for,
 )
-from tests.engine.prefix.histories import ALL, NAMES, History, Operation, drawn_from
+from tests.engine.prefix.histories import ALL, NAMES, History, Operation, random_operations
 from tests.engine.prefix.histories import WEIGHTS as WEIGHTS  # for a policy's own histories
 
 KINDS = ("k", "kk", "kw", "kr", "kwr")
-GRIDS = (1, 2, 4)
+ALIGNMENTS = (1, 2, 4)
 
 every_kind = pytest.mark.parametrize("kinds", KINDS)
-every_grid = pytest.mark.parametrize("grid", GRIDS)
+every_grid = pytest.mark.parametrize("grid", ALIGNMENTS)
 
 
 @every_grid
@@ -36,16 +36,16 @@ def test_what_was_committed_is_there_when_a_prompt_goes_on(
     make_cache: MakeCache, kinds: str, grid: int
 ) -> None:
     cache = make_cache(kinds, grid)
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], grid=grid) == 0
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], grid=grid) == 8
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=grid) == 0
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9], alignment=grid) == 8
 
 
 @pytest.mark.parametrize("kinds", ["k", "kk"])
 @every_grid
 def test_the_longest_common_prefix_is_shared(make_cache: MakeCache, kinds: str, grid: int) -> None:
     cache = make_cache(kinds, grid)
-    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], grid=grid)
-    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 0, 0], grid=grid) == 6 // grid * grid
+    evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], alignment=grid)
+    assert evaluate(cache, [1, 2, 3, 4, 5, 6, 0, 0], alignment=grid) == 6 // grid * grid
 
 
 @pytest.mark.parametrize("kinds", ["k", "kk"])
@@ -151,13 +151,17 @@ def test_a_miss_says_where_and_why(make_cache: MakeCache, kinds: str) -> None:
     cache = make_cache(kinds, 1)
     lease = begin(cache, [1, 2, 3])
     assert lease.miss is not None
-    assert (lease.miss.at, lease.miss.reason, lease.miss.had) == (0, "empty", ())
+    assert (lease.miss.position, lease.miss.reason, lease.miss.cached_ids) == (0, "empty", ())
     prefill(lease, [1, 2, 3])
     lease.commit([1, 2, 3], keep=3)
     evaluate(cache, [1, 2, 3, 4, 5, 6])
     lease = begin(cache, [1, 2, 3, 7, 8])
     assert lease.miss is not None
-    assert (lease.miss.at, lease.miss.reason, lease.miss.had) == (3, "diverged", (4, 5, 6))
+    assert (lease.miss.position, lease.miss.reason, lease.miss.cached_ids) == (
+        3,
+        "diverged",
+        (4, 5, 6),
+    )
     lease.commit([1, 2, 3], keep=3)
 
 
@@ -167,7 +171,7 @@ def test_a_miss_for_want_of_a_state_says_so(make_cache: MakeCache) -> None:
     lease = begin(cache, [1, 2, 3, 7, 8])
     assert lease.cached == 0
     assert lease.miss is not None
-    assert (lease.miss.at, lease.miss.reason) == (0, "no_state")
+    assert (lease.miss.position, lease.miss.reason) == (0, "no_state")
     lease.discard()
 
 
@@ -178,7 +182,7 @@ def test_room_for_the_prompt_is_made_before_it_is_evaluated(
     cache = make_cache(kinds, 1)
     for ids in ([1, 2, 3], [1, 2, 3, *range(20)], [1, 2, 3, *range(30)]):
         lease = begin(cache, ids)
-        assert all(layer.room >= len(ids) for layer in lease.kv if layer.divisible)
+        assert all(layer.room >= len(ids) for layer in lease.kv if layer.sliceable)
         prefill(lease, ids)
         lease.commit(ids, keep=len(ids))
 
@@ -196,12 +200,12 @@ def test_what_is_on_loan_is_not_counted_and_what_is_given_up_is_free(
     before = cache.nbytes
     assert before >= 3 * 8
     assert cache.evictions == 0
-    assert cache.shrink(1) == before - cache.nbytes > 0
+    assert cache.evict(1) == before - cache.nbytes > 0
     assert cache.evictions > 0
     cache.check()
     before = cache.nbytes
-    assert cache.shrink(ALL) == before
-    assert (cache.nbytes, cache.shrink(ALL)) == (0, 0)
+    assert cache.evict(ALL) == before
+    assert (cache.nbytes, cache.evict(ALL)) == (0, 0)
     assert evaluate(cache, [1, 2, 3, 4]) == 0
 
 
@@ -228,7 +232,7 @@ def test_leases_that_begin_alike_never_write_into_one_another(
     for lease, prompt in zip(leases, prompts, strict=True):
         prefill(lease, prompt)
     for lease, prompt in zip(leases, prompts, strict=True):
-        stands_for(lease, prompt)
+        assert_holds(lease, prompt)
         lease.commit(prompt, keep=len(prompt))
         cache.check()
     assert evaluate(cache, [*prompts[-1], 8]) >= 5
@@ -240,7 +244,7 @@ operations = st.lists(st.tuples(st.sampled_from(NAMES), numbers, numbers, number
 
 @every_kind
 @settings(max_examples=40)
-@given(operations=operations, grid=st.sampled_from(GRIDS))
+@given(operations=operations, grid=st.sampled_from(ALIGNMENTS))
 def test_any_history_keeps_every_promise(
     make_cache: MakeCache, kinds: str, operations: list[Operation], grid: int
 ) -> None:
@@ -252,8 +256,8 @@ def test_any_history_keeps_every_promise(
 def test_thousands_of_long_histories_keep_every_promise(make_cache: MakeCache, kinds: str) -> None:
     """Longer than what hypothesis likes to draw, and more of them: 400 for each kind of layers."""
     for seed in range(400):
-        drawn = drawn_from(random.Random(seed))
-        grid = GRIDS[seed % len(GRIDS)]
+        drawn = random_operations(random.Random(seed))
+        grid = ALIGNMENTS[seed % len(ALIGNMENTS)]
         try:
             History(make_cache(kinds, grid), grid).play(drawn)
         except Exception as failure:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.ports import Lease
-from tests.engine.prefix.driving import GARBAGE, Fakes, begin, feed, stands_for
+from tests.engine.prefix.driving import GARBAGE, FakePrefixCache, assert_holds, begin, feed
 from tests.engine.prefix.layers import FakeLayer
 
 PARALLEL = 4
@@ -13,7 +13,7 @@ ALL = 1 << 40
 
 
 @dataclass
-class Running:
+class RunningSequence:
     """A sequence in a history: `ids` grow behind the prompt, as if sampled."""
 
     lease: Lease[FakeLayer]
@@ -31,7 +31,7 @@ class Running:
         self.fed = end
         if self.pauses and end == self.pauses[0]:
             self.pauses.pop(0)
-            self.lease.reached(self.ids[:end])
+            self.lease.publish(self.ids[:end])
 
 
 # what to do, and three numbers that say how
@@ -44,10 +44,10 @@ WEIGHTS = (8, 6, 6, 3, 5, 3, 1, 1, 0.2)
 class History:
     """Any operations in any order; everything is checked after each of them."""
 
-    cache: Fakes
-    grid: int
+    cache: FakePrefixCache
+    alignment: int
     also: Callable[[], None] = lambda: None  # a policy's own checks
-    running: list[Running] = field(default_factory=list)
+    running: list[RunningSequence] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
 
     def play(self, operations: Sequence[Operation]) -> None:
@@ -58,20 +58,20 @@ class History:
                 getattr(self, name)(a, b, c)
             elif self.running:
                 getattr(self, name)(self.running[a % len(self.running)], b, c)
-            self.look()
+            self.check()
         for running in tuple(self.running):
             self.commit(running, 0, 0)
-            self.look()
+            self.check()
         self.shrink(0, 0, 0)
         assert self.cache.nbytes == 0, "nothing is on loan and something is left"
 
-    def look(self) -> None:
+    def check(self) -> None:
         self.cache.check()
         self.also()
         held = [id(layer) for running in self.running for layer in running.lease.kv]
         assert len(set(held)) == len(held), "two leases hold one layer"
         for running in self.running:
-            stands_for(running.lease, running.ids[: running.fed])
+            assert_holds(running.lease, running.ids[: running.fed])
 
     def begin(self, a: int, b: int, c: int) -> None:
         # small alphabets and old prompts that go on, so that prefixes collide
@@ -80,18 +80,20 @@ class History:
             earlier = self.prompts[b % len(self.prompts)]
             ids = earlier[: len(earlier) - a % 4] + ids[: 1 + c % 6]
         marks = sorted({1 + b % len(ids), 1 + c % len(ids)})
-        lease = begin(self.cache, ids, grid=self.grid, marks=marks, reuse=a % 11 != 0)
+        lease = begin(self.cache, ids, alignment=self.alignment, turn_ends=marks, reuse=a % 11 != 0)
         self.prompts.append(ids)
-        self.running.append(Running(lease, list(ids), list(lease.pauses), lease.cached))
+        self.running.append(
+            RunningSequence(lease, list(ids), list(lease.checkpoint_positions), lease.cached)
+        )
 
-    def feed(self, running: Running, b: int, c: int) -> None:
+    def feed(self, running: RunningSequence, b: int, c: int) -> None:
         running.feed(1 + b % 5)
 
-    def reached(self, running: Running, b: int, c: int) -> None:
+    def reached(self, running: RunningSequence, b: int, c: int) -> None:
         if running.fed:
-            running.lease.reached(running.ids[: running.fed])
+            running.lease.publish(running.ids[: running.fed])
 
-    def commit(self, running: Running, b: int, c: int) -> None:
+    def commit(self, running: RunningSequence, b: int, c: int) -> None:
         """b: whether one id more was evaluated than is known."""
         self.running.remove(running)
         known = running.ids[: running.fed]
@@ -100,7 +102,7 @@ class History:
         running.lease.commit(known, keep=len(known))
         self.prompts.append([*known, c % 3])
 
-    def cancel(self, running: Running, b: int, c: int) -> None:
+    def cancel(self, running: RunningSequence, b: int, c: int) -> None:
         """Somewhere in the middle; perhaps a step failed after its first layer."""
         self.running.remove(running)
         known = running.ids[: running.fed]
@@ -109,7 +111,7 @@ class History:
             running.lease.kv[0].feed(known[-1:])
         running.lease.commit(known, keep=c % (len(known) + 1))
 
-    def discard(self, running: Running, b: int, c: int) -> None:
+    def discard(self, running: RunningSequence, b: int, c: int) -> None:
         self.running.remove(running)
         for layer in running.lease.kv[: b % 3]:
             layer.feed([GARBAGE])
@@ -118,7 +120,7 @@ class History:
     def shrink(self, a: int, b: int, c: int) -> None:
         before, evictions = self.cache.nbytes, self.cache.evictions
         wanted = 1 + b % (2 * before + 1) if b else ALL
-        freed = self.cache.shrink(wanted)
+        freed = self.cache.evict(wanted)
         assert freed == before - self.cache.nbytes
         assert freed >= min(wanted, before) or self.running
         assert self.cache.evictions > evictions or freed == 0 or self.running
@@ -136,7 +138,7 @@ def _ternary(number: int) -> str:
     return digits or "0"
 
 
-def drawn_from(draw: random.Random) -> list[Operation]:
+def random_operations(draw: random.Random) -> list[Operation]:
     """Many of the operations that build something up, few of those that tear all down."""
     return [
         (name, draw.randrange(9973), draw.randrange(9973), draw.randrange(9973))

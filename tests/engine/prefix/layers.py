@@ -35,7 +35,7 @@ class FakeLayer:
                 return PER_STATE if self.ids else 0
 
     @property
-    def divisible(self) -> bool:
+    def sliceable(self) -> bool:
         return self.kind == "k"
 
     def can_trim(self, count: int) -> bool:
@@ -53,23 +53,23 @@ class FakeLayer:
     def copy(self) -> "FakeLayer":
         return FakeLayer(self.kind, self.window, self.ids)
 
-    def piece(self, start: int, end: int) -> "FakeLayer":
-        assert self.divisible
+    def slice(self, start: int, end: int) -> "FakeLayer":
+        assert self.sliceable
         assert 0 <= start <= end <= len(self.ids)
         return FakeLayer(self.kind, self.window, self.ids[start:end])
 
     def append(self, other: "FakeLayer", start: int, end: int) -> None:
-        assert self.divisible
-        assert other.divisible
+        assert self.sliceable
+        assert other.sliceable
         assert 0 <= start <= end <= len(other.ids)
         self.feed(other.ids[start:end])
 
     def reserve(self, length: int) -> None:
-        self.room = max(self.room, length) if self.divisible else 0
+        self.room = max(self.room, length) if self.sliceable else 0
 
     def remove(self, start: int, end: int) -> None:
         """Forget positions [start, end); what follows moves up. k only, as a context shift does."""
-        assert self.divisible
+        assert self.sliceable
         self.ids = self.ids[:start] + self.ids[end:]
         self.writes += 1
 

@@ -1,19 +1,19 @@
 """Looking inside the radix cache: what its stores hold."""
 
 from app.engine.prefix.radix import RadixPrefixCache
-from app.engine.prefix.stores import Node
+from app.engine.prefix.stores import RadixNode
 from tests.engine.prefix.layers import FakeLayer, layers
 
 Cache = RadixPrefixCache[FakeLayer]
 
 
 def cache_of(kinds: str = "k", grid: int = 1, **options) -> Cache:
-    return RadixPrefixCache(lambda: layers(kinds), grid=grid, **options)
+    return RadixPrefixCache(lambda: layers(kinds), alignment=grid, **options)
 
 
-def content_is_true(cache: Cache) -> None:
+def assert_consistent(cache: Cache) -> None:
     """Each node's store and checkpoint hold the ids that lead to it."""
-    paths: dict[Node[FakeLayer] | None, tuple[int, ...]] = {cache._tree.root: ()}
+    paths: dict[RadixNode[FakeLayer] | None, tuple[int, ...]] = {cache._tree.root: ()}
     for node in cache._tree.root.subtree()[1:]:
         path = paths[node] = (*paths[node.parent], *node.ids)
         base = node.store.base
@@ -24,7 +24,7 @@ def content_is_true(cache: Cache) -> None:
             assert layer.ids == path
 
 
-def positions(cache: Cache) -> int:
+def idle_positions(cache: Cache) -> int:
     """Positions that idle stores hold, free room left out."""
     stores = {node.store for node in cache._tree.root.subtree()[1:]}
     return sum(store.end - store.base for store in stores if not store.live)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.prefix.matching import common_prefix
+from app.engine.prefix.matching import common_prefix_length
 
 Ids = st.lists(st.integers(0, 1), max_size=20).map(tuple)
 
@@ -16,4 +16,4 @@ def test_it_is_what_a_loop_would_find(
     expected = 0
     while expected < min(len(one), len(other) - at) and one[expected] == other[at + expected]:
         expected += 1
-    assert common_prefix(one, other, at) == expected
+    assert common_prefix_length(one, other, at) == expected

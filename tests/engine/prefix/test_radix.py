@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.ports import Lease
-from app.engine.prefix.matching import common_prefix
+from app.engine.prefix.matching import common_prefix_length
 from tests.engine.prefix.contract import *  # noqa: F403  # the suite that every policy passes
 from tests.engine.prefix.contract import (
+    ALIGNMENTS,
     GARBAGE,
-    GRIDS,
     History,
     MakeCache,
     begin,
-    drawn_from,
     evaluate,
     feed,
     prefill,
+    random_operations,
 )
 from tests.engine.prefix.layers import PER_POSITION, FakeLayer
-from tests.engine.prefix.radix_content import cache_of, content_is_true, positions
+from tests.engine.prefix.radix_content import assert_consistent, cache_of, idle_positions
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def make_cache() -> MakeCache:
 @pytest.mark.parametrize("kinds", ["k", "kwr", "r", "w"])
 def test_in_any_history_every_node_is_backed_by_what_it_stands_for(kinds: str) -> None:
     for seed in range(1000, 1150):
-        grid = GRIDS[seed % len(GRIDS)]
+        grid = ALIGNMENTS[seed % len(ALIGNMENTS)]
         cache = cache_of(kinds, grid, checkpoint_every=3, limit=(None, 400, 4000)[seed % 4 % 3])
         try:
-            History(cache, grid, lambda: content_is_true(cache)).play(  # noqa: B023  # used at once
-                drawn_from(random.Random(seed))
+            History(cache, grid, lambda: assert_consistent(cache)).play(  # noqa: B023  # used at once
+                random_operations(random.Random(seed))
             )
         except Exception as failure:
             failure.add_note(f"seed {seed}, grid {grid}")
@@ -52,16 +52,16 @@ Prompts = st.lists(
 
 
 @settings(max_examples=300)
-@given(prompts=Prompts, grid=st.sampled_from(GRIDS))
+@given(prompts=Prompts, grid=st.sampled_from(ALIGNMENTS))
 def test_without_evictions_everything_that_was_ever_evaluated_is_found(
     prompts: list[tuple[list[int], int]], grid: int
 ) -> None:
     """Up to five sequences overlap; what a running one has reached counts as well."""
-    cache, known = cache_of(grid=grid), list[tuple[int, ...]]()
+    cache, known = cache_of(alignment=grid), list[tuple[int, ...]]()
     running: list[tuple[Lease[FakeLayer], list[int]]] = []
     for ids, ends in prompts:
-        lease = begin(cache, ids, grid=grid)
-        best = max((common_prefix(k, tuple(ids)) for k in known), default=0)
+        lease = begin(cache, ids, alignment=grid)
+        best = max((common_prefix_length(k, tuple(ids)) for k in known), default=0)
         assert lease.cached == min(best, len(ids) - 1) // grid * grid
         prefill(lease, ids)
         known.append(tuple(ids)[: len(ids) // grid * grid])
@@ -70,7 +70,7 @@ def test_without_evictions_everything_that_was_ever_evaluated_is_found(
             ended, its = running.pop(ends // 2)
             ended.commit(its, keep=len(its))
             cache.check()
-            content_is_true(cache)
+            assert_consistent(cache)
 
 
 def test_a_chat_that_goes_on_is_never_copied() -> None:
@@ -103,7 +103,7 @@ def test_caches_on_loan_serve_others_meanwhile() -> None:
     assert two.cached == 3
     prefill(one, [1, 2, 3, 4, 5])
     assert begin(cache, [1, 2, 3, 4, 5, 7]).cached == 5
-    content_is_true(cache)
+    assert_consistent(cache)
 
 
 def test_what_conversations_share_is_held_once_when_they_rest() -> None:
@@ -113,26 +113,26 @@ def test_what_conversations_share_is_held_once_when_they_rest() -> None:
     assert [lease.cached for lease, _ in leases] == [0] * 4, "nobody has reached anything yet"
     for lease, ids in leases:
         feed(lease, ids)
-        lease.reached(ids)
+        lease.publish(ids)
     for lease, ids in leases:
         lease.commit(ids, keep=len(ids))
         cache.check()
-    content_is_true(cache)
-    assert positions(cache) == 100 + 4 * 2
+    assert_consistent(cache)
+    assert idle_positions(cache) == 100 + 4 * 2
 
 
 def test_a_running_conversation_holds_only_a_shared_prefix_twice() -> None:
     cache = cache_of()
     evaluate(cache, [*range(100), 1, 1, 1])
     evaluate(cache, [*range(100), *range(200, 250)])
-    assert positions(cache) == 103 + 50
+    assert idle_positions(cache) == 103 + 50
     lease = begin(cache, [*range(100), *range(200, 251)])
     assert lease.cached == 150
-    assert positions(cache) == 103, "its own part is backed by the running caches"
+    assert idle_positions(cache) == 103, "its own part is backed by the running caches"
     assert begin(cache, [*range(100), *range(200, 260)]).cached == 150
     lease.commit([*range(100), *range(200, 250)], keep=150)
-    content_is_true(cache)
-    assert positions(cache) == 103 + 50
+    assert_consistent(cache)
+    assert idle_positions(cache) == 103 + 50
 
 
 def test_a_buffer_that_was_made_for_much_more_is_not_kept() -> None:
@@ -166,7 +166,7 @@ def test_keep_takes_nothing_back_that_was_reached() -> None:
 def test_what_will_be_evaluated_again_is_kept_until_it_was() -> None:
     """The last state cannot be cut back by one id, so the one before serves; then a cancel."""
     cache = cache_of("kr")
-    evaluate(cache, [1, 2, 3, 4], marks=[2])
+    evaluate(cache, [1, 2, 3, 4], turn_ends=[2])
     lease = begin(cache, [1, 2, 3, 4])
     assert lease.cached == 2
     lease.commit([1, 2], keep=2)
@@ -181,7 +181,7 @@ def test_a_discard_leaves_what_another_sequence_has_as_well() -> None:
     prefill(two, [1, 2, 3, 5])
     one.discard()
     cache.check()
-    content_is_true(cache)
+    assert_consistent(cache)
     three = begin(cache, [1, 2, 3, 4])
     assert three.cached == 3
     two.discard()
@@ -202,20 +202,20 @@ def test_a_discard_takes_along_what_hangs_on_it() -> None:
 def test_the_state_is_kept_at_the_marks_where_prompts_part() -> None:
     cache = cache_of("kr")
     ids = list(range(20))
-    lease = begin(cache, ids, marks=[5, 9, 12, 17])
-    assert lease.pauses == (5, 12, 17)
+    lease = begin(cache, ids, turn_ends=[5, 9, 12, 17])
+    assert lease.checkpoint_positions == (5, 12, 17)
     prefill(lease, ids)
     lease.commit(ids, keep=20)
     for marked in (5, 12, 17):
         assert evaluate(cache, [*range(marked), 99]) == marked
-    content_is_true(cache)
+    assert_consistent(cache)
 
 
 def test_where_prompts_were_seen_to_part_the_next_one_is_served() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3, 4, 5])
     lease = begin(cache, [1, 2, 3, 6, 7])
-    assert (lease.cached, lease.pauses) == (0, (3,))
+    assert (lease.cached, lease.checkpoint_positions) == (0, (3,))
     prefill(lease, [1, 2, 3, 6, 7])
     lease.commit([1, 2, 3, 6, 7], keep=5)
     assert evaluate(cache, [1, 2, 3, 8]) == 3
@@ -224,21 +224,21 @@ def test_where_prompts_were_seen_to_part_the_next_one_is_served() -> None:
 def test_long_prompts_leave_a_state_every_so_often() -> None:
     cache = cache_of("kr", checkpoint_every=10)
     lease = begin(cache, list(range(35)))
-    assert lease.pauses == (10, 20, 30)
+    assert lease.checkpoint_positions == (10, 20, 30)
     prefill(lease, list(range(35)))
     lease.discard()
-    assert begin(cache_of("k", checkpoint_every=10), list(range(35))).pauses == ()
+    assert begin(cache_of("k", checkpoint_every=10), list(range(35))).checkpoint_positions == ()
 
 
 def test_on_a_grid_pauses_are_on_it_and_the_last_one_always_is_there() -> None:
-    cache = cache_of("kr", grid=4)
+    cache = cache_of("kr", alignment=4)
     ids = list(range(19))
-    lease = begin(cache, ids, grid=4, marks=[6, 11])
-    assert lease.pauses == (4, 8, 16)
+    lease = begin(cache, ids, alignment=4, turn_ends=[6, 11])
+    assert lease.checkpoint_positions == (4, 8, 16)
     prefill(lease, ids)
     feed(lease, [GARBAGE])
     lease.commit(ids, keep=19)
-    assert begin(cache, [*ids, 19, 20], grid=4).cached == 16
+    assert begin(cache, [*ids, 19, 20], alignment=4).cached == 16
 
 
 def test_a_window_that_has_not_slid_is_cut_back_to_where_prompts_part() -> None:
@@ -262,7 +262,7 @@ def test_a_lookup_takes_no_longer_than_comparing_the_prompt() -> None:
     for prompt in prompts:
         wanted = [*(int(str(n)) for n in prompt[:-2]), -1, -1]  # the same numbers, other objects
         start = time.perf_counter()
-        _, matched = cache._tree.walk(tuple(wanted))
+        _, matched = cache._tree.match(tuple(wanted))
         taken.append(time.perf_counter() - start)
         assert matched == IDS - 2
     assert statistics.median(taken) < 0.005

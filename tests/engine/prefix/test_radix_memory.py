@@ -8,13 +8,13 @@ import pytest
 from app.core.ports import Lease
 from tests.engine.prefix.contract import (
     ALL,
+    assert_holds,
     begin,
     evaluate,
     prefill,
-    stands_for,
 )
 from tests.engine.prefix.layers import PER_POSITION, PER_STATE, FakeLayer
-from tests.engine.prefix.radix_content import Cache, cache_of, content_is_true, positions
+from tests.engine.prefix.radix_content import Cache, assert_consistent, cache_of, idle_positions
 
 
 def test_leaves_go_first_the_longest_unused_before_others() -> None:
@@ -22,7 +22,7 @@ def test_leaves_go_first_the_longest_unused_before_others() -> None:
     for last in (10, 11, 12):
         evaluate(cache, [*range(5), last, last, last])
     evaluate(cache, [*range(5), 10, 10, 10])
-    cache.shrink(1)
+    cache.evict(1)
     cached = [begin(cache, [*range(5), n, n, n, n]).cached for n in (10, 11, 12)]
     assert cached == [8, 5, 8]
 
@@ -32,7 +32,7 @@ def test_what_a_prompt_begins_with_counts_as_used_at_once() -> None:
     evaluate(cache, [1, 2, 3, 4])
     evaluate(cache, [5, 6, 7, 8])
     lease = begin(cache, [1, 2, 3, 9])
-    cache.shrink(1)
+    cache.evict(1)
     lease.discard()
     assert begin(cache, [1, 2, 3, 4, 5]).cached == 4
     assert begin(cache, [5, 6, 7, 8, 9]).cached == 0
@@ -42,16 +42,16 @@ def test_states_on_the_way_go_before_the_leaf_they_led_to() -> None:
     cache = cache_of("kr")
     ids = list(range(20))
     for length, marks in ((10, [4]), (20, [4, 15])):
-        lease = begin(cache, ids[:length], marks=marks)
+        lease = begin(cache, ids[:length], turn_ends=marks)
         prefill(lease, ids[:length])
         lease.commit(ids[:length], keep=length)
     before = cache.nbytes
     for nth, left in enumerate((10, 15), 1):
-        assert cache.shrink(1) == PER_STATE
+        assert cache.evict(1) == PER_STATE
         assert cache.evictions == nth
         cache.check()
         assert min(n.end for n in cache._tree.root.subtree()[1:] if n.checkpoint) == left
-    assert cache.shrink(before) == before - 2 * PER_STATE
+    assert cache.evict(before) == before - 2 * PER_STATE
 
 
 def test_bytes_of_a_leaf_are_free_when_its_store_has_to_stay() -> None:
@@ -59,9 +59,9 @@ def test_bytes_of_a_leaf_are_free_when_its_store_has_to_stay() -> None:
     evaluate(cache, [1, 2, 3, 4, 5, 6])
     evaluate(cache, [1, 2, 3, 7])
     before = cache.nbytes
-    assert cache.shrink(1) == before - cache.nbytes > 0
-    assert positions(cache) == 4
-    content_is_true(cache)
+    assert cache.evict(1) == before - cache.nbytes > 0
+    assert idle_positions(cache) == 4
+    assert_consistent(cache)
 
 
 def test_what_a_running_sequence_holds_as_well_is_lost_to_nobody() -> None:
@@ -71,21 +71,21 @@ def test_what_a_running_sequence_holds_as_well_is_lost_to_nobody() -> None:
     lease = begin(cache, [*range(50), 3, 3])
     prefill(lease, [*range(50), 3, 3])
     evictions = cache.evictions
-    assert cache.shrink(50 * PER_POSITION) >= 50 * PER_POSITION
+    assert cache.evict(50 * PER_POSITION) >= 50 * PER_POSITION
     assert cache.evictions == evictions
-    content_is_true(cache)
+    assert_consistent(cache)
     assert begin(cache, [*range(50), 1, 1]).cached == 51
 
 
 def test_what_is_on_loan_stays() -> None:
     cache = cache_of("kr")
     evaluate(cache, [1, 2, 3])
-    lease = begin(cache, [1, 2, 3, 4, 5, 6], marks=[4])
+    lease = begin(cache, [1, 2, 3, 4, 5, 6], turn_ends=[4])
     prefill(lease, [1, 2, 3, 4, 5, 6])
-    cache.shrink(ALL)
+    cache.evict(ALL)
     cache.check()
     assert cache.nbytes == 0
-    stands_for(lease, [1, 2, 3, 4, 5, 6])
+    assert_holds(lease, [1, 2, 3, 4, 5, 6])
     lease.commit([1, 2, 3, 4, 5, 6], keep=6)
     assert evaluate(cache, [1, 2, 3, 4, 5, 6, 7]) == 6
 
@@ -115,9 +115,9 @@ class Memory:
 def test_whatever_copy_fails_the_tree_stays_true(enough: int) -> None:
     """An allocation fails where nobody expects it; whoever ran keeps running, nothing is leaked."""
     memory = Memory()
-    cache = cache_of("kkr", settle=memory.settle)
-    evaluate(cache, [1, 2, 3, 4, 5, 6], marks=[2, 4])
-    evaluate(cache, [1, 2, 3, 4, 7], marks=[2, 4])
+    cache = cache_of("kkr", evaluate=memory.settle)
+    evaluate(cache, [1, 2, 3, 4, 5, 6], turn_ends=[2, 4])
+    evaluate(cache, [1, 2, 3, 4, 7], turn_ends=[2, 4])
     lease = begin(cache, [1, 2, 3, 4, 8, 9])
     memory.left = enough
     steps = (
@@ -125,21 +125,21 @@ def test_whatever_copy_fails_the_tree_stays_true(enough: int) -> None:
         lambda: cache.begin([1, 2, 3, 4, 5, 6, 7]),
         lambda: prefill(lease, [1, 2, 3, 4, 8, 9]),
         lambda: lease.commit([1, 2, 3, 4, 8, 9], keep=6),
-        lambda: cache.shrink(1),
+        lambda: cache.evict(1),
         lambda: cache.begin([1, 2, 3, 4, 8, 9, 10]),
     )
     done: list[Lease[FakeLayer] | int | None] = [lease]
     with pytest.raises(MemoryError):
         done.extend(step() for step in steps)
     cache.check()
-    content_is_true(cache)
+    assert_consistent(cache)
     assert len(cache._tree.live) == len([d for d in done if d and not isinstance(d, int) and d.kv])
 
 
 def test_every_copy_is_settled_before_the_original_is_written_to() -> None:
     settled: list[FakeLayer] = []
-    cache = cache_of("kwr", settle=settled.extend)
-    lease = begin(cache, [1, 2, 3, 4, 5, 6], marks=[3])
+    cache = cache_of("kwr", evaluate=settled.extend)
+    lease = begin(cache, [1, 2, 3, 4, 5, 6], turn_ends=[3])
     prefill(lease, [1, 2, 3, 4, 5, 6])
     kept = [layer for n in cache._tree.root.subtree() for layer in n.checkpoint or ()]
     assert len(kept) == 2
@@ -156,7 +156,7 @@ def test_giving_up_leaves_does_not_look_at_the_whole_tree_each_time() -> None:
         for n in range(leaves):
             evaluate_unchecked(cache, [1, 2, 3, 10 + n, 4])
         start = time.perf_counter()
-        while cache.shrink(1):
+        while cache.evict(1):
             pass
         return time.perf_counter() - start
 

@@ -14,7 +14,7 @@ def make_cache() -> MakeCache:
 
 
 def cache_of(kinds: str, grid: int = 1) -> SinglePrefixCache[FakeLayer]:
-    return SinglePrefixCache(lambda: layers(kinds), grid=grid)
+    return SinglePrefixCache(lambda: layers(kinds), alignment=grid)
 
 
 def test_layers_that_cannot_be_cut_serve_pure_extensions_only() -> None:
@@ -25,8 +25,8 @@ def test_layers_that_cannot_be_cut_serve_pure_extensions_only() -> None:
 
 
 def test_on_a_grid_what_cannot_be_cut_to_it_is_forgotten() -> None:
-    cache = cache_of("kr", grid=4)
-    evaluate(cache, [1, 2, 3, 4, 5], grid=4)
+    cache = cache_of("kr", alignment=4)
+    evaluate(cache, [1, 2, 3, 4, 5], alignment=4)
     assert cache.nbytes == 0
 
 
@@ -53,4 +53,4 @@ def test_the_entry_goes_on_loan_itself_and_keeps_its_room() -> None:
 
 def test_nothing_is_stopped_for() -> None:
     cache = cache_of("kr")
-    assert begin(cache, [1, 2, 3, 4, 5], marks=[1, 3]).pauses == ()
+    assert begin(cache, [1, 2, 3, 4, 5], turn_ends=[1, 3]).checkpoint_positions == ()

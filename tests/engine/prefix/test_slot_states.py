@@ -17,14 +17,14 @@ def test_a_slot_that_left_a_batch_holds_its_own_state_only() -> None:
         slots=ROWS,
         context=16,
         multi_user=True,
-        settle=lambda kv: mx.eval([layer.state() for layer in kv]),
+        evaluate=lambda kv: mx.eval([layer.state() for layer in kv]),
     )
     leases = [cache.begin([row, 1, 2]) for row in range(ROWS)]
     rows = [lease.kv[0] for lease in leases]
     for row, layer in enumerate(rows):
         layer[0] = mx.full(SHAPE, float(row))
         layer.advance(2)
-    together = rows[0].together(rows, mx.array([2] * ROWS))
+    together = rows[0].make_batch(rows, mx.array([2] * ROWS))
     held = together[0]
     assert held is not None
     together[0] = held + 1
@@ -38,7 +38,7 @@ def test_a_slot_that_left_a_batch_holds_its_own_state_only() -> None:
         lease.commit([row, 1, 2], keep=3)
     assert cache.nbytes == ROWS * size
     # one slot after the other lets go; what stays is what the books say
-    cache.shrink((ROWS - 1) * size)
+    cache.evict((ROWS - 1) * size)
     assert cache.nbytes == size
     # but for the small arrays of others
     assert mx.get_active_memory() < before - (ROWS - 2) * size

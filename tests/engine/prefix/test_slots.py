@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from app.core.jobs import Miss
+from app.core.jobs import CacheMiss
 from app.engine.prefix.slots import SlotLease, SlotPrefixCache
 from tests.engine.prefix.contract import *  # noqa: F403 - the tests are what is imported
 from tests.engine.prefix.contract import ALL, KINDS, NAMES, WEIGHTS, History, MakeCache
@@ -29,8 +29,8 @@ def cache_of(
         slots=slots,
         context=context,
         multi_user=multi_user,
-        settle=settle,
-        grid=grid,
+        evaluate=settle,
+        alignment=grid,
     )
 
 
@@ -38,7 +38,7 @@ def cache_of(
 def make_cache(request: pytest.FixtureRequest) -> MakeCache:
     """The shared histories begin as many leases as they like, so there are slots for all."""
     return lambda kinds, grid: cache_of(
-        kinds, slots=40, multi_user=request.param == "many users", grid=grid
+        kinds, slots=40, multi_user=request.param == "many users", alignment=grid
     )
 
 
@@ -48,7 +48,7 @@ def busy(cache: Cache, ids: Sequence[int]) -> SlotLease[FakeLayer]:
     for layer in lease.kv:
         assert layer.ids == tuple(ids[: lease.cached])
         layer.feed(ids[lease.cached :])
-    lease.reached(ids)
+    lease.publish(ids)
     cache.check()
     return lease
 
@@ -121,7 +121,7 @@ def test_more_sequences_than_slots_are_our_own_mistake(multi_user: bool) -> None
 
 def test_a_prompt_that_goes_on_from_a_whole_idle_slot_uses_that_slot() -> None:
     copies: list[Sequence[FakeLayer]] = []
-    cache = cache_of(settle=copies.append)
+    cache = cache_of(evaluate=copies.append)
     run(cache, [1, 2, 3])
     run(cache, [7])
     assert run(cache, [1, 2, 3, 4]) == 3
@@ -148,7 +148,7 @@ def test_a_slot_that_was_emptied_is_older_than_any_that_has_content() -> None:
 
 def test_a_prompt_that_parts_from_an_idle_slot_is_forked_and_spares_it() -> None:
     copies: list[Sequence[FakeLayer]] = []
-    cache = cache_of(slots=3, settle=copies.append)
+    cache = cache_of(slots=3, evaluate=copies.append)
     run(cache, [1, 2, 3, 4])
     lease = cache.begin([1, 2, 8, 9])
     assert lease.cached == 2
@@ -182,7 +182,7 @@ def test_a_slot_s_age_is_that_of_its_last_beginning_not_of_its_end() -> None:
 
 def test_the_oldest_slot_is_cut_in_place_if_it_is_itself_the_best() -> None:
     copies: list[Sequence[FakeLayer]] = []
-    cache = cache_of(settle=copies.append)
+    cache = cache_of(evaluate=copies.append)
     run(cache, [1, 2, 3])
     run(cache, [7])
     assert run(cache, [1, 2, 9]) == 2
@@ -192,7 +192,7 @@ def test_the_oldest_slot_is_cut_in_place_if_it_is_itself_the_best() -> None:
 
 def test_what_the_oldest_slot_has_as_well_is_not_copied() -> None:
     copies: list[Sequence[FakeLayer]] = []
-    cache = cache_of(slots=3, settle=copies.append)
+    cache = cache_of(slots=3, evaluate=copies.append)
     first, oldest = busy(cache, [5, 1, 1]), busy(cache, [5, 2])
     busy(cache, [8])
     copies.clear()
@@ -240,7 +240,7 @@ def test_a_state_is_lent_only_at_the_position_where_it_is() -> None:
     busy(cache, [1, 2, 3])
     assert served(cache, [1, 2, 3, 4]) == 3
     lease = cache.begin([1, 2, 9])
-    assert (lease.cached, lease.miss) == (0, Miss(at=0, reason="no_state"))
+    assert (lease.cached, lease.miss) == (0, CacheMiss(position=0, reason="no_state"))
 
 
 def test_a_state_that_has_moved_on_since_it_was_reached_is_not_lent() -> None:
@@ -249,7 +249,7 @@ def test_a_state_that_has_moved_on_since_it_was_reached_is_not_lent() -> None:
     for layer in donor.kv:
         layer.feed([4])
     lease = cache.begin([1, 2, 3, 4, 5])
-    assert (lease.cached, lease.miss) == (0, Miss(at=0, reason="no_state"))
+    assert (lease.cached, lease.miss) == (0, CacheMiss(position=0, reason="no_state"))
 
 
 def test_a_window_is_lent_as_long_as_it_can_be_cut_back() -> None:
@@ -274,7 +274,7 @@ def test_where_nothing_can_be_lent_the_oldest_slot_serves_what_it_has_itself() -
     busy(cache, [1, 2, 3, 4])
     lease = cache.begin([1, 2, 9])
     assert lease.cached == 1
-    assert lease.miss == Miss(at=1, reason="no_state")
+    assert lease.miss == CacheMiss(position=1, reason="no_state")
 
 
 def test_an_idle_slot_that_cannot_be_cut_is_cleared_and_begun_afresh() -> None:
@@ -291,26 +291,29 @@ def test_a_miss_tells_what_the_best_slot_has_instead() -> None:
     cache = cache_of()
     run(cache, list(range(20)))
     run(cache, [0, 5])
-    assert cache.begin([0, 1, 2, 7, 7]).miss == Miss(
-        at=3, reason="diverged", had=(3, 4, 5, 6, 7, 8, 9, 10)
+    assert cache.begin([0, 1, 2, 7, 7]).miss == CacheMiss(
+        position=3, reason="diverged", cached_ids=(3, 4, 5, 6, 7, 8, 9, 10)
     )
 
 
 def test_a_prompt_that_goes_on_from_what_is_cached_has_nothing_else_to_blame() -> None:
     cache = cache_of()
     run(cache, [1, 2, 3])
-    assert cache.begin([1, 2, 3, 4, 5]).miss == Miss(at=3, reason="diverged")
+    assert cache.begin([1, 2, 3, 4, 5]).miss == CacheMiss(position=3, reason="diverged")
 
 
 def test_on_a_grid_the_miss_tells_where_the_ids_part_not_where_the_cell_begins() -> None:
-    cache = cache_of(grid=4)
+    cache = cache_of(alignment=4)
     run(cache, [1, 2, 3, 4, 5, 6, 7, 8])
     lease = cache.begin([1, 2, 3, 4, 5, 6, 9, 9, 9, 9])
-    assert (lease.cached, lease.miss) == (4, Miss(at=6, reason="diverged", had=(7, 8)))
+    assert (lease.cached, lease.miss) == (
+        4,
+        CacheMiss(position=6, reason="diverged", cached_ids=(7, 8)),
+    )
 
 
 def test_on_a_grid_a_busy_slot_lends_whole_cells() -> None:
-    cache = cache_of(grid=4)
+    cache = cache_of(alignment=4)
     busy(cache, [1, 2, 3, 4, 5, 6])
     assert served(cache, [1, 2, 3, 4, 5, 6, 7]) == 4
     assert served(cache, [1, 2, 3, 7, 7]) == 0
@@ -318,11 +321,11 @@ def test_on_a_grid_a_busy_slot_lends_whole_cells() -> None:
 
 def test_an_unwanted_prefix_is_neither_served_nor_copied() -> None:
     copies: list[Sequence[FakeLayer]] = []
-    cache = cache_of(settle=copies.append)
+    cache = cache_of(evaluate=copies.append)
     run(cache, [1, 2, 3])
     busy(cache, [1, 2, 3, 4])
     lease = cache.begin([1, 2, 3, 4], reuse=False)
-    assert (lease.cached, lease.miss, copies) == (0, Miss(at=0, reason="unwanted"), [])
+    assert (lease.cached, lease.miss, copies) == (0, CacheMiss(position=0, reason="unwanted"), [])
 
 
 def test_content_that_gives_way_to_another_prompt_is_an_eviction_and_a_cut_is_none() -> None:
@@ -342,13 +345,13 @@ def test_shrinking_gives_up_whole_slots_oldest_first_and_no_more_than_needed() -
         run(cache, ids)
     run(cache, [2, 2, 2])
     lease = busy(cache, [1, 1, 1])  # so [3, 3] is the oldest idle one
-    assert cache.shrink(0) == 0
-    assert cache.shrink(2 * 8) == 2 * 8
+    assert cache.evict(0) == 0
+    assert cache.evict(2 * 8) == 2 * 8
     assert cache.evictions == 1
     assert served(cache, [2, 2, 2, 2]) == 3
     assert cache.nbytes == 0
     run(cache, [4])
-    assert cache.shrink(ALL) == 8
+    assert cache.evict(ALL) == 8
     assert lease.kv[0].ids == (1, 1, 1), "what is on loan stays"
 
 
@@ -378,7 +381,7 @@ def test_a_fork_that_fails_for_want_of_memory_leaves_both_slots_as_good_as_befor
     def full(kv: Sequence[FakeLayer]) -> None:
         raise MemoryError
 
-    cache = cache_of(settle=full)
+    cache = cache_of(evaluate=full)
     lease = busy(cache, [1, 2, 3])
     with pytest.raises(MemoryError):
         cache.begin([1, 2, 4])
@@ -408,7 +411,7 @@ def test_few_slots_under_any_history_keep_every_promise(kinds: str, multi_user: 
         names = draw.choices(NAMES, WEIGHTS, k=80)
         a, b, c = (draw.choices(range(10_000), k=80) for _ in range(3))
         slots, grid = 1 + seed % 4, 1 + seed % 3
-        cache = cache_of(kinds, slots=slots, multi_user=multi_user, grid=grid)
+        cache = cache_of(kinds, slots=slots, multi_user=multi_user, alignment=grid)
         try:
             Crowded(cache, grid, slots=slots).play(list(zip(names, a, b, c, strict=True)))
         except Exception as failure:
@@ -421,8 +424,8 @@ def test_a_lease_that_ended_does_nothing_more() -> None:
     lease = busy(cache, [1, 2])
     lease.commit([1, 2], keep=2)
     for again in (
-        lambda: lease.reached([1, 2]),
-        lambda: lease.shift([1, 2], keep=0, remove=lambda kv, start, end: True),
+        lambda: lease.publish([1, 2]),
+        lambda: lease.shift([1, 2], num_keep=0, remove=lambda kv, start, end: True),
         lambda: lease.commit([1, 2], keep=2),
         lease.discard,
     ):

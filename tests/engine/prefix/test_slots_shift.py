@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.shift import Shifted
+from app.core.shift import ShiftResult
 from tests.engine.prefix.layers import FakeLayer
 from tests.engine.prefix.test_slots import busy, cache_of, served
 
@@ -32,7 +32,9 @@ FULL = [0, 1, 2, 3, 4, 5, 6, 7]
 def test_a_shift_discards_the_older_half_behind_what_is_kept() -> None:
     cache = cache_of("kk", context=8)
     lease = busy(cache, FULL)
-    assert lease.shift(FULL, keep=2, remove=move) == Shifted(ids=(0, 1, 5, 6, 7), evaluated=5)
+    assert lease.shift(FULL, num_keep=2, remove=move) == ShiftResult(
+        ids=(0, 1, 5, 6, 7), num_computed=5
+    )
     assert [layer.ids for layer in lease.kv] == [(0, 1, 1005, 1006, 1007)] * 2
     cache.check()
 
@@ -42,7 +44,9 @@ def test_a_context_with_room_enough_is_left_alone() -> None:
         raise AssertionError("there was no need")
 
     lease = busy(cache_of(context=16), FULL)
-    assert lease.shift(FULL, keep=0, remove=never) == Shifted(ids=tuple(FULL), evaluated=8)
+    assert lease.shift(FULL, num_keep=0, remove=never) == ShiftResult(
+        ids=tuple(FULL), num_computed=8
+    )
 
 
 @pytest.mark.parametrize("kinds", ["k", "kr", "kw"])
@@ -50,8 +54,8 @@ def test_layers_that_cannot_shift_begin_again_with_the_ids_that_are_left(kinds: 
     cache = cache_of(kinds, context=8)
     lease = busy(cache, FULL)
     before = lease.kv
-    shifted = lease.shift(FULL, keep=2, remove=cannot)
-    assert shifted == Shifted(ids=(0, 1, 5, 6, 7), evaluated=0)
+    shifted = lease.shift(FULL, num_keep=2, remove=cannot)
+    assert shifted == ShiftResult(ids=(0, 1, 5, 6, 7), num_computed=0)
     assert [layer.ids for layer in lease.kv] == [()] * len(kinds)
     assert lease.kv is not before
     assert lease.kv[0].room >= 5
@@ -65,9 +69,9 @@ def test_layers_that_cannot_shift_begin_again_with_the_ids_that_are_left(kinds: 
 def test_beginning_again_makes_good_what_was_moved_before() -> None:
     cache = cache_of(context=8)
     lease = busy(cache, FULL)
-    ids = (*lease.shift(FULL, keep=2, remove=move).ids, 8, 9, 10)
+    ids = (*lease.shift(FULL, num_keep=2, remove=move).ids, 8, 9, 10)
     lease.kv[0].feed([8, 9, 10])
-    ids = lease.shift(ids, keep=1, remove=cannot).ids
+    ids = lease.shift(ids, num_keep=1, remove=cannot).ids
     lease.kv[0].feed(ids)
     lease.commit(ids, keep=8)
     assert served(cache, [*ids, 99]) == len(ids)
@@ -76,15 +80,15 @@ def test_beginning_again_makes_good_what_was_moved_before() -> None:
 def test_a_slot_that_began_again_lends_nothing_before_it_says_so() -> None:
     cache = cache_of(context=8)
     lease = busy(cache, FULL)
-    lease.shift(FULL, keep=2, remove=cannot)
+    lease.shift(FULL, num_keep=2, remove=cannot)
     assert served(cache, FULL) == 0
 
 
 def test_a_full_context_of_kept_ids_but_one_discards_that_one() -> None:
     lease = busy(cache_of(context=8), FULL)
-    assert lease.shift(FULL, keep=7, remove=move).ids == (0, 1, 2, 3, 4, 5, 6)
+    assert lease.shift(FULL, num_keep=7, remove=move).ids == (0, 1, 2, 3, 4, 5, 6)
     with pytest.raises(AssertionError):
-        busy(cache_of(context=8), FULL).shift(FULL, keep=8, remove=move)
+        busy(cache_of(context=8), FULL).shift(FULL, num_keep=8, remove=move)
 
 
 @given(keeps=st.lists(st.integers(0, 7), min_size=1, max_size=4), reuse=st.integers(0, 16))
@@ -97,12 +101,12 @@ def test_what_a_shift_moved_serves_the_sequence_but_nobody_else(
     ids = list(FULL)
     lease = busy(cache, ids)
     for number, keep in enumerate(keeps, 1):
-        ids = list(lease.shift(ids, keep=keep, remove=move).ids)
+        ids = list(lease.shift(ids, num_keep=keep, remove=move).ids)
         more = list(range(20, 20 + 8 - len(ids)))
         for layer in lease.kv:
             layer.feed(more)
         ids += more
-        lease.reached(ids)
+        lease.publish(ids)
         cache.check()
         assert served(cache, [*ids, 99]) == min(keeps[:number])
     lease.commit(ids, keep=reuse)

@@ -7,14 +7,14 @@ import pytest
 
 from tests.bench import traces
 from tests.bench.replay import POLICIES, replay
-from tests.bench.traces import Turn
+from tests.bench.traces import RecordedTurn
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
 
 @cache
-def turns(shared: Path) -> list[Turn]:
-    return traces.interleaved(traces.conversations(shared))
+def turns(shared: Path) -> list[RecordedTurn]:
+    return traces.interleave(traces.load_conversations(shared))
 
 
 def test_with_room_for_everything_hardly_anything_is_evaluated_twice(shared: Path) -> None:
@@ -22,5 +22,5 @@ def test_with_room_for_everything_hardly_anything_is_evaluated_twice(shared: Pat
 
 
 def test_a_quarter_of_that_room_costs_little(shared: Path) -> None:
-    everything = replay(POLICIES["radix"]("k"), turns(shared)).held
+    everything = replay(POLICIES["radix"]("k"), turns(shared)).peak_nbytes
     assert replay(POLICIES["radix"]("k"), turns(shared), budget=everything // 4).share >= 0.85

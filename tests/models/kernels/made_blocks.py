@@ -10,9 +10,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from models import llama
-from models.heads import GroupedAttention
+from models.heads import GroupedQueryAttention
 from models.layers import GatedMLP
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 from models.rope import NoRope, Rope
@@ -62,12 +62,12 @@ class Made:
             }
         )
         rope = NoRope() if not self.dims else self.rope()
-        attention = GroupedAttention(
+        attention = GroupedQueryAttention(
             config,
             rope,
             bias=self.bias,
             o_bias=self.bias,
-            normed=self.normed,
+            qk_norm=self.normed,
             sinks=self.sinks,
         )
         mlp = GatedMLP(
@@ -103,7 +103,7 @@ def suited(block: Any, kind: tuple[mx.Dtype, int | None] = (mx.float32, None)) -
                 layer.to_quantized(32, bits) if hasattr(layer, "to_quantized") else layer
             ),
         )
-    suit_device(block)
+    apply_cpu_layout(block)
     return block
 
 
@@ -113,12 +113,12 @@ def drawn(*shape: int, seed: int = 0) -> mx.array:
 
 def is_fused(block: Any) -> tuple[bool, bool]:
     """(attention, MLP)"""
-    return "attended" in vars(block), "fed" in vars(block)
+    return "attention_residual" in vars(block), "mlp_residual" in vars(block)
 
 
 def apart(block: Any) -> Any:
     """The same block, its methods in their places."""
-    for name in ("attended", "fed"):
+    for name in ("attention_residual", "mlp_residual"):
         vars(block).pop(name, None)
     return block
 

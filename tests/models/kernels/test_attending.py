@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import kernels
-from models.attention import attention
-from models.batch import AttentionRows
+from models.attention import scaled_dot_product_attention
+from models.batch import BatchKVCache
 from models.kernels.attending import attend_in_place
 from models.kv import KVCache
 from models.window import RotatingKVCache
@@ -87,7 +87,7 @@ class Row:
 
     def seen(self, queries: mx.array) -> mx.array:
         keys, values = self.said
-        return attention(queries, keys, values, scale=SCALE, mask="causal")
+        return scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask="causal")
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ def test_what_was_read_of_a_cache_stays_true_whatever_is_written_next(
                 kept += held(row)
             case _:
                 cut = dice.randrange(cache.offset)
-                kept += held(Row(text=row.text, cache=cache.piece(0, cut), said=row.said))
+                kept += held(Row(text=row.text, cache=cache.slice(0, cut), said=row.said))
         if dice.random() < 0.7:
             mx.async_eval([row.cache.state() for row in rows])
         if dice.random() < 0.3 and kept:
@@ -160,7 +160,7 @@ def side_by_side(rows: list[Row]) -> list[Kept]:
         return []
     each = [row.next(1) for row in rows]
     parts = [mx.concatenate(list(part)) for part in zip(*each, strict=True)]
-    together = AttentionRows([row.cache for row in rows], mx.array(offsets))
+    together = BatchKVCache([row.cache for row in rows], mx.array(offsets))
     out = together.attend(*parts, scale=SCALE)
     seen = [row.seen(queries) for row, (queries, _, _) in zip(rows, each, strict=True)]
     return [Kept(array=out, wanted=mx.concatenate(seen))]

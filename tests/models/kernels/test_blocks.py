@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from models import gpt_oss, kernels, llama, ministral3, qwen2, qwen3
-from models.batch import AttentionRows
+from models.batch import BatchKVCache
 from models.kernels import blocks
 from models.kv import KVCache
 from models.latent import LatentCache
-from models.layout import suit_device
+from models.layout import apply_cpu_layout
 from tests.models.kernels.made_blocks import (
     BASE,
     HEAD,
@@ -69,7 +69,7 @@ class Side:
         if len(caches) == 1:
             return self.block(x, caches[0])
         offsets = mx.array([cache.offset for cache in caches])
-        return self.block(x, AttentionRows(caches, offsets))
+        return self.block(x, BatchKVCache(caches, offsets))
 
 
 @given(
@@ -118,10 +118,10 @@ def test_what_is_worth_several_threads_is_equal_too(threads: int) -> None:
         for kind in KINDS:
             pair = [suited(llama.Block(config, 0), kind) for _ in range(2)]
             apart(pair[1])
-            for count in (1, 3, blocks.MOST):
+            for count in (1, 3, blocks.MAX_FUSED_ROWS):
                 x = drawn(count, 1, 512, seed=count)
                 ours, theirs = (
-                    block(x, AttentionRows([KVCache() for _ in range(count)], mx.zeros(count)))
+                    block(x, BatchKVCache([KVCache() for _ in range(count)], mx.zeros(count)))
                     for block in pair
                 )
                 assert "AttentionBlock" in operations(ours)
@@ -143,8 +143,8 @@ def test_queries_keys_and_values_may_be_packed_each_in_its_way() -> None:
     ours = mixed()
     mx.random.seed(1)
     theirs = mixed()
-    suit_device(ours)
-    suit_device(theirs)
+    apply_cpu_layout(ours)
+    apply_cpu_layout(theirs)
     apart(theirs)
     x = drawn(1, 1, HIDDEN)
     assert is_fused(ours) == (True, True)
@@ -182,11 +182,11 @@ def parameters(block: Any) -> list[tuple[str, mx.array]]:
 class TestWhatStaysAsItIsWritten:
     def test_more_rows_than_are_worth_it_and_prompts(self) -> None:
         block = Made().block()
-        rows = blocks.MOST + 1
-        kv = AttentionRows([KVCache() for _ in range(rows)], mx.zeros(rows))
+        rows = blocks.MAX_FUSED_ROWS + 1
+        kv = BatchKVCache([KVCache() for _ in range(rows)], mx.zeros(rows))
         assert "Block" not in operations(block(drawn(rows, 1, HIDDEN), kv))
         assert "Block" not in operations(block.attended(drawn(1, 2, HIDDEN), KVCache()))
-        assert "MlpBlock" in operations(block.fed(drawn(blocks.MOST, 1, HIDDEN)))
+        assert "MlpBlock" in operations(block.fed(drawn(blocks.MAX_FUSED_ROWS, 1, HIDDEN)))
         assert "Block" not in operations(block.fed(drawn(1, 2, HIDDEN)))
 
     def test_other_types(self) -> None:
@@ -200,9 +200,9 @@ class TestWhatStaysAsItIsWritten:
 
         block = Made().block()
         assert "AttentionBlock" not in operations(block(drawn(2, 1, HIDDEN), KVCache()))
-        for kv in (Own(), AttentionRows([Own()], mx.zeros(1))):
+        for kv in (Own(), BatchKVCache([Own()], mx.zeros(1))):
             assert "AttentionBlock" not in operations(block(drawn(1, 1, HIDDEN), kv))
-        assert LatentCache().lenders == ()
+        assert LatentCache().in_place_caches == ()
 
     def test_parts_that_are_no_twins_or_of_other_kinds(self) -> None:
         class Named(nn.Linear):
@@ -215,7 +215,7 @@ class TestWhatStaysAsItIsWritten:
         odd = block()
         odd.self_attn.v_proj = Named(HIDDEN, 2 * HEAD)
         odd.mlp.up_proj = odd.mlp.up_proj.to_quantized(32, 8)
-        suit_device(odd)
+        apply_cpu_layout(odd)
         assert is_fused(odd) == (False, False)
         unknown = block()
         unknown.mlp.activation = mx.tanh
@@ -224,11 +224,11 @@ class TestWhatStaysAsItIsWritten:
     def test_methods_that_are_overridden(self) -> None:
         class Doubled(llama.Block):
             def attended(self, x: mx.array, kv: Any) -> mx.array:
-                return 2 * super().attended(x, kv)
+                return 2 * super().attention_residual(x, kv)
 
         class Twice(llama.Block):
             def __call__(self, x: mx.array, kv: Any) -> mx.array:
-                return self.fed(self.fed(self.attended(x, kv)))
+                return self.mlp_residual(self.mlp_residual(self.attention_residual(x, kv)))
 
         config = llama.Config.from_dict({**BASE, "num_attention_heads": 2})
         assert is_fused(suited(Doubled(config, 0))) == (False, True)
@@ -265,14 +265,14 @@ def test_which_halves_of_an_architecture_are_one_operation(
 ) -> None:
     config = architecture.Config.from_dict({**BASE, "num_attention_heads": 2, **more})
     model = architecture.Model(config)
-    suit_device(model)
+    apply_cpu_layout(model)
     assert is_fused(model.model.layers[0]) == wanted
 
 
 def test_a_block_that_is_suited_again_is_the_same() -> None:
     block, x = Made().block(), drawn(1, 3, HIDDEN)
     wanted = apart(Made().block())(x, KVCache())
-    suit_device(block)
+    apply_cpu_layout(block)
     assert is_fused(block) == (True, True)
     assert mx.array_equal(block(x, KVCache()), wanted)
     assert mx.array_equal(block(x[:, :1], KVCache()), wanted[:, :1])

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from models import kernels
 from models.experts import ExpertLinear, Experts
 from models.kernels import layers, stacks
-from models.latent import HeadLinear
-from models.layers import GatedMLP, gated, scores
-from models.layout import suit_device
+from models.latent import MultiLinear
+from models.layers import GatedMLP, apply_glu, router_logits
+from models.layout import apply_cpu_layout
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
@@ -33,7 +33,9 @@ def filled(layer: Any) -> Any:
 
 
 def twin(layer: Any) -> Any:
-    return layers.twin(layer, OPS, {**layers.TWINS, **stacks.TWINS})
+    return layers.to_kernel_layer(
+        layer, OPS, {**layers.KERNEL_LAYERS, **stacks.STACKED_KERNEL_LAYERS}
+    )
 
 
 def in_float32(layer: Any) -> Any:
@@ -93,7 +95,7 @@ class TestATwinComputesTheSame:
     @pytest.mark.parametrize("heads", [1, STACK])
     def test_of_maps_for_each_head(self, kind: Any, heads: int) -> None:
         """Where one head is given, it is every head's; the way back is MLX's own."""
-        plain, x = of_kind(HeadLinear(WIDTH, 64, STACK), kind), drawn(2, heads, 3, WIDTH)
+        plain, x = of_kind(MultiLinear(WIDTH, 64, STACK), kind), drawn(2, heads, 3, WIDTH)
         made = twin(plain)
         assert made is not plain
         in_float32(plain)
@@ -107,7 +109,7 @@ def test_sorting_rows_by_experts_changes_no_bit() -> None:
     model = nn.Sequential(Experts(WIDTH, 32, STACK))
     for projection in ("gate_proj", "up_proj", "down_proj"):
         filled(model.layers[0][projection])
-    suit_device(model)
+    apply_cpu_layout(model)
     experts: Any = model.layers[0]
     x, chosen = drawn(1, 40, WIDTH), mx.random.randint(0, STACK, (1, 40, 2), key=mx.random.key(0))
     one_by_one = experts._apply(x[..., None, None, :], chosen, ordered=False)
@@ -177,20 +179,20 @@ def test_a_matrix_that_lies_otherwise_is_laid_out_when_it_is_read() -> None:
 def test_a_gated_mlp_is_one_operation_or_several(activation: Any, kinds: Any) -> None:
     """Of a gate and what it gates in different packings, and of an activation that only MLX has."""
     mlp = GatedMLP(WIDTH, 64, activation=activation)
-    for name, kind in zip(mlp.names, (*kinds, mx.float32), strict=True):
+    for name, kind in zip(mlp.projection_names, (*kinds, mx.float32), strict=True):
         mlp[name] = of_kind(mlp[name], kind)
     model, x = nn.Sequential(mlp), drawn(3, WIDTH)
     wanted = activation(in_float32(mlp.gate_proj)(x)) * in_float32(mlp.up_proj)(x)
-    for name, kind in zip(mlp.names, kinds, strict=False):
+    for name, kind in zip(mlp.projection_names, kinds, strict=False):
         mlp[name] = of_kind(nn.Linear(WIDTH, 64, bias=False), kind)
-    suit_device(model)
-    is_like(mlp.gated(x), wanted)
+    apply_cpu_layout(model)
+    is_like(mlp.gate_up(x), wanted)
 
 
 def test_shared_parts_take_the_kernels_where_types_allow() -> None:
     gate, up, weight = drawn(3, WIDTH), drawn(3, WIDTH, seed=1), drawn(OUT, WIDTH, seed=2)
-    is_like(gated(nn.silu, gate, up), nn.silu(gate) * up)
-    halves = gated(nn.silu, gate.astype(mx.bfloat16), up.astype(mx.bfloat16))
+    is_like(apply_glu(nn.silu, gate, up), nn.silu(gate) * up)
+    halves = apply_glu(nn.silu, gate.astype(mx.bfloat16), up.astype(mx.bfloat16))
     assert halves.dtype == mx.bfloat16
-    is_like(scores(gate, weight.T.T), gate @ weight.T)
-    is_like(scores(gate, mx.contiguous(weight.T).T), gate @ weight.T)
+    is_like(router_logits(gate, weight.T.T), gate @ weight.T)
+    is_like(router_logits(gate, mx.contiguous(weight.T).T), gate @ weight.T)

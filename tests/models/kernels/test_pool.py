@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import kernels
-from models.threads import MOST, thread_count
+from models.threads import MAX_THREADS, get_num_threads
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")
@@ -40,7 +40,7 @@ def threads_of(variables: dict[str, str], prepare: str = "") -> int:
 
 
 def test_there_are_as_many_threads_as_cores_that_are_ours() -> None:
-    assert threads_of({}) == thread_count({})
+    assert threads_of({}) == get_num_threads({})
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity cannot be set here")
@@ -53,17 +53,19 @@ def test_whoever_asks_for_a_number_of_threads_gets_it() -> None:
 
 
 @pytest.mark.usefixtures("shared_by_three")
-@pytest.mark.parametrize("count", [0, -1, MOST + 1])
+@pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
 def test_what_is_no_number_of_threads_is_refused_and_changes_nothing(count: int) -> None:
-    with pytest.raises(ValueError, match=f"^{count} is not a number of threads up to {MOST}$"):
+    with pytest.raises(
+        ValueError, match=f"^{count} is not a number of threads up to {MAX_THREADS}$"
+    ):
         OPS.use_threads(count)
     assert OPS.threads() == 3
 
 
 @pytest.mark.usefixtures("shared_by_three")
 def test_the_most_threads_that_may_be_asked_for_are_had() -> None:
-    OPS.use_threads(MOST)
-    assert OPS.threads() == MOST
+    OPS.use_threads(MAX_THREADS)
+    assert OPS.threads() == MAX_THREADS
 
 
 @pytest.mark.usefixtures("shared_by_three")

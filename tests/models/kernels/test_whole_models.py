@@ -22,9 +22,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 import models
 from models import foreign, kernels
 from models.base import Model
-from models.checkpoint import text_config
+from models.checkpoint import get_text_config
 from models.kv import LayerCache
-from models.layout import batch_invariant, suit_device
+from models.layout import apply_cpu_layout, is_batch_invariant
 from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -64,17 +64,17 @@ class Served:
 
 
 def is_foreign(case: Case) -> bool:
-    return isinstance(models._architecture(text_config(case.config)), foreign.Architecture)
+    return isinstance(models._find_architecture(get_text_config(case.config)), foreign.Architecture)
 
 
 def near(served: Served) -> float:
     """How far logits may be from each other."""
-    return 0.0 if batch_invariant(served.model) else parity.tolerance(served.case)
+    return 0.0 if is_batch_invariant(served.model) else parity.tolerance(served.case)
 
 
 def opened(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
-    config = text_config(case.config)
-    architecture = models._architecture(config)
+    config = get_text_config(case.config)
+    architecture = models._find_architecture(config)
     made: Any = architecture.Model(architecture.Config.from_dict(config))
     parity.drawn(made, seed=0)
     flat: Any = tree_flatten(made.parameters())
@@ -84,7 +84,7 @@ def opened(case: Case, dtype: mx.Dtype, bits: int | None) -> Model:
     if bits is not None:
         replace_leaves(made, lambda _, layer: packed(layer, bits))
     mx.eval(made.parameters())
-    suit_device(made)
+    apply_cpu_layout(made)
     return made
 
 
@@ -174,11 +174,11 @@ class Play:
     def pieces(self, row: int, cut: int) -> None:
         """As a prefix that lies in the cache in two parts is put together."""
         one = self.rows[row]
-        if not 0 < cut < one.at or not all(layer.divisible for layer in one.kv):
+        if not 0 < cut < one.at or not all(layer.sliceable for layer in one.kv):
             return
         made = self.served.model.make_kv()
         for new, old in zip(made, one.kv, strict=True):
-            for part in (old.piece(0, cut), old.piece(cut, one.at)):
+            for part in (old.slice(0, cut), old.slice(cut, one.at)):
                 new.append(part, 0, part.offset)
         one.kv = made
 
@@ -203,13 +203,13 @@ WAITS = st.sampled_from([mx.eval, mx.async_eval, mx.async_eval, None])
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
 def test_most_models_promise_bits(case: Case) -> None:
     promised = not is_foreign(case) and case.config["model_type"] not in TWO_WAYS
-    assert batch_invariant(opened(case, mx.float32, None)) == promised
+    assert is_batch_invariant(opened(case, mx.float32, None)) == promised
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_weights_that_the_kernels_cannot_read_promise_none(bits: int) -> None:
     [case] = [case for case in cases() if case.id == "llama-plain"]
-    assert batch_invariant(opened(case, mx.bfloat16, bits)) == (bits != 3)
+    assert is_batch_invariant(opened(case, mx.bfloat16, bits)) == (bits != 3)
 
 
 @settings(max_examples=3)

@@ -10,37 +10,37 @@ import mlx.core as mx
 from app import store
 from app.core.files import ModelFiles
 from app.core.settings import Settings
-from app.engine.describe import complete
-from app.engine.memory import Memory
+from app.engine.describe import complete_config
+from app.engine.memory import MemoryProfile
 from app.runners.ranks.launch import Launch
-from app.runners.ranks.line import Hello, Line, Welcome
-from app.runners.ranks.meeting import Meeting, traits_of
+from app.runners.ranks.line import Hello, HelloReply, RankConnection
+from app.runners.ranks.meeting import RendezvousInfo, collect_traits
 
 PATIENCE = 20.0
 SETTINGS = Settings(runner="thread", memory=1 << 30, parallel=2)
 
 
-class Ranks:
+class FakeGroup:
     """One of two, whose sums lack the other's summand: the answers are wrong, and nobody asks."""
 
     def __init__(self, rank: int = 0, told: bytes = b"") -> None:
         self.rank, self.size = rank, 2
         self.words = told
 
-    def total(self, x: mx.array) -> mx.array:
+    def all_sum(self, x: mx.array) -> mx.array:
         return x
 
-    def agreed(self, tokens: mx.array) -> mx.array:
+    def broadcast_tokens(self, tokens: mx.array) -> mx.array:
         return tokens
 
-    def told(self, words: bytes, length: int) -> bytes:
+    def broadcast_bytes(self, words: bytes, length: int) -> bytes:
         self.words = words or self.words
         return self.words
 
-    def settled(self, settings: Settings) -> Settings:
+    def reconcile_settings(self, settings: Settings) -> Settings:
         return replace(settings, memory=settings.memory or 1 << 30)
 
-    def measured(self, memory: Memory) -> Memory:
+    def reconcile_memory(self, memory: MemoryProfile) -> MemoryProfile:
         return memory
 
 
@@ -49,24 +49,26 @@ def launch(rank: int) -> Launch:
 
 
 def files(folder: Path) -> ModelFiles:
-    return complete(store.resolve(str(folder)))
+    return complete_config(store.resolve(str(folder)))
 
 
-def connected(port: int) -> Line:
-    line = Line(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
-    line.patient(PATIENCE)
+def connected(port: int) -> RankConnection:
+    line = RankConnection(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+    line.set_timeout(PATIENCE)
     return line
 
 
-def greeted(meeting: Meeting, model: ModelFiles, **changes: Any) -> tuple[Line, Welcome]:
+def greeted(
+    meeting: RendezvousInfo, model: ModelFiles, **changes: Any
+) -> tuple[RankConnection, HelloReply]:
     """The line of a rank 1 that said hello, and what it heard. changes: of its settings, or its
     secret."""
     secret = changes.pop("secret", meeting.secret)
-    traits = traits_of(model, replace(SETTINGS, **changes))
+    traits = collect_traits(model, replace(SETTINGS, **changes))
     line = connected(meeting.port)
-    line.answer(Hello(secret=secret, rank=1, host="studio", traits=traits))
-    heard = next(line.told(), None)
-    if not isinstance(heard, Welcome) or heard.refused is not None:
+    line.send_to_leader(Hello(secret=secret, rank=1, host="studio", traits=traits))
+    heard = next(line.read_from_leader(), None)
+    if not isinstance(heard, HelloReply) or heard.refused is not None:
         line.close()
-    assert isinstance(heard, Welcome)
+    assert isinstance(heard, HelloReply)
     return line, heard

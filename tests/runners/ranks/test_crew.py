@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from app.core.errors import AppError, Kind
+from app.core.errors import AppError, ErrorKind
 from app.core.files import ModelFiles
 from app.core.requests import Regex
-from app.engine.grammar import Grammars
+from app.engine.grammar import GrammarCompiler
 from app.runners.ranks import crew as crews
-from app.runners.ranks.crew import Crew, assemble
-from app.runners.ranks.line import Compile, Compiled, Line, Lost, Stop, Welcome
-from app.runners.ranks.meeting import Meeting
+from app.runners.ranks.crew import RankGroup, gather_ranks
+from app.runners.ranks.line import Compile, Compiled, HelloReply, RankConnection, RankFailed, Stop
+from app.runners.ranks.meeting import RendezvousInfo
 from tests.runners.ranks.gathered import (
     PATIENCE,
     SETTINGS,
-    Ranks,
+    FakeGroup,
     files,
     greeted,
     launch,
@@ -31,7 +31,7 @@ from tests.runners.ranks.gathered import (
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """In how many seconds the process would have been ended."""
     found: list[float] = []
-    monkeypatch.setattr(crews, "_end_within", found.append)
+    monkeypatch.setattr(crews, "_exit_after", found.append)
     return found
 
 
@@ -43,17 +43,17 @@ def model(tiny_model: Path) -> ModelFiles:
 class Waiting:
     """Rank 0, while the others come."""
 
-    def __init__(self, ranks: Ranks, crew: Future[Crew]) -> None:
+    def __init__(self, ranks: FakeGroup, crew: Future[RankGroup]) -> None:
         self.ranks = ranks
         self.crew = crew
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> RendezvousInfo:
         deadline = time.monotonic() + PATIENCE
         while not self.ranks.words:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return Meeting.read(self.ranks.words)
+        return RendezvousInfo.decode(self.ranks.words)
 
 
 @pytest.fixture
@@ -61,23 +61,23 @@ def waiting(
     model: ModelFiles, ended: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Waiting]:
     with ThreadPoolExecutor() as pool:
-        ranks = Ranks()
-        monkeypatch.setattr(crews, "met", lambda _: ranks)
-        yield Waiting(ranks, pool.submit(assemble, launch(0), model, SETTINGS))
+        ranks = FakeGroup()
+        monkeypatch.setattr(crews, "join_rank_group", lambda _: ranks)
+        yield Waiting(ranks, pool.submit(gather_ranks, launch(0), model, SETTINGS))
 
 
 @pytest.fixture
-def pair(waiting: Waiting, model: ModelFiles) -> Iterator[tuple[Crew, Line]]:
+def pair(waiting: Waiting, model: ModelFiles) -> Iterator[tuple[RankGroup, RankConnection]]:
     """Both ends of the line to rank 1."""
     line, welcome = greeted(waiting.meeting, model)
-    assert welcome == Welcome()
+    assert welcome == HelloReply()
     crew = waiting.crew.result(PATIENCE)
     yield crew, line
-    crew.dismiss()
+    crew.stop_followers()
     line.close()
 
 
-def heard(crew: Crew) -> Callable[[], list[str]]:
+def heard(crew: RankGroup) -> Callable[[], list[str]]:
     """Why the crew was lost, once it was."""
     told, event = list[str](), threading.Event()
 
@@ -85,7 +85,7 @@ def heard(crew: Crew) -> Callable[[], list[str]]:
         told.append(why)
         event.set()
 
-    crew.when_lost(hear)
+    crew.add_failure_listener(hear)
 
     def wait() -> list[str]:
         assert event.wait(PATIENCE)
@@ -103,9 +103,9 @@ def test_whoever_does_not_know_the_secret_is_sent_away(waiting: Waiting, model: 
         with socket.create_connection(("127.0.0.1", meeting.port)) as stranger:
             stranger.sendall(garbage)
     line, welcome = greeted(meeting, model)
-    assert welcome == Welcome()
-    waiting.crew.result(PATIENCE).dismiss()
-    assert list(line.told()) == [Stop()]
+    assert welcome == HelloReply()
+    waiting.crew.result(PATIENCE).stop_followers()
+    assert list(line.read_from_leader()) == [Stop()]
     line.close()
 
 
@@ -119,86 +119,94 @@ def test_who_has_another_setting_is_refused_by_name(waiting: Waiting, model: Mod
 
 def test_less_memory_is_no_difference(waiting: Waiting, model: ModelFiles) -> None:
     line, welcome = greeted(waiting.meeting, model, memory=1 << 29)
-    assert welcome == Welcome()
-    waiting.crew.result(PATIENCE).dismiss()
+    assert welcome == HelloReply()
+    waiting.crew.result(PATIENCE).stop_followers()
     line.close()
 
 
 def test_a_rank_that_is_gone_is_missed_by_name_and_once(
-    pair: tuple[Crew, Line], ended: list[float]
+    pair: tuple[RankGroup, RankConnection], ended: list[float]
 ) -> None:
     crew, line = pair
     wait = heard(crew)
-    line.hang_up()
+    line.shutdown()
     assert wait() == ["rank 1 (studio) disconnected: its process exited or is unreachable"]
-    assert crew.lost() == wait()[0]
-    crew.lose("something else")
+    assert crew.wait_for_failure() == wait()[0]
+    crew.fail("something else")
     assert len(wait()) == len(ended) == 1
     # who asks later is told, too
     assert heard(crew)() == wait()
 
 
-def test_a_rank_that_gives_up_says_why(pair: tuple[Crew, Line], ended: list[float]) -> None:
+def test_a_rank_that_gives_up_says_why(
+    pair: tuple[RankGroup, RankConnection], ended: list[float]
+) -> None:
     crew, line = pair
     wait = heard(crew)
-    line.answer(Lost(why="its disk is gone"))
+    line.send_to_leader(RankFailed(reason="its disk is gone"))
     assert wait() == ["rank 1 (studio): its disk is gone"]
     assert len(ended) == 1
 
 
-def test_who_was_dismissed_is_not_missed(pair: tuple[Crew, Line], ended: list[float]) -> None:
+def test_who_was_dismissed_is_not_missed(
+    pair: tuple[RankGroup, RankConnection], ended: list[float]
+) -> None:
     crew, line = pair
-    crew.dismiss()
-    assert list(line.told()) == [Stop()]
-    line.hang_up()
-    assert crew.lost(within=0.2) is None
+    crew.stop_followers()
+    assert list(line.read_from_leader()) == [Stop()]
+    line.shutdown()
+    assert crew.wait_for_failure(timeout=0.2) is None
     assert ended == []
 
 
-def test_a_model_is_loaded_once(pair: tuple[Crew, Line]) -> None:
+def test_a_model_is_loaded_once(pair: tuple[RankGroup, RankConnection]) -> None:
     crew, _ = pair
-    crew.engage(lambda _: None)
+    crew.attach_engine(lambda _: None)
     with pytest.raises(AppError, match="restart all ranks"):
-        crew.engage(lambda _: None)
+        crew.attach_engine(lambda _: None)
 
 
-def test_a_grammar_is_ready_when_all_have_it(pair: tuple[Crew, Line], model: ModelFiles) -> None:
+def test_a_grammar_is_ready_when_all_have_it(
+    pair: tuple[RankGroup, RankConnection], model: ModelFiles
+) -> None:
     crew, line = pair
-    grammars = Grammars(model.tokenizer, vocab=model.vocab_size)
+    grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(crew.compile, grammars, Regex(pattern="a+"), frozenset({257}))
-        asked = next(line.told())
+        compiled = pool.submit(
+            crew.compile_grammar, grammars, Regex(pattern="a+"), frozenset({257})
+        )
+        asked = next(line.read_from_leader())
         assert isinstance(asked, Compile)
         assert asked.grammar == Regex(pattern="a+")
         assert asked.stop_ids == {257}
         time.sleep(0.1)
         assert not compiled.done()
-        line.answer(Compiled(number=asked.number))
+        line.send_to_leader(Compiled(number=asked.number))
         assert not compiled.result(PATIENCE).done
 
 
 def test_a_rank_that_takes_too_long_for_a_grammar_keeps_one_request(
-    pair: tuple[Crew, Line], model: ModelFiles, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[RankGroup, RankConnection], model: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew, line = pair
     monkeypatch.setattr(crews, "_COMPILING", 0.05)
-    grammars = Grammars(model.tokenizer, vocab=model.vocab_size)
+    grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with pytest.raises(
         AppError, match="the other ranks did not compile the grammar in time"
     ) as refused:
-        crew.compile(grammars, Regex(pattern="a+"), frozenset({257}))
-    assert refused.value.kind is Kind.BUSY
-    asked = next(line.told())
+        crew.compile_grammar(grammars, Regex(pattern="a+"), frozenset({257}))
+    assert refused.value.kind is ErrorKind.BUSY
+    asked = next(line.read_from_leader())
     assert isinstance(asked, Compile)
-    line.answer(Compiled(number=asked.number))  # nobody waits for it any more
-    assert crew.lost(within=0.1) is None
+    line.send_to_leader(Compiled(number=asked.number))  # nobody waits for it any more
+    assert crew.wait_for_failure(timeout=0.1) is None
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused_as_ever(
-    pair: tuple[Crew, Line], model: ModelFiles
+    pair: tuple[RankGroup, RankConnection], model: ModelFiles
 ) -> None:
     crew, _ = pair
-    grammars = Grammars(model.tokenizer, vocab=model.vocab_size)
+    grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with pytest.raises(AppError) as refused:
-        crew.compile(grammars, Regex(pattern="("), frozenset({257}))
-    assert refused.value.kind is Kind.INVALID
+        crew.compile_grammar(grammars, Regex(pattern="("), frozenset({257}))
+    assert refused.value.kind is ErrorKind.INVALID

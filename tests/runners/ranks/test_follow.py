@@ -17,24 +17,24 @@ from app.core.files import ModelFiles
 from app.core.requests import Regex
 from app.core.settings import Settings
 from app.runners.ranks import follow as follows
-from app.runners.ranks.follow import follow
+from app.runners.ranks.follow import run_follower
 from app.runners.ranks.line import (
     Cancel,
     Compile,
     Compiled,
+    FollowerMessage,
     Hello,
-    Line,
-    Lost,
+    HelloReply,
+    RankConnection,
+    RankFailed,
+    RunStep,
     Stop,
     Submit,
-    Turn,
-    Up,
-    Welcome,
 )
-from app.runners.ranks.meeting import Meeting
+from app.runners.ranks.meeting import RendezvousInfo
 from tests import tiny
 from tests.engine.driving import job
-from tests.runners.ranks.gathered import PATIENCE, SETTINGS, Ranks, files, launch
+from tests.runners.ranks.gathered import PATIENCE, SETTINGS, FakeGroup, files, launch
 
 
 class Exited(BaseException):
@@ -64,23 +64,25 @@ def model(tiny_model: Path) -> ModelFiles:
 
 
 def rank_0(
-    says: Callable[[Line, Iterator[Up]], None], monkeypatch: pytest.MonkeyPatch, **welcome: Any
+    says: Callable[[RankConnection, Iterator[FollowerMessage]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    **welcome: Any,
 ) -> threading.Thread:
     """Waits for rank 1 on a thread, welcomes it, says what is to be said, and is gone."""
     server = socket.create_server(("127.0.0.1", 0))
-    meeting = Meeting(secret="s", port=server.getsockname()[1], host="here")
-    monkeypatch.setattr(follows, "met", lambda _: Ranks(1, meeting.written()))
+    meeting = RendezvousInfo(secret="s", port=server.getsockname()[1], host="here")
+    monkeypatch.setattr(follows, "join_rank_group", lambda _: FakeGroup(1, meeting.encode()))
 
     def speak() -> None:
         with server:
             connected, _ = server.accept()
-        line = Line(connected)
-        line.patient(PATIENCE)
-        answers = line.answers()
+        line = RankConnection(connected)
+        line.set_timeout(PATIENCE)
+        answers = line.read_from_follower()
         hello = next(answers)
         assert isinstance(hello, Hello)
         assert (hello.secret, hello.rank) == ("s", 1)
-        line.tell(Welcome(**welcome))
+        line.send_to_follower(HelloReply(**welcome))
         says(line, answers)
         line.close()
 
@@ -92,19 +94,23 @@ def rank_0(
 def test_it_takes_every_step_until_it_is_stopped(
     model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
 ) -> None:
-    heard = list[Up]()
+    heard = list[FollowerMessage]()
 
-    def says(line: Line, answers: Iterator[Up]) -> None:
-        line.tell(Turn(commands=(), said=0))
-        line.tell(Compile(number=3, grammar=Regex(pattern="a+"), stop_ids=frozenset({tiny.END})))
+    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
+        line.send_to_follower(RunStep(commands=(), checksum=0))
+        line.send_to_follower(
+            Compile(number=3, grammar=Regex(pattern="a+"), stop_ids=frozenset({tiny.END}))
+        )
         heard.append(next(answers))
         asked = job("a", [1, 2, 3], grammar=Regex(pattern="a+"), seed=1)
-        line.tell(Turn(commands=(Submit(job=asked), Cancel(job="b", keep=None)), said=0))
-        line.tell(Stop())
+        line.send_to_follower(
+            RunStep(commands=(Submit(job=asked), Cancel(job="b", keep=None)), checksum=0)
+        )
+        line.send_to_follower(Stop())
         heard.extend(answers)
 
     zero = rank_0(says, monkeypatch)
-    assert follow(launch(1), model, SETTINGS) == 0
+    assert run_follower(launch(1), model, SETTINGS) == 0
     zero.join(PATIENCE)
     assert heard == [Compiled(number=3)]
     assert process == []
@@ -115,27 +121,27 @@ def test_it_ends_when_rank_0_is_gone(
 ) -> None:
     rank_0(lambda line, answers: None, monkeypatch)
     with pytest.raises(Exited):
-        follow(launch(1), model, SETTINGS)
+        run_follower(launch(1), model, SETTINGS)
     assert process == [1]
 
 
 def test_it_gives_up_where_it_computes_other_things(
     model: ModelFiles, monkeypatch: pytest.MonkeyPatch, process: list[int]
 ) -> None:
-    heard = list[Up]()
+    heard = list[FollowerMessage]()
 
-    def says(line: Line, answers: Iterator[Up]) -> None:
-        line.tell(Turn(commands=(Submit(job=job("a", [1, 2, 3])),), said=0))
-        line.tell(Turn(commands=(), said=12345))
+    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
+        line.send_to_follower(RunStep(commands=(Submit(job=job("a", [1, 2, 3])),), checksum=0))
+        line.send_to_follower(RunStep(commands=(), checksum=12345))
         heard.extend(answers)
 
     zero = rank_0(says, monkeypatch)
     with pytest.raises(Exited):
-        follow(launch(1), model, SETTINGS)
+        run_follower(launch(1), model, SETTINGS)
     zero.join(PATIENCE)
     [lost] = heard
-    assert isinstance(lost, Lost)
-    assert "its results differ from those of rank 0" in lost.why
+    assert isinstance(lost, RankFailed)
+    assert "its results differ from those of rank 0" in lost.reason
     assert process == [1]
 
 
@@ -143,21 +149,21 @@ def test_a_model_that_cannot_be_loaded_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: list[int]
 ) -> None:
     folder = tiny.write(tmp_path / "odd", num_key_value_heads=1)
-    heard = list[Up]()
+    heard = list[FollowerMessage]()
 
     zero = rank_0(lambda line, answers: heard.extend(answers), monkeypatch)
     with pytest.raises(Exited):
-        follow(launch(1), files(folder), SETTINGS)
+        run_follower(launch(1), files(folder), SETTINGS)
     zero.join(PATIENCE)
     [lost] = heard
-    assert isinstance(lost, Lost)
-    assert "1 kv_heads cannot be split over 2 ranks" in lost.why
+    assert isinstance(lost, RankFailed)
+    assert "1 kv_heads cannot be split over 2 ranks" in lost.reason
 
 
 def test_who_is_refused_says_why(model: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_0(lambda line, answers: None, monkeypatch, refused="rank 1 has other weights")
     with pytest.raises(AppError, match="refused by rank 0: rank 1 has other weights"):
-        follow(launch(1), model, SETTINGS)
+        run_follower(launch(1), model, SETTINGS)
 
 
 @pytest.mark.parametrize("launcher_dies", [False, True])
@@ -169,21 +175,21 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ready, over = threading.Event(), threading.Event()
-    prepare = follows._leaving_with_rank_0
+    prepare = follows._exit_with_leader
 
     @contextlib.contextmanager
     def prepared(settings: Settings) -> Iterator[None]:
         if launcher_dies:
-            monkeypatch.setattr(follows, "when_launcher_ends", lambda environ, told: told())
+            monkeypatch.setattr(follows, "watch_launcher", lambda environ, told: told())
         with prepare(settings):
             ready.set()
             yield
 
-    def says(line: Line, answers: Iterator[Up]) -> None:
+    def says(line: RankConnection, answers: Iterator[FollowerMessage]) -> None:
         def tell_to_end() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             # one that comes when it is just about to read is handled when it has read something
-            line.tell(Welcome(refused=None))
+            line.send_to_follower(HelloReply(refused=None))
 
         assert ready.wait(PATIENCE)
         tell_to_end()
@@ -196,10 +202,10 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
         over.wait(PATIENCE)
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(follows, "_leaving_with_rank_0", prepared)
+    monkeypatch.setattr(follows, "_exit_with_leader", prepared)
     rank_0(says, monkeypatch)
     with pytest.raises(Exited):
-        follow(launch(1), model, SETTINGS)
+        run_follower(launch(1), model, SETTINGS)
     over.set()
     assert process == [128 + signal.SIGTERM]
     # what would have ended it a minute later, and did end whoever ran this test

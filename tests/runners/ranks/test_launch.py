@@ -7,7 +7,7 @@ import pytest
 
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
-from app.runners.ranks.launch import Launch, launched, together
+from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model
 
 
 def written(folder: Path, value: object) -> str:
@@ -17,18 +17,18 @@ def written(folder: Path, value: object) -> str:
 
 
 def test_a_process_that_nobody_launched_is_alone() -> None:
-    assert launched({"HOME": "/"}) is None
+    assert detect_launch({"HOME": "/"}) is None
 
 
 def test_a_ring_tells_all_addresses_and_rank_0s_is_the_first(tmp_path: Path) -> None:
     hosts = [["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000"], ["10.0.0.3:5000"]]
     environ = {"MLX_RANK": "2", "MLX_HOSTFILE": written(tmp_path, hosts)}
-    assert launched(environ) == Launch(rank=2, size=3, host="10.0.0.1")
+    assert detect_launch(environ) == Launch(rank=2, size=3, host="10.0.0.1")
 
 
 def test_one_that_was_launched_by_itself_is_alone(tmp_path: Path) -> None:
     """mlx.launch writes an empty file for one rank."""
-    assert launched({"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, None)}) is None
+    assert detect_launch({"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, None)}) is None
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_over_thunderbolt_the_coordinator_is_rank_0(
     variables: dict[str, str], expected: Launch, tmp_path: Path
 ) -> None:
     devices = written(tmp_path, [[None, "rdma_en3"], ["rdma_en3", None]])
-    assert launched({"MLX_RANK": "1", "MLX_IBV_DEVICES": devices, **variables}) == expected
+    assert detect_launch({"MLX_RANK": "1", "MLX_IBV_DEVICES": devices, **variables}) == expected
 
 
 def test_nccl_and_mpi_tell_how_many_there_are() -> None:
     nccl = {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "10.0.0.1"}
-    assert launched(nccl) == Launch(rank=1, size=2, host="10.0.0.1")
+    assert detect_launch(nccl) == Launch(rank=1, size=2, host="10.0.0.1")
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
-    assert launched(mpi) == Launch(rank=0, size=4, host=None)
+    assert detect_launch(mpi) == Launch(rank=0, size=4, host=None)
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_nccl_and_mpi_tell_how_many_there_are() -> None:
 )
 def test_what_contradicts_itself_is_told(environ: dict[str, str], words: str) -> None:
     with pytest.raises(AppError, match=words):
-        launched(environ)
+        detect_launch(environ)
 
 
 def test_a_file_that_lists_no_ranks_is_told(tmp_path: Path) -> None:
     environ = {"MLX_RANK": "0", "MLX_HOSTFILE": written(tmp_path, {"a": 1})}
     with pytest.raises(AppError, match="does not hold a list of ranks"):
-        launched(environ)
+        detect_launch(environ)
 
 
 def test_a_rank_has_its_engine_on_a_thread() -> None:
     assert Settings().runner == "process"
-    assert together(Settings()).runner == "thread"
+    assert restrict_to_one_model(Settings()).runner == "thread"
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_a_rank_has_its_engine_on_a_thread() -> None:
 )
 def test_ranks_serve_one_model_together(settings: Settings) -> None:
     with pytest.raises(AppError, match="name exactly one model, without --installed"):
-        together(settings)
+        restrict_to_one_model(settings)

@@ -8,9 +8,9 @@ import pytest
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError
 from app.core.jobs import Ended, Token
-from app.runners.ranks.lead import Leading
-from app.runners.ranks.line import Cancel, Down, Embed, Submit, Turn
-from app.runners.ranks.said import Said
+from app.runners.ranks.lead import LeaderLoop
+from app.runners.ranks.line import Cancel, Embed, LeaderMessage, RunStep, Submit
+from app.runners.ranks.said import StepChecksum
 from tests.engine.driving import job, make_loop, tiny_model
 
 
@@ -18,27 +18,27 @@ class Crew:
     """Notes what it is told. why: it was lost."""
 
     def __init__(self, why: str | None = None) -> None:
-        self.told: list[Down] = []
+        self.told: list[LeaderMessage] = []
         self.why = why
         self.given_up: list[str] = []
 
-    def tell(self, words: Down) -> None:
-        self.told.append(words)
+    def broadcast(self, message: LeaderMessage) -> None:
+        self.told.append(message)
 
-    def lost(self, within: float = 0.0) -> str | None:
+    def wait_for_failure(self, timeout: float = 0.0) -> str | None:
         return self.why
 
-    def lose(self, why: str) -> None:
-        self.given_up.append(why)
+    def fail(self, reason: str) -> None:
+        self.given_up.append(reason)
 
 
-def leading(crew: Crew) -> Leading:
-    return Leading(make_loop(tiny_model(), running=2, policy="radix"), crew)
+def leading(crew: Crew) -> LeaderLoop:
+    return LeaderLoop(make_loop(tiny_model(), running=2, policy="radix"), crew)
 
 
-def turns(crew: Crew) -> Sequence[Turn]:
-    assert all(isinstance(words, Turn) for words in crew.told)
-    return [words for words in crew.told if isinstance(words, Turn)]
+def turns(crew: Crew) -> Sequence[RunStep]:
+    assert all(isinstance(words, RunStep) for words in crew.told)
+    return [words for words in crew.told if isinstance(words, RunStep)]
 
 
 def test_others_are_told_what_rank_0_was_told_in_the_same_order() -> None:
@@ -58,17 +58,17 @@ def test_others_are_told_what_rank_0_was_told_in_the_same_order() -> None:
 
 
 def test_a_turn_says_what_came_of_those_before() -> None:
-    crew, said = Crew(), Said()
+    crew, said = Crew(), StepChecksum()
     loop = leading(crew)
     loop.submit(job("a", [1, 2, 3], max_tokens=4))
     expected, ids = list[int](), list[int]()
     while not loop.idle:
-        expected.append(said.checksum)
+        expected.append(said.value)
         step = loop.step()
-        said.add(step)
+        said.update(step)
         ids += [update.id for update in step.updates if isinstance(update, Token)]
     assert len(ids) == 4
-    assert [turn.said for turn in turns(crew)] == expected
+    assert [turn.checksum for turn in turns(crew)] == expected
     assert len(set(expected)) > 2
 
 
@@ -99,7 +99,7 @@ def test_a_step_that_failed_here_ends_all(monkeypatch: pytest.MonkeyPatch) -> No
     """Alone, a loop goes on; the others may have computed it, or wait for the rest of a sum."""
     crew = Crew()
     model = tiny_model()
-    loop = Leading(make_loop(model), crew)
+    loop = LeaderLoop(make_loop(model), crew)
     loop.submit(job("a", [1, 2, 3]))
 
     def broken(*_: object) -> None:

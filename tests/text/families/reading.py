@@ -15,8 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, Tags
-from app.text.syntax.pieces import Arguments, Called, Piece, Said, Thought
+from app.text.family import ChatFamily, ReasoningTags
+from app.text.syntax.pieces import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 from tests.text.families.rows import Row
 
 # Each costs a reading of the whole; character by character, a row is read in any case.
@@ -35,41 +35,41 @@ def read(
     chunks: Iterable[str],
     *,
     tools: Sequence[Tool],
-    tags: Tags | None = None,
+    tags: ReasoningTags | None = None,
     opened: bool = False,
-) -> list[Piece]:
+) -> list[OutputPart]:
     """What a family finds in a text that arrives so."""
-    splitter = family.split(tools=tools, tags=tags, opened=opened)
+    splitter = family.build_parser(tools=tools, tags=tags, in_reasoning=opened)
     return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.flush()
 
 
-def content(pieces: Iterable[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Said))
+def content(pieces: Iterable[OutputPart]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
-def reasoning(pieces: Iterable[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+def reasoning(pieces: Iterable[OutputPart]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
 
 
-def calls(pieces: Iterable[Piece]) -> list[Call]:
+def calls(pieces: Iterable[OutputPart]) -> list[Call]:
     found: list[Call] = []
     for piece in pieces:
         match piece:
-            case Called():
+            case ToolCallStart():
                 found.append(Call(name=piece.name, id=piece.id, arguments=""))
-            case Arguments():
+            case ToolCallArguments():
                 found[-1] = replace(found[-1], arguments=found[-1].arguments + piece.text)
             case _:
                 pass
     return found
 
 
-def joined(pieces: Iterable[Piece]) -> list[tuple[type[Piece], str, str | None]]:
+def joined(pieces: Iterable[OutputPart]) -> list[tuple[type[OutputPart], str, str | None]]:
     """Pieces without their cuts: what is the same however the text was cut."""
-    whole: list[tuple[type[Piece], str, str | None]] = []
+    whole: list[tuple[type[OutputPart], str, str | None]] = []
     for piece in pieces:
-        if isinstance(piece, Called):
-            whole.append((Called, piece.name, piece.id))
+        if isinstance(piece, ToolCallStart):
+            whole.append((ToolCallStart, piece.name, piece.id))
         elif whole and whole[-1][0] is type(piece):
             whole[-1] = (type(piece), whole[-1][1] + piece.text, None)
         else:
@@ -90,13 +90,13 @@ def random_cuts(text: str, *, times: int) -> Iterator[list[str]]:
         yield cut(text, (draw.randrange(len(text) + 1) for _ in range(count)))
 
 
-def gaps(text: str, pieces: Iterable[Piece]) -> list[str]:
+def gaps(text: str, pieces: Iterable[OutputPart]) -> list[str]:
     """What of the text is neither content nor reasoning: markers, calls, white space beside them.
     Those in it must be verbatim slices of it, in order and without overlap."""
     found: list[str] = []
     last = 0
     for piece in pieces:
-        if isinstance(piece, Said | Thought):
+        if isinstance(piece, Content | Reasoning):
             assert piece.text
             assert piece.at >= last, (piece, text)
             found.append(text[last : piece.at])
@@ -108,11 +108,11 @@ def gaps(text: str, pieces: Iterable[Piece]) -> list[str]:
 def check_row(family: ChatFamily, row: Row) -> None:
     """The family claims the row's template and finds in its output what is expected: whole,
     character by character, in two pieces that part wherever they may, and in random pieces."""
-    assert row.template is None or family.claims(row.template), row.id
-    tags = family.tags(row.template or "<think></think>") if row.tagged else None
+    assert row.template is None or family.matches(row.template), row.id
+    tags = family.reasoning_tags(row.template or "<think></think>") if row.tagged else None
     opened = row.opened
     if opened is None:
-        opened = tags is not None and family.opened(row.prompt, tags)
+        opened = tags is not None and family.ends_in_reasoning(row.prompt, tags)
     pieces = check_text(family, row.output, tools=row.tools, tags=tags, opened=opened)
     if row.content is not None:
         assert content(pieces) == row.content, row.id
@@ -144,10 +144,10 @@ def check_text(
     text: str,
     *,
     tools: Sequence[Tool],
-    tags: Tags | None = None,
+    tags: ReasoningTags | None = None,
     opened: bool = False,
     syntax: Sequence[str] = (),
-) -> list[Piece]:
+) -> list[OutputPart]:
     """Any text can be read, however it is cut with the same result, and what is said and thought
     are slices of it. syntax: where given, nothing but white space is taken away without one of
     these in it. What was found in the whole."""
@@ -163,12 +163,12 @@ def check_text(
 
 
 def check_prose(
-    family: ChatFamily, text: str, *, tools: Sequence[Tool], tags: Tags | None = None
+    family: ChatFamily, text: str, *, tools: Sequence[Tool], tags: ReasoningTags | None = None
 ) -> None:
     """A text without markers is what is said, every character of it."""
     pieces = check_text(family, text, tools=tools, tags=tags)
     assert content(pieces) == text
-    assert all(isinstance(piece, Said) for piece in pieces)
+    assert all(isinstance(piece, Content) for piece in pieces)
 
 
 def _check_call(call: Call, expected: Mapping[str, Any], id: str) -> None:

@@ -37,12 +37,12 @@ def check_syntax(family: TaggedFamily, rows: Sequence[Row], *, begin: str | None
     """What the family's grammar produces is read back as calls that satisfy their schemas; it
     accepts what models write from `begin` on, mostly the tag. Calls whose strings must be of a
     certain form are JSON, but there is no grammar of those where one tag is around all calls."""
-    check_walks(family, TOOLS, endings=[family.call_tags.value_close])
+    check_walks(family, TOOLS, endings=[family.call_tags.value_suffix])
     assert rows
     for row in rows:
         start = row.output.index(begin or family.call_tags.before)
         assert Walk(family, row.tools).accepts(row.output[start:].rstrip()), row.id
     if family.call_tags.grouped:
-        assert family.syntax([WEATHER, FORMS], spell, arguments_of) is None
+        assert family.build_tool_call_grammar([WEATHER, FORMS], spell, arguments_of) is None
     else:
-        check_walks(family, (WEATHER, FORMS), endings=[family.call_tags.value_close])
+        check_walks(family, (WEATHER, FORMS), endings=[family.call_tags.value_suffix])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.apertus import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -20,7 +20,7 @@ from tests.text.families.rows import law, llamacpp, roundtrip
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<|inner_prefix|>", close="<|inner_suffix|>")
+TAGS = ReasoningTags(open="<|inner_prefix|>", close="<|inner_suffix|>")
 TEMPLATE = "Apertus-8B-Instruct.jinja"
 MARKERS = ("<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>")
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.apriel import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -19,7 +19,7 @@ from tests.text.families.rows import law, llamacpp, roundtrip
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]")
+TAGS = ReasoningTags(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]")
 TEMPLATES = ("Apriel-1.6-15b-Thinker-fixed.jinja", "unsloth-Apriel-1.5.jinja")
 MARKERS = (
     "Here are my reasoning steps:",
@@ -39,7 +39,7 @@ def test_what_its_models_wrote_is_read(shared):
 
 def test_a_prompt_opens_the_reasoning_and_a_model_may_do_it_again():
     prompt = "<|begin_assistant|>\nHere are my reasoning steps:\n"
-    assert FAMILY.opened(prompt, TAGS)
+    assert FAMILY.ends_in_reasoning(prompt, TAGS)
     for again in ("", "Here are my reasoning steps:\n"):
         text = f"{again}I think\n[BEGIN FINAL RESPONSE]\nSo.\n[END FINAL RESPONSE]\n"
         pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=True)

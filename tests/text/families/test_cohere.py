@@ -17,7 +17,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, Walk, check_
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 
 TEMPLATE = "CohereForAI-c4ai-command-r7b-12-2024-tool_use.jinja"
 LEFT_OUT = {

@@ -19,7 +19,7 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
 
 
 def test_text_stands_between_its_own_tokens():
-    text = f"{FAMILY.lead}Hello\n{FAMILY.tail}"
+    text = f"{FAMILY.content_prefix}Hello\n{FAMILY.content_suffix}"
     assert text == "<|START_TEXT|>Hello\n<|END_TEXT|>"
     assert content(check_text(FAMILY, text, tools=(WEATHER,))) == "Hello"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.deepseek_r1 import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -20,7 +20,7 @@ from tests.text.families.rows import law, llamacpp, ollama
 from tests.text.families.walking import TOOLS, WEATHER, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATES = (
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja",

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.deepseek_v31 import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -18,7 +18,7 @@ from tests.text.families.rows import law, llamacpp, ollama
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATE = "deepseek-ai-DeepSeek-V3.1.jinja"
 MARKERS = (
     "<｜tool▁calls▁begin｜>",

@@ -8,7 +8,7 @@ from tests.text.families.rows import law, roundtrip
 from tests.text.families.tagged import TOOLS, calls_in, check_syntax
 
 FAMILY = Family()
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 MARKERS = (
     *(
         "<｜DSML｜tool_calls>",

@@ -13,7 +13,7 @@ MARKERS = (NEXT, "all\n<|content|>", "get_weather\n<|content|>", "<|from|>", "<|
 
 
 def test_its_template_is_claimed(shared):
-    assert FAMILY.claims(template(shared, "hfjinja-meetkai_functionary-medium-v2.2.jinja"))
+    assert FAMILY.matches(template(shared, "hfjinja-meetkai_functionary-medium-v2.2.jinja"))
 
 
 def test_parts_follow_each_other():

@@ -21,7 +21,7 @@ from tests.text.families.walking import spell as spelled
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("<|channel>")
+TAGS = FAMILY.reasoning_tags("<|channel>")
 
 TEMPLATES = ("ollama-gemma4_e2b_chat_template.jinja", "ortx-gemma-4.jinja")
 LEFT_OUT = {
@@ -62,8 +62,8 @@ def test_without_tools_calls_are_text():
 
 def test_a_prompt_may_have_opened_the_channel():
     assert TAGS is not None
-    assert FAMILY.opened("<|turn>model\n<|channel>thought\n", TAGS)
-    assert not FAMILY.opened("<|turn>model\n<|channel>thought\n<channel|>", TAGS)
+    assert FAMILY.ends_in_reasoning("<|turn>model\n<|channel>thought\n", TAGS)
+    assert not FAMILY.ends_in_reasoning("<|turn>model\n<|channel>thought\n<channel|>", TAGS)
     text = f"Look it up.\n<channel|>{CALL}<|channel>thought\nSo.<channel|>Done."
     pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS, opened=True)
     assert (reasoning(pieces), content(pieces)) == ("Look it up.So.", "Done.")
@@ -115,7 +115,7 @@ def test_what_its_grammar_produces_are_calls_that_satisfy_their_schemas():
 
 
 def test_a_form_of_strings_is_left_to_json():
-    assert FAMILY.syntax((FORMS,), spelled, arguments_of) is None
+    assert FAMILY.build_tool_call_grammar((FORMS,), spelled, arguments_of) is None
 
 
 def test_its_grammar_accepts_what_the_template_writes(shared):

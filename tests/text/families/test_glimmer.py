@@ -16,7 +16,7 @@ from tests.text.families.rows import law, roundtrip
 from tests.text.families.tagged import TOOLS, check_syntax
 
 FAMILY = Family()
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 MARKERS = (
     *("<|start|>", "<|message|>", "<|eom|>", "<|eot|>", "<atem:function_calls>"),
     *("</atem:function_calls>", '<atem:invoke name="', "</atem:invoke>"),
@@ -70,7 +70,7 @@ def test_reasoning_holds_no_calls():
 
 
 def test_what_it_says_to_the_user_is_text_with_or_without_a_header():
-    for begin in ("", " to=user<|message|>", "<|message|>", FAMILY.lead):
+    for begin in ("", " to=user<|message|>", "<|message|>", FAMILY.content_prefix):
         pieces = check_text(FAMILY, f"{begin}Hello<|eot|>", tools=TOOLS, tags=TAGS)
         assert content(pieces) == "Hello"
 

@@ -8,7 +8,7 @@ from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
 from tests.text.families.tagged import TOOLS, check_syntax, offered
 
 FAMILY = Family()
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "<tool_call>now",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.granite import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -20,7 +20,7 @@ from tests.text.families.rows import law, llamacpp, templates
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATE = "ibm-granite-granite-3.3-2B-Instruct.jinja"
 MARKERS = ("<|tool_call|>", "<tool_call>", "<think>", "</think>", "<response>", "</response>")
 CALL = '[{"name": "get_weather", "arguments": {"city": "Oslo"}}]'
@@ -33,8 +33,8 @@ def test_what_its_models_wrote_is_read(shared):
 
 def test_its_templates_are_claimed_the_one_without_reasoning_too(shared):
     first = templates(shared)["llamacpp-ibm-granite_granite-3.0-8b-instruct.jinja"]
-    assert FAMILY.claims(first)
-    assert FAMILY.tags(first) is None
+    assert FAMILY.matches(first)
+    assert FAMILY.reasoning_tags(first) is None
 
 
 @pytest.mark.parametrize("mark", ["<|tool_call|>", "<tool_call>"])

@@ -18,7 +18,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, Walk, check_
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 
 LEFT_OUT = {
     "openai-gpt-oss-120b/parallel": "the template renders the first call only",
@@ -153,10 +153,13 @@ def test_its_grammar_accepts_the_recipient_where_the_template_puts_it_and_no_typ
     assert [call.name for call in calls(pieces)] == ["now"]
 
     assert TAGS is not None
-    thought = f"{TAGS.open}Look it up.{TAGS.close}{FAMILY.restart}"
-    assert f"{thought}{FAMILY.lead}It rains." == f"{THOUGHT}{NEXT}{FINAL}".removesuffix(
+    thought = f"{TAGS.open}Look it up.{TAGS.close}{FAMILY.reasoning_separator}"
+    assert f"{thought}{FAMILY.content_prefix}It rains." == f"{THOUGHT}{NEXT}{FINAL}".removesuffix(
         "<|return|>"
     )
-    for text, said in ((f"{thought}{FAMILY.lead}It rains.", "It rains."), (thought + CALL, "")):
+    for text, said in (
+        (f"{thought}{FAMILY.content_prefix}It rains.", "It rains."),
+        (thought + CALL, ""),
+    ):
         pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS)
         assert (reasoning(pieces), content(pieces)) == ("Look it up.", said)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.hermes import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     Call,
     calls,
@@ -22,7 +22,7 @@ from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TEMPLATES = (
     "Bielik-11B-v3.0-Instruct.jinja",
@@ -53,7 +53,7 @@ def test_what_its_models_wrote_is_read(shared):
 
 
 def test_a_name_is_known_before_its_arguments_are():
-    splitter = FAMILY.split(tools=[WEATHER], tags=None, opened=False)
+    splitter = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
     pieces = splitter.feed('<tool_call>\n{"name": "get_weather", "arguments": ')
     assert calls(pieces) == [Call(name="get_weather", id=None, arguments="")]
     assert calls([*pieces, *splitter.feed('{"city": "Os')])[0].arguments == '{"city": "Os'

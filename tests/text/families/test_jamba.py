@@ -16,7 +16,7 @@ CALLS = """<tool_calls>[
 
 
 def test_its_template_is_claimed(shared):
-    assert FAMILY.claims(template(shared, "hfjinja-ai21labs_AI21-Jamba-Large-1.6.jinja"))
+    assert FAMILY.matches(template(shared, "hfjinja-ai21labs_AI21-Jamba-Large-1.6.jinja"))
 
 
 def test_calls_are_read_as_the_template_writes_them():

@@ -17,7 +17,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, Walk, check_
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 
 TEMPLATES = ("moonshotai-Kimi-K2.jinja", "Kimi-K2-Instruct.jinja", "Kimi-K2-Thinking.jinja")
 CALL = (

@@ -19,7 +19,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 
 LEFT_OUT = {
     "llamacpp-3688-155": "escapes in strings are not decoded there; Python's are",
@@ -62,7 +62,7 @@ def test_without_tools_calls_are_text():
 
 def test_strings_are_read_that_the_template_did_not_escape(shared):
     source = template(shared, "hfjinja-LiquidAI_LFM2.5-VL-450M.jinja")
-    assert FAMILY.claims(source)
+    assert FAMILY.matches(source)
     text = CALL.replace("Oslo", 'a "quoted"\nC:\\path')
     assert [call.arguments for call in calls(check_text(FAMILY, text, tools=TOOLS))] == [
         r'{"city": "a \"quoted\"\nC:\\path"}'

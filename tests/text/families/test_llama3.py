@@ -79,7 +79,7 @@ def test_only_what_begins_the_answer_and_names_a_tool_is_a_call(text):
 
 def test_an_answer_in_json_is_not_held_back():
     pieces = read(FAMILY, ['{"answer": "It is'], tools=[WEATHER])
-    splitter = FAMILY.split(tools=[WEATHER], tags=None, opened=False)
+    splitter = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
     assert content(splitter.feed('{"answer": "It is')) == content(pieces)
 
 

@@ -14,8 +14,8 @@ CALLS = '[get_weather(city="Oslo"), now()]'
 
 
 def test_a_template_that_asks_for_python_is_claimed_and_one_that_asks_for_json_is_not(shared):
-    assert FAMILY.claims(TEMPLATE)
-    assert not any(map(FAMILY.claims, templates(shared).values()))
+    assert FAMILY.matches(TEMPLATE)
+    assert not any(map(FAMILY.matches, templates(shared).values()))
 
 
 def test_a_list_is_read_as_its_calls():

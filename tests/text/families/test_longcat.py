@@ -8,7 +8,7 @@ from tests.text.families.rows import law, mlx_lm
 from tests.text.families.tagged import TOOLS, check_syntax
 
 FAMILY = Family()
-TAGS = FAMILY.tags("</longcat_think>")
+TAGS = FAMILY.reasoning_tags("</longcat_think>")
 MARKERS = (
     *("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", "</longcat_arg_key>"),
     *("<longcat_arg_value>", "</longcat_arg_value>", "<longcat_tool_call>now"),
@@ -41,12 +41,12 @@ def test_without_tools_calls_are_text():
 
 
 def test_a_template_is_told_by_its_markers():
-    assert FAMILY.claims("{{ '<longcat_tool_call>' }}")
-    assert not FAMILY.claims("<tool_call><arg_key>")
+    assert FAMILY.matches("{{ '<longcat_tool_call>' }}")
+    assert not FAMILY.matches("<tool_call><arg_key>")
 
 
 def test_reasoning_is_marked_as_the_template_marks_it():
-    assert FAMILY.tags("<longcat_tool_call>") is None
+    assert FAMILY.reasoning_tags("<longcat_tool_call>") is None
     assert TAGS is not None
     text = "<longcat_think>Where?</longcat_think>There."
     assert content(check_text(FAMILY, text, tools=TOOLS, tags=TAGS)) == "There."

@@ -16,7 +16,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 
 CALLS = (
     "<|tool_call_start|>\n```python\n"
@@ -26,7 +26,7 @@ CALLS = (
 
 
 def test_its_template_is_its(shared):
-    assert FAMILY.claims(template(shared, "hfjinja-openbmb_MiniCPM3-4B.jinja"))
+    assert FAMILY.matches(template(shared, "hfjinja-openbmb_MiniCPM3-4B.jinja"))
 
 
 def test_it_thinks_and_calls():

@@ -8,7 +8,7 @@ from tests.text.families.rows import law, llamacpp, mlx_lm
 from tests.text.families.tagged import TOOLS, calls_in, check_syntax
 
 FAMILY = Family()
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 MARKERS = (
     *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>"),
     *('<parameter name="', "</parameter>", '<invoke name="now">'),
@@ -43,8 +43,8 @@ def test_without_tools_calls_are_text():
 
 
 def test_a_template_is_told_by_its_markers():
-    assert FAMILY.claims("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}")
-    assert not FAMILY.claims("<tool_call><function=")
+    assert FAMILY.matches("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}")
+    assert not FAMILY.matches("<tool_call><function=")
 
 
 def test_several_calls_stand_in_one_pair_of_tags():

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.mirothinker import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import calls, check_prose, check_text, content, mixtures, prose
 from tests.text.families.rows import template
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 MARKERS = (
     "<use_mcp_tool>",
     "</use_mcp_tool>",
@@ -39,7 +39,7 @@ CALLS = """<use_mcp_tool>
 
 
 def test_its_template_is_claimed(shared):
-    assert FAMILY.claims(template(shared, "MiroThinker.jinja"))
+    assert FAMILY.matches(template(shared, "MiroThinker.jinja"))
 
 
 def test_calls_are_read_as_the_template_writes_them():

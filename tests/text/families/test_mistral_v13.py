@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.mistral_v13 import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -20,7 +20,7 @@ from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="[THINK]", close="[/THINK]")
+TAGS = ReasoningTags(open="[THINK]", close="[/THINK]")
 MINISTRAL = "mistralai-Ministral-3-14B-Reasoning-2512.jinja"
 TEMPLATES = (MINISTRAL, "unsloth-mistral-Devstral-Small-2507.jinja")
 MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
@@ -41,8 +41,10 @@ def test_what_its_models_wrote_is_read(shared):
 
 
 def test_models_that_reason_in_other_tags_are_read_too():
-    assert FAMILY.tags("[TOOL_CALLS] <think></think>") == Tags(open="<think>", close="</think>")
-    assert FAMILY.tags("[TOOL_CALLS]") is None
+    assert FAMILY.reasoning_tags("[TOOL_CALLS] <think></think>") == ReasoningTags(
+        open="<think>", close="</think>"
+    )
+    assert FAMILY.reasoning_tags("[TOOL_CALLS]") is None
 
 
 def test_reasoning_stands_between_calls_too():

@@ -35,7 +35,7 @@ def test_an_id_before_the_arguments_is_the_call_s():
 
 
 def test_an_id_has_nine_letters_or_digits_and_is_new_each_time():
-    ids = {FAMILY.call_id(0) for _ in range(50)}
+    ids = {FAMILY.make_call_id(0) for _ in range(50)}
     assert len(ids) == 50
     assert all(id and len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
 

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.text.families.nemotron_v2 import Family
-from app.text.family import Tags
+from app.text.family import ReasoningTags
 from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
 from tests.text.families.rows import llamacpp
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
 FAMILY = Family()
-TAGS = Tags(open="<think>", close="</think>")
+TAGS = ReasoningTags(open="<think>", close="</think>")
 MARKERS = ("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>")
 END_OF_TURN = "<SPECIAL_12>"  # a token that ends the answer, and so is no part of it
 
@@ -25,8 +25,8 @@ def test_what_its_models_wrote_is_read(shared):
 
 
 def test_its_templates_are_claimed():
-    assert FAMILY.claims("{{ '<TOOLCALL>[' }}")
-    assert not FAMILY.claims("{{ '<tool_call>' }}")
+    assert FAMILY.matches("{{ '<TOOLCALL>[' }}")
+    assert not FAMILY.matches("{{ '<tool_call>' }}")
 
 
 @given(text=mixtures(*MARKERS), opened=st.booleans())

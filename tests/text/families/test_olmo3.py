@@ -11,7 +11,7 @@ from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
 FAMILY = Family()
 TOOLS = (WEATHER, NOW)
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 
 LEFT_OUT = {
     "ollama-olmo3_think-257": "goes on with an answer of the prompt, which has no reasoning",
@@ -28,8 +28,8 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
 
 
 def test_it_is_known_by_its_two_tags():
-    assert FAMILY.claims("<functions>' + tools + '</functions> … <function_calls>")
-    assert not FAMILY.claims("<functions></functions>")
+    assert FAMILY.matches("<functions>' + tools + '</functions> … <function_calls>")
+    assert not FAMILY.matches("<functions></functions>")
 
 
 @given(mixtures(*FAMILY.markers, CALLS, "now(", "now", "get_weather(city=", "'", ")", "="))

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from app.text.family import family_of
-from app.text.plain_calls import Plain
+from app.text.family import find_family
+from app.text.plain_calls import GenericFamily
 from tests.text.families.reading import check_row
 from tests.text.families.rows import law, llamacpp, template
 
@@ -12,10 +12,10 @@ NAME = "google-gemma-2-2b-it.jinja"
 
 
 def test_nobody_claims_such_a_template(shared: Path):
-    assert family_of(template(shared, NAME)) is None
+    assert find_family(template(shared, NAME)) is None
 
 
 def test_its_rows_are_text(shared: Path):
     for row in law(llamacpp(shared, NAME), {}):
         # it claims nothing: it is what is left
-        check_row(Plain(), replace(row, template=None))
+        check_row(GenericFamily(), replace(row, template=None))

@@ -8,7 +8,7 @@ from tests.text.families.rows import law, llamacpp, mlx_lm, ollama, roundtrip
 from tests.text.families.tagged import TOOLS, calls_in, check_syntax, offered
 
 FAMILY = Family()
-TAGS = FAMILY.tags("</think>")
+TAGS = FAMILY.reasoning_tags("</think>")
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<function=", "</function>"),
     *("<parameter=", "</parameter>", "<function=now>"),

@@ -8,7 +8,7 @@ from tests.text.families.rows import law, llamacpp, roundtrip
 from tests.text.families.tagged import TOOLS, calls_in, check_syntax
 
 FAMILY = Family()
-TAGS = FAMILY.tags("")
+TAGS = FAMILY.reasoning_tags("")
 MARKERS = (
     *("<seed:tool_call>", "</seed:tool_call>", "<function=", "</function>"),
     *("<parameter=", "</parameter>", "<function=now>"),

@@ -12,7 +12,7 @@ import jsonschema_rs
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
-from app.text.family import CallSyntax, ChatFamily
+from app.text.family import ChatFamily, ToolCallGrammar
 from tests.text.families.reading import calls, check_text, content
 from tests.text.families.rows import Row
 
@@ -81,7 +81,7 @@ def arguments_of(tool: Tool) -> str:
     return f"%json {json.dumps({**tool.parameters, **_OPTIONS})}"
 
 
-def grammar(syntax: CallSyntax) -> str:
+def grammar(syntax: ToolCallGrammar) -> str:
     """The Lark grammar of an answer that holds calls."""
     parts = [syntax.before, "call"]
     if syntax.between is not None:
@@ -99,7 +99,7 @@ class Walk:
         self, family: ChatFamily, tools: Sequence[Tool], *, endings: Sequence[str] = ()
     ) -> None:
         self._endings = [list(ending.encode()) for ending in endings]
-        syntax = family.syntax(tools, spell, arguments_of)
+        syntax = family.build_tool_call_grammar(tools, spell, arguments_of)
         assert syntax is not None
         self._matcher = LLMatcher(LLTokenizer("byte"), grammar(syntax), log_level=0)
         assert not self._matcher.is_error(), self._matcher.get_error()

@@ -2,28 +2,28 @@
 
 import pytest
 
-from app.text.syntax.call_list import call_list
-from app.text.syntax.call_object import Outcome
-from app.text.syntax.pieces import Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.call_list import parse_call_list
+from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import calls
 from tests.text.syntax.test_reader import run
 
 
-def called(*chunks: str) -> tuple[Outcome, list[str], str]:
+def called(*chunks: str) -> tuple[CallOutcome, list[str], str]:
     """The outcome, the calls as `name(arguments)`, and what was left."""
-    pieces = Pieces()
+    pieces = OutputBuilder()
 
-    def parse(reader: Reader) -> Wait[Outcome]:
+    def parse(reader: Reader) -> Resumable[CallOutcome]:
         start = reader.hold()
-        outcome = yield from call_list(reader, pieces)
+        outcome = yield from parse_call_list(reader, pieces)
         if outcome == "none":
             reader.rewind(start)
         reader.release()
         return outcome
 
     outcome, rest = run(chunks, parse)
-    return outcome, [f"{call.name}({call.arguments})" for call in calls(pieces.take())], rest
+    return outcome, [f"{call.name}({call.arguments})" for call in calls(pieces.drain())], rest
 
 
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'

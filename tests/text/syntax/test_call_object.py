@@ -8,27 +8,29 @@ import pytest
 from hypothesis import given
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import Outcome, call_object, spell_object
-from app.text.syntax.pieces import Arguments, Called, Pieces
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.call_object import CallOutcome, build_call_expression, parse_call_object
+from app.text.syntax.pieces import OutputBuilder, ToolCallArguments, ToolCallStart
+from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import Call, calls, mixtures
 from tests.text.families.walking import arguments_of, spell
 from tests.text.syntax.test_reader import run
 
 
-def called(*chunks: str, names: Collection[str] | None = None) -> tuple[Outcome, list[Call], str]:
+def called(
+    *chunks: str, names: Collection[str] | None = None
+) -> tuple[CallOutcome, list[Call], str]:
     """The outcome, the call, and what was left."""
-    pieces = Pieces()
+    pieces = OutputBuilder()
 
-    def parse(reader: Reader) -> Wait[Outcome]:
+    def parse(reader: Reader) -> Resumable[CallOutcome]:
         start = reader.hold()
-        outcome = yield from call_object(reader, pieces, names=names)
+        outcome = yield from parse_call_object(reader, pieces, names=names)
         if outcome == "none":
             reader.rewind(start)
         return outcome
 
     outcome, rest = run(chunks, parse)
-    return outcome, calls(pieces.take()), rest
+    return outcome, calls(pieces.drain()), rest
 
 
 PARTS = ('"name": "f"', '"arguments": {"a": [1, "}"]}', '"id": "c1"', '"type": "function"')
@@ -118,7 +120,7 @@ def test_where_only_tools_count_other_names_and_other_keys_are_no_calls():
 
 def test_an_answer_with_other_keys_is_known_to_be_no_call_before_it_ends():
     reader = Reader()
-    parser = call_object(reader, Pieces(), names={"f"})
+    parser = parse_call_object(reader, OutputBuilder(), names={"f"})
     reader.hold()
     reader.push('{"answer": "It is')
     with pytest.raises(StopIteration) as stopped:
@@ -127,16 +129,16 @@ def test_an_answer_with_other_keys_is_known_to_be_no_call_before_it_ends():
 
 
 def test_the_name_is_told_as_soon_as_arguments_follow_and_these_as_they_come():
-    reader, pieces = Reader(), Pieces()
-    parser = call_object(reader, pieces)
+    reader, pieces = Reader(), OutputBuilder()
+    parser = parse_call_object(reader, pieces)
     reader.hold()
     reader.push('{"name": "f", "arguments":')
     next(parser)
-    assert pieces.take() == [Called(name="f")]
+    assert pieces.drain() == [ToolCallStart(name="f")]
     for chunk in (' {"a"', ': "b', "c"):
         reader.push(chunk)
         next(parser)
-    assert pieces.take() == [Arguments(text=text) for text in ('{"a"', ': "b', "c")]
+    assert pieces.drain() == [ToolCallArguments(text=text) for text in ('{"a"', ': "b', "c")]
 
 
 @given(mixtures('{"name": "f", ', '"arguments": {', '"id": '))
@@ -146,7 +148,9 @@ def test_any_text_is_read_the_same_however_it_is_cut(text):
 
 def test_it_is_spelled_as_it_is_read():
     tool = Tool(name='a"b', description=None, parameters={"type": "object"})
-    spelled = spell_object(tool, spell, arguments_of, before="<", after=">", arguments="parameters")
+    spelled = build_call_expression(
+        tool, spell, arguments_of, before="<", after=">", arguments_key="parameters"
+    )
     before, _, rest = spelled.partition(" %json ")
     assert json.loads(before) == '<{"name": "a\\"b", "parameters": '
     assert rest.endswith(spell("}>"))

@@ -5,7 +5,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
 from app.text.families.gemma4 import Family
-from app.text.syntax.gemma_rules import gemma_syntax
+from app.text.syntax.gemma_rules import build_gemma_grammar
 from tests.text.families.walking import Walk, arguments_of, check_walks, grammar, spell
 
 QUOTE = '<|"|>'
@@ -84,12 +84,12 @@ def test_what_is_produced_satisfies(parameters):
 def test_what_cannot_be_promised_is_left_to_json(schema):
     for parameters in ({"properties": {"a": schema}}, {"properties": {"a": {"items": schema}}}):
         tools = [tool({**parameters, "required": ["a"]})]
-        assert Family().syntax(tools, spell, arguments_of) is None
+        assert Family().build_tool_call_grammar(tools, spell, arguments_of) is None
 
 
 @pytest.mark.parametrize("keyword", ["anyOf", "minProperties", "dependentRequired"])
 def test_more_about_the_object_is_left_to_json(keyword):
-    assert Family().syntax([tool({keyword: []})], spell, arguments_of) is None
+    assert Family().build_tool_call_grammar([tool({keyword: []})], spell, arguments_of) is None
 
 
 def test_each_optional_parameter_may_be_left_out():
@@ -117,7 +117,7 @@ def test_quotes_may_be_tokens(shared):
         return f'"{text}"'.replace('"" ', "").replace(' ""', "")
 
     tools = [tool({"properties": {"a": {"type": "string"}}, "required": ["a"]})]
-    syntax = gemma_syntax(tools, spelled, arguments_of, open=open, close=close, quote=quote)
+    syntax = build_gemma_grammar(tools, spelled, arguments_of, open=open, close=close, quote=quote)
     assert syntax is not None
     matcher = LLMatcher(tokenizer, grammar(syntax), log_level=0)
     assert not matcher.is_error(), matcher.get_error()

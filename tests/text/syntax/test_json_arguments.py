@@ -3,7 +3,7 @@
 import pytest
 
 from app.text.family import ChatFamily
-from app.text.syntax.json_arguments import json_arguments
+from app.text.syntax.json_arguments import parse_json_arguments
 from tests.text.families.reading import calls, check_text, content
 
 
@@ -11,9 +11,9 @@ class Marked(ChatFamily):
     """One call of f; `.` or `!` ends it."""
 
     def body(self, reader, pieces, tools):
-        pieces.call("f")
-        yield from json_arguments(reader, pieces, ".end", "!")
-        yield from reader.until(take=pieces.say)
+        pieces.start_tool_call("f")
+        yield from parse_json_arguments(reader, pieces, ".end", "!")
+        yield from reader.read_until(on_text=pieces.add_content)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.syntax.json_reader import End, decoded, json_string, json_value
+from app.text.syntax.json_reader import (
+    ValueEnd,
+    decode_json_string,
+    parse_json_string,
+    parse_json_value,
+)
 from tests.text.families.reading import cut
 from tests.text.syntax.test_reader import run
 
@@ -18,10 +23,12 @@ values = st.recursive(
 )  # fmt: skip
 
 
-def scanned(*chunks: str) -> tuple[End, str, str]:
+def scanned(*chunks: str) -> tuple[ValueEnd, str, str]:
     """How the value ended, what was handed on, and what was left."""
     handed: list[str] = []
-    end, rest = run(chunks, lambda reader: json_value(reader, lambda text, _: handed.append(text)))
+    end, rest = run(
+        chunks, lambda reader: parse_json_value(reader, lambda text, _: handed.append(text))
+    )
     return end, "".join(handed), rest
 
 
@@ -102,14 +109,14 @@ def test_control_characters_within_strings_are_escaped():
 @given(st.text(), st.booleans())
 def test_a_string_is_decoded(text, ascii):
     written = json.dumps(text, ensure_ascii=ascii)
-    assert run([f" {written}!"], json_string) == (text, "!")
+    assert run([f" {written}!"], parse_json_string) == (text, "!")
 
 
 @pytest.mark.parametrize("text", ["", "1", "'a'", '"a', '"\\ud800"', '"\\x"'])
 def test_what_is_no_whole_string_of_text_is_none(text):
-    assert run([text], json_string)[0] is None
+    assert run([text], parse_json_string)[0] is None
 
 
 def test_half_a_surrogate_pair_is_no_text():
-    assert decoded('"\\ud83d\\ude42"') == "🙂"
-    assert decoded('"\\ud83d"') is None
+    assert decode_json_string('"\\ud83d\\ude42"') == "🙂"
+    assert decode_json_string('"\\ud83d"') is None

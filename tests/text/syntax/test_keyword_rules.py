@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from app.text.syntax.keyword_rules import keyword_rules, only, standing_alone
+from app.text.syntax.keyword_rules import build_argument_grammar, extract_schema, has_only_keywords
 
 
 def rules_of(schema):
-    return keyword_rules(schema, "x", between='","', pair=lambda name, _: f'"{name}"')
+    return build_argument_grammar(schema, "x", separator='","', pair=lambda name, _: f'"{name}"')
 
 
 @settings(max_examples=15)
@@ -54,29 +54,29 @@ def test_what_a_list_cannot_be_held_to_has_no_rules(schema):
 
 def test_a_pair_that_cannot_be_written_leaves_no_rules():
     schema = {"properties": {"a": {}, "b": {}}}
-    none = keyword_rules(schema, "x", between='","', pair=lambda name, _: None)
+    none = build_argument_grammar(schema, "x", separator='","', pair=lambda name, _: None)
     assert none is None
 
 
 def test_a_part_takes_what_it_refers_to_with_it():
     root = {"$defs": {"t": {"type": "string"}}, "properties": {}}
-    alone = standing_alone({"$ref": "#/$defs/t"}, root)
+    alone = extract_schema({"$ref": "#/$defs/t"}, root)
     assert alone is not None
     assert alone["$defs"] == root["$defs"]
-    assert "$defs" not in (standing_alone({"type": "string"}, root) or {})
+    assert "$defs" not in (extract_schema({"type": "string"}, root) or {})
 
 
 def test_a_part_that_says_no_type_may_be_of_any():
-    assert set((standing_alone(True, {}) or {})["type"]) == {
+    assert set((extract_schema(True, {}) or {})["type"]) == {
         *("null", "boolean", "number", "string", "array", "object"),
     }
 
 
 @pytest.mark.parametrize("part", [{"$ref": "#"}, {"items": [{"$ref": "#/properties/a"}]}, False, 3])
 def test_a_part_that_refers_to_anything_else_cannot_stand_alone(part):
-    assert standing_alone(part, {}) is None
+    assert extract_schema(part, {}) is None
 
 
 def test_titles_say_nothing_about_a_value():
-    assert only({"title": "T", "description": "D", "type": "string"}, "type")
-    assert not only({"title": "T", "minLength": 1})
+    assert has_only_keywords({"title": "T", "description": "D", "type": "string"}, "type")
+    assert not has_only_keywords({"title": "T", "minLength": 1})

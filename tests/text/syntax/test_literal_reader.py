@@ -6,7 +6,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.syntax.literal_reader import literal, literal_before, quoted
+from app.text.syntax.literal_reader import convert_literal, convert_literal_before, escape_json
 from app.text.syntax.reader import Reader
 
 VALUES = st.recursive(
@@ -28,7 +28,7 @@ def streamed(text: str, *marks: str) -> tuple[str, str, str | None]:
 
     def parse():
         nonlocal mark
-        mark = yield from literal_before(reader, *marks, take=pieces.append)
+        mark = yield from convert_literal_before(reader, *marks, on_text=pieces.append)
 
     parser = parse()
     left = ""
@@ -44,18 +44,18 @@ def streamed(text: str, *marks: str) -> tuple[str, str, str | None]:
 
 @given(VALUES)
 def test_what_python_prints_is_json_of_the_same_value(value):
-    assert json.loads(literal(repr(value))) == value == ast.literal_eval(repr(value))
+    assert json.loads(convert_literal(repr(value))) == value == ast.literal_eval(repr(value))
 
 
 @given(VALUES)
 def test_json_is_left_as_it_is(value):
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
-        assert literal(text) == text
+        assert convert_literal(text) == text
 
 
 @given(VALUES)
 def test_it_comes_out_the_same_when_it_comes_piece_by_piece(value):
-    assert streamed(repr(value) + "</p>", "</p>") == (literal(repr(value)), "</p>", "</p>")
+    assert streamed(repr(value) + "</p>", "</p>") == (convert_literal(repr(value)), "</p>", "</p>")
 
 
 def test_a_mark_within_a_string_is_none():
@@ -68,7 +68,7 @@ def test_a_mark_within_a_string_is_none():
 
 
 def test_an_escape_that_escapes_nothing_stands_for_itself():
-    assert json.loads(literal(r'["\d", "\'", "\x4", "\U0001F60"]')) == [
+    assert json.loads(convert_literal(r'["\d", "\'", "\x4", "\U0001F60"]')) == [
         r"\d",
         "'",
         r"\x4",
@@ -77,7 +77,7 @@ def test_an_escape_that_escapes_nothing_stands_for_itself():
 
 
 def test_line_ends_in_strings_are_escaped():
-    assert json.loads(literal("['a\nb\t']")) == ["a\nb\t"]
+    assert json.loads(convert_literal("['a\nb\t']")) == ["a\nb\t"]
 
 
 def test_what_is_cut_stays_open():
@@ -85,4 +85,4 @@ def test_what_is_cut_stays_open():
 
 
 def test_a_text_is_quoted_as_json_has_it():
-    assert f'"{quoted(chr(34))}"' == json.dumps('"')
+    assert f'"{escape_json(chr(34))}"' == json.dumps('"')

@@ -3,24 +3,30 @@
 import pytest
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import call_object
-from app.text.syntax.marked_calls import marked_call, marked_calls
-from app.text.syntax.pieces import Pieces, Splitter
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.call_object import parse_call_object
+from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
+from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import calls, content, reasoning
 
 TOOL = Tool(name="f", description=None, parameters={})
 
 
 def split(text: str, *, close: str | None = None, also: tuple[str, ...] = (), tools=(TOOL,)):
-    def parse(reader: Reader, pieces: Pieces) -> Wait[None]:
-        yield from marked_calls(
-            reader, pieces, tools, read=call_object, open="<c>", close=close, also=also
+    def parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
+        yield from parse_marked_calls(
+            reader,
+            pieces,
+            tools,
+            parse=parse_call_object,
+            open="<c>",
+            close=close,
+            other_opens=also,
         )
 
-    whole = Splitter(parse)
+    whole = OutputParser(parse)
     pieces = [*whole.feed(text), *whole.flush()]
-    single = Splitter(parse)
+    single = OutputParser(parse)
     again = [*(piece for letter in text for piece in single.feed(letter)), *single.flush()]
     assert content(again) == content(pieces)
     assert calls(again) == calls(pieces)
@@ -58,10 +64,12 @@ def test_without_tools_all_is_text():
 
 
 def test_a_marker_without_a_call_goes_to_whom_text_goes_to():
-    def parse(reader: Reader, pieces: Pieces) -> Wait[None]:
-        while (yield from reader.until("<c>", take=pieces.think)) is not None:
-            yield from marked_call(reader, pieces, read=call_object, open="<c>", take=pieces.think)
+    def parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
+        while (yield from reader.read_until("<c>", on_text=pieces.add_reasoning)) is not None:
+            yield from parse_marked_call(
+                reader, pieces, parse=parse_call_object, open="<c>", on_text=pieces.add_reasoning
+            )
 
-    splitter = Splitter(parse)
+    splitter = OutputParser(parse)
     pieces = [*splitter.feed("a<c>b"), *splitter.flush()]
     assert reasoning(pieces) == "a<c>b"

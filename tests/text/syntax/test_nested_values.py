@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.text.syntax.nested_values import Notation, nested_value
+from app.text.syntax.nested_values import Notation, parse_nested_value
 from app.text.syntax.reader import Reader
 
 
@@ -24,7 +24,7 @@ def digit(reader, write, path):
     return True
 
 
-NOTATION = Notation(lists={"[": "]", "<": ">"}, key=letter_key, scalar=digit)
+NOTATION = Notation(list_brackets={"[": "]", "<": ">"}, parse_key=letter_key, parse_scalar=digit)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_brackets_are_json_s_whatever_they_were(text, written, whole):
     reader, pieces = Reader(), []
     reader.push(text)
     reader.end()
-    steps = nested_value(NOTATION, reader, pieces.append)
+    steps = parse_nested_value(NOTATION, reader, pieces.append)
     with pytest.raises(StopIteration) as stopped:
         next(steps)
     assert ("".join(pieces), stopped.value.value) == (written, whole)

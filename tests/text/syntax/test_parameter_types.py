@@ -6,7 +6,7 @@ import pytest
 
 from app.core.requests import Tool
 from app.text.families.qwen_coder import Family
-from app.text.syntax.parameter_types import STRING, to_json, types_of
+from app.text.syntax.parameter_types import STRING_TYPE, get_parameter_types, to_json
 from tests.text.families.reading import calls, check_text
 
 # ollama's table of values: where it is no law
@@ -61,7 +61,7 @@ def read(raw: str, schema: dict[str, object]) -> object:
 )
 def test_a_schema_says_of_what_types_a_value_may_be(schema, types):
     defs = {"Unit": {"enum": ["c", "f"]}, "Loop": {"$ref": "#/$defs/Loop"}}
-    found = types_of({"properties": {"p": schema}, "$defs": defs}, "p")
+    found = get_parameter_types({"properties": {"p": schema}, "$defs": defs}, "p")
     everything = {"string", "integer", "number", "null", "boolean", "array", "object"}
     assert found == types or (types is None and found == everything)
 
@@ -72,10 +72,10 @@ def test_a_parameter_is_looked_for_in_all_parts_of_the_schema():
         "anyOf": [{"properties": {"q": {"type": "integer"}}}, {"required": ["p"]}],
         "$defs": {"Base": {"properties": {"p": {"type": "string"}}}},
     }
-    assert types_of(root, "p") == STRING
-    assert types_of(root, "q") == {"integer"}
-    assert types_of(root, "r") is None
-    assert types_of({"additionalProperties": {"type": "boolean"}}, "r") == {"boolean"}
+    assert get_parameter_types(root, "p") == STRING_TYPE
+    assert get_parameter_types(root, "q") == {"integer"}
+    assert get_parameter_types(root, "r") is None
+    assert get_parameter_types({"additionalProperties": {"type": "boolean"}}, "r") == {"boolean"}
 
 
 @pytest.mark.parametrize(

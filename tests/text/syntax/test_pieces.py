@@ -4,29 +4,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.syntax.pieces import Arguments, Called, Piece, Pieces, Said, Splitter, Thought
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.pieces import (
+    Content,
+    OutputBuilder,
+    OutputParser,
+    OutputPart,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import content, cut, gaps, joined, reasoning
 
 
-def _parse(reader: Reader, pieces: Pieces) -> Wait[None]:
+def _parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
     """A language of one letter markers: T thinks, S speaks, C calls, M is nothing but a marker."""
-    take = pieces.say
-    while (mark := (yield from reader.until("T", "S", "C", "M", take=take))) is not None:
+    take = pieces.add_content
+    while (mark := (yield from reader.read_until("T", "S", "C", "M", on_text=take))) is not None:
         match mark:
             case "T" | "S":
-                pieces.mark()
-                take = pieces.think if mark == "T" else pieces.say
+                pieces.add_marker()
+                take = pieces.add_reasoning if mark == "T" else pieces.add_content
             case "C":
-                pieces.call("f")
-                pieces.arguments("{}")
-                pieces.mark()
+                pieces.start_tool_call("f")
+                pieces.add_arguments("{}")
+                pieces.add_marker()
             case _:
-                pieces.mark()
+                pieces.add_marker()
 
 
-def split(*chunks: str) -> list[Piece]:
-    splitter = Splitter(_parse)
+def split(*chunks: str) -> list[OutputPart]:
+    splitter = OutputParser(_parse)
     return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.flush()
 
 
@@ -55,12 +63,12 @@ def test_white_space_beside_a_marker_belongs_to_it(text, said, thought):
 
 def test_pieces_come_in_order_with_their_places():
     assert split("ab C cd") == [
-        Said(text="ab", at=0),
-        Called(name="f"),
-        Arguments(text="{}"),
-        Said(text="cd", at=5),
+        Content(text="ab", at=0),
+        ToolCallStart(name="f"),
+        ToolCallArguments(text="{}"),
+        Content(text="cd", at=5),
     ]
-    assert split("T a S b") == [Thought(text="a", at=2), Said(text="b", at=6)]
+    assert split("T a S b") == [Reasoning(text="a", at=2), Content(text="b", at=6)]
 
 
 @given(st.text(alphabet="TSCMab \n", max_size=30), st.lists(st.integers(0, 30), max_size=8))
@@ -77,18 +85,18 @@ def test_text_without_markers_stays_as_it_is(text):
 
 
 def test_what_is_clear_is_given_out_at_once_and_the_rest_is_known_to_be_held():
-    splitter = Splitter(_parse)
-    assert splitter.feed("ab ") == [Said(text="ab", at=0)]
+    splitter = OutputParser(_parse)
+    assert splitter.feed("ab ") == [Content(text="ab", at=0)]
     assert splitter.settled == 2
-    assert splitter.feed("c") == [Said(text=" ", at=2), Said(text="c", at=3)]
+    assert splitter.feed("c") == [Content(text=" ", at=2), Content(text="c", at=3)]
     assert splitter.settled == 4
     assert splitter.flush() == []
 
 
 def test_a_parser_that_does_not_read_to_the_end_is_our_mistake():
-    def lazy(reader: Reader, pieces: Pieces) -> Wait[None]:
+    def lazy(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
         yield from reader.peek()
 
-    splitter = Splitter(lazy)
+    splitter = OutputParser(lazy)
     with pytest.raises(AssertionError, match="ended too early"):
         splitter.feed("a")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily
-from app.text.syntax.python_calls import python_calls, python_list, python_syntax
+from app.text.syntax.python_calls import build_python_grammar, parse_python_calls, parse_python_list
 from tests.text.families.reading import calls, check_text, content
 from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 
@@ -14,22 +14,28 @@ from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 class Lists(ChatFamily):
     """Nothing but a list of calls; what is none is text."""
 
-    read = staticmethod(python_list)
+    read = staticmethod(parse_python_list)
 
     def body(self, reader, pieces, tools):
         held = reader.hold()
         outcome = yield from self.read(reader, pieces)
         if outcome == "none":
             reader.rewind(held)
-        take = pieces.say if outcome != "broken" else lambda text, _: pieces.arguments(text)
-        yield from reader.until(take=take)
+        take = (
+            pieces.add_content
+            if outcome != "broken"
+            else lambda text, _: pieces.add_arguments(text)
+        )
+        yield from reader.read_until(on_text=take)
 
     def syntax(self, tools, spell, json):
-        return python_syntax(tools, spell, json, before="[", between=", ", after="]", trigger="[")
+        return build_python_grammar(
+            tools, spell, json, before="[", between=", ", after="]", trigger="["
+        )
 
 
 class Lines(Lists):
-    read = staticmethod(python_calls)
+    read = staticmethod(parse_python_calls)
 
 
 def read(text, family=None):
@@ -75,7 +81,7 @@ def test_calls_may_stand_one_a_line():
 def test_only_functions_of_these_names_are_called():
     class Named(Lists):
         def read(self, reader, pieces):
-            return python_list(reader, pieces, names={"f"})
+            return parse_python_list(reader, pieces, names={"f"})
 
     assert read("[f(), g()]", Named()) == ([("f", "{}")], ", g()]")
     assert read("[g()]", Named()) == ([], "[g()]")

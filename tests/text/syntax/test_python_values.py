@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.syntax.nested_values import nested_value
-from app.text.syntax.python_values import PYTHON
+from app.text.syntax.nested_values import parse_nested_value
+from app.text.syntax.python_values import PYTHON_NOTATION
 from app.text.syntax.reader import Reader
 
 
 def converted(text):
     """The JSON that a text begins with, and what is left of it; read a character at a time."""
     reader, written = Reader(), []
-    steps = nested_value(PYTHON, reader, written.append)
+    steps = parse_nested_value(PYTHON_NOTATION, reader, written.append)
     whole = None
     for character in [*text, None]:
         if character is None:
@@ -111,7 +111,7 @@ def test_what_is_cut_is_handed_on_as_far_as_it_goes(text, written):
 
 def test_a_string_is_handed_on_before_its_end_is_known():
     reader, written = Reader(), []
-    steps = nested_value(PYTHON, reader, written.append)
+    steps = parse_nested_value(PYTHON_NOTATION, reader, written.append)
     for character in "'long text":
         reader.push(character)
         next(steps)

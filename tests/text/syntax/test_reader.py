@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text.syntax.reader import Reader, Wait
+from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import cut
 
 MARKS = ("<a>", "<ab>", "<a", "b>", "\n\n")
 
 
-def run(chunks: Iterable[str], parse: Callable[[Reader], Wait[Any]]) -> tuple[Any, str]:
+def run(chunks: Iterable[str], parse: Callable[[Reader], Resumable[Any]]) -> tuple[Any, str]:
     """What the parser says of a text that arrives so, and what it left."""
     reader = Reader()
     parser = parse(reader)
@@ -46,8 +46,10 @@ def test_text_until_a_mark_is_handed_on_whole_and_the_mark_is_taken(given_):
     text, chunks = given_
     handed: list[tuple[str, int]] = []
 
-    def parse(reader: Reader) -> Wait[str | None]:
-        return (yield from reader.until(*MARKS, take=lambda text, at: handed.append((text, at))))
+    def parse(reader: Reader) -> Resumable[str | None]:
+        return (
+            yield from reader.read_until(*MARKS, on_text=lambda text, at: handed.append((text, at)))
+        )
 
     mark, rest = run(chunks, parse)
     # of two marks that begin together the longer one counts
@@ -62,7 +64,7 @@ def test_text_until_a_mark_is_handed_on_whole_and_the_mark_is_taken(given_):
 def test_what_can_be_no_part_of_a_mark_is_handed_on_at_once():
     handed: list[str] = []
     reader = Reader()
-    parser = reader.until("<call>", "</call>", take=lambda text, _: handed.append(text))
+    parser = reader.read_until("<call>", "</call>", on_text=lambda text, _: handed.append(text))
     for chunk, so_far in (("a <", "a "), ("c", "a "), ("at", "a <cat"), (" </call", "a <cat ")):
         reader.push(chunk)
         next(parser)
@@ -73,8 +75,8 @@ def test_what_can_be_no_part_of_a_mark_is_handed_on_at_once():
 def test_a_mark_that_is_not_to_be_taken_is_left(given_):
     text, chunks = given_
 
-    def parse(reader: Reader) -> Wait[str | None]:
-        return (yield from reader.before(*MARKS, take=lambda text, _: None))
+    def parse(reader: Reader) -> Resumable[str | None]:
+        return (yield from reader.read_before(*MARKS, on_text=lambda text, _: None))
 
     mark, rest = run(chunks, parse)
     assert rest.startswith(mark or "")
@@ -85,8 +87,8 @@ def test_a_mark_that_is_not_to_be_taken_is_left(given_):
 def test_it_is_told_which_of_some_texts_comes_the_longest_one(given_):
     text, chunks = given_
 
-    def parse(reader: Reader) -> Wait[tuple[str | None, str | None]]:
-        met = yield from reader.meets(*MARKS)
+    def parse(reader: Reader) -> Resumable[tuple[str | None, str | None]]:
+        met = yield from reader.peek_any(*MARKS)
         return met, (yield from reader.accept(*MARKS))
 
     (met, accepted), rest = run(chunks, parse)
@@ -98,7 +100,7 @@ def test_it_is_told_which_of_some_texts_comes_the_longest_one(given_):
 @given(cut_texts())
 def test_white_space_is_taken_as_far_as_it_goes(given_):
     text, chunks = given_
-    space, rest = run(chunks, lambda reader: reader.space())
+    space, rest = run(chunks, lambda reader: reader.skip_space())
     assert space + rest == text
     assert rest == text.lstrip()
 
@@ -127,14 +129,14 @@ def test_a_word_that_does_not_end_is_none(length, found, end):
 def test_a_text_can_be_read_again_from_where_it_was_held(given_):
     text, chunks = given_
 
-    def parse(reader: Reader) -> Wait[tuple[str, str]]:
-        _, mark = yield from reader.text_until("b")
+    def parse(reader: Reader) -> Resumable[tuple[str, str]]:
+        _, mark = yield from reader.read_text_until("b")
         held = reader.hold()
-        first, _ = yield from reader.text_until()
+        first, _ = yield from reader.read_text_until()
         # the mark in front of it may turn out to be text as well
         assert reader.settled == held - len(mark or "")
         reader.rewind(held)
-        again, _ = yield from reader.text_until()
+        again, _ = yield from reader.read_text_until()
         return first, again
 
     (first, again), rest = run(chunks, parse)
@@ -145,8 +147,8 @@ def test_a_text_can_be_read_again_from_where_it_was_held(given_):
 def test_at_the_end_there_is_no_next_character():
     assert run([], lambda reader: reader.peek()) == ("", "")
     assert run(["", "a"], lambda reader: reader.peek()) == ("a", "a")
-    assert run(["a"], lambda reader: reader.more()) == (True, "a")
-    assert run([], lambda reader: reader.more()) == (False, "")
+    assert run(["a"], lambda reader: reader.wait_for_more()) == (True, "a")
+    assert run([], lambda reader: reader.wait_for_more()) == (False, "")
 
 
 def test_text_that_was_taken_is_forgotten_unless_it_is_held():

@@ -7,7 +7,7 @@ import pytest
 from app.core.requests import Tool
 from app.text.families.glm import Family as Glm
 from app.text.families.qwen_coder import Family
-from app.text.syntax.pieces import Arguments, Called
+from app.text.syntax.pieces import ToolCallArguments, ToolCallStart
 from tests.text.families.reading import calls, check_text, content, read
 
 FAMILY = Family()
@@ -37,7 +37,7 @@ def arguments(text: str) -> str:
 
 def test_a_name_is_given_before_any_of_the_arguments_is_known():
     pieces = read(FAMILY, ["<tool_call>\n<function=write>"], tools=[TOOL])
-    assert pieces == [Called(name="write")]
+    assert pieces == [ToolCallStart(name="write")]
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,13 @@ def test_a_name_is_given_before_any_of_the_arguments_is_known():
 )
 def test_a_long_value_comes_piece_by_piece(key, begin, rest):
     head, tail = called((key, f"{begin}|{rest}")).split("|")
-    splitter = FAMILY.split(tools=[TOOL], tags=None, opened=False)
-    early = "".join(p.text for p in splitter.feed(head) if isinstance(p, Arguments))
+    splitter = FAMILY.build_parser(tools=[TOOL], tags=None, in_reasoning=False)
+    early = "".join(p.text for p in splitter.feed(head) if isinstance(p, ToolCallArguments))
     assert early.endswith(begin)
     late = "".join(
-        p.text for p in [*splitter.feed(tail), *splitter.flush()] if isinstance(p, Arguments)
+        p.text
+        for p in [*splitter.feed(tail), *splitter.flush()]
+        if isinstance(p, ToolCallArguments)
     )
     assert json.loads(early + late)
 

@@ -38,7 +38,7 @@ def tool(schema: Any, **root: Any) -> Tool:
 )
 def test_what_it_produces_satisfies_the_schema(schema):
     tools = [tool(schema, **{"$defs": {"Unit": {"enum": ["c", "f"]}}})]
-    check_walks(FAMILY, tools, times=8, endings=[FAMILY.call_tags.value_close])
+    check_walks(FAMILY, tools, times=8, endings=[FAMILY.call_tags.value_suffix])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_it_produces_satisfies_the_schema(schema):
     ],
 )
 def test_where_it_could_not_hold_to_the_schema_the_call_is_json_between_the_tags(tool):
-    syntax = FAMILY.syntax([tool], spell, arguments_of)
+    syntax = FAMILY.build_tool_call_grammar([tool], spell, arguments_of)
     assert syntax is not None
     [call] = syntax.calls
     assert call.startswith(spell('<tool_call>\n{"name": "f", "arguments": '))
@@ -107,7 +107,7 @@ def test_tags_that_are_tokens_are_produced_as_tokens(shared):
     def encoded(text: str) -> list[int]:
         return [id for p in parts(text) for id in ids.get(p) or tokenizer.tokenize_str(p)]
 
-    syntax = Glm().syntax([tool({"type": "string"})], spelled, arguments_of)
+    syntax = Glm().build_tool_call_grammar([tool({"type": "string"})], spelled, arguments_of)
     assert syntax is not None
     matcher = LLMatcher(tokenizer, grammar(syntax))
     assert not matcher.is_error(), matcher.get_error()
