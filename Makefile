@@ -86,7 +86,7 @@ transcripts: venv $(DEV)  ## write tests/transcripts again, to be reviewed as a 
 	@$(BIN)/python -m pytest --quiet tests/api --transcripts
 
 builtin: .venv-builtin/.installed  ## train the built-in model again
-	@.venv-builtin/bin/python -m models.builtin.train $(ARGS)
+	@.venv-builtin/bin/python -m models.builtin.training.train $(ARGS)
 
 wheel: venv $(DEV)  ## dist/*.whl with the kernels in it, tried in a new environment without a compiler
 	@$(BIN)/python -m tests.wheel
@@ -101,7 +101,7 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) --group dev -c requirements/serve.txt -o requirements/dev.txt
 	$(LOCKED) requirements/clients.in -o requirements/clients.txt
 	cd examples/node && $(NPM) install --package-lock-only
-	$(LOCKED) models/builtin/requirements.in -c requirements/serve.txt -o models/builtin/requirements.txt
+	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
 size:  ## lines of each file, longest last
@@ -147,7 +147,7 @@ examples/node/node_modules/.installed: examples/node/package-lock.json examples/
 	cd examples/node && $(NPM) ci --silent
 	@touch $@
 
-.venv-builtin/.installed: models/builtin/requirements.txt
+.venv-builtin/.installed: models/builtin/training/requirements.txt
 	$(call new_venv,.venv-builtin)
 	.venv-builtin/bin/python $(INSTALL) $(HASHED) -r $<
 	@touch $@

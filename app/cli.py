@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from app.configuration import flags
-from app.configuration.precedence import ResolvedConfig, resolve_config
+from app.config import flags
+from app.config.precedence import ResolvedConfig, resolve_config
 from app.core.errors import AppError
 from app.core.settings import Settings
 
@@ -57,7 +57,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
             return pull(arguments.model, arguments.revision)
         case "list":
-            from app.commands.listing import list_models
+            from app.commands.list import list_models
 
             return list_models(as_json=arguments.json)
         case "doctor":
@@ -83,7 +83,7 @@ def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
 
 
 def _serve(settings: Settings) -> int:
-    from app.logs import configure_logging, flush_logs
+    from app.serving.logs import configure_logging, flush_logs
 
     configure_logging(settings)
     from app.server import serve

@@ -18,34 +18,31 @@ import uvicorn
 from starlette.applications import Starlette
 
 from app.api.app import build_app
-from app.catalogue import ModelRegistry, RegisteredModel, build_entry
-from app.commands.obtain import resolve_or_download
-from app.core.allocator import limit_malloc_retention
+from app.commands.pull import resolve_or_download
 from app.core.errors import AppError, ErrorKind
-from app.core.loop_lag import EventLoopLag
+from app.core.malloc import limit_malloc_retention
+from app.core.observers import ObservedGenerate
 from app.core.ports import Runner
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import ModelSettings, Settings
-from app.core.traffic import ConnectionStats
-from app.core.watched import ObservedGenerate
-from app.core.workers import ThreadPools
-from app.door.address import check_bind_address
-from app.door.draining import UvicornServer
-from app.door.entrance import make_protocol_factory
-from app.door.exposure import check_security_settings
-from app.door.hall import ConnectionLimiter
-from app.door.keyring import Keyring
-from app.door.notices import SystemdNotifier
-from app.engine.describe import complete_config
-from app.front import ModelRouter
-from app.limits import LimitedGenerate
-from app.loop_monitor import EventLoopWatchdog
-from app.runners.needs import estimate_memory
+from app.core.thread_pools import ThreadPools
+from app.engine.model_info import complete_config
+from app.http.api_keys import Keyring
+from app.http.bind_policy import check_bind_address, check_security_settings
+from app.http.connection_limits import ConnectionLimiter
+from app.http.systemd import SystemdNotifier
+from app.http.uvicorn_server import UvicornServer, make_protocol_factory
+from app.runners.compile_dir import prepare_compile_dir
 from app.runners.pool import ModelPool
+from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
-from app.runners.scratch import prepare_compile_dir
-from app.runners.tokenizer_trial import TokenizerChecker
+from app.runners.tokenizer_check import TokenizerChecker
+from app.serving.event_loop_watchdog import EventLoopWatchdog
+from app.serving.limits import LimitedGenerate
+from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
+from app.serving.router import ModelRouter
+from app.serving.tracing import create_tracing
 from app.store import is_builtin
-from app.tracing import create_tracing
 
 log = logging.getLogger(__name__)
 
@@ -235,8 +232,8 @@ def _start_rank_zero(
     launch: Launch, entry: RegisteredModel
 ) -> tuple[Callable[[Settings], Runner], _OtherRanks]:
     """Rank 0 has its engine here: what ranks compute together is begun by one process each."""
-    from app.runners.local import ThreadRunner
-    from app.runners.ranks.crew import gather_ranks
+    from app.runners.ranks.leader import gather_ranks
+    from app.runners.thread_runner import ThreadRunner
 
     os.environ.update(prepare_compile_dir())
     crew = gather_ranks(launch, entry.files, entry.served.settings)
@@ -245,7 +242,7 @@ def _start_rank_zero(
 
 def _run_follower(launch: Launch, settings: Settings) -> int:
     """What a rank does that serves nobody."""
-    from app.runners.ranks.follow import run_follower
+    from app.runners.ranks.follower import run_follower
 
     os.environ.update(prepare_compile_dir())
     [model] = settings.models or (None,)
@@ -256,11 +253,11 @@ def _run_follower(launch: Launch, settings: Settings) -> int:
 def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
     """Only one of the two is imported: the engine takes a while, and is the other process's."""
     if settings.runner == "thread":
-        from app.runners.local import ThreadRunner
+        from app.runners.thread_runner import ThreadRunner
 
         os.environ.update(prepare_compile_dir())
         return ThreadRunner
-    from app.runners.process import ProcessRunner
+    from app.runners.process_runner import ProcessRunner
 
     return ProcessRunner
 

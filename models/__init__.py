@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 # for what it settles, which must be before MLX is imported
-from models import backend as backend
+from models import cpu_backend as cpu_backend
 
 # isort: split
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from models import base, foreign
+from models import base, mlx_lm_adapter
 from models.base import Model, ModelError
-from models.blobs import to_mlx_names
-from models.checkpoint import get_text_config, get_text_weights, lacks_lm_head
+from models.multimodal import get_text_config, get_text_weights, lacks_lm_head
+from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
 # model_types that are another architecture under a new name
@@ -130,7 +130,7 @@ def _find_architecture(config: Mapping[str, Any]) -> Any:
         else:
             if {"Config", "Model"} <= vars(found).keys() and found is not base:
                 return found
-    return foreign.find_architecture(config)
+    return mlx_lm_adapter.find_architecture(config)
 
 
 def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:

@@ -1,72 +1,61 @@
-"""Scaled dot-product attention, the masks it takes and the two ways in which it is bent.
+"""Grouped-query attention as most decoders have it (Ainslie et al. 2023).
 
-Knows: tensors. Must not know: caches, layers.
+Knows: the names of its parts in checkpoints, what it asks of a cache. Must not know: the block
+around it, which architectures there are.
 """
 
-from typing import Literal
+from typing import ClassVar
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from models import kernels
+from models.decoder import Config
+from models.kv import AttentionCache
+from models.layers import merge_heads, split_heads
+from models.rope import NoRope, Rope
+from models.sharding import ATTENTION_SHARDS, ShardSpec
 
-# nothing to hide · lower-right causal · [L, keys] of bool
-Mask = Literal["causal"] | mx.array | None
 
+class GroupedQueryAttention(nn.Module):
+    """Where a device has one operation for this and what is around it, it stands in the block
+    (models/kernels/fused_blocks.py); a descendant with a `__call__` of its own is computed as that says.
 
-def scaled_dot_product_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-) -> mx.array:
-    """softmax(scale * Q K^T + mask) V.
-
-    queries [B, Hq, L, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv], Hq a multiple of Hkv
-    -> [B, Hq, L, Dv]. "causal" aligns the last query with the last key. sinks: [Hq], the logit of
-    a key that every query sees and whose value is nothing (Xiao et al. 2023; gpt-oss). softcap:
-    scores are squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); not together
-    with sinks.
+    bias, o_bias: of queries, keys and values, and of what comes out. qk_norm: each head's query and
+    key has the length that a weight gives it, before it is rotated (Dehghani et al. 2023). sinks:
+    each head has one, as `models.sdpa.scaled_dot_product_attention` takes them.
     """
-    ops = kernels.ops(queries, keys, values)
-    if ops is not None and not isinstance(mask, mx.array):
-        return ops.attention(
-            queries,
-            keys,
-            values,
-            scale=scale,
-            causal=mask == "causal",
-            sinks=sinks,
-            softcap=softcap or 0.0,
-        )
-    if softcap is None:
-        return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
-        )
-    assert sinks is None
-    return _softcap_attention(queries, keys, values, scale=scale, mask=mask, softcap=softcap)
 
+    shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
-def _softcap_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: Mask,
-    softcap: float,
-) -> mx.array:
-    batch, heads, length, _ = queries.shape
-    kv_heads, total = keys.shape[1], keys.shape[2]
-    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, -1)
-    scores = (grouped * scale) @ keys[:, :, None].swapaxes(-1, -2)
-    scores = softcap * mx.tanh(scores / softcap)
-    if isinstance(mask, str):
-        mask = mx.arange(total) <= mx.arange(total - length, total)[:, None]
-    if mask is not None:
-        scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    return (weights @ values[:, :, None]).reshape(batch, heads, length, -1)
+    def __init__(
+        self,
+        config: Config,
+        rope: Rope | NoRope,
+        *,
+        bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: bool = False,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.kv_heads
+        hidden, size = config.hidden_size, config.head_size
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(hidden, self.heads * size, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=o_bias)
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if qk_norm else None
+        self.sinks = mx.zeros((self.heads,)) if sinks else None
+        self.rope = rope
+
+    def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
+        queries = split_heads(self.q_proj(x), self.heads)
+        keys = split_heads(self.k_proj(x), self.kv_heads)
+        values = split_heads(self.v_proj(x), self.kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
+        return self.o_proj(merge_heads(seen))

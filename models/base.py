@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, Self, get_type_hints
 
 import mlx.core as mx
 
-from models.fields import find_inconsistency, find_invalid_value
+from models.config_check import find_inconsistency, find_invalid_value
 from models.kv import LayerCache
 
 
@@ -53,7 +53,7 @@ class Model(Protocol):
     """What `models.build` returns. Implementations are mlx.nn.Module.
 
     batch_invariant: whether a position's logits are the same to the bit in a batch and alone, in
-    one piece with others and after them, where that holds of each operation (`models.layout`).
+    one piece with others and after them, where that holds of each operation (`models.cpu_layout`).
     False where two ways lead to the same numbers, and how many positions there are decides.
     """
 

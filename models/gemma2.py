@@ -16,8 +16,8 @@ import mlx.nn as nn
 from models import base, decoder
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
+from models.rotating_kv import RotatingKVCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
-from models.window import RotatingKVCache
 
 _ACTIVATION = "gelu_pytorch_tanh"
 

@@ -1,6 +1,6 @@
 """GLM-4 MoE Lite (GLM-4.7-Flash): multi-head latent attention, many small experts.
 
-Latent attention is DeepSeek-V2's (2024), of which models/latent.py tells; the router is that of
+Latent attention is DeepSeek-V2's (2024), of which models/mla.py tells; the router is that of
 DeepSeek-V3 (2024), section 2.1.2: sigmoid scores, and a bias that steers the choice of experts but
 not their shares.
 """
@@ -14,14 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import decoder
-from models.attention import scaled_dot_product_attention
 from models.base import ModelError
 from models.experts import Experts, select_top_experts, stack_experts
 from models.kv import AttentionCache, LayerCache
-from models.latent import LatentCache, MultiLinear, split_kv_b_proj
 from models.layers import GatedMLP, merge_heads, router_logits, split_heads
+from models.mla import LatentCache, MultiLinear, split_kv_b_proj
 from models.prenorm import PreNormBlock
 from models.rope import Rope, rope_settings
+from models.sdpa import scaled_dot_product_attention
 from models.sharding import REPLICATED, ShardSpec
 
 

@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models import decoder
+from models.attention import GroupedQueryAttention
 from models.base import ModelError
 from models.experts import Experts, Gating, select_top_experts
-from models.heads import GroupedQueryAttention
 from models.prenorm import PreNormBlock
 from models.sharding import ATTENTION_SHARDS, REPLICATED, ShardSpec
 

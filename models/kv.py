@@ -5,7 +5,7 @@ and is cut back. Must not know: tokens, requests, policies. A cache holds one se
 of equal length, in the batch axis); `offset` is the number of positions it has seen. A cache is
 cut back only when what remains is exactly what a shorter run would have left behind.
 
-Other kinds: models/window.py, models/recurrent.py. Rows of a batch: models/batch.py.
+Other kinds: models/rotating_kv.py, models/recurrent.py. Rows of a batch: models/batch_cache.py.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +14,9 @@ from typing import Protocol, Self
 
 import mlx.core as mx
 
-from models.attention import Mask, scaled_dot_product_attention
-from models.batch import BatchKVCache
-from models.kernels.attending import InPlaceCache, SlotMapping, attend_in_place
+from models.batch_cache import BatchKVCache
+from models.kernels.in_place_attention import InPlaceCache, SlotMapping, attend_in_place
+from models.sdpa import Mask, scaled_dot_product_attention
 
 STEP = 256
 
@@ -94,7 +94,7 @@ class AttentionCache(Protocol):
     ) -> mx.array:
         """Append new keys and values [B, Hkv, L, D]; what the queries [B, Hq, L, D] of the same
         positions see of all that is here: [B, Hq, L, D]. scale, sinks, softcap: as
-        `models.attention.scaled_dot_product_attention` takes them."""
+        `models.sdpa.scaled_dot_product_attention` takes them."""
         ...
 
 

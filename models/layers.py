@@ -92,6 +92,6 @@ class GatedMLP(nn.Module):
 
     def gate_up(self, x: mx.array) -> mx.array:
         """What goes down. Where a device has one operation for all of this, it stands here instead
-        (models/layout.py)."""
+        (models/cpu_layout.py)."""
         gate, up, _ = self.projection_names
         return apply_glu(self.activation, self[gate](x), self[up](x))

@@ -6,7 +6,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a SiLU-gate
 from dataclasses import dataclass
 
 from models import decoder
-from models.heads import GroupedQueryAttention
+from models.attention import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import NoRope, Rope

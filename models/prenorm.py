@@ -13,7 +13,7 @@ import mlx.nn as nn
 from models.decoder import Config
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.rope import NoRope, Rope
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 
 
 class AttentionLayer(Protocol):
@@ -54,7 +54,7 @@ class PreNormBlock(nn.Module):
         return self.mlp_residual(self.attention_residual(x, kv))
 
     # Where a device has one operation for all of one of these, it stands here instead
-    # (models/layout.py).
+    # (models/cpu_layout.py).
 
     def attention_residual(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return x + self.self_attn(self.input_layernorm(x), kv)

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from models.base import ModelError
-from models.scaled import make_nvfp4_layer
+from models.nvfp4 import make_nvfp4_layer
 
 # what MLX can compute with; the other modes have one packing each
 _AFFINE_BITS, _AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)

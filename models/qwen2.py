@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models import decoder
-from models.heads import GroupedQueryAttention
+from models.attention import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 

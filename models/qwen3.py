@@ -7,7 +7,7 @@ is rotated.
 from dataclasses import dataclass
 
 from models import decoder, qwen2
-from models.heads import GroupedQueryAttention
+from models.attention import GroupedQueryAttention
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 

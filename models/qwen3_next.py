@@ -14,8 +14,8 @@ import mlx.nn as nn
 
 from models import base, decoder
 from models.conv import CausalConv, channels_last, is_channels_first
-from models.delta import gated_delta
 from models.experts import SparseMoeBlock, stack_experts
+from models.gated_delta import gated_delta
 from models.kv import AttentionCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.prenorm import PreNormBlock

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from models.batch import BatchRecurrentCache
+from models.batch_cache import BatchRecurrentCache
 
 
 class RecurrentCache:

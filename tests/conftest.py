@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests import tiny
-from tests.machine import MachineLock, machine_lock_of_run
+from tests.machine_lock import MachineLock, machine_lock_of_run
 from tests.throttle import Throttle
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

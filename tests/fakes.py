@@ -10,7 +10,6 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from app.api.body import RequestBodies
 from app.api.front_end import FrontendStats
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
@@ -25,12 +24,13 @@ from app.core.events import (
     Usage,
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
-from app.core.loop_lag import EventLoopLag
+from app.core.model_state import ModelState
 from app.core.ports import ModelCard, RunnerStatus
 from app.core.requests import Conversation, GenerateRequest, PromptBatch
-from app.core.residents import ModelState
+from app.core.server_stats import EventLoopLag
 from app.core.settings import Settings
-from app.core.workers import ThreadPools
+from app.core.thread_pools import ThreadPools
+from app.http.body import RequestBodies
 
 STATS = EngineStats(
     allocated_bytes=123_456,

@@ -23,20 +23,20 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from app import store
 from app.api.app import build_app
-from app.catalogue import ModelRegistry, build_entry
 from app.core.settings import ModelSettings, Settings
-from app.core.workers import ThreadPools
-from app.engine.describe import complete_config
-from app.front import ModelRouter
-from app.runners.local import ThreadRunner
+from app.core.thread_pools import ThreadPools
+from app.engine.model_info import complete_config
 from app.runners.pool import ModelPool
-from app.runners.tokenizer_trial import TokenizerChecker
+from app.runners.thread_runner import ThreadRunner
+from app.runners.tokenizer_check import TokenizerChecker
+from app.serving.registry import ModelRegistry, build_entry
+from app.serving.router import ModelRouter
 from app.text import families
 from app.text.family import ChatFamily
 from tests import tiny
 from tests.bfcl import questions
 from tests.conftest import SHARED
-from tests.serving import TIMEOUT
+from tests.server_process import TIMEOUT
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 

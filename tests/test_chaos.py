@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.judge import MAX_RSS_GROWTH, ChaosReport, find_violations
+from tests.chaos.checks import MAX_RSS_GROWTH, ChaosReport, find_violations
 from tests.chaos.load import Outcome
-from tests.chaos.machine import ProcessResources
+from tests.chaos.processes import ProcessResources
 from tests.chaos.questions import ChaosQuestion, compute_answers, make_questions, write_models
 from tests.chaos.run import run_chaos
 

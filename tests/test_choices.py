@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app import generation, store
+from app import store
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
@@ -22,17 +22,26 @@ from app.core.events import (
     TokenLogprob,
     ToolCallDelta,
 )
-from app.core.files import ModelFiles
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate, PromptLogprobs, Started, Token
+from app.core.model_files import ModelFiles
 from app.core.ports import RunnerStatus
 from app.core.requests import Conversation, Message, PromptBatch, Tool
 from app.core.settings import Settings
-from app.generation import Generation, compute_fingerprint
 from app.runners.admission import Admission
-from app.runners.local import ThreadRunner
-from app.text.answer import build_token_logprob
+from app.runners.thread_runner import ThreadRunner
+from app.serving import generation
+from app.serving.generation import Generation, compute_fingerprint
+from app.text.output import build_token_logprob
 from app.text.tokenizer import Tokenizer
-from tests.test_generation import PLAIN, FakeRunner, capacity, events, refusal, request, text_of
+from tests.serving.test_generation import (
+    PLAIN,
+    FakeRunner,
+    capacity,
+    events,
+    refusal,
+    request,
+    text_of,
+)
 
 
 @pytest.fixture(scope="module")

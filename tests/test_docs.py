@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from app.cli import _build_parser
-from app.configuration import flags
-from app.configuration.options import (
+from app.config import flags
+from app.config.options import (
     BACKEND_VARIABLES,
     CONFIG_VARIABLE,
     MODEL_OPTIONS,
@@ -23,7 +23,7 @@ from app.configuration.options import (
     OPTIONS,
     SECRET_VARIABLES,
 )
-from app.configuration.precedence import resolve_config
+from app.config.precedence import resolve_config
 from app.core.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.runners.spawning import wait_until
-from tests.serving import TIMEOUT, ServerProcess, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 
 CITY = {
     "type": "object",

@@ -28,40 +28,48 @@ OURS: Mapping[str, frozenset[str]] = {
     "app.text": frozenset({"app.core"}),
     "app.store": frozenset({"app.core"}),
     "app.engine": frozenset({"app.core", "models"}),
-    "app.engine.scheduler": frozenset({"app.core"}),
+    "app.engine.policy": frozenset({"app.core"}),
     "app.runners": frozenset({"app.core"}),
-    "app.runners.local": frozenset({"app.core", "app.engine", "app.runners"}),
-    # what runs in the process that `app.runners.process` starts
-    "app.runners.service": frozenset({"app.core", "app.engine", "app.runners"}),
-    # what runs in the process that `app.runners.needs` starts
-    "app.runners.measuring": frozenset({"app.core", "app.engine.fit", "app.runners"}),
-    # what runs in the process that `app.runners.tokenizer_trial` starts
-    "app.runners.tokenizer_child": frozenset({"app.core", "app.runners", "app.text"}),
+    "app.runners.thread_runner": frozenset({"app.core", "app.engine", "app.runners"}),
+    # what runs in the process that `app.runners.process_runner` starts
+    "app.runners.worker_server": frozenset({"app.core", "app.engine", "app.runners"}),
+    # what runs in the process that `app.runners.preflight` starts
+    "app.runners.preflight_main": frozenset({"app.core", "app.engine.fit", "app.runners"}),
+    # what runs in the process that `app.runners.tokenizer_check` starts
+    "app.runners.tokenizer_check_main": frozenset({"app.core", "app.runners", "app.text"}),
     # one engine on several ranks: like local, it holds one
     "app.runners.ranks": frozenset({"app.core", "app.engine", "app.runners.codec"}),
-    "app.preparation": frozenset({"app.core", "app.text"}),
-    "app.embedding": frozenset({"app.core", "app.text"}),
-    "app.generation": frozenset({"app.core", "app.embedding", "app.preparation", "app.text"}),
-    "app.catalogue": frozenset({"app.core", "app.store", "app.engine.describe"}),
-    "app.front": frozenset(
-        {"app.core", "app.catalogue", "app.generation", "app.runners.discreet", "app.runners.pool"}
+    "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
+    "app.serving.embeddings": frozenset({"app.core", "app.text"}),
+    "app.serving.generation": frozenset(
+        {"app.core", "app.serving.embeddings", "app.serving.prompt_jobs", "app.text"}
+    ),
+    "app.serving.registry": frozenset({"app.core", "app.store", "app.engine.model_info"}),
+    "app.serving.router": frozenset(
+        {
+            "app.core",
+            "app.serving.registry",
+            "app.serving.generation",
+            "app.core.errors",
+            "app.runners.pool",
+        }
     ),
     "app.api": frozenset({"app.core"}),
     # puts together what a request passes on its way in
-    "app.api.app": frozenset({"app.api", "app.core", "app.door"}),
+    "app.api.app": frozenset({"app.api", "app.core", "app.http"}),
     # its refusals look like all others
-    "app.door": frozenset({"app.api.wire", "app.core"}),
-    "app.door.connections": frozenset(
-        {"app.api.request_id", "app.api.wire", "app.core", "app.door"}
+    "app.http": frozenset({"app.http.responses", "app.core"}),
+    "app.http.connection": frozenset(
+        {"app.http.request_id", "app.http.responses", "app.core", "app.http"}
     ),
-    "app.limits": frozenset({"app.core"}),
-    "app.loop_monitor": frozenset({"app.core"}),
+    "app.serving.limits": frozenset({"app.core"}),
+    "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the root get the Settings
-    "app.configuration": frozenset({"app.core"}),
-    "app.logs": frozenset({"app.core", "app.log_writing"}),
-    "app.log_writing": frozenset(),
-    "app.spans": frozenset({"app.core"}),
-    "app.tracing": frozenset({"app.core", "app.spans"}),
+    "app.config": frozenset({"app.core"}),
+    "app.serving.logs": frozenset({"app.core", "app.serving.logs"}),
+    "app.serving.logs": frozenset(),
+    "app.serving.otel_tracing": frozenset({"app.core"}),
+    "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
     "app.commands": EVERYTHING,
     "app.server": EVERYTHING,
     "app.cli": EVERYTHING,
@@ -72,9 +80,9 @@ OURS: Mapping[str, frozenset[str]] = {
 THEIRS: Mapping[str, frozenset[str]] = {
     "models": frozenset({"mlx"}),
     # whose library it opens, and which nobody imports
-    "models.backend": frozenset({"scipy_openblas32"}),
+    "models.cpu_backend": frozenset({"scipy_openblas32"}),
     # model classes of others, behind our contract; an optional dependency
-    "models.foreign": frozenset({"mlx", "mlx_lm"}),
+    "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     # scripts that made the built-in model; they have requirements of their own
     "models.builtin": frozenset({"jax", "numpy", "safetensors", "tokenizers"}),
     "app.core": frozenset(),
@@ -85,41 +93,41 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.engine": frozenset({"mlx"}),
     "app.engine.weights": frozenset({"mlx", "safetensors"}),
     # a grammar says which ids may come next, and needs no tensor for it
-    "app.engine.grammar": frozenset({"llguidance"}),
-    "app.engine.compiling": frozenset({"llguidance"}),
-    "app.engine.lark": frozenset({"llguidance"}),
+    "app.grammar.compiler": frozenset({"llguidance"}),
+    "app.grammar.llguidance_backend": frozenset({"llguidance"}),
+    "app.grammar.llguidance_backend": frozenset({"llguidance"}),
     # pure policy, so that its properties are tested without a model
-    "app.engine.scheduler": frozenset(),
+    "app.engine.policy": frozenset(),
     "app.runners": frozenset(),
     "app.runners.codec": frozenset({"orjson"}),
-    "app.runners.line": frozenset({"httpx2"}),
-    "app.runners.service": frozenset({"starlette", "uvicorn"}),
-    "app.preparation": frozenset(),
-    "app.embedding": frozenset(),
-    "app.generation": frozenset(),
-    "app.catalogue": frozenset(),
-    "app.front": frozenset(),
+    "app.runners.worker_client": frozenset({"httpx2"}),
+    "app.runners.worker_server": frozenset({"starlette", "uvicorn"}),
+    "app.serving.prompt_jobs": frozenset(),
+    "app.serving.embeddings": frozenset(),
+    "app.serving.generation": frozenset(),
+    "app.serving.registry": frozenset(),
+    "app.serving.router": frozenset(),
     "app.api": frozenset({"starlette", "orjson"}),
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
-    "app.api.wire": frozenset({"starlette", "orjson", "sse_starlette"}),
-    "app.door": frozenset({"starlette"}),
+    "app.http.responses": frozenset({"starlette", "orjson", "sse_starlette"}),
+    "app.http": frozenset({"starlette"}),
     # the few modules that know what carries HTTP, besides who starts it
-    "app.door.connections": frozenset({"h11", "starlette", "uvicorn"}),
-    "app.door.body_reads": frozenset({"uvicorn"}),
-    "app.door.entrance": frozenset({"uvicorn"}),
-    "app.door.strict": frozenset({"h11", "starlette"}),
-    "app.door.draining": frozenset({"uvicorn"}),
-    "app.limits": frozenset(),
-    "app.loop_monitor": frozenset(),
+    "app.http.connection": frozenset({"h11", "starlette", "uvicorn"}),
+    "app.http.body_read_scheduler": frozenset({"uvicorn"}),
+    "app.http.uvicorn_server": frozenset({"uvicorn"}),
+    "app.http.h11_connection": frozenset({"h11", "starlette"}),
+    "app.http.uvicorn_server": frozenset({"uvicorn"}),
+    "app.serving.limits": frozenset(),
+    "app.serving.event_loop_watchdog": frozenset(),
     # what is counted, and how that is written, is the affair of one room
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),
     # what `mlxrunner config --toml` writes with
-    "app.configuration": frozenset({"tomli_w"}),
-    "app.logs": frozenset(),
-    "app.log_writing": frozenset(),
+    "app.config": frozenset({"tomli_w"}),
+    "app.serving.logs": frozenset(),
+    "app.serving.logs": frozenset(),
     # an optional dependency, imported where traces are asked for
-    "app.spans": frozenset({"opentelemetry"}),
-    "app.tracing": frozenset(),
+    "app.serving.otel_tracing": frozenset({"opentelemetry"}),
+    "app.serving.tracing": frozenset(),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),
     "app.cli": frozenset(),
@@ -133,7 +141,7 @@ SEALED = frozenset({"models.builtin"})
 SPEAKING = frozenset({"models", "models.kernels", "app.api", "app.engine", "app.store"})
 
 # who may find modules by their names at run time
-DISCOVERING = frozenset({"models", "models.foreign", "app.api", "app.text.family"})
+DISCOVERING = frozenset({"models", "models.mlx_lm_adapter", "app.api", "app.text.family"})
 
 # who may name, for type checkers alone, types of an extension that need not have been built
 UNBUILT = frozenset({"models.kernels.layers"})
@@ -258,7 +266,7 @@ def test_what_mlx_computes_with_is_settled_before_it_is_imported():
             assert any(_under(name, package) for package in SETTLING), name
     for package in SETTLING:
         first = [*imports(ast.parse(found[package]), found), "mlx.core"]
-        assert first.index("models.backend") < first.index("mlx.core"), package
+        assert first.index("models.cpu_backend") < first.index("mlx.core"), package
 
 
 def test_each_room_of_the_tables_exists():
@@ -280,7 +288,7 @@ PLANTED = {
     "a wall ignored": ("app.text.x", "import app.engine.loop", "app.text may not"),
     "a wall ignored inside a function": (
         "app.api.x",
-        "def f():\n    from app.text.stream import Detokenizer",
+        "def f():\n    from app.text.detokenizer import Detokenizer",
         "app.api may not",
     ),
     "a module reached through its package": (
@@ -296,7 +304,7 @@ PLANTED = {
     "a model that knows the server": ("models.x", "import app.core.errors", "models may not"),
     "a model that needs the training": (
         "models.x",
-        "from models.builtin.train import main",
+        "from models.builtin.training.train import main",
         "models may not",
     ),
     "a second module with mlx-lm": (
@@ -305,17 +313,17 @@ PLANTED = {
         "models may not",
     ),
     "tensors in the policy": (
-        "app.engine.scheduler",
+        "app.engine.policy",
         "import mlx.core as mx",
-        "app.engine.scheduler may not",
+        "app.engine.policy may not",
     ),
     "HTTP's bytes where its meaning is": (
-        "app.api.meta",
+        "app.api.health",
         "from h11 import Connection",
         "app.api may not",
     ),
     "a second module that writes metrics": (
-        "app.api.meta",
+        "app.api.health",
         "from prometheus_client import Counter",
         "app.api may not",
     ),
@@ -367,4 +375,4 @@ def test_an_init_that_says_something_is_caught():
 
 def test_a_module_may_import_its_own_room():
     source = '"""Fine."""\nfrom app.text.tokenizer import Tokenizer\nimport jinja2, re'
-    assert violations({"app.text.chat": source, "app.text.tokenizer": ""}, set()) == []
+    assert violations({"app.text.chat_template": source, "app.text.tokenizer": ""}, set()) == []

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.machine import MachineLock
-from tests.serving import ROOT, TIMEOUT
+from tests.machine_lock import MachineLock
+from tests.server_process import ROOT, TIMEOUT
 
 WORKER = """
 import sys, time

@@ -11,12 +11,11 @@ import yaml
 from starlette.routing import Route
 
 from app.api import build_routes
-from app.api.wire import ERROR_FORMATS
 from app.core.errors import AppError, ErrorKind
-from app.core.loop_lag import EventLoopLag
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
-from app.core.traffic import ConnectionStats
-from app.core.workers import ThreadPools
+from app.core.thread_pools import ThreadPools
+from app.http.responses import ERROR_FORMATS
 from tests.api.asgi import ask
 from tests.fakes import FakeGenerate
 
@@ -158,7 +157,7 @@ def with_model(body: Any) -> Any:
     return {**body, "model": served} if isinstance(body, dict) and "model" in body else body
 
 
-# What needs a response that is kept, which tests/api/test_responses.py has.
+# What needs a response that is kept, which tests/api/responses/test_endpoints.py has.
 NEED_A_RESPONSE = "/v1/responses/{response_id}"
 
 
@@ -167,9 +166,9 @@ def test_the_documented_examples_are_answered_as_documented(
     method: str, path: str, body: Any, kind: str
 ):
     if path.startswith(NEED_A_RESPONSE):
-        pytest.skip("needs a response that is kept: see tests/api/test_responses.py")
+        pytest.skip("needs a response that is kept: see tests/api/responses/test_endpoints.py")
     if "200" not in DOCUMENT["paths"][path][method.lower()]["responses"]:
-        pytest.skip("is always refused: see tests/api/test_responses.py")
+        pytest.skip("is always refused: see tests/api/responses/test_endpoints.py")
     generate = FakeGenerate()
     data = body.encode() if isinstance(body, str) else with_model(body)
     url = path.replace("{id}", generate.list_models()[0].id)

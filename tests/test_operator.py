@@ -13,7 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runners.spawning import wait_until
-from tests.serving import TIMEOUT, ServerProcess, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 

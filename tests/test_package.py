@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.api.meta import OLLAMA_STATUS_CODES
+from app.api.health import OLLAMA_STATUS_CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 

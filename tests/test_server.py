@@ -20,15 +20,15 @@ import pytest
 import schemathesis
 
 from app.core.errors import AppError
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.settings import ModelSettings, Settings
-from app.front import ModelRouter
-from app.runners.local import ThreadRunner
+from app.runners.thread_runner import ThreadRunner
 from app.server import serve
+from app.serving.router import ModelRouter
 from tests import tiny
 from tests.api.fuzzed import CHECKS, document, examples
 from tests.runners.spawning import wait_until
-from tests.serving import TIMEOUT, ServerProcess, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -7,7 +7,7 @@ ever needs no throttle but `tiny.UNENDING`.
 import os
 from pathlib import Path
 
-from tests.serving import ROOT
+from tests.server_process import ROOT
 
 # Seconds for a step of a throttled engine: 900 tokens take longer than any test waits.
 STEP_SECONDS = 0.1

@@ -9,17 +9,16 @@ from importlib import import_module
 
 from starlette.routing import BaseRoute
 
-from app.api import dialects, meta
-from app.api.body import RequestBodies
+from app.api import health, openai
 from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
-from app.core.loop_lag import EventLoopLag
+from app.core.observers import ObservedGenerate
 from app.core.ports import Generate
+from app.core.request_context import RequestContextObserver
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
-from app.core.traffic import ConnectionStats
-from app.core.visit import RequestContextObserver
-from app.core.watched import ObservedGenerate
-from app.core.workers import ThreadPools
+from app.core.thread_pools import ThreadPools
+from app.http.body import RequestBodies
 
 
 def build_routes(
@@ -33,9 +32,12 @@ def build_routes(
     front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(generate, traffic, front_end)
     watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
-    found: list[BaseRoute] = [*meta.health_routes(generate, settings, front_end), *metrics.routes()]
-    for module in pkgutil.iter_modules(dialects.__path__):
-        dialect = import_module(f"{dialects.__name__}.{module.name}")
+    found: list[BaseRoute] = [
+        *health.health_routes(generate, settings, front_end),
+        *metrics.routes(),
+    ]
+    for module in pkgutil.iter_modules(openai.__path__):
+        dialect = import_module(f"{openai.__name__}.{module.name}")
         if hasattr(dialect, "routes"):
             found += dialect.routes(watched, settings, bodies)
     return found

@@ -18,18 +18,17 @@ from starlette.types import ASGIApp, Lifespan
 
 from app.api import build_routes
 from app.api.fields import quote_value
-from app.api.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
-from app.api.wire import ClientDisconnected, error_response
 from app.core.errors import AppError, ErrorKind
-from app.core.loop_lag import EventLoopLag
 from app.core.ports import Generate
+from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings
-from app.core.traffic import ConnectionStats
-from app.core.workers import ThreadPools
-from app.door.access import AuthMiddleware
-from app.door.hosts import AllowedHosts, HostCheckMiddleware
-from app.door.keyring import Keyring
-from app.door.origins import AllowedOrigins, OriginCheckMiddleware
+from app.core.thread_pools import ThreadPools
+from app.http.api_keys import Keyring
+from app.http.auth import AuthMiddleware
+from app.http.host import AllowedHosts, HostCheckMiddleware
+from app.http.origin import AllowedOrigins, OriginCheckMiddleware
+from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
+from app.http.responses import ClientDisconnected, error_response
 
 # The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them,
 # and the one by which a request names itself.

@@ -6,10 +6,10 @@ Knows: where these figures are kept, and how /v1/status spells them. Must not kn
 
 from dataclasses import dataclass
 
-from app.api.body import RequestBodies
-from app.api.wire import JsonObject
-from app.core.loop_lag import EventLoopLag
-from app.core.workers import ThreadPools
+from app.core.server_stats import EventLoopLag
+from app.core.thread_pools import ThreadPools
+from app.http.body import RequestBodies
+from app.http.responses import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

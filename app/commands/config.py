@@ -9,13 +9,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from app.configuration.file import iter_model_overrides, render_toml
-from app.configuration.option import Option
-from app.configuration.options import OPTIONS
-from app.configuration.precedence import ResolvedConfig
+from app.config.options import OPTIONS, Option
+from app.config.precedence import ResolvedConfig
+from app.config.toml_file import iter_model_overrides, render_toml
 from app.core.settings import ModelSettings
-from app.door.exposure import check_security_settings
-from app.tracing import check_tracing
+from app.http.bind_policy import check_security_settings
+from app.serving.tracing import check_tracing
 
 SettingRow = tuple[str, str, str]
 

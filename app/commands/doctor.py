@@ -16,13 +16,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from app import store
-from app.configuration.options import BUILD_VARIABLE
-from app.core.amounts import format_memory
+from app.config.options import BUILD_VARIABLE
 from app.core.errors import AppError
-from app.engine.computing import detect_backend, measure_gigaflops
-from app.engine.device import device_budget
-from app.runners.scratch import prepare_compile_dir
-from models import backend, kernels
+from app.core.units import format_memory
+from app.engine.device import detect_backend, device_budget, measure_gigaflops
+from app.runners.compile_dir import prepare_compile_dir
+from models import cpu_backend, kernels
 
 # bytes with which hardly any model is served
 _MIN_MEMORY = 256 << 20
@@ -87,7 +86,7 @@ def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
 def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     """What this machine could have and has not, each with what to do. What somebody has turned off
     is no loss."""
-    if found.device == "cpu" and found.blas_why == backend.USES_CUDA:
+    if found.device == "cpu" and found.blas_why == cpu_backend.USES_CUDA:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
         yield from _find_cpu_problems(found, environ)
@@ -106,7 +105,7 @@ def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
 
 def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
     why = found.blas_why or ""
-    if why == backend.NOT_FOUND or why.startswith(backend.NOT_BUILT):
+    if why == cpu_backend.NOT_FOUND or why.startswith(cpu_backend.NOT_BUILT):
         yield (
             f"MLX uses the reference BLAS, many times slower than an optimised one: {why}. "
             "Install OpenBLAS from the system's packages (libopenblas0 on Debian and Ubuntu, "
@@ -123,17 +122,17 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
 def _examine() -> Findings:
     using = detect_backend()
     reached = measure_gigaflops()
-    products = backend.count_blas_calls()
+    products = cpu_backend.count_blas_calls()
     models, stores = _count_models()
     return Findings(
         python=platform.python_version(),
         mlx=version("mlx"),
         device=using.device,
         cpu=_read_cpu_name(),
-        threads=backend.ACTIVE.threads,
+        threads=cpu_backend.ACTIVE.threads,
         gigaflops=round(reached, 1),
         blas=using.blas,
-        blas_why=backend.ACTIVE.why,
+        blas_why=cpu_backend.ACTIVE.why,
         called=None if products is None else products > 0,
         kernels=using.kernels,
         kernels_why=kernels.describe().why,

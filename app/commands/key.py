@@ -12,16 +12,18 @@ import sys
 from pathlib import Path
 
 from app.core.errors import AppError, ErrorKind
-from app.door import keys
+from app.http import api_keys
 
 
 def make_key(name: str, *, admin: bool, file: Path | None) -> int:
     """The exit status. The key goes to stdout and everything else to stderr, so that a program may
     take it. Raises AppError(INVALID) for a name that is none, and for a file that cannot be used;
     then there is no key."""
-    fresh = keys.generate_key()
-    key = keys.ApiKey(name=keys.validate_name(name), digest=keys.hash_key(fresh), admin=admin)
-    table = keys.format_entry(key, f"created {datetime.date.today().isoformat()}")
+    fresh = api_keys.generate_key()
+    key = api_keys.ApiKey(
+        name=api_keys.validate_name(name), digest=api_keys.hash_key(fresh), admin=admin
+    )
+    table = api_keys.format_entry(key, f"created {datetime.date.today().isoformat()}")
     if file is None:
         told = f"Save the key: it is not shown again. Add this to the --api-keys file:\n\n{table}"
     else:
@@ -34,7 +36,7 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
     return 0
 
 
-def append_key(file: Path, table: str) -> tuple[keys.ApiKey, ...]:
+def append_key(file: Path, table: str) -> tuple[api_keys.ApiKey, ...]:
     """Adds a table to the file, which is made where there is none; the keys that it held before.
 
     It is written in one piece behind what stands there, and taken back if that fails, so that a
@@ -55,7 +57,7 @@ def append_key(file: Path, table: str) -> tuple[keys.ApiKey, ...]:
         os.close(line)
 
 
-def _append_locked(descriptor: int, file: Path, table: str) -> tuple[keys.ApiKey, ...]:
+def _append_locked(descriptor: int, file: Path, table: str) -> tuple[api_keys.ApiKey, ...]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise AppError(ErrorKind.INVALID, f"{file} is not a file")
@@ -64,7 +66,7 @@ def _append_locked(descriptor: int, file: Path, table: str) -> tuple[keys.ApiKey
     lead = b"" if not content else b"\n" if content.endswith(b"\n") else b"\n\n"
     whole = lead + table.encode()
     try:
-        *before, _ = keys.parse_key_file((content + whole).decode())
+        *before, _ = api_keys.parse_key_file((content + whole).decode())
     except AppError as error:
         raise AppError(ErrorKind.INVALID, f"{file} {error.message}") from None
     except UnicodeDecodeError:

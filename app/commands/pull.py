@@ -1,19 +1,50 @@
 """`mlxrunner pull`: a model from the hub, because a person said so.
 
 Knows: what is told before and after. Must not know: how files get here.
+
+The model that `serve` is to serve, downloaded first where a person wants that.
 """
 
 import sys
 
 import models
-from app.core.amounts import format_bytes
+from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
-from app.store.hub import cached
+from app.core.model_files import ModelFiles
+from app.core.settings import Settings
+from app.core.units import format_bytes
+from app.store.hub import cache
 from app.store.hub.download import download
-from app.store.hub.offer import DownloadPlan, plan_download
-from app.store.names import HubName, is_revision, parse_hub_name
+from app.store.hub.download_plan import DownloadPlan, plan_download
+from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
 from models.base import ModelError
+
+
+def resolve_or_download(settings: Settings) -> ModelFiles:
+    """settings: of one model, as `Settings.for_model` gives them. What is not here is downloaded
+    where --pull says so, or a person at the terminal. Raises AppError."""
+    try:
+        return store.resolve(settings.models[0].name if settings.models else None)
+    except ModelNotFoundError as missing:
+        # nothing is asked, of a person or of the hub, where nobody sits
+        if missing.hub is None or not (settings.pull or _is_interactive()):
+            raise
+        # huggingface_hub takes a sixth of a second to import, which most starts need not spend
+
+        offer = plan_model_download(missing.hub)
+        question = f"download {offer.name} ({format_bytes(offer.missing_bytes)})?"
+        if not settings.pull and not _confirm(missing.message, question):
+            raise
+        return download_model(offer)
+
+
+def _is_interactive() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _confirm(reason: str, question: str) -> bool:
+    print(f"mlxrunner: {reason}\n{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def pull(name: str, revision: str | None) -> int:
@@ -54,7 +85,7 @@ def download_model(offer: DownloadPlan) -> ModelFiles:
         download(offer)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the command again to resume the download") from None
-    files = cached.find(name)
+    files = cache.find(name)
     assert files is not None, "it was downloaded just now"
     return files
 

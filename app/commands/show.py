@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app import store
-from app.commands.listing import get_architecture
-from app.core.amounts import format_bytes, format_count, format_memory
-from app.core.defaults import read_generation_defaults
-from app.core.files import ModelFiles
+from app.commands.list import get_architecture
+from app.core.generation_config import read_generation_defaults
+from app.core.model_files import ModelFiles
 from app.core.settings import Settings
-from app.engine.contents import ParameterCount, count_parameters
-from app.engine.describe import complete_config
+from app.core.units import format_bytes, format_count, format_memory
 from app.engine.fit import Fit, estimate_fit
+from app.engine.model_info import ParameterCount, complete_config, count_parameters
 
 
 def show(settings: Settings, *, as_json: bool) -> int:

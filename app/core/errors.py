@@ -1,17 +1,20 @@
 """The world's mistakes. Ours are assertions.
 
 Knows: what can go wrong, in words. Must not know: status codes or JSON; dialects map `ErrorKind`.
+
+Errors as those may hear them who ask for a model: without what lies where on the disk.
 """
 
 import re
 from enum import StrEnum
+from pathlib import Path
 from types import TracebackType
 
-# Unicode noncharacters around a client's text within a message. `repr` escapes them, and JSON keeps
-# them, so that marks survive the way between processes.
-_CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
-_STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
-_CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
+# An absolute path, not one of our routes, nor a part of an address or of a relative one. Names
+# with blanks are cut short, which leaves a word of them and not the way there.
+_ABSOLUTE_PATH = re.compile(
+    r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
+)
 
 
 class ErrorKind(StrEnum):
@@ -34,12 +37,6 @@ class ErrorKind(StrEnum):
     BUSY = "server_busy"
     ENGINE = "engine_error"
     MODEL_FILES = "bad_model_files"
-
-
-def mark_client_text(text: str) -> str:
-    """Marks a part of an AppError's message that repeats what the client sent, or that another
-    program made of it: the client reads it, the log does not."""
-    return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 
 class AppError(Exception):
@@ -71,6 +68,35 @@ class AppError(Exception):
     def redact(self) -> str:
         """The message without what the client sent: that may be a prompt or a key."""
         return _CLIENT_TEXT.sub("…", self.marked_message)
+
+
+def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
+    """folder: where the model lies, which becomes its name; of other paths only the last part is
+    left."""
+    message = error.marked_message
+    if folder is not None:
+        message = message.replace(str(folder), name)
+    message = " ".join(_ABSOLUTE_PATH.sub(r"\g<name>", message).split())
+    return AppError(
+        error.kind,
+        message,
+        param=error.param,
+        code=error.code,
+        retry_after=error.retry_after,
+    )
+
+
+# Unicode noncharacters around a client's text within a message. `repr` escapes them, and JSON keeps
+# them, so that marks survive the way between processes.
+_CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
+_STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
+_CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
+
+
+def mark_client_text(text: str) -> str:
+    """Marks a part of an AppError's message that repeats what the client sent, or that another
+    program made of it: the client reads it, the log does not."""
+    return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 
 class LibraryPanic(Exception):

@@ -5,13 +5,13 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeVar
 
+from app.core.context_shift import ShiftResult
 from app.core.embeddings import Embeddings, EmbedJob, EmbedRequest
 from app.core.events import Event
-from app.core.files import ModelFiles
 from app.core.jobs import CacheMiss, Capacity, EngineStats, Job, JobUpdate
+from app.core.model_files import ModelFiles
+from app.core.model_state import ModelState
 from app.core.requests import GenerateRequest
-from app.core.residents import ModelState
-from app.core.shift import ShiftResult
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
 
@@ -170,7 +170,7 @@ class Generate(Protocol):
         ...
 
     async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
-        """What a client needs to know of a tokenizer: see `app.text.chat.build_tokenizer_info`."""
+        """What a client needs to know of a tokenizer: see `app.text.chat_template.build_tokenizer_info`."""
         ...
 
     async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:

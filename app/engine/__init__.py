@@ -1,4 +1,4 @@
 """The engine. Whichever of its modules is imported first, what MLX computes with is settled before
 MLX is imported."""
 
-from models import backend as backend
+from models import cpu_backend as cpu_backend

@@ -2,14 +2,49 @@
 
 Knows: the device, the machine, the containers that this process runs in. Must not know: models.
 What is free counts, not only what there is: what others hold now is not ours to plan with.
+
+What arrays are computed with in this process.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
+
+from app.core.jobs import ComputeBackend
+from models import cpu_backend, kernels
+
+# rows and columns of a product that takes a good BLAS a few milliseconds, and a bad one not long
+_MATRIX_SIZE = 512
+
+
+def detect_backend() -> ComputeBackend:
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return ComputeBackend(device="gpu")
+    ours = kernels.describe()
+    return ComputeBackend(
+        device="cpu",
+        kernels=ours.isa if ours.enabled else None,
+        blas=cpu_backend.ACTIVE.blas,
+        threads=cpu_backend.ACTIVE.threads,
+    )
+
+
+def measure_gigaflops() -> float:
+    """What a product of two float32 matrices reaches, the best of three. Like all that makes arrays
+    to be called on one thread."""
+    left, right = mx.ones((_MATRIX_SIZE, _MATRIX_SIZE)), mx.ones((_MATRIX_SIZE, _MATRIX_SIZE))
+    mx.eval(left, right)
+    taken: list[float] = []
+    for _ in range(3):
+        began = time.perf_counter()
+        mx.eval(left @ right)
+        taken.append(time.perf_counter() - began)
+    return 2 * _MATRIX_SIZE**3 / min(taken) / 1e9
+
 
 # of a device whose memory is its own; of a machine that has other things to do, and of what
 # these leave free at the moment

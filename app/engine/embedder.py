@@ -14,20 +14,120 @@ What the padding leaves in the layer caches goes with them.
 
 The prefix cache is neither asked nor filled: it keeps what layers need to go on, and not the hidden
 states behind the last one, of which vectors are made.
+
+Hidden states -> one vector a row.
+
+Both kinds are sums with weights over positions, so that rows of either kind are pooled together,
+and a row in several pieces: mean gives each position one over the length, last gives one to the
+last. Sources: Reimers and Gurevych 2019 (arXiv:1908.10084) for the mean, of which all tokens are
+part, special ones too; Neelakantan et al. 2022 (arXiv:2201.10005) for the last; Kusupati et al.
+2022 (arXiv:2205.13147) for vectors of which the first numbers do.
+
+Inputs that are embedded, on their way, and who lends the memory for it.
 """
 
 import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
-from app.core.embeddings import EmbedJob, EmbedResult
-from app.engine.inputs import EmbedTask, LongInput, MemoryLender
-from app.engine.memory import MemoryProfile
-from app.engine.pooling import normalise, pool_hidden_states, pooling_weights, vectors_to_bytes
+from app.core.embeddings import EmbedJob, EmbedResult, PoolingType
+from app.engine.memory_profile import MemoryProfile
 from models.base import Model
+from models.kv import LayerCache
+
+# torch.nn.functional.normalize, of which all the others' vectors come, does the same
+_MIN_NORM = 1e-12
+
+
+def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -> list[float]:
+    """Those of `width` positions from `start` on, of a row of `length`; what is behind that has
+    none."""
+    if pooling == "mean":
+        here = max(0, min(width, length - start))
+        return [1 / length] * here + [0.0] * (width - here)
+    return [float(start + place == length - 1) for place in range(width)]
+
+
+def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
+    """hidden [B, L, D], shares [B, L] -> [B, D] float32. A position without a share may hold
+    anything, NaN too."""
+    weights = weights[..., None]
+    return mx.sum(mx.where(weights > 0, weights * hidden.astype(mx.float32), 0), axis=1)
+
+
+def normalise(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
+    """[B, D] -> the same with all behind a row's first `dimensions` numbers zero, and of length
+    one; zeros stay zeros."""
+    width = vectors.shape[-1]
+    kept = mx.array([[width if count is None else count] for count in dimensions])
+    cut = mx.where(mx.arange(width) < kept, vectors, 0)
+    # a number may be too large to be squared
+    largest = mx.max(mx.abs(cut), axis=-1, keepdims=True)
+    cut = cut / mx.where(largest > 0, largest, 1)
+    return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _MIN_NORM)
+
+
+def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
+    """Each row's first `dimensions` numbers, as little-endian as the machines are that MLX runs on;
+    None for a row that is not all numbers. Waits for them."""
+    width = vectors.shape[-1]
+    sound = cast(list[bool], mx.all(mx.isfinite(vectors), axis=-1).tolist())
+    # MLX's stubs do not know of buffers
+    view = memoryview(cast(Any, mx.contiguous(vectors))).cast("B")
+    return [
+        bytes(view[4 * width * row : 4 * (width * row + (count or width))]) if sound[row] else None
+        for row, count in enumerate(dimensions)
+    ]
+
+
+class MemoryLender(Protocol):
+    """Who has the memory."""
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes; 0 after they were called back."""
+        ...
+
+    def borrow(self, num_bytes: int) -> bool:
+        """So many bytes more; False where they are not to be had now."""
+        ...
+
+    def return_borrowed(self, num_bytes: int) -> None: ...
+
+
+class EmbedTask:
+    """A job on its way. pending_inputs: numbers of its inputs, shortest first. isolated: whether it
+    shares no forward pass, because one failed that it was in."""
+
+    def __init__(self, job: EmbedJob) -> None:
+        self.job = job
+        self.pending_inputs = deque(
+            sorted(range(len(job.inputs)), key=lambda i: len(job.inputs[i]))
+        )
+        self.vectors: dict[int, bytes] = {}
+        self.isolated = False
+
+    @property
+    def next_length(self) -> int:
+        return len(self.job.inputs[self.pending_inputs[0]])
+
+
+class LongInput:
+    """An input that takes several pieces. borrowed_bytes: bytes that it holds until its end.
+    pooled_sum: what is pooled of it so far, [1, D] float32."""
+
+    def __init__(
+        self, task: EmbedTask, index: int, kv: list[LayerCache], borrowed_bytes: int
+    ) -> None:
+        self.task, self.index, self.kv, self.borrowed_bytes = task, index, kv, borrowed_bytes
+        self.ids = task.job.inputs[index]
+        self.num_computed = 0
+        self.pooled_sum: mx.array | None = None
+
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from app.core.amounts import format_memory
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
-from app.core.residents import MemoryRequirement
+from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement
 from app.core.settings import Settings
+from app.core.units import format_memory
 from app.engine.device import device_budget
-from app.engine.memory import (
+from app.engine.memory_profile import (
     ActivationMemory,
     KVFootprint,
     MemoryProfile,

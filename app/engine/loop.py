@@ -29,17 +29,16 @@ import mlx.core as mx
 from app.core.embeddings import EmbedJob
 from app.core.jobs import Capacity, EngineStats, Job, StepOutput
 from app.core.ports import PrefixCache
-from app.engine.batch import BatchLogits, InFlight, ModelRunner, gather_in_flight
-from app.engine.books import MemoryBudget
 from app.engine.embedder import Embedder
-from app.engine.grammar import Matcher
-from app.engine.memory import MemoryProfile
-from app.engine.reports import OutputProcessor
-from app.engine.roster import Scheduler
-from app.engine.sampler import local_tokens
-from app.engine.scheduler import SchedulerLimits, split_prefill_budget
+from app.engine.memory_budget import MemoryBudget
+from app.engine.memory_profile import MemoryProfile
+from app.engine.model_runner import BatchLogits, InFlight, ModelRunner, gather_in_flight
+from app.engine.outputs import EngineCounters, OutputProcessor
+from app.engine.policy import SchedulerLimits, split_prefill_budget
+from app.engine.sampling.sampler import local_tokens
+from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence, ShiftLayers
-from app.engine.tally import EngineCounters
+from app.grammar.compiler import Matcher
 from models.base import Model
 from models.kv import LayerCache
 
@@ -51,7 +50,7 @@ class Loop:
     context: positions that a sequence may have. exact: cache only what was prefilled, never what
     was decoded (other kernels, other bits). shift: what makes layers forget positions (see
     `Model.shift`), for sequences that may outgrow their context; needs leases that can `shift`.
-    broadcast_tokens: see `app.engine.sampler.SamplerBatch`.
+    broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
 
     on_stage: told in words what begins now; for whoever watches that the engine turns.
     """

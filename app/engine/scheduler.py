@@ -1,121 +1,156 @@
-"""Who runs, who gives way, and how many prompt tokens each gets, in the next step.
+"""Who waits, who runs, who gives way.
 
-Knows: counts and bytes. Must not know: tensors, ids, requests. Pure: asks nothing, changes nothing.
+Knows: sequences, the prefix cache that they lease from, the books. Must not know: the model,
+tokens, what is reported to whom. Everything here changes between two forward passes.
 """
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Sequence as Ids
+
+from app.core.jobs import Ledger
+from app.core.ports import PrefixCache
+from app.engine.memory_budget import MemoryBudget
+from app.engine.policy import SchedulerLimits, count_admissible, fair_order, should_defer
+from app.engine.sequence import Sequence
+from models.kv import LayerCache
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """max_running: sequences that may be in memory at once. max_prefill_tokens: prompt tokens that
-    a step may evaluate, which bounds how long a step takes, and so the gaps of running streams and
-    the time until a cancellation is seen. align_chunks: prompts advance by `max_prefill_tokens`
-    tokens or not at all, so that they are always cut at the same positions (see `--exact`)."""
+class Scheduler:
+    """prefix: owned from now on."""
 
-    max_running: int = 1
-    max_prefill_tokens: int = 512
-    align_chunks: bool = False
+    def __init__(
+        self, prefix: PrefixCache[LayerCache], budget: MemoryBudget, limits: SchedulerLimits
+    ) -> None:
+        self._prefix = prefix
+        self._budget = budget
+        self._limits = limits
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._start_count = 0
+        self._last_started: dict[str, int] = {}  # caller -> how many had started with its last one
 
+    @property
+    def waiting(self) -> Ids[Sequence]:
+        return self._waiting
 
-def count_admissible(*, waiting: int, running: int, limits: SchedulerLimits) -> int:
-    """How many of those who wait may start now, first come first."""
-    return max(0, min(waiting, limits.max_running - running))
+    @property
+    def running(self) -> Ids[Sequence]:
+        return self._running
 
+    @property
+    def evictions(self) -> int:
+        return self._prefix.evictions
 
-def fair_order(
-    waiting: Sequence[str], running: Sequence[str], last_started: Mapping[str, int]
-) -> list[int]:
-    """In which order those who wait are taken. waiting, running: callers of sequences, in order of
-    arrival. last_started: when one of a caller was taken last; any clock.
+    @property
+    def borrowed_bytes(self) -> int:
+        return self._budget.borrowed_bytes
 
-    The caller of whom fewest run is first; among equals the one that was taken longest ago, or
-    never; each caller's own in their order. So nobody waits behind sixty sequences of another.
-    """
-    places = Counter(running)
-    turn: list[tuple[int, float, int]] = []
-    for i, caller in enumerate(waiting):
-        turn.append((places[caller], last_started.get(caller, -math.inf), i))
-        places[caller] += 1
-    return [i for *_, i in sorted(turn)]
+    def borrow(self, num_bytes: int) -> bool:
+        """Bytes for what is no sequence, such as inputs that are embedded; it may be called back
+        by `make_way`, all at once."""
+        return self._budget.borrow(num_bytes, self._running)
 
+    def return_borrowed(self, num_bytes: int) -> None:
+        self._budget.return_borrowed(num_bytes)
 
-def should_defer(*, shared_prefix: int, num_computed: int, min_gain: int, length: int) -> bool:
-    """Whether a prompt of `length` ids had better start later, since another one, of which
-    `num_computed` ids are done, is on its way through `shared_prefix` ids that both begin with.
-    min_gain: fewer are not worth it, unless they are all but the one that must be evaluated anyway
-    (choices of one request)."""
-    return shared_prefix - num_computed >= (1 if shared_prefix >= length - 1 else min_gain)
+    def ledger(self) -> Ledger:
+        return self._budget.ledger(self._running)
 
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
 
-def split_prefill_budget(remaining: Sequence[int], limits: SchedulerLimits) -> list[int]:
-    """Prompt tokens to evaluate for each prefilling sequence, oldest first.
+    def find(self, job: str) -> Sequence | None:
+        here = (*self._waiting, *self._running)
+        return next((s for s in here if s.job.id == job), None)
 
-    Half of the budget is the oldest prompt's, so that it always advances; the other half goes to
-    the shortest, so that a short prompt is never behind a long one; what nobody else needs is the
-    oldest's again. Each piece is a forward pass, and a small one takes almost as long as a large
-    one: so no piece is smaller than a quarter of the budget unless it ends its prompt, and a prompt
-    that would have less than that left gets it too, which may pass the budget by a quarter.
-    """
-    if limits.align_chunks:
-        return _split_aligned(remaining, limits.max_prefill_tokens)
-    shares = [0] * len(remaining)
-    if not remaining:
-        return shares
-    left, least, spare = (
-        limits.max_prefill_tokens,
-        -(-limits.max_prefill_tokens // 4),
-        limits.max_prefill_tokens // 8,
-    )
-    half = min(remaining[0], -(-left // 2))
-    for i in (*_shortest_first(remaining), 0):
-        budget = left if i == 0 else left - half
-        share = min(remaining[i], budget)
-        if remaining[i] - share <= spare and share:
-            spare -= remaining[i] - share
-            share = remaining[i]
-        elif share < least:
-            continue
-        shares[i] = share
-        left = max(0, left - share) if i == 0 else max(half, left - share)
-    return shares
+    def has(self, sequence: Sequence) -> bool:
+        return sequence.running or sequence in self._waiting
 
+    def next_to_start(self) -> Sequence | None:
+        """Who may start now, if there is a place: the first of those who would not do better to
+        wait."""
+        count = count_admissible(
+            waiting=len(self._waiting), running=len(self._running), limits=self._limits
+        )
+        if not count:
+            return None
+        return next((s for s in self._waiting_in_order() if not self._should_defer(s)), None)
 
-def _split_aligned(remaining: Sequence[int], chunk: int) -> list[int]:
-    """One chunk for the oldest and one for the shortest of the others."""
-    chosen = {0, *_shortest_first(remaining)[:1]} if remaining else set[int]()
-    return [min(wanted, chunk) if i in chosen else 0 for i, wanted in enumerate(remaining)]
+    def _waiting_in_order(self) -> Ids[Sequence]:
+        """Those who wait, in the order in which they are taken: callers take turns, but who had
+        begun and had to make way goes on before anybody begins."""
+        begun = [s for s in self._waiting if s.has_run]
+        fresh = [s for s in self._waiting if not s.has_run]
+        here = [s.job.caller for s in (*self._running, *begun)]
+        order = fair_order([s.job.caller for s in fresh], here, self._last_started)
+        return (*begun, *(fresh[i] for i in order))
 
+    def _should_defer(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is evaluating now what this one begins with. It always gets
+        on, so nobody waits for ever; and eight clients with one system prompt evaluate it once."""
+        if not self._prefix.shares_live or not sequence.may_reuse_prefix:
+            return False
+        return any(
+            should_defer(
+                shared_prefix=sequence.shared_prefix_length(other),
+                num_computed=other.num_computed_tokens,
+                min_gain=self._limits.max_prefill_tokens,
+                length=len(sequence.ids),
+            )
+            for other in self._running
+            if other.num_uncomputed_tokens
+        )
 
-def _shortest_first(remaining: Sequence[int]) -> list[int]:
-    """All but the oldest; of equally short ones the older first."""
-    return sorted(range(1, len(remaining)), key=lambda i: remaining[i])
+    def start(self, sequence: Sequence) -> bool:
+        """Lease layer caches for one that waits; whether there was memory for it."""
+        if not self._budget.make_room_for(sequence, self._running):
+            return False
+        self._waiting.remove(sequence)
+        job = sequence.job
+        marks = [i for i, token in enumerate(sequence.ids, 1) if token in job.stop_token_ids]
+        room = self._budget.initial_positions(sequence)
+        sequence.start(
+            self._prefix.begin(
+                sequence.ids, turn_ends=marks, reuse=sequence.may_reuse_prefix, reserve_length=room
+            )
+        )
+        self._running.append(sequence)
+        self._start_count += 1
+        self._last_started[job.caller] = self._start_count
+        self._budget.reserve(sequence, self._running)
+        return True
 
+    def make_decode_room(self) -> int:
+        """See that every decoding sequence has room for one more position; when memory is short,
+        the youngest wait. How many had to."""
+        count = self._budget.reclaim_for_decode(self._running)
+        for sequence in self._running[len(self._running) - count :][::-1]:
+            log.info("preempting a sequence of %d tokens: out of KV memory", len(sequence.ids))
+            sequence.commit(keep=len(sequence.ids))
+            self.requeue(sequence)
+        self._budget.grow_reservations(self._running)
+        return count
 
-def count_preemptions(*, reserved: Sequence[int], growth: Sequence[int], free: int) -> int:
-    """How many of the youngest must give their bytes back, so that those who stay can grow.
+    def requeue(self, sequence: Sequence) -> None:
+        """Send one without caches back to waiting, first in the queue. Its pending token may still
+        be read."""
+        assert not sequence.running
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
 
-    reserved, growth: bytes of each running sequence, and bytes that it is about to need more;
-    oldest first. The oldest always stays: it makes progress, whatever happens to the others.
-    """
-    for count in range(len(reserved)):
-        stay = len(reserved) - count
-        if sum(growth[:stay]) <= free + sum(reserved[stay:]):
-            return count
-    return max(0, len(reserved) - 1)
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
 
-
-def choose_growing(left: Sequence[int], *, ahead: int) -> set[int]:
-    """Which sequences get more room now. left: positions that each still has room for.
-
-    Growing copies a sequence's caches, and sequences that came together grow together: then all
-    streams wait for all copies. So in each step one that will need it soon grows ahead of time.
-    """
-    must = {i for i, positions in enumerate(left) if positions <= 0}
-    if must or not left:
-        return must
-    first = min(range(len(left)), key=lambda i: left[i])
-    return {first} if left[first] < ahead else set()
+    def check(self) -> None:
+        """Assert what must hold between two steps."""
+        self._prefix.check()
+        assert all(s.running for s in self._running)
+        assert not any(s.running for s in self._waiting)
+        assert len(self._running) <= self._limits.max_running
+        assert self.ledger().free >= 0 or len(self._running) <= 1

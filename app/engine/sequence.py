@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from app.core.jobs import Job
 from app.core.ports import Lease, ShiftingLease
-from app.engine.grammar import Matcher
 from app.engine.prefix.matching import common_prefix_length
-from app.engine.row import SamplerState
-from app.engine.scores import PromptLogprob
+from app.engine.sampling.logprobs import PromptLogprob
+from app.engine.sampling.sampler import SamplerState
+from app.grammar.compiler import Matcher
 from models.kv import LayerCache
 
 # layer caches, start, end -> whether these positions have been forgotten

@@ -20,17 +20,20 @@ import mlx.core as mx
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Capacity, EngineStats, Job, StepOutput
-from app.core.messages import (
+from app.core.jobs import (
     IDLE,
+    Capacity,
     EngineFailed,
     EngineMessage,
     EngineReady,
+    EngineStats,
     Heartbeat,
+    Job,
     LoadProgress,
+    StepOutput,
 )
-from app.engine.grammar import Matcher
-from app.engine.memory import clear_allocator_cache
+from app.engine.memory_profile import clear_allocator_cache
+from app.grammar.compiler import Matcher
 from models import kernels
 
 log = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 import models
 from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.settings import QuantizationBits
 from models.base import Model, ModelError
-from models.blobs import to_mlx_names
-from models.checkpoint import get_text_weights
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
+from models.multimodal import get_text_weights
+from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
 
 # types that MLX reads; which of them a model can use is for the model to say

@@ -1,6 +1,6 @@
 """Who is in memory, in fact: the one owner of all residents, on the event loop.
 
-Knows: the policy (`app.runners.residency`), how to make a runner and how to ask what a model needs.
+Knows: the policy (`app.runners.eviction`), how to make a runner and how to ask what a model needs.
 Must not know: HTTP, text, what a runner is. One task supervises: it asks for a plan whenever
 something changed and starts what the plan says. Loading, watching and ending a runner is a task of
 its own per model (`ModelHandle.run`), so that none of them holds up the others.
@@ -15,16 +15,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
+from app.core.model_state import ModelState, ServedModel
 from app.core.ports import Runner
-from app.core.residents import ModelState, ServedModel
 from app.core.settings import Settings
+from app.runners.eviction import Evict, Load, LoadRequest, PoolLimits, RejectLoad, SkipPreload, plan
+from app.runners.handle import ModelHandle
 from app.runners.lease import ModelLease, build_busy_error, build_stopping_error, copy_error
-from app.runners.residency import plan
-from app.runners.resident import ModelHandle
-from app.runners.restarts import RestartPolicy
-from app.runners.survey import EstimateMemory, Preflight
-from app.runners.tenancy import Evict, Load, LoadRequest, PoolLimits, RejectLoad, SkipPreload
+from app.runners.preflight import EstimateMemory, Preflight
+from app.runners.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 

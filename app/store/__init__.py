@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from app.core.files import ModelFiles
-from app.store import hf
+from app.core.model_files import ModelFiles
+from app.store import hf_folder
+from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
-from app.store.documents import unreadable_error
-from app.store.names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
+from app.store.model_names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
 from app.store.ollama import manifest, model
 
 _Name = TypeVar("_Name")
@@ -73,7 +73,7 @@ def find(name: str | None) -> ModelFiles:
     if found is not None:
         return found
     if wanted.hub is None and wanted.folder is not None and wanted.folder.is_dir():
-        return hf.read(wanted.folder, name=name)  # which says what it lacks
+        return hf_folder.read(wanted.folder, name=name)  # which says what it lacks
     raise _not_found_error(wanted)
 
 
@@ -83,12 +83,12 @@ def list_installed() -> Iterator[InstalledModel]:
         name=BUILTIN, source="built in", path=_builtin_folder(), read=_read_builtin
     )
     # takes a sixth of a second to import, which is only spent where it is needed
-    from app.store.hub import cached
+    from app.store.hub import cache
 
     with _translate_os_errors():
-        entries, names = list(cached.list_revisions()), list(manifest.list_names())
+        entries, names = list(cache.list_revisions()), list(manifest.list_names())
     for entry in entries:
-        read = _make_reader(entry.name, cached.find)
+        read = _make_reader(entry.name, cache.find)
         yield InstalledModel(name=str(entry.name), source="hub", path=entry.folder, read=read)
     for name in names:
         read = _make_reader(name, model.find)
@@ -118,15 +118,15 @@ def _find_in_folder(wanted: ModelName) -> ModelFiles | None:
     is_path = wanted.hub is None and wanted.ollama is None
     if not is_path and not (folder / "config.json").is_file():
         return None
-    return hf.read(folder, name=folder.resolve().name)
+    return hf_folder.read(folder, name=folder.resolve().name)
 
 
 def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
     if name is None:
         return None
-    from app.store.hub import cached
+    from app.store.hub import cache
 
-    return cached.find(name)
+    return cache.find(name)
 
 
 def _find_in_ollama_store(wanted: ModelName) -> ModelFiles | None:
@@ -140,9 +140,9 @@ def _not_found_error(wanted: ModelName) -> ModelNotFoundError:
     is_folder = wanted.folder is not None and wanted.folder.is_dir()
     looked = ["the folder of that name holds no model" if is_folder else "no such folder"]
     if wanted.hub is not None:
-        from app.store.hub import cached
+        from app.store.hub import cache
 
-        looked.append(f"not in the Hugging Face cache ({cached.cache_folder()})")
+        looked.append(f"not in the Hugging Face cache ({cache.cache_folder()})")
     if wanted.ollama is not None:
         looked.append(f"not in Ollama's store ({manifest.store_folder()})")
     said = f"model {wanted.text} was not found: {', '.join(looked)}"
@@ -162,7 +162,7 @@ def is_builtin(files: ModelFiles) -> bool:
 
 
 def _read_builtin() -> ModelFiles:
-    return hf.read(_builtin_folder(), name=BUILTIN)
+    return hf_folder.read(_builtin_folder(), name=BUILTIN)
 
 
 def _builtin_folder() -> Path:

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import orjson
 
-from app.core.amounts import format_bytes
 from app.core.errors import AppError, ErrorKind
+from app.core.units import format_bytes
 
 log = logging.getLogger(__name__)
 

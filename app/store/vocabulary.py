@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
-from app.store.documents import read_json_object
+from app.store.config_files import read_json_object
 
 # the largest vocabularies, of a quarter of a million tokens, take 35 MB
 _MAX_BYTES = 512 << 20

@@ -18,7 +18,7 @@ from importlib import import_module
 
 from app.core.requests import Tool, ToolCall
 from app.text import families
-from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
 
 

@@ -2,26 +2,102 @@
 
 Knows: the model's template and family, tools, reasoning, what fills in. Must not know: the context
 length, the engine, sampling.
+
+How a request says how much the model should think, in the words of its template.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
-from app.core.files import ModelFiles
-from app.core.requests import Conversation, GenerateRequest, Grammar, Message, NamedToolChoice, Tool
-from app.core.workers import CancelToken
-from app.text.chat import ChatTemplate
-from app.text.constraint import AnswerStart, OutputRequirements, build_constraint
+from app.core.model_files import ModelFiles
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    Grammar,
+    Message,
+    NamedToolChoice,
+    ReasoningOptions,
+    Tool,
+)
+from app.core.thread_pools import CancelToken
+from app.grammar.constraint import AnswerStart, OutputRequirements, build_constraint
+from app.text.capabilities import add_tool_names, detect_capabilities
+from app.text.chat_template import ChatTemplate
 from app.text.family import ChatFamily, ReasoningTags, find_family
-from app.text.history import inline_tool_calls
-from app.text.manners import add_tool_names, detect_capabilities
-from app.text.plain_calls import GenericFamily, render_tools_as_text
-from app.text.syntax.pieces import OutputParser
-from app.text.thinking import build_thinking_kwargs, check_thinking_budget
+from app.text.generic_tool_calls import GenericFamily, inline_tool_calls, render_tools_as_text
+from app.text.syntax.output_parser import OutputParser
 from app.text.tokenizer import Tokenizer
+
+# most used first; the last is Cohere's
+_ENABLE_VARIABLES = ("enable_thinking", "thinking", "reasoning")
+
+# Seed-OSS's: it was trained to keep to it, and thinks nothing where it is 0
+_BUDGET_VARIABLE = "thinking_budget"
+
+_OFF_EFFORTS = ("none",)
+
+
+def build_thinking_kwargs(
+    thinking: ReasoningOptions,
+    variables: Set[str],
+    *,
+    supports_reasoning: bool,
+    supports_none: bool,
+) -> Mapping[str, Any]:
+    """Variables for the template. variables: those that it looks for. supports_reasoning: whether
+    its models reason. supports_none: whether it knows the effort "none".
+
+    Raises AppError(INVALID) for an effort that cannot be made, or that nobody makes.
+    """
+    budget = {} if thinking.token_budget is None else {_BUDGET_VARIABLE: thinking.token_budget}
+    told = budget if _BUDGET_VARIABLE in variables else {}
+    return {
+        **told,
+        **_build_effort_kwargs(
+            thinking.effort,
+            variables,
+            supports_reasoning=supports_reasoning,
+            supports_none=supports_none,
+        ),
+    }
+
+
+def _build_effort_kwargs(
+    effort: str | None, variables: Set[str], *, supports_reasoning: bool, supports_none: bool
+) -> Mapping[str, Any]:
+    if effort is None:
+        return {}
+    switch = next((name for name in _ENABLE_VARIABLES if name in variables), None)
+    if effort in _OFF_EFFORTS and switch is not None:
+        return {switch: False}
+    if effort in _OFF_EFFORTS and _BUDGET_VARIABLE in variables:
+        return {_BUDGET_VARIABLE: 0}
+    if "reasoning_effort" in variables and (supports_none or effort not in _OFF_EFFORTS):
+        told = {"reasoning_effort": effort}
+        return told if switch is None else {switch: True, **told}
+    if switch is not None:
+        return {switch: True}
+    if effort in _OFF_EFFORTS and not supports_reasoning:
+        return {}
+    if effort in _OFF_EFFORTS:
+        message = "this model always reasons: set thinking_budget to limit it"
+        raise AppError(ErrorKind.INVALID, message, param="reasoning_effort")
+    if not supports_reasoning:
+        message = "this model does not support reasoning: omit reasoning_effort"
+        raise AppError(ErrorKind.INVALID, message, param="reasoning_effort")
+    return {}
+
+
+def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: bool) -> None:
+    """Raises AppError(INVALID) for a budget of something that does not happen."""
+    if thinking.token_budget is not None and not supports_reasoning:
+        message = "this model does not support reasoning: omit thinking_budget"
+        raise AppError(ErrorKind.INVALID, message, param="thinking_budget")
+
 
 _SYSTEM_ROLES = ("system", "developer")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from models import backend
+from models import cpu_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":
             raise
-        return None, False, backend.read_not_built_reason(Path(__file__).parent)
+        return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
     except ImportError as error:  # made for another Python, or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
@@ -84,7 +84,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
         found.isa()  # chosen now: the first work there is would be an odd place to be refused
     except RuntimeError as error:
         return None, True, str(error)
-    found.use_threads(backend.ACTIVE.threads)
+    found.use_threads(cpu_backend.ACTIVE.threads)
     found.keep_memory()
     return found, True, None
 

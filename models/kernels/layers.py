@@ -4,7 +4,7 @@ Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures,
 holds the arrays of the layer that it is made of, by the same names, in strips, and is an instance
 of its class; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices keep the
 type that they are stored in, everything else becomes float32, and so does what comes out. Stacks of
-matrices: models/kernels/stacks.py.
+matrices: models/kernels/stacked_layers.py.
 """
 
 from collections.abc import Callable, Mapping

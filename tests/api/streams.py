@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.dialects.openai_reply import ChunkEncoder
+from app.api.openai.output import ChunkEncoder
 from app.core.events import OutputEvent
 
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from app.api.app import build_app
-from app.api.dialects.embeddings import parse_embeddings, render_embeddings
+from app.api.embeddings import parse_embeddings, render_embeddings
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings

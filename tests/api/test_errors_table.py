@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from app.api.wire import ERROR_FORMATS
 from app.core.errors import AppError, ErrorKind
+from app.http.responses import ERROR_FORMATS
 from tests.api.asgi import ask
 from tests.fakes import CARD, FakeGenerate
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 CHAT = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
 
 # What is answered with another status than that of its kind, because HTTP has one for it: by the
-# connection itself (tests/door/test_connections.py), and by /health (tests/api/test_meta.py).
+# connection itself (tests/http/test_connection.py), and by /health (tests/api/test_health.py).
 OTHER_STATUSES = {
     "request_header_fields_too_large": {431},
     "invalid_http": {400, 501, 505},

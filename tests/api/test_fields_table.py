@@ -76,7 +76,7 @@ class Row:
 
 def rows() -> list[Row]:
     found: list[Row] = []
-    # the tables behind this title tell of keywords and grammars: tests/engine/test_compiling.py
+    # the tables behind this title tell of keywords and grammars: tests/grammar/test_llguidance_backend.py
     fields, _, _ = (ROOT / "API.md").read_text("utf-8").partition("\n## Structured output\n")
     for line in fields.splitlines():
         if not line.startswith("| `"):

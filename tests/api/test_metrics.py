@@ -14,11 +14,11 @@ from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.jobs import EngineStats
+from app.core.model_state import ModelState
 from app.core.ports import RunnerStatus
 from app.core.requests import GenerateRequest
-from app.core.residents import ModelState
+from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
-from app.core.traffic import ConnectionStats
 from tests.api.asgi import Conversation
 from tests.fakes import (
     CARD,

@@ -19,7 +19,7 @@ from app.core.requests import Conversation, GenerateRequest, Message, ToolCall
 from app.core.settings import Settings
 from tests.api.asgi import serving
 from tests.fakes import FakeGenerate, Script, finish, text
-from tests.serving import run_server as serving_process
+from tests.server_process import run_server as serving_process
 
 MODEL = "fake/model"
 WEATHER: Any = {

@@ -23,11 +23,11 @@ import httpx
 import pytest
 import trustme
 
-from app.door import keys
+from app.http import api_keys
 from tests import tiny
 from tests.attacks.attacker import Attack
-from tests.machine import MachineLock
-from tests.serving import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
+from tests.machine_lock import MachineLock
+from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 
 # What another client may notice of an attack: its median latency is at most twice the usual and
 # 50 ms, for a machine that has two cores and this test on them, and no request takes longer than
@@ -275,7 +275,7 @@ class Guarded:
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     disk = tmp_path_factory.mktemp("guarded")
-    user, admin, owner = (keys.generate_key() for _ in range(3))
+    user, admin, owner = (api_keys.generate_key() for _ in range(3))
     file = disk / "keys.toml"
     file.write_text(entries(user=user) + entries(admin=True, boss=admin))
     file.chmod(0o600)
@@ -298,5 +298,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 def entries(*, admin: bool = False, **named: str) -> str:
     """Tables of a file of keys, by name and key."""
-    made = (keys.ApiKey(name=n, digest=keys.hash_key(k), admin=admin) for n, k in named.items())
-    return "".join(keys.format_entry(key, "") + "\n" for key in made)
+    made = (
+        api_keys.ApiKey(name=n, digest=api_keys.hash_key(k), admin=admin) for n, k in named.items()
+    )
+    return "".join(api_keys.format_entry(key, "") + "\n" for key in made)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Victim
-from tests.door.lines import head, post
+from tests.http.lines import head, post
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

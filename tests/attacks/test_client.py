@@ -14,9 +14,9 @@ import pytest
 from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import ESCAPES, Victim
-from tests.door import lines
-from tests.door.lines import head
-from tests.serving import TIMEOUT, run_server
+from tests.http import lines
+from tests.http.lines import head
+from tests.server_process import TIMEOUT, run_server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -16,10 +16,10 @@ import trustme
 from tests import tiny
 from tests.attacks.attacker import Attack, Flood, Send
 from tests.attacks.conftest import Undisturbed, Victim
-from tests.door.lines import GET, Line, calling, head, post
-from tests.machine import MachineLock
+from tests.http.lines import GET, Line, calling, head, post
+from tests.machine_lock import MachineLock
 from tests.runners.spawning import wait_until
-from tests.serving import TIMEOUT, run_server
+from tests.server_process import TIMEOUT, run_server
 
 COMPLETIONS = "/v1/completions"
 GIGABYTE = 1 << 30

@@ -7,9 +7,9 @@ import time
 import httpx
 import pytest
 
-from app.door import keys
+from app.http import api_keys
 from tests.attacks.conftest import Guarded, entries
-from tests.serving import TIMEOUT
+from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -22,7 +22,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_only_keys_come_in(guarded: Guarded) -> None:
     client = guarded.client
     assert client.post(CHAT, json=ASK).status_code == 401
-    assert client.post(CHAT, json=ASK, headers=bearer(keys.generate_key())).status_code == 401
+    assert client.post(CHAT, json=ASK, headers=bearer(api_keys.generate_key())).status_code == 401
     for key in (guarded.user, guarded.admin, guarded.owner):
         assert client.post(CHAT, json=ASK, headers=bearer(key)).status_code == 200
         assert client.post(CHAT, json=ASK, headers={"x-api-key": key}).status_code == 200
@@ -83,7 +83,7 @@ def test_strangers_see_four_figures(guarded: Guarded) -> None:
 
 def test_guessing_tells_nothing_by_its_time(guarded: Guarded) -> None:
     """A guess that begins like a key is refused as quickly as any. Over a network nobody measures
-    nanoseconds; that a comparison has no early end at all, tests/door/test_keys.py shows."""
+    nanoseconds; that a comparison has no early end at all, tests/http/test_api_keys_file.py shows."""
     near = [guarded.user[:length] + "x" * (46 - length) for length in (0, 23, 45)]
     took: dict[str, list[float]] = {guess: [] for guess in near}
     order = near * 40
@@ -98,7 +98,7 @@ def test_guessing_tells_nothing_by_its_time(guarded: Guarded) -> None:
 
 def test_a_key_that_was_taken_away_is_of_no_use(guarded: Guarded) -> None:
     """And one that was added is, without a restart; a file that breaks changes nothing."""
-    lost, text = keys.generate_key(), guarded.file.read_text()
+    lost, text = api_keys.generate_key(), guarded.file.read_text()
 
     def wait_for(status: int) -> None:
         deadline = time.monotonic() + 10
@@ -134,7 +134,7 @@ SECRETS = ("xylophone-prompt", "xylophone-answer-prefix", "xylophone-tool", "xyl
 
 def test_the_log_holds_neither_keys_nor_prompts(guarded: Guarded) -> None:
     prompt, prefix, tool, schema = SECRETS
-    wrong = keys.generate_key()
+    wrong = api_keys.generate_key()
     user, client = bearer(guarded.user), guarded.client
     said = {**ASK, "messages": [{"role": "user", "content": prompt}]}
     function = {"name": "f", "description": tool, "parameters": {"type": "object"}}
@@ -177,5 +177,5 @@ def test_the_log_holds_neither_keys_nor_prompts(guarded: Guarded) -> None:
     assert "listening" in log or "running on" in log, "the log is read at all"
     for secret in (guarded.user, guarded.admin, guarded.owner, wrong, *SECRETS):
         assert secret not in log
-    for digest in (keys.hash_key(key).hex() for key in (guarded.user, guarded.admin)):
+    for digest in (api_keys.hash_key(key).hex() for key in (guarded.user, guarded.admin)):
         assert digest not in log

@@ -9,7 +9,7 @@ import pytest
 
 from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Guarded, Victim
-from tests.door.lines import head
+from tests.http.lines import head
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/net/tcp").exists(), reason="which process listens where, /proc tells"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.serving import TIMEOUT, ServerProcess
+from tests.server_process import TIMEOUT, ServerProcess
 
 
 def ended(*arguments: str, **variables: str) -> str:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests import tiny
-from tests.serving import TIMEOUT, ServerProcess, run_server
+from tests.server_process import TIMEOUT, ServerProcess, run_server
 
 COMPLETIONS = "/v1/completions"
 

@@ -12,8 +12,8 @@ import pytest
 from tests import tiny
 from tests.attacks.attacker import Attack, Read, Send, Wait
 from tests.attacks.conftest import Victim
-from tests.door.lines import head, post
-from tests.serving import TIMEOUT, run_server
+from tests.http.lines import head, post
+from tests.server_process import TIMEOUT, run_server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

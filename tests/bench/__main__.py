@@ -19,36 +19,36 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from models.builtin.score import HELD_OUT, evaluate, load_questions
-from models.builtin.score import format_report as scores
+from models.builtin.training.evaluate import HELD_OUT, evaluate, load_questions
+from models.builtin.training.evaluate import format_report as scores
 from tests.bench import (
+    chunk_alignment,
     grammars,
-    grid,
-    hits,
-    kinds,
-    layouts,
+    kv_layouts,
     loading,
+    prefix_hits,
+    quant_parity,
     random_model,
     replay,
     rounding,
     runners,
     soak,
-    switch,
-    versus,
-    weights,
+    switch_interval,
+    versus_mlx_lm,
+    weight_layout,
 )
 from tests.bench.builtin import make_chat_client
 from tests.bench.serving import MEASUREMENTS
 from tests.conftest import SHARED
-from tests.serving import ServerProcess, run_server
+from tests.server_process import ServerProcess, run_server
 
 # on a random-weight model folder, in this process or with servers of their own
 MODEL_REPORTS: dict[str, Callable[[Path], str]] = {
-    "grid": grid.report,
-    "switch": switch.report,
-    "layouts": layouts.report,
-    "versus": versus.report,
-    "weights": weights.report,
+    "grid": chunk_alignment.report,
+    "switch": switch_interval.report,
+    "layouts": kv_layouts.report,
+    "versus": versus_mlx_lm.report,
+    "weights": weight_layout.report,
     "grammars": grammars.report,
     "runners": runners.report,
 }
@@ -79,9 +79,9 @@ def main() -> None:
     if "traces" in wanted:
         print(_replay_traces(), flush=True)
     if "hits" in wanted:
-        print(hits.report(), flush=True)
+        print(prefix_hits.report(), flush=True)
     if "kinds" in wanted:
-        print(kinds.report(), flush=True)
+        print(quant_parity.report(), flush=True)
     if "rounding" in wanted:
         print(rounding.report(), flush=True)
     if "loading" in wanted:

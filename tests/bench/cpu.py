@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench import cpu_http, cpu_profile
-from tests.bench.cpu_arms import CLEARED_VARIABLES, ROOT, BackendProcess, make_environment
+from tests.bench.cpu_backends import CLEARED_VARIABLES, ROOT, BackendProcess, make_environment
 from tests.bench.cpu_cells import (
     CACHED,
     FORMATS,

@@ -22,10 +22,10 @@ from pathlib import Path
 import httpx
 
 from tests.bench import client, cpu_plot
-from tests.bench.cpu_arms import ROOT, make_environment
-from tests.bench.peer import find_free_port
+from tests.bench.cpu_backends import ROOT, make_environment
+from tests.bench.server_pair import find_free_port
 from tests.bench.streams import Body, Stream, run_all
-from tests.serving import run_server
+from tests.server_process import run_server
 
 SIZE, FORMATS, CLIENTS = "110M", ("f32", "q4"), (1, 8)
 PROMPT, ANSWER = 64, 64

@@ -15,7 +15,7 @@ from typing import Any
 import llama_cpp as llama  # pyright: ignore[reportMissingImports]  # of another environment
 import numpy as np
 
-from tests.bench.cpu_arms import serve_measurements
+from tests.bench.cpu_backends import serve_measurements
 
 STEPS, ROOM = 16, 256
 # an ordinary piece, behind the bytes

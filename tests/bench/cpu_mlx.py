@@ -17,10 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import models
-from models import backend, kernels
+from models import cpu_backend, kernels
 from models.base import Model
+from models.cpu_layout import apply_cpu_layout
 from models.kv import KVCache, LayerCache
-from models.layout import apply_cpu_layout
 
 STEPS, MIN_PROMPT = 16, 4
 
@@ -161,7 +161,7 @@ def load(folder: Path, *, stock: bool = False) -> Model:
 
 
 def describe_backend() -> str:
-    ours, blas = kernels.describe(), backend.ACTIVE
+    ours, blas = kernels.describe(), cpu_backend.ACTIVE
     own = (
         f"kernels {ours.isa}, {ours.threads} thread(s)"
         if ours.enabled

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.cpu_arms import ROOT, make_environment
+from tests.bench.cpu_backends import ROOT, make_environment
 
 SECONDS, SHOWN = 4.0, 16
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 # before anything imports MLX: this settles its BLAS
 import models  # noqa: F401
-from tests.bench import cpu_look, cpu_mlx
-from tests.bench.cpu_arms import serve_measurements
+from tests.bench import cpu_breakdown, cpu_mlx
+from tests.bench.cpu_backends import serve_measurements
 
 
 def main(what: str, place: str, *rest: str) -> None:
@@ -22,9 +22,9 @@ def main(what: str, place: str, *rest: str) -> None:
             worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, stock=what == "stock"))
             serve_measurements(worker.measure, cpu_mlx.describe_backend())
         case "look", (streams,):
-            print(cpu_look.profile_step(folder, int(streams)))
+            print(cpu_breakdown.profile_step(folder, int(streams)))
         case "step", (streams, seconds):
-            cpu_look.run_steps(folder, int(streams), float(seconds))
+            cpu_breakdown.run_steps(folder, int(streams), float(seconds))
         case _:
             raise SystemExit(__doc__)
 

@@ -17,9 +17,9 @@ from app import store
 from app.core.jobs import Job, Token
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex, SamplingParams
 from app.core.settings import Settings
-from app.engine.grammar import GrammarCompiler
-from app.engine.load import load
+from app.engine.loader import load
 from app.engine.loop import Loop
+from app.grammar.compiler import GrammarCompiler
 from tests.bench import client
 
 ROWS, TOKENS, ROUNDS = (1, 8), 40, 5

@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from app import store
-from app.engine.describe import complete_config
+from app.engine.model_info import complete_config
 from app.engine.weights import list_parameters, open_model, read_weights
 from models import llama
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
 from tests import tiny
 
 # 1.0 GB in bfloat16, its largest tensor 131 MB

@@ -17,7 +17,7 @@ from tokenizers import models as kinds
 
 import models
 from models import llama
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
 from tests.bench import cpu_cells
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from models import kernels
 from models.base import Model
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
 from tests.bench import random_model
 from tests.models import parity, test_glm4_moe_lite, test_llama, test_qwen3_5, test_qwen3_next
 from tests.models.architectures import Case

@@ -17,12 +17,12 @@ from app.core.jobs import Job, Token
 from app.core.ports import Runner
 from app.core.requests import SamplingParams
 from app.core.settings import Settings
-from app.engine.describe import complete_config
-from app.runners.local import ThreadRunner
-from app.runners.process import ProcessRunner
+from app.engine.model_info import complete_config
+from app.runners.process_runner import ProcessRunner
+from app.runners.thread_runner import ThreadRunner
 from tests.bench import client
 from tests.bench.serving import status
-from tests.serving import ServerProcess
+from tests.server_process import ServerProcess
 
 RUNNERS: dict[str, Callable[[Settings], Runner]] = {
     "thread": ThreadRunner,

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from models.base import Model
 from tests.bench import client, random_model
-from tests.serving import ServerProcess
+from tests.server_process import ServerProcess
 
 PROMPT, ANSWER, PAIRS = 64, 48, 7
 LONG, STATUS_PROMPT = 1500, 4000

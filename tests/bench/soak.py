@@ -27,8 +27,8 @@ import httpx
 from tests import tiny
 from tests.bench import client
 from tests.bench.streams import encode_post_request
-from tests.chaos import machine
-from tests.serving import ServerProcess, run_server
+from tests.chaos import processes
+from tests.server_process import ServerProcess, run_server
 
 CLIENTS = 32
 
@@ -378,7 +378,7 @@ async def _exchange(port: int, request: bytes) -> bytes:
 async def _kill(server: ServerProcess, chance: random.Random, tally: SoakCounters) -> None:
     while True:
         await asyncio.sleep(chance.uniform(*KILL_INTERVAL))
-        for pid in machine.list_runners(server.process.pid)[:1]:
+        for pid in processes.list_runners(server.process.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 tally.kills += 1

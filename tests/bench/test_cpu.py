@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from tests.bench import cpu_http, cpu_models, cpu_plot
-from tests.bench.cpu_arms import BackendProcess, make_environment
+from tests.bench.cpu_backends import BackendProcess, make_environment
+from tests.bench.cpu_breakdown import ModuleTimer, format_rows
 from tests.bench.cpu_cells import (
     FORMATS,
     PREFILL,
@@ -24,7 +25,6 @@ from tests.bench.cpu_cells import (
     get_group_size,
 )
 from tests.bench.cpu_http import HttpTimings
-from tests.bench.cpu_look import ModuleTimer, format_rows
 
 TINY = ModelShape(
     kind="qwen3", width=64, layers=2, heads=2, kv_heads=1, head_dim=32, inner=128, vocab=96
@@ -135,7 +135,7 @@ def test_an_arm_inherits_nothing_that_would_make_it_another(monkeypatch):
 
 def test_an_arm_measures_when_it_is_told_to():
     work = (
-        "from tests.bench.cpu_arms import serve\n"
+        "from tests.bench.cpu_backends import serve\n"
         "serve(lambda ask: (ask['streams'] * ask['budget'], ask['prompt']), 'a test')"
     )
     with BackendProcess("ours", [sys.executable, "-c", work]) as arm:
@@ -151,7 +151,7 @@ def test_an_arm_that_dies_says_what_it_said_last():
 
 def test_a_ledger_books_each_second_once(monkeypatch):
     clock = iter(float(i) for i in range(100))
-    monkeypatch.setattr("tests.bench.cpu_look.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tests.bench.cpu_breakdown.time.perf_counter", lambda: next(clock))
     ledger = ModuleTimer(lambda held: None, eval_overhead=0.0)
     inner = ledger.wrap("inner", lambda: None)
     ledger.wrap("outer", inner)()

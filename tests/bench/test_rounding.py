@@ -6,7 +6,7 @@ from typing import cast
 import mlx.nn as nn
 import pytest
 
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
 from tests.bench.rounding import iter_models, measure_differences
 from tests.models.switched import BOTH, computing
 

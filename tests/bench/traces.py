@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.requests import Message, ToolCall
-from app.text.chat import ChatTemplate
+from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 
 CONCURRENCY = 8

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.judge import find_violations
+from tests.chaos.checks import find_violations
 from tests.chaos.questions import compute_answers, make_questions, write_models
 from tests.chaos.run import run_chaos
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import httpx
 
-from tests.chaos import machine
+from tests.chaos import processes
 from tests.chaos.questions import SHAPES
 
 # bytes that a runner may still take before its memory is at its end
@@ -37,7 +37,7 @@ class FaultInjector:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await asyncio.sleep(self._rng.uniform(*self._pause))
-            self.pids.update(machine.list_descendants(self._pid))
+            self.pids.update(processes.list_descendants(self._pid))
             faults = [self._kill, self._stop, self._starve, self._fill_disk, self._unload]
             [fault] = self._rng.choices(faults, weights=[3, 2, 2, 1, 1])
             # what was to suffer from it may have ended just now
@@ -46,7 +46,7 @@ class FaultInjector:
                     self.counts[fault.__name__.strip("_")] += 1
 
     def _pick_runner(self) -> int | None:
-        runners = machine.list_runners(self._pid)
+        runners = processes.list_runners(self._pid)
         return self._rng.choice(runners) if runners else None
 
     async def _kill(self) -> bool:
@@ -65,14 +65,14 @@ class FaultInjector:
         victim = self._pick_runner()
         if victim is None:
             return False
-        limit = machine.read_address_space(victim) + _SPARE_BYTES
+        limit = processes.read_address_space(victim) + _SPARE_BYTES
         resource.prlimit(victim, resource.RLIMIT_AS, (limit, limit))
         return True
 
     async def _fill_disk(self) -> bool:
         """No file may grow: whoever writes to one gets EFBIG. Who is started meanwhile inherits
         that, and keeps it."""
-        for pid in (self._pid, *machine.list_runners(self._pid)):
+        for pid in (self._pid, *processes.list_runners(self._pid)):
             _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
         await asyncio.sleep(_DISK_FULL_SECONDS)

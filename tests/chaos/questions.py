@@ -14,10 +14,10 @@ from app import store
 from app.core.events import TextDelta
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
-from app.engine.describe import complete_config
-from app.generation import Generation
+from app.engine.model_info import complete_config
 from app.runners.admission import Admission
-from app.runners.local import ThreadRunner
+from app.runners.thread_runner import ThreadRunner
+from app.serving.generation import Generation
 from tests import tiny
 
 # layers, width: models of different sizes, and with different seeds, so different answers

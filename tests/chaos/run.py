@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 
-from tests.chaos import machine
+from tests.chaos import processes
+from tests.chaos.checks import ChaosReport
 from tests.chaos.faults import FaultInjector
-from tests.chaos.judge import ChaosReport
 from tests.chaos.load import LoadGenerator, Outcome, send_question
 from tests.chaos.questions import CONTEXT, SHAPES, ChaosQuestion, write_models
-from tests.serving import ServerProcess, run_server
+from tests.server_process import ServerProcess, run_server
 
 # GiB for all models together: two of the five fit, or three of the smaller ones
 _MEMORY = 0.05
@@ -51,10 +51,12 @@ def run_chaos(
         before, after, load, faults, afterwards = asyncio.run(
             _run_load_and_faults(server, questions, seconds, clients, pause, seed)
         )
-        faults.pids.update(machine.list_descendants(pid))
+        faults.pids.update(processes.list_descendants(pid))
         status = server.stop()
     gone = time.monotonic() + 5
-    while (orphans := [p for p in faults.pids if machine.is_alive(p)]) and time.monotonic() < gone:
+    while (
+        orphans := [p for p in faults.pids if processes.is_alive(p)]
+    ) and time.monotonic() < gone:
         time.sleep(0.05)
     return ChaosReport(
         outcomes=load.outcomes,
@@ -76,7 +78,11 @@ async def _run_load_and_faults(
     pause: tuple[float, float],
     seed: int,
 ) -> tuple[
-    machine.ProcessResources, machine.ProcessResources, LoadGenerator, FaultInjector, list[Outcome]
+    processes.ProcessResources,
+    processes.ProcessResources,
+    LoadGenerator,
+    FaultInjector,
+    list[Outcome],
 ]:
     url, pid = server.url, server.process.pid
     # what is imported and made once, and kept, is there before anything is measured
@@ -95,7 +101,7 @@ async def _run_load_and_faults(
     return before, await _wait_until_idle(url, pid), load, faults, afterwards
 
 
-async def _wait_until_idle(url: str, pid: int) -> machine.ProcessResources:
+async def _wait_until_idle(url: str, pid: int) -> processes.ProcessResources:
     """Nobody asks, nothing is loaded, no prompt is suspected: and what the front door has then."""
     async with (
         asyncio.timeout(_IDLE_TIMEOUT),
@@ -104,9 +110,9 @@ async def _wait_until_idle(url: str, pid: int) -> machine.ProcessResources:
         for model in SHAPES:
             (await http.post("/v1/models/unload", json={"model": model})).raise_for_status()
     async with asyncio.timeout(_IDLE_TIMEOUT):
-        while machine.list_descendants(pid) or _descriptors_change(pid):  # noqa: ASYNC110  # of another process
+        while processes.list_descendants(pid) or _descriptors_change(pid):  # noqa: ASYNC110  # of another process
             await asyncio.sleep(0.1)
-    return machine.read_resources(pid)
+    return processes.read_resources(pid)
 
 
 def _descriptors_change(pid: int) -> bool:

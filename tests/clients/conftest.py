@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, ServerProcess, run_server
+from tests.server_process import ROOT, ServerProcess, run_server
 
 MODULES = ROOT / "examples" / "node" / "node_modules"
 CLIENTS = ROOT / ".venv-clients" / "bin" / "python"

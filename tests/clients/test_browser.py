@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving import ROOT, TIMEOUT, ServerProcess, run_server
+from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
 from tests.throttle import Throttle
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runners.spawning import wait_until
-from tests.serving import ROOT, TIMEOUT, ServerProcess
+from tests.server_process import ROOT, TIMEOUT, ServerProcess
 
 EXAMPLES = ROOT / "examples"
 # OpenAI's own library is among what the tests need, and newer there

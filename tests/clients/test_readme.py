@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT, TIMEOUT, ServerProcess
+from tests.server_process import ROOT, TIMEOUT, ServerProcess
 
 ADDRESS = "http://127.0.0.1:8080"
 

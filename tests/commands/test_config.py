@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app import cli
-from app.configuration.options import OPTIONS
+from app.config.options import OPTIONS
 
 FILE = """\
 max_body = 2

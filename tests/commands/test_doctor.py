@@ -11,7 +11,7 @@ import pytest
 from app.commands import doctor
 from app.commands.doctor import Findings, diagnose, find_problems, render_lines
 from app.core.errors import AppError, ErrorKind
-from models import backend
+from models import cpu_backend
 
 WELL = Findings(
     python="3.11.1",
@@ -68,14 +68,14 @@ def test_a_gpu_has_neither_blas_nor_kernels_to_tell_of() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (replace(STOCK, blas_why=backend.NOT_FOUND), "reference BLAS"),
+        (replace(STOCK, blas_why=cpu_backend.NOT_FOUND), "reference BLAS"),
         (
-            replace(STOCK, blas_why=f"{backend.NOT_BUILT}: no g++"),
+            replace(STOCK, blas_why=f"{cpu_backend.NOT_BUILT}: no g++"),
             "was not built: no g++. Install OpenBLAS",
         ),
         (replace(WELL, called=False), "MLX does not call it"),
         (NO_KERNELS, "so decoding is slower: they were not built"),
-        (replace(STOCK, blas_why=backend.USES_CUDA), "found no GPU"),
+        (replace(STOCK, blas_why=cpu_backend.USES_CUDA), "found no GPU"),
         (replace(WELL, memory=1 << 20), "only 1.00 MiB are available"),
         (replace(WELL, scratch=None), "set TMPDIR"),
         (replace(WELL, models={}, stores="planted"), "could not be listed: planted"),

@@ -12,8 +12,8 @@ from app.cli import main
 from app.commands import key as command
 from app.commands.key import append_key, make_key
 from app.core.errors import AppError
-from app.door import keys
-from app.door.keyring import Keyring
+from app.http import api_keys
+from app.http.api_keys import Keyring
 
 
 def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path | None) -> str:
@@ -28,8 +28,8 @@ def made(capsys: pytest.CaptureFixture[str], name: str, admin: bool, file: Path 
 def test_what_it_prints_can_be_put_into_the_file(capsys: pytest.CaptureFixture[str]):
     assert make_key("laptop", admin=True, file=None) == 0
     out, err = capsys.readouterr()
-    [key] = keys.parse_key_file(err[err.index("[[keys]]") :])
-    assert (key.name, key.admin, key.digest) == ("laptop", True, keys.hash_key(out.strip()))
+    [key] = api_keys.parse_key_file(err[err.index("[[keys]]") :])
+    assert (key.name, key.admin, key.digest) == ("laptop", True, api_keys.hash_key(out.strip()))
     assert "not shown again" in err
 
 
@@ -90,8 +90,8 @@ def test_the_command_line_leads_here(capsys: pytest.CaptureFixture[str], tmp_pat
     file = tmp_path / "keys.toml"
     assert main(["key", "boss", "--admin", "--file", str(file)]) == 0
     shown = capsys.readouterr().out.strip()
-    [key] = keys.parse_key_file(file.read_text())
-    assert (key.name, key.admin, key.digest) == ("boss", True, keys.hash_key(shown))
+    [key] = api_keys.parse_key_file(file.read_text())
+    assert (key.name, key.admin, key.digest) == ("boss", True, api_keys.hash_key(shown))
     assert main(["key", "two words"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -132,6 +132,6 @@ def test_two_at_once_lose_no_key(tmp_path: Path):
         one.start()
     for one in crowd:
         one.join()
-    assert {key.name for key in keys.parse_key_file(file.read_text())} == {
+    assert {key.name for key in api_keys.parse_key_file(file.read_text())} == {
         f"k{n}" for n in range(20)
     }

@@ -13,10 +13,10 @@ import pytest
 
 from app.commands.pull import pull
 from app.core.errors import AppError
-from app.store.hub import cached
-from app.store.names import HubName
+from app.store.hub import cache
+from app.store.model_names import HubName
 from tests import tiny
-from tests.serving import ROOT, TIMEOUT, run_server
+from tests.server_process import ROOT, TIMEOUT, run_server
 from tests.store.stand_in import StandIn
 
 WEIGHTS = "model.safetensors"
@@ -54,7 +54,7 @@ def test_a_revision_may_stand_in_the_name_or_beside_it(
 ) -> None:
     hub.add("org/tiny", tiny.write(tmp_path / "newer", seed=1))
     pull(name.format(commit), None if "@" in name else commit)
-    files = cached.find(HubName(repo_id="org/tiny", revision=commit))
+    files = cache.find(HubName(repo_id="org/tiny", revision=commit))
     assert files is not None
     assert files.path.name == commit
 

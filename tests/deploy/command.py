@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from app.cli import _build_parser
-from app.configuration import flags
-from app.configuration.precedence import resolve_config
+from app.config import flags
+from app.config.precedence import resolve_config
 from app.core.settings import Settings
-from app.door.exposure import check_bind_policy
-from app.door.keyring import Keyring
+from app.http.api_keys import Keyring
+from app.http.bind_policy import check_bind_policy
 
 
 def settings_of(words: Sequence[str], environment: Mapping[str, str]) -> Settings:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import trustme
 
-from tests.serving import ROOT, TIMEOUT, ServerProcess
+from tests.server_process import ROOT, TIMEOUT, ServerProcess
 
 FILES = ROOT / "deploy" / "nginx"
 NAME = "llm.example.org"

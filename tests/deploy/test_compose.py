@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from app.core.settings import Settings
-from app.door.keys import parse_key_file
+from app.http.api_keys import parse_key_file
 from tests import test_dockerfile as image
 from tests.deploy.command import settings_of, would_start
-from tests.serving import ROOT
+from tests.server_process import ROOT
 
 FOLDER = ROOT / "deploy"
 

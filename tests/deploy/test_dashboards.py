@@ -14,8 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api.metrics.families import FINISHED_REASONS
-from tests.serving import ROOT, TIMEOUT, run_server
+from app.api.metrics.request_metrics import FINISHED_REASONS
+from tests.server_process import ROOT, TIMEOUT, run_server
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD: Any = json.loads((DEPLOY / "grafana" / "mlxrunner.json").read_text("utf-8"))

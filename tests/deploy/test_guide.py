@@ -7,13 +7,13 @@ from typing import get_args
 
 import pytest
 
-from app.api.meta import OLLAMA_STATUS_CODES
-from app.api.wire import ERROR_FORMATS
+from app.api.health import OLLAMA_STATUS_CODES
 from app.cli import _build_parser
-from app.configuration import flags
-from app.configuration.options import OPTIONS
-from app.core.residents import ModelPhase
-from tests.serving import ROOT
+from app.config import flags
+from app.config.options import OPTIONS
+from app.core.model_state import ModelPhase
+from app.http.responses import ERROR_FORMATS
+from tests.server_process import ROOT
 
 GUIDE = ROOT / "deploy" / "README.md"
 TEXT = GUIDE.read_text("utf-8")
@@ -110,9 +110,9 @@ def test_each_file_here_is_told() -> None:
 
 def test_figures_are_those_of_the_code() -> None:
     """They are told in words there, and change without anybody thinking of this page."""
-    from app.door import crowd
     from app.engine import device
+    from app.http import connection_limits
 
     shares = (device._DEVICE_SHARE, device._MACHINE_SHARE, device._FREE_SHARE)  # pyright: ignore[reportPrivateUsage]
     assert shares == (0.9, 0.7, 0.9)
-    assert crowd._RESERVED_FDS == 256  # pyright: ignore[reportPrivateUsage]
+    assert connection_limits._RESERVED_FDS == 256  # pyright: ignore[reportPrivateUsage]

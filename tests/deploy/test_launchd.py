@@ -8,7 +8,7 @@ import pytest
 
 from app.core.settings import Settings
 from tests.deploy.command import settings_of, would_start
-from tests.serving import ROOT
+from tests.server_process import ROOT
 
 PLIST = ROOT / "deploy" / "org.mlxrunner.plist"
 

@@ -14,7 +14,7 @@ import pytest
 
 from app.core.settings import Settings
 from tests.deploy.nginx import Certificate, Nginx, Replicas, events, proxying, until
-from tests.serving import TIMEOUT, ServerProcess
+from tests.server_process import TIMEOUT, ServerProcess
 from tests.throttle import Throttle
 from tests.tiny import END, LONG
 

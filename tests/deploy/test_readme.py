@@ -5,10 +5,10 @@ import re
 import shlex
 
 from app.core.settings import ModelSettings
-from app.door.hosts import AllowedHosts, parse_host
+from app.http.host import AllowedHosts, parse_host
 from tests import test_dockerfile as image
 from tests.deploy.command import settings_of, would_start
-from tests.serving import ROOT
+from tests.server_process import ROOT
 
 TEXT = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.core.settings import Settings
 from tests.deploy.command import settings_of, would_start
-from tests.serving import ROOT, TIMEOUT, run_server
+from tests.server_process import ROOT, TIMEOUT, run_server
 
 UNIT = ROOT / "deploy" / "mlxrunner.service"
 PROGRAM = "/opt/mlxrunner/bin/mlxrunner"

@@ -12,7 +12,7 @@ from typing import Any
 
 from app.core.jobs import Job
 from models.base import Model
-from tests.engine.driving import Outcome, ScheduledJob, job, make_loop, run_schedule
+from tests.engine.harness import Outcome, ScheduledJob, job, make_loop, run_schedule
 
 KINDS = ("goes on", "parts", "asks again", "draws again", "begins")
 WEIGHTS = (6, 5, 2, 2, 1)

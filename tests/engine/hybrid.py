@@ -10,11 +10,11 @@ from typing import Any, ClassVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from models.cpu_layout import apply_cpu_layout
 from models.kv import KVCache, LayerCache
-from models.layout import apply_cpu_layout
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests import tiny
 
 WIDTH, HEADS, WINDOW, DECAY = 16, 2, 6, 0.9

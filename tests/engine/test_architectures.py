@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from models.base import Model
-from models.layout import apply_cpu_layout, is_batch_invariant
+from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests import tiny
 from tests.engine import hybrid
 from tests.engine.conversations import KINDS, ExpectedAnswer, random_history
-from tests.engine.driving import assert_same, make_loop, run_schedule, token_bits
+from tests.engine.harness import assert_same, make_loop, run_schedule, token_bits
 from tests.models import parity
 from tests.models.architectures import Case, cases
 

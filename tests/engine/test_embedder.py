@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from app.core.embeddings import EmbedJob, PoolingType
 from app.engine.embedder import MAX_ROWS
-from app.engine.memory import profile_memory
+from app.engine.memory_profile import profile_memory
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import (
+from tests.engine.harness import (
     NEAR,
     Outcome,
     ScheduledJob,
@@ -29,11 +29,11 @@ from tests.engine.driving import (
     run_schedule,
     tiny_model,
 )
-from tests.models import parity, test_foreign
+from tests.models import parity, test_mlx_lm_adapter
 from tests.models.architectures import Case, cases
 
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
-OURS = [case for case in cases() if case not in test_foreign.CASES]
+OURS = [case for case in cases() if case not in test_mlx_lm_adapter.CASES]
 CHUNK = 16
 
 
@@ -106,7 +106,7 @@ def test_the_width_of_the_vectors_is_told() -> None:
 
 
 def test_a_class_that_gives_logits_only_has_no_width(tmp_path: Path) -> None:
-    case = test_foreign.CASES[0]
+    case = test_mlx_lm_adapter.CASES[0]
     parity.saved(case, tmp_path)
     loop = make_loop(parity.opened(tmp_path), vocab=case.vocab)
     assert loop.capacity.hidden_size is None

@@ -7,7 +7,7 @@ import pytest
 
 from app.engine.loop import Loop
 from tests.engine import hybrid
-from tests.engine.driving import (
+from tests.engine.harness import (
     ScheduledJob,
     assert_same,
     job,

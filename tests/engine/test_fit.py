@@ -14,12 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache, starcoder2
 
 from app import store
-from app.core.amounts import format_memory
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.settings import Settings
+from app.core.units import format_memory
 from app.engine import fit as fitting
-from app.engine.describe import complete_config
 from app.engine.fit import (
     TYPICAL_SEQUENCE_LENGTH,
     estimate_before_load,
@@ -27,7 +26,8 @@ from app.engine.fit import (
     estimate_memory,
     raise_unless_fits,
 )
-from app.engine.memory import ActivationMemory, KVFootprint, num_query_heads, profile_memory
+from app.engine.memory_profile import ActivationMemory, KVFootprint, num_query_heads, profile_memory
+from app.engine.model_info import complete_config
 from app.engine.weights import open_model
 from models import llama
 from models.kv import STEP

@@ -16,7 +16,7 @@ from app.core.jobs import Job
 from app.core.requests import JsonSchema
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import (
+from tests.engine.harness import (
     Outcome,
     ScheduledJob,
     assert_same,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from app.engine.loop import Loop
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import (
+from tests.engine.harness import (
     assert_same,
     greedy,
     job,

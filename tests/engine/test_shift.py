@@ -6,10 +6,10 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from app.core.shift import count_discarded
+from app.core.context_shift import count_discarded
 from models.base import Model
 from tests.engine import hybrid
-from tests.engine.driving import ScheduledJob, job, make_loop, run_one, run_schedule, tiny_model
+from tests.engine.harness import ScheduledJob, job, make_loop, run_one, run_schedule, tiny_model
 
 CONTEXT, KEEP = 48, 8
 PROMPT = tuple(b"a prompt of some length to begin with")

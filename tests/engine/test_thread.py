@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Ended, Job, StepOutput, Token
-from app.core.messages import IDLE, EngineFailed, EngineReady, LoadProgress
+from app.core.jobs import (
+    IDLE,
+    Ended,
+    EngineFailed,
+    EngineReady,
+    Job,
+    LoadProgress,
+    StepOutput,
+    Token,
+)
 from app.engine.loop import Loop
 from app.engine.thread import EngineThread
 from tests import tiny
-from tests.engine.driving import job, make_loop, tiny_model
+from tests.engine.harness import job, make_loop, tiny_model
 
 PATIENCE = 20
 

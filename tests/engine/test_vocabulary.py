@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
-from app.engine.grammar import GrammarCompiler
-from app.engine.load import load
+from app.engine.loader import load
+from app.grammar.compiler import GrammarCompiler
 from tests import tiny
-from tests.engine.driving import job, run_one
+from tests.engine.harness import job, run_one
 
 ROWS = 320
 ANYTHING = JsonSchema(text="{}")

@@ -16,7 +16,7 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.engine.weights import list_parameters, open_model, read_weights
 from models.base import Model
 from tests import tiny

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from models import build
-from models.builtin.corpus import Conversation, generate_corpus
-from models.builtin.reference import NumpyLlama
-from models.builtin.score import HELD_OUT
-from models.builtin.tokenization import (
+from models.builtin.training.corpus import Conversation, generate_corpus
+from models.builtin.training.evaluate import HELD_OUT
+from models.builtin.training.numpy_llama import NumpyLlama
+from models.builtin.training.tokenization import (
     CHAT_TEMPLATE,
     TURN_END,
     encode,

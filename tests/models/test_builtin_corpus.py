@@ -6,15 +6,15 @@ from itertools import chain, pairwise
 
 import pytest
 
-from models.builtin.corpus import Conversation, generate_corpus
-from models.builtin.corpus_play import (
+from models.builtin.training.augmentation import add_noise, add_politeness, expand, normalize
+from models.builtin.training.corpus import Conversation, generate_corpus
+from models.builtin.training.corpus_computed import (
     COUNT_LIMIT,
     SUM_LIMIT,
     make_addition_turn,
     make_counting_turn,
 )
-from models.builtin.grammar import add_noise, add_politeness, expand, normalize
-from models.builtin.score import HELD_OUT, load_questions
+from models.builtin.training.evaluate import HELD_OUT, load_questions
 
 
 @cache

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from models.builtin.corpus import generate_corpus
-from models.builtin.grammar import normalize
-from models.builtin.score import (
+from models.builtin.training.augmentation import normalize
+from models.builtin.training.corpus import generate_corpus
+from models.builtin.training.evaluate import (
     HELD_OUT,
     EvalQuestion,
     evaluate,

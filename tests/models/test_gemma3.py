@@ -11,7 +11,7 @@ import models
 from models import gemma3
 from models.base import ModelError
 from models.kv import KVCache
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests.models import parity
 from tests.models.architectures import Case
 

@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 import models
 from models import glm4_moe_lite
 from models.base import ModelError
-from models.latent import LatentCache
+from models.mla import LatentCache
 from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY

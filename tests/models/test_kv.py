@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.attention import scaled_dot_product_attention
 from models.kv import STEP, KVCache
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
+from models.sdpa import scaled_dot_product_attention
 from tests.models import reference
 
 HEADS, DIM = 2, 4

@@ -9,7 +9,7 @@ import models
 from models import mistral
 from models.base import ModelError
 from models.kv import KVCache
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests.models import reference
 from tests.models.architectures import Case
 from tests.models.test_llama import IDS, TINY, drawn, logits

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.base import Model
-from models.layout import apply_cpu_layout
+from models.cpu_layout import apply_cpu_layout
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.switched import BOTH, computing

@@ -14,10 +14,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import models
-from models.checkpoint import get_text_config
+from models.cpu_layout import apply_cpu_layout
 from models.kernels import layers
 from models.kv import KVBuffers, LayerCache
-from models.layout import apply_cpu_layout
+from models.multimodal import get_text_config
 from models.recurrent import RecurrentCache
 from tests.models.architectures import Case, cases
 from tests.models.switched import BOTH, computing

@@ -14,7 +14,7 @@ import models
 from models.kv import KVBuffers, LayerCache
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests.models.published import Published, periods, published
 
 

@@ -6,7 +6,7 @@ import pytest
 import models
 from models.base import ModelError
 from models.kv import KVCache
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests.models import reference
 from tests.models.architectures import Case
 from tests.models.test_llama import IDS, TINY, drawn, logits

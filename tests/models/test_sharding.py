@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 import models
 from models import sharding
 from models.base import Model, ModelError
-from models.checkpoint import get_text_config
+from models.multimodal import get_text_config
 from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases

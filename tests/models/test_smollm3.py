@@ -8,7 +8,7 @@ import models
 from models import smollm3
 from models.base import ModelError
 from models.kv import KVCache
-from models.window import RotatingKVCache
+from models.rotating_kv import RotatingKVCache
 from tests.models.architectures import Case
 from tests.models.test_llama import TINY
 

@@ -15,10 +15,10 @@ from app.core.jobs import Ended, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.ports import Runner
 from app.core.requests import JsonSchema
 from app.core.settings import Settings
-from app.runners.local import ThreadRunner
-from models.threads import get_num_threads
+from app.runners.thread_runner import ThreadRunner
+from models.cpu_backend import get_num_threads
 from tests import tiny
-from tests.engine.driving import job
+from tests.engine.harness import job
 
 PATIENCE = 20.0
 

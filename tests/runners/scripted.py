@@ -11,14 +11,14 @@ from typing import Any
 
 from app.core.embeddings import EmbedJob
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
 from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started
+from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement, ServedModel
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
 from app.core.requests import SamplingParams
-from app.core.residents import MemoryRequirement, ServedModel
 from app.core.settings import ModelSettings, Settings
 from app.runners.pool import ModelPool
-from app.runners.restarts import RestartPolicy
+from app.runners.restart_policy import RestartPolicy
 
 PATIENCE = 5.0
 

@@ -15,7 +15,7 @@ from app import store
 from app.core.errors import AppError
 from app.core.jobs import Ended, JobUpdate
 from app.core.settings import Settings
-from app.runners.process import ProcessRunner
+from app.runners.process_runner import ProcessRunner
 from tests.runners.contract import PATIENCE, endless
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")

@@ -13,7 +13,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
 from app.core.ports import RunnerState, RunnerStatus
 from app.runners.admission import Admission, LatencyAverage
-from tests.engine.driving import job
+from tests.engine.harness import job
 
 PATIENCE = 10.0
 SECOND = 1_000_000_000

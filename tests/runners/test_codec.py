@@ -15,12 +15,23 @@ from hypothesis import strategies as st
 
 from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.errors import ErrorKind
-from app.core.files import ModelFiles
-from app.core.jobs import Ended, EngineStats, Job, PromptLogprobs, Started, StepOutput, Token
-from app.core.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress
+from app.core.jobs import (
+    Ended,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    Heartbeat,
+    Job,
+    LoadProgress,
+    PromptLogprobs,
+    Started,
+    StepOutput,
+    Token,
+)
+from app.core.model_files import ModelFiles
 from app.core.requests import LarkGrammar
 from app.core.settings import ModelSettings, Settings
-from app.runners import wire
+from app.runners import worker_protocol
 from app.runners.codec import Codec
 
 # what may stand in a model's JSON files
@@ -89,12 +100,12 @@ def made(kind: Any, values: dict[str, Any]) -> Any:
 
 
 CROSSING = {
-    "an opening": (wire.WORKER_INIT, wire.WorkerInit),
-    "a job": (wire.JOB, Job),
-    "inputs to embed": (wire.EMBED_JOB, EmbedJob),
-    "news": (wire.WORKER_EVENT, wire.WorkerEvent),
-    "a status": (wire.WORKER_STATUS, wire.WorkerStatus),
-    "a problem": (wire.ERROR_BODY, wire.ErrorBody),
+    "an opening": (worker_protocol.WORKER_INIT, worker_protocol.WorkerInit),
+    "a job": (worker_protocol.JOB, Job),
+    "inputs to embed": (worker_protocol.EMBED_JOB, EmbedJob),
+    "news": (worker_protocol.WORKER_EVENT, worker_protocol.WorkerEvent),
+    "a status": (worker_protocol.WORKER_STATUS, worker_protocol.WorkerStatus),
+    "a problem": (worker_protocol.ERROR_BODY, worker_protocol.ErrorBody),
     "what a thread says": (
         Codec[Any](LoadProgress | EngineReady | EngineFailed | StepOutput),
         EngineReady | EngineFailed | StepOutput,
@@ -126,9 +137,13 @@ def test_a_token_may_be_impossible():
         logprob=-math.inf,
         top_logprobs=((3, -math.inf), (4, -0.1)),
     )
-    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(_step(token))) == _step(token)
+    assert worker_protocol.WORKER_EVENT.decode(
+        worker_protocol.WORKER_EVENT.encode(_step(token))
+    ) == _step(token)
     scores = PromptLogprobs(job_id="a", logprobs=((-math.inf, ((1, math.inf),)),))
-    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(_step(scores))) == _step(scores)
+    assert worker_protocol.WORKER_EVENT.decode(
+        worker_protocol.WORKER_EVENT.encode(_step(scores))
+    ) == _step(scores)
 
 
 def _step(update: Any) -> StepOutput:
@@ -149,17 +164,21 @@ def test_a_grammar_may_hold_another():
 
 def test_members_of_a_union_are_told_apart_by_name():
     ended = Ended(job_id="a", reason="stop", timestamp_ns=1)
-    assert b'"is":"Ended"' in wire.WORKER_EVENT.encode(_step(ended))
+    assert b'"is":"Ended"' in worker_protocol.WORKER_EVENT.encode(_step(ended))
     assert (
-        wire.WORKER_EVENT.decode(
-            wire.WORKER_EVENT.encode(_step(Started(job_id="a", cached_tokens=0, timestamp_ns=1)))
+        worker_protocol.WORKER_EVENT.decode(
+            worker_protocol.WORKER_EVENT.encode(
+                _step(Started(job_id="a", cached_tokens=0, timestamp_ns=1))
+            )
         )
         != ended
     )
     beat = Heartbeat(timestamp_ns=1, stage="decode of 8 sequences")
-    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(beat)) == beat
+    assert worker_protocol.WORKER_EVENT.decode(worker_protocol.WORKER_EVENT.encode(beat)) == beat
     failed = EngineFailed(kind=ErrorKind.ENGINE, message="x", is_internal_error=True)
-    assert wire.WORKER_EVENT.decode(wire.WORKER_EVENT.encode(failed)) == failed
+    assert (
+        worker_protocol.WORKER_EVENT.decode(worker_protocol.WORKER_EVENT.encode(failed)) == failed
+    )
 
 
 @dataclass

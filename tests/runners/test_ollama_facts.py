@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.core.residents import ServedModel
+from app.core.model_state import ServedModel
 from app.core.settings import Settings
 from app.runners.pool import ModelPool
 from tests.runners.scripted import House, need, pooled, served, settled, until
@@ -230,7 +230,7 @@ def test_the_least_recently_used_one_leaves():
 def test_a_busy_one_that_has_to_leave_serves_who_is_there_and_nobody_else():
     """A busy victim's duration becomes 0, and its requests are waited for; new ones are still let
     in, so whoever waits for its room may wait for ever. Here: new ones wait, once all are gone that
-    were there before (`app.runners.residency`)."""
+    were there before (`app.runners.eviction`)."""
 
     async def body() -> None:
         house = sizes(a=9, b=9)

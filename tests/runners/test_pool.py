@@ -12,11 +12,11 @@ import pytest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
 from app.core.jobs import Ended, EngineStats, Started
-from app.core.residents import ServedModel
+from app.core.model_state import ServedModel
 from app.runners import lease as lease_module
 from app.runners import pool as pool_module
 from app.runners.pool import ModelPool
-from app.runners.restarts import RUNNER_CRASHED, RestartPolicy
+from app.runners.restart_policy import RUNNER_CRASHED, RestartPolicy
 from tests.runners.scripted import (
     PATIENCE,
     House,

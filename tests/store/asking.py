@@ -8,11 +8,11 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
-from app.store.hub import cached
+from app.core.model_files import ModelFiles
+from app.store.hub import cache
 from app.store.hub.download import download
-from app.store.hub.offer import plan_download
-from app.store.names import HubName
+from app.store.hub.download_plan import plan_download
+from app.store.model_names import HubName
 from tests.store.stand_in import sha256
 
 NAME = HubName(repo_id="org/tiny")
@@ -24,7 +24,7 @@ def pull(name: HubName = NAME) -> Path:
 
 
 def find(name: HubName = NAME) -> ModelFiles:
-    files = cached.find(name)
+    files = cache.find(name)
     assert files is not None
     return files
 
@@ -37,7 +37,7 @@ def complaint(ask: Callable[[], object]) -> str:
 
 
 def blob(content: bytes) -> Path:
-    return cached.repo_folder(NAME.repo_id) / "blobs" / sha256(content)
+    return cache.repo_folder(NAME.repo_id) / "blobs" / sha256(content)
 
 
 def refusal(name: str = "tiny", ask: Callable[[str], object] = store.find) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from app.store.names import OllamaName, parse_ollama_name
+from app.store.model_names import OllamaName, parse_ollama_name
 from tests import tiny
 
 MEDIA = "application/vnd.ollama.image."

@@ -20,14 +20,14 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.settings import Settings
-from app.engine.describe import complete_config
-from app.engine.load import load
+from app.engine.loader import load
 from app.engine.loop import Loop
-from app.generation import Generation
+from app.engine.model_info import complete_config
 from app.runners.admission import Admission
-from app.runners.local import ThreadRunner
+from app.runners.thread_runner import ThreadRunner
+from app.serving.generation import Generation
 from tests import tiny
 from tests.store.shards import told, write, write_tensors
 

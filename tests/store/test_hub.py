@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants
 
 from app import store
-from app.store.hub import cached
-from app.store.hub.offer import DownloadPlan, plan_download
-from app.store.names import HubName, ModelNotFoundError
+from app.store.hub import cache
+from app.store.hub.download_plan import DownloadPlan, plan_download
+from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.asking import NAME, WEIGHTS, blob, complaint, find, pull
 from tests.store.stand_in import TOKEN, StandIn, git_sha1, sha256
@@ -43,7 +43,7 @@ def test_what_was_pulled_equals_what_lies_on_the_hub(
     assert here.name == commit
     for file in here.iterdir():
         assert file.read_bytes() == (remote / file.name).read_bytes()
-    files = cached.find(NAME)
+    files = cache.find(NAME)
     assert files is not None
     assert (files.name, files.path) == ("org/tiny", here)
     assert plan_download(NAME).missing_bytes == 0
@@ -140,7 +140,7 @@ def test_a_revision_is_what_was_asked_for(hub: StandIn, commit: str, tmp_path: P
     pinned = HubName(repo_id=NAME.repo_id, revision=commit)
     assert pull(pinned).name == commit
     assert find(pinned).name == f"org/tiny@{commit}"
-    assert cached.find(NAME) is None
+    assert cache.find(NAME) is None
 
 
 def test_offline_is_said(hub: StandIn, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:

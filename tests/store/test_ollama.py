@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from app import store
-from app.core.defaults import read_generation_defaults
-from app.core.files import ModelFiles
-from app.engine.describe import complete_config
+from app.core.generation_config import read_generation_defaults
+from app.core.model_files import ModelFiles
+from app.engine.model_info import complete_config
 from app.engine.weights import open_model
 from tests.store.asking import refusal
 from tests.store.ollama_store import CONFIG, GO_TEMPLATE, OllamaStore

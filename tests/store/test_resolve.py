@@ -8,10 +8,10 @@ from huggingface_hub import constants
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.store.hub import cached
+from app.store.hub import cache
 from app.store.hub.download import download
-from app.store.hub.offer import plan_download
-from app.store.names import HubName, ModelNotFoundError
+from app.store.hub.download_plan import plan_download
+from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.ollama_store import OllamaStore, packed_folder
 from tests.store.stand_in import StandIn
@@ -61,7 +61,7 @@ def test_the_sources_are_asked_in_their_order(everywhere: Path) -> None:
     assert store.resolve("org/tiny").path == Path("org/tiny")
     (here / "config.json").unlink()  # no longer a model folder
     assert store.resolve("org/tiny").path.parent.name == "snapshots"
-    shutil.rmtree(cached.cache_folder())
+    shutil.rmtree(cache.cache_folder())
     assert store.resolve("org/tiny").path.parts[-3:] == ("org", "tiny", "latest")
 
 
@@ -105,7 +105,7 @@ def test_a_hub_id_that_is_nowhere_says_where_it_was_looked_for_and_what_to_do() 
     assert error.hub == HubName(repo_id="org/name")
     for words in (
         "no such folder",
-        f"not in the Hugging Face cache ({cached.cache_folder()})",
+        f"not in the Hugging Face cache ({cache.cache_folder()})",
         "not in Ollama's store",
         "run `mlxrunner pull org/name` to download it",
     ):
@@ -136,7 +136,7 @@ def test_a_place_that_may_not_be_looked_at_is_one_line() -> None:
 def test_a_repository_that_may_not_be_looked_into_is_told_beside_the_others(
     everywhere: Path,
 ) -> None:
-    closed = cached.repo_folder("org/closed")
+    closed = cache.repo_folder("org/closed")
     closed.mkdir()
     (closed / "snapshots").symlink_to("a" * 300)  # as good as a folder of somebody else's
     entries = {entry.name: entry for entry in store.list_installed() if entry.source == "hub"}

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.text.tokenizer import Tokenizer
 
 # Half of "é", a whole one, the first half of most emoji, and two words with their space.

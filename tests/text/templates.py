@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.requests import (
     Conversation,
     GenerateRequest,

@@ -13,7 +13,7 @@ from app.core.requests import (
     NamedToolChoice,
     ReasoningOptions,
 )
-from app.text.plain_calls import GenericFamily
+from app.text.generic_tool_calls import GenericFamily
 from app.text.prompt import PromptBuilder
 from tests.text.families.rows import templates
 from tests.text.templates import (

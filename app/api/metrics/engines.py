@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.api.metrics.families import ENGINE_INDEX, LABELS
+from app.api.metrics.request_metrics import ENGINE_INDEX, LABELS
 from app.core.jobs import PREFIX_HIT_BUCKETS
+from app.core.model_state import ModelPhase, ModelState
 from app.core.ports import Generate, RunnerState
-from app.core.residents import ModelPhase, ModelState
 
 _SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)
 _PHASES: Sequence[ModelPhase] = get_args(ModelPhase)

@@ -16,14 +16,13 @@ from starlette.routing import Route
 
 from app.api.front_end import FrontendStats
 from app.api.metrics.engines import EngineCollector
-from app.api.metrics.front_end import FrontendCollector
-from app.api.metrics.requests import RequestMetrics
-from app.api.metrics.traffic import HttpCollector
+from app.api.metrics.http import FrontendCollector, HttpCollector
+from app.api.metrics.request_observer import RequestMetrics
 from app.core.embeddings import EmbedRequest
+from app.core.observers import RequestObserver
 from app.core.ports import Generate
 from app.core.requests import GenerateRequest
-from app.core.traffic import ConnectionStats
-from app.core.watched import RequestObserver
+from app.core.server_stats import ConnectionStats
 
 
 class Metrics:
@@ -46,7 +45,7 @@ class Metrics:
         )
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
-        """To be told of every request (`app.core.watched.ObserverFactory`)."""
+        """To be told of every request (`app.core.observers.ObserverFactory`)."""
         return self._request_metrics.observe(request)
 
     def routes(self) -> list[Route]:

@@ -1,7 +1,22 @@
 """How much two sequences of ids have in common.
 
 Knows: ids. Must not know: what lies behind them.
+
+Cutting a sequence's layer caches back, all or none of them.
 """
+
+from collections.abc import Sequence
+
+from app.core.ports import Layer
+
+
+def can_trim_to(kv: Sequence[Layer], length: int) -> bool:
+    return all(layer.can_trim(layer.offset - length) for layer in kv)
+
+
+def trim_to(kv: Sequence[Layer], length: int) -> None:
+    for layer in kv:
+        layer.trim(layer.offset - length)
 
 
 def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:

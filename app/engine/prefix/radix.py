@@ -8,18 +8,153 @@ they are the cached ones themselves, when the prompt only goes on where these en
 never copies. What a sequence has computed serves others as soon as it says `reached`; what it
 shares with them is held by the tree once when it ends. While it runs, only a prefix which others
 share as well is held twice.
+
+What the radix tree has of a prompt, and what can be done with it.
+
+Layers that cannot be divided: which checkpoint restores them, and where to take new ones.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress, groupby
 from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.engine.prefix.checkpoints import plan_checkpoints
-from app.engine.prefix.found import PrefixMatch, match_prefix
-from app.engine.prefix.stores import KVStore, RadixNode
-from app.engine.prefix.tree import RadixTree
+from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
+
+# how many of the cached ids a miss tells, where other ones were wanted
+_MISS_IDS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch(Generic[Layer]):
+    """path: the nodes that a prompt goes through, the last perhaps in part. matched: ids in common
+    with them. usable: how many of these may be cached at all. cached: how many are, since every
+    layer can be restored there, by that checkpoint if one is needed. exclusive: the nodes at the
+    path's end, last first, that nobody but this prompt has a use for."""
+
+    path: Sequence[RadixNode[Layer]] = ()
+    matched: int = 0
+    usable: int = 0
+    cached: int = 0
+    checkpoint: RadixNode[Layer] | None = None
+    exclusive: Sequence[RadixNode[Layer]] = ()
+
+    def extendable_store(self) -> KVStore[Layer] | None:
+        """The idle store that holds all of the path and nothing else, if there is one, and if
+        nobody else needs what it holds behind the cached part."""
+        if self.cached == 0:
+            return None
+        store = self.path[0].store
+        if store.live or store.end != self.path[-1].end:
+            return None
+        if any(node.store is not store for node in self.path):
+            return None
+        if any(node.end > self.cached and node not in self.exclusive for node in self.path):
+            return None
+        return store
+
+    def explain_miss(self) -> CacheMiss:
+        """Why no more is cached. Only when more was asked for."""
+        if self.cached < self.usable:
+            return CacheMiss(position=self.cached, reason="no_state")
+        if self.matched == 0:
+            return CacheMiss(position=0, reason="empty")
+        last = self.path[-1]
+        had = last.ids[self.matched - last.start :]
+        if not had and last.children:
+            had = max(last.children.values(), key=_last_used).ids
+        return CacheMiss(position=self.matched, reason="diverged", cached_ids=had[:_MISS_IDS_SHOWN])
+
+
+def match_prefix(
+    tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
+) -> PrefixMatch[Layer]:
+    """Changes nothing. Time is that of comparing the ids, however much is cached."""
+    path, matched = tree.match(ids)
+    # the last id must be evaluated: its hidden state is where the answer starts
+    usable = min(matched, len(ids) - 1)
+    usable -= usable % alignment
+    cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
+    own = _exclusive_nodes(path, matched) if cached == usable > 0 else ()
+    return PrefixMatch(
+        path=path,
+        matched=matched,
+        usable=usable,
+        cached=cached,
+        checkpoint=checkpoint,
+        exclusive=own,
+    )
+
+
+def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
+    """The nodes at the end of a path which idle and lead to nothing else than the end of a prompt
+    that matches them all."""
+    own: list[RadixNode[Layer]] = []
+    if matched < path[-1].end:
+        return own
+    for node in reversed(path):
+        if node.store.live or len(node.children) > bool(own):
+            break
+        own.append(node)
+    return own
+
+
+def _last_used(node: RadixNode[Layer]) -> int:
+    return node.last_used
+
+
+# how many nodes behind a prompt's end are asked for a checkpoint that could be cut back to it
+_MAX_LATER_NODES = 16
+
+
+def find_restorable(
+    path: Sequence[RadixNode[Layer]], usable: int
+) -> tuple[int, RadixNode[Layer] | None]:
+    """How many of the first `usable` positions can be restored, and the node whose checkpoint does.
+
+    path: the nodes that go through these positions, and perhaps on. Best is a checkpoint behind
+    `usable` that can be cut back to it, as that of a window that did not slide yet; next the last
+    one before.
+    """
+    if usable == 0:
+        return 0, None
+    behind = [next(node for node in path if node.end >= usable)]
+    for node in behind:
+        excess = node.end - usable
+        if node.checkpoint and all(layer.can_trim(excess) for layer in node.checkpoint):
+            return usable, node
+        behind += list(node.children.values())[: _MAX_LATER_NODES - len(behind)]
+    for node in reversed(path):
+        if node.end <= usable and node.checkpoint:
+            return node.end, node
+    return 0, None
+
+
+def plan_checkpoints(
+    length: int,
+    turn_ends: Sequence[int],
+    *,
+    cached: int,
+    usable: int,
+    alignment: int,
+    interval: int,
+) -> tuple[int, ...]:
+    """Where prefill of a prompt of `length` ids should leave a checkpoint. Each costs a chunk that
+    ends early, and a state in memory until that is evicted. They pay:
+
+    at the first mark, where all conversations with this system prompt part; at the last two, where
+    an answer is asked for again, a turn is edited, or a template leaves out what was thought; at
+    `usable`, what matched but could not be restored, as a place where prompts were seen to part;
+    every so many positions, to bound the loss when no other fits; and on a grid at its last point,
+    because the state at the end of the answer cannot be cut back to the grid.
+    """
+    wanted = {*turn_ends[:1], *turn_ends[-2:], usable, *range(interval, length, interval)}
+    if alignment > 1:
+        wanted.add(length - 1)
+    floors = {position - position % alignment for position in wanted}
+    return tuple(sorted(position for position in floors if cached < position < length))
 
 
 def _no_evaluation(_: object) -> None:

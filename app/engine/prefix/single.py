@@ -13,8 +13,7 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.engine.prefix.cutting import can_trim_to, trim_to
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
 
 # how many of the cached ids a miss tells, where other ones were wanted
 _MISS_IDS_SHOWN = 8

@@ -19,11 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from app.core.context_shift import ShiftResult, count_discarded
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
-from app.core.shift import ShiftResult, count_discarded
-from app.engine.prefix.cutting import can_trim_to, trim_to
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
 
 # ids of the other continuation that a miss shows: enough to recognise it in a log
 _MISS_IDS_SHOWN = 8

@@ -30,14 +30,14 @@ from huggingface_hub.utils import (
     disable_progress_bars,
 )
 
-from app.core.amounts import format_bytes
 from app.core.errors import AppError, ErrorKind
+from app.core.units import format_bytes
 from app.store import digests
-from app.store.hub.cached import cache_folder, repo_folder
-from app.store.hub.offer import DownloadPlan, RemoteFile, count_downloaded_bytes
-from app.store.hub.problems import model_error, translate_hub_errors
-from app.store.meter import DownloadProgress, ProgressBarAdapter
-from app.store.names import HubName
+from app.store.hub.cache import cache_folder, repo_folder
+from app.store.hub.download_plan import DownloadPlan, RemoteFile, count_downloaded_bytes
+from app.store.hub.errors import model_error, translate_hub_errors
+from app.store.hub.progress import DownloadProgress, ProgressBarAdapter
+from app.store.model_names import HubName
 
 # large files at once: enough to fill a line, few enough that an interruption leaves few halves
 _DOWNLOAD_THREADS = 4

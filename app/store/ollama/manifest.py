@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.store import digests
-from app.store.documents import is_regular_file, read_json_object
-from app.store.names import OllamaName, parse_ollama_name
+from app.store.config_files import is_regular_file, read_json_object
+from app.store.model_names import OllamaName, parse_ollama_name
 
 TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES = (
     f"application/vnd.ollama.image.{kind}"

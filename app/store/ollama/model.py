@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
-from app.core.files import Json, ModelFiles
-from app.store import headers
-from app.store.documents import read_json_object, read_text
-from app.store.names import OllamaName
+from app.core.model_files import Json, ModelFiles
+from app.store import safetensors_header
+from app.store.config_files import read_json_object, read_text
+from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
     ADAPTER,
@@ -87,7 +87,7 @@ def find(name: OllamaName) -> ModelFiles | None:
     template = None if jinja is None else read_text(jinja.blob)
     if found.get_layers(TEMPLATE) and template is None and not _has_template(objects):
         log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
-    shards = [headers.read(blob) for blob in blobs]
+    shards = [safetensors_header.read(blob) for blob in blobs]
     return ModelFiles(
         name=str(name),
         path=found.path,
@@ -102,7 +102,7 @@ def find(name: OllamaName) -> ModelFiles | None:
         recommended_context=_read_context_length(found, parameters),
         tokenizer_vocab_size=count_token_ids(files["tokenizer.json"].blob),
         weight_bytes=sum(header.nbytes for header in shards),
-        weights_digest=headers.combine_fingerprints(shards),
+        weights_digest=safetensors_header.combine_fingerprints(shards),
     )
 
 
@@ -147,7 +147,7 @@ def _read_parameters(found: Manifest) -> Json:
 
 def _merge_generation_config(config: Json, parameters: Json) -> Json:
     """generation_config.json with the parameters on top. What they say is checked where both are
-    read, in app.core.defaults."""
+    read, in app.core.generation_config."""
     changed = {
         key: parameters[name]
         for name, key in _PARAMETERS.items()

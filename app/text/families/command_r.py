@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from app.core.requests import Tool
 from app.text.families.cohere import parse_actions
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_calls import CallOutcome
 from app.text.syntax.marked_calls import parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _FENCE = "Action:", "```"

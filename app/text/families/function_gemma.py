@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.gemma_calls import GemmaCallParser
-from app.text.syntax.gemma_rules import build_gemma_grammar
+from app.text.syntax.gemma_grammar import build_gemma_grammar
 from app.text.syntax.marked_calls import parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.syntax.gemma_calls import GemmaCallParser
-from app.text.syntax.gemma_rules import build_gemma_grammar
+from app.text.syntax.gemma_grammar import build_gemma_grammar
 from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'

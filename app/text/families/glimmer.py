@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from app.core.requests import Tool
 from app.text.family import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
-from app.text.syntax.tagged_call import CallTags, TaggedCallParser
+from app.text.syntax.tagged_calls import CallTags, TaggedCallParser
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

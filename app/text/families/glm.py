@@ -11,7 +11,7 @@ From GLM 4.7 on there are no line ends in it.
 Source: the chat templates of these models.
 """
 
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.syntax.json_arguments import parse_json_arguments
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.json_calls import parse_json_arguments
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"

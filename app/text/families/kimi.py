@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.call_object import CallOutcome
-from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
 from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 
 from app.core.requests import Tool, ToolCall
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.syntax.call_list import parse_call_list
-from app.text.syntax.call_object import CallOutcome, parse_call_object
+from app.text.syntax.json_calls import CallOutcome, parse_call_list, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_list, render_python_call
 from app.text.syntax.reader import Reader, Resumable
 

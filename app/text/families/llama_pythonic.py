@@ -12,7 +12,7 @@ from dataclasses import replace
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar
 from app.text.syntax.reader import Reader, Resumable
 

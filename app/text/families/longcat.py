@@ -9,7 +9,7 @@ Source: the chat templates of LongCat-Flash.
 """
 
 from app.text.family import ReasoningTags
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

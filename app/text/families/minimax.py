@@ -9,7 +9,7 @@
 Source: MiniMax's guide to the tool calls of M2, and its chat template.
 """
 
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.call_list import parse_call_list
-from app.text.syntax.call_object import build_call_expression
+from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _CALLS, _CALLS_END = "<TOOLCALL>", "</TOOLCALL>"

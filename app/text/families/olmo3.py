@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.marked_calls import parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls
 from app.text.syntax.reader import Reader, Resumable
 

@@ -12,7 +12,7 @@ function and for each parameter, values as they are, on lines of their own.
 Source: the chat templates of these models.
 """
 
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

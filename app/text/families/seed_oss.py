@@ -10,7 +10,7 @@ Source: the model's chat template. Lists and objects stand there as Python print
 """
 
 from app.text.family import ReasoningTags
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 
 _TAGS = CallTags(

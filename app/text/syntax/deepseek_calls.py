@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily
-from app.text.syntax.call_object import CallOutcome
-from app.text.syntax.json_arguments import parse_json_arguments
+from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
 from app.text.syntax.marked_calls import parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -15,7 +15,7 @@ made after it.
 """
 
 from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
-from app.text.syntax.tagged_call import CallTags
+from app.text.syntax.tagged_calls import CallTags
 
 DSML_MARKER = "｜DSML｜"
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_calls import CallOutcome
 from app.text.syntax.json_reader import parse_json_value
 from app.text.syntax.literal_reader import escape_json
 from app.text.syntax.nested_values import KeyPath, Notation, WriteJson, parse_nested_pairs
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.parameter_types import JsonTypes, get_parameter_types, to_json
-from app.text.syntax.pieces import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
 _CALL = "call:"

@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import CallOutcome, parse_call_object
+from app.text.syntax.json_calls import CallOutcome, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import parse_python_call, parse_python_list
 from app.text.syntax.reader import Reader, Resumable
 

@@ -7,8 +7,8 @@ any family's markers, nor how calls are written.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.syntax.call_list import ParseCall
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.json_calls import ParseCall
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
 

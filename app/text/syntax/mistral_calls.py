@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, ReasoningTags
-from app.text.syntax.call_list import parse_call_list
-from app.text.syntax.call_object import CallOutcome
+from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.json_reader import parse_json_value
 from app.text.syntax.marked_calls import parse_marked_call
-from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
 
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -13,12 +13,11 @@ from typing import Any
 
 from app.core.requests import Tool, ToolCall
 from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.call_list import parse_call_list
-from app.text.syntax.call_object import CallOutcome
-from app.text.syntax.keyword_rules import ArgumentGrammar, build_argument_grammar, extract_schema
+from app.text.syntax.argument_grammar import ArgumentGrammar, build_argument_grammar, extract_schema
+from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.nested_values import parse_nested_pairs
-from app.text.syntax.pieces import OutputBuilder
-from app.text.syntax.python_values import PYTHON_NOTATION, render_python_literal
+from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.python_literals import PYTHON_NOTATION, render_python_literal
 from app.text.syntax.reader import Reader, Resumable
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")

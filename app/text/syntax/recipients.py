@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.json_reader import parse_json_value
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
 _ALL = "all"

@@ -1,16 +1,220 @@
-"""What the families share that write calls between tags (`app/text/syntax/tagged_call.py`).
+"""What the families share that write calls between tags (`app/text/syntax/tagged_calls.py`).
 
 Knows: how their tags become a parser and a grammar. Must not know: any family's tags.
+
+The grammar of calls between tags (see `tagged_call.py`), for calls that must be made.
+
+A value that is no string is JSON, and JSON's grammar holds it to its schema. A string is free text
+up to its closing tag, which no regular expression of a schema's can be put in: where a schema says
+more of a string than that it is one of a few, the call is a JSON object between the outer tags,
+which models write too that have seen much of it. Where these are around all calls there is no
+syntax then.
 """
 
-from collections.abc import Sequence
+import json as jsons
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
-from app.text.syntax.pieces import OutputBuilder
+from app.text.syntax.json_calls import build_call_expression
+from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.parameter_types import (
+    ANNOTATION_KEYWORDS,
+    STRING_TYPE,
+    JsonTypes,
+    get_schema_types,
+    resolve_reference,
+)
 from app.text.syntax.reader import Reader, Resumable
-from app.text.syntax.tagged_call import CallTags, TaggedCallParser
-from app.text.syntax.tagged_syntax import build_tagged_grammar
+from app.text.syntax.tagged_calls import CallTags, TaggedCallParser
+
+_OBJECT_KEYWORDS = ANNOTATION_KEYWORDS | {
+    *("type", "properties", "required", "additionalProperties"),
+    *("$defs", "definitions", "$schema", "$id"),
+}
+_NAME = re.compile(r"[^\s<>\"]+")
+_REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+# free text, up to and with its closing tag
+_TEXT_RULE = "parameter"
+
+
+def build_tagged_grammar(
+    tags: CallTags, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+) -> ToolCallGrammar | None:
+    writer = _GrammarWriter(tags, literal, json_schema)
+    calls = [writer.write_call(tool) for tool in tools]
+    if tags.grouped and any(call is None for call in calls):
+        return None
+    syntax = ToolCallGrammar(
+        calls=tuple(
+            call or writer.write_json_call(tool) for tool, call in zip(tools, calls, strict=True)
+        ),
+        between=writer.gap_expression,
+        trigger=tags.before,
+        rules=writer.write_rules(),
+    )
+    if not tags.grouped:
+        return syntax
+    return replace(
+        syntax,
+        before=literal(f"{tags.before}{tags.gap}"),
+        # two lexemes: behind a call's end the same gap stands before another call
+        after=f"{literal(tags.gap)} {literal(tags.after)}",
+    )
+
+
+class _GrammarWriter:
+    def __init__(self, tags: CallTags, literal: MakeLiteral, json_schema: MakeJsonSchema) -> None:
+        self._tags = tags
+        self._literal = literal
+        self._json_schema = json_schema
+        self.gap_expression = f"({literal(tags.gap)})?" if tags.gap_optional else literal(tags.gap)
+        self._has_text = False
+
+    def write_call(self, tool: Tool) -> str | None:
+        """One of this tool's. None where its schema is more than the syntax can hold it to."""
+        properties = _read_properties(tool.parameters)
+        if properties is None or not _NAME.fullmatch(tool.name):
+            return None
+        parts = [self._write_prefix(tool.name)]
+        for name, schema in properties.items():
+            value = self._write_value(tool, schema)
+            if value is None or not _NAME.fullmatch(name):
+                return None
+            parameter = f"{self._write_key(name, schema, tool)} {value} {self.gap_expression}"
+            required = name in tool.parameters.get("required", ())
+            parts.append(parameter if required else f"({parameter})?")
+        return " ".join((*parts, self._write_suffix()))
+
+    def write_json_call(self, tool: Tool) -> str:
+        """One of any tool's, in JSON."""
+        tags = self._tags
+        before, after = f"{tags.before}{tags.gap}", f"{tags.gap}{tags.after}"
+        return build_call_expression(
+            tool, self._literal, self._json_schema, before=before, after=after
+        )
+
+    def write_rules(self) -> str:
+        """Those that calls name."""
+        if not self._has_text:
+            return ""
+        tags = self._tags
+        ends = "|".join(map(_escape_regex, tags.value_ends))
+        free = f"~/(?s:.*)({ends})(?s:.*)/"
+        close = self._literal(self._tags.value_suffix)
+        literal = _LITERAL.match(close)
+        if literal is None:  # a token, which no text can run into
+            return f"{_TEXT_RULE}: PARAMETER? {close}\nPARAMETER: /(?s:.+)/ & {free}"
+        # one lexeme: what follows a text that may be anything would be taken for a part of it
+        rest = close[literal.end() :]
+        return f"{_TEXT_RULE}: PARAMETER {rest}\nPARAMETER: (/(?s:.*)/ & {free}) {literal[0]}"
+
+    def _write_prefix(self, name: str) -> str:
+        tags = self._tags
+        before = "" if tags.grouped else tags.before
+        if not tags.begin:
+            return f"{self._literal(before + name)} {self.gap_expression}"
+        line = "" if tags.grouped else tags.gap
+        return self._literal(f"{before}{line}{tags.begin}{name}{tags.name_end}{tags.gap}")
+
+    def _write_suffix(self) -> str:
+        tags = self._tags
+        if tags.end is None:
+            return self._literal(tags.after)
+        return self._literal(tags.end if tags.grouped else f"{tags.end}{tags.gap}{tags.after}")
+
+    def _write_key(self, name: str, schema: Any, tool: Tool) -> str:
+        tags = self._tags
+        key = self._literal(f"{tags.key_begin}{name}{self._select_key_end(schema, tool)}")
+        line = "\n" if tags.values_on_own_lines else ""
+        if not tags.value_begin:
+            return f"{key} {self._literal(line)}" if line else key
+        return f"{key} {self.gap_expression} {self._literal(tags.value_begin + line)}"
+
+    def _select_key_end(self, schema: Any, tool: Tool) -> str:
+        """The one that says of a value what the schema does."""
+        types = get_schema_types(schema, tool.parameters)
+        for end, narrow in self._tags.key_ends.items():
+            is_text = types is None or "string" in types
+            if narrow is None or is_text == (narrow(None) == STRING_TYPE):
+                return end
+        raise AssertionError(self._tags.key_ends)
+
+    def _write_value(self, tool: Tool, schema: Any) -> str | None:
+        """A value and its end; None where the schema wants more than can be promised."""
+        root, close = tool.parameters, self._literal(self._tags.value_suffix)
+        types = get_schema_types(schema, root)
+        schema = resolve_reference(schema, root)
+        if types is not None and "string" not in types:
+            alone = _extract_schema(schema, types, root)
+            if alone is None:
+                return None
+            return f"{self._json_schema(replace(tool, parameters=alone))} {close}"
+        if _constrains_only_type(schema):
+            self._has_text = True
+            return _TEXT_RULE
+        options = _read_enum_strings(schema) if types == STRING_TYPE else ()
+        if not options or any(self._ends_early(option) for option in options):
+            return None
+        return f"({' | '.join(map(self._literal, options))}) {close}"
+
+    def _ends_early(self, text: str) -> bool:
+        return not text or text != text.strip() or any(e in text for e in self._tags.value_ends)
+
+
+def _read_properties(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What arguments may be given; None where the schema is more than a list of them."""
+    properties = schema.get("properties", {})
+    plain = schema.keys() <= _OBJECT_KEYWORDS and schema.get("type", "object") == "object"
+    if not plain or not isinstance(properties, Mapping):
+        return None
+    declared = cast(Mapping[str, Any], properties)
+    return declared if set(schema.get("required", ())) <= declared.keys() else None
+
+
+def _extract_schema(
+    schema: Any, types: JsonTypes, root: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """A parameter's schema as a document of its own; None where it refers to others than those that
+    are kept for reference."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    alone = {"type": sorted(types), **cast(Mapping[str, Any], schema)}
+    if _REFERENCE.search(jsons.dumps([alone, shared])):
+        return None
+    return {**shared, **alone} if '"$ref"' in jsons.dumps(alone) else alone
+
+
+def _constrains_only_type(schema: Any) -> bool:
+    """Whether all that a schema asks of a value is its type."""
+    if schema is True:
+        return True
+    if not isinstance(schema, Mapping):
+        return False
+    schema = cast(Mapping[str, Any], schema)
+    parts = schema.get("anyOf", ())
+    return schema.keys() <= ANNOTATION_KEYWORDS | {"type", "nullable", "anyOf"} and all(
+        map(_constrains_only_type, parts)
+    )
+
+
+def _read_enum_strings(schema: Any) -> Sequence[str]:
+    """The strings that a schema allows, if it names them."""
+    if not isinstance(schema, Mapping):
+        return ()
+    schema = cast(Mapping[str, Any], schema)
+    if not schema.keys() <= ANNOTATION_KEYWORDS | {"type", "enum"}:
+        return ()
+    return cast(Sequence[str], schema.get("enum", ()))
+
+
+def _escape_regex(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 class TaggedFamily(ChatFamily):

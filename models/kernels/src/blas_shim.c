@@ -5,7 +5,7 @@
  * A library that is opened with RTLD_GLOBAL before libmlx.so answers for the BLAS that MLX's wheel
  * brings. That asks for names which some do not have (PyPI's scipy-openblas32 puts `scipy_` before
  * each), and takes over all names that the library has. So this one is what is opened globally: it
- * has three names and knows which library is behind them. models/backend.py calls
+ * has three names and knows which library is behind them. models/cpu_backend.py calls
  * `mlxrunner_blas_open` once, and makes this library global only when that went well: until then
  * nobody can have called a product.
  */
@@ -22,7 +22,7 @@ enum { ROW_MAJOR = 101, PLAIN = 111, TURNED = 112 };
  * that is stored [in, out], along the rows of one that is stored [out, in]. */
 enum { FEW_DOWN = 2, FEW_ALONG = 4 };
 
-/* BLAS with 64-bit integers is another interface: models/backend.py does not open one. */
+/* BLAS with 64-bit integers is another interface: models/cpu_backend.py does not open one. */
 typedef void real_product(
     int order, int turn_a, int turn_b, int m, int n, int k, float alpha, const float* a, int lda,
     const float* b, int ldb, float beta, float* c, int ldc);

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.prefix.driving import (
+from tests.engine.prefix.harness import (
     GARBAGE,
     MakeCache,
     assert_holds,

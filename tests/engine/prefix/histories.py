@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.ports import Lease
-from tests.engine.prefix.driving import GARBAGE, FakePrefixCache, assert_holds, begin, feed
+from tests.engine.prefix.harness import GARBAGE, FakePrefixCache, assert_holds, begin, feed
 from tests.engine.prefix.layers import FakeLayer
 
 PARALLEL = 4

@@ -1,7 +1,7 @@
 """Looking inside the radix cache: what its stores hold."""
 
 from app.engine.prefix.radix import RadixPrefixCache
-from app.engine.prefix.stores import RadixNode
+from app.engine.prefix.radix_tree import RadixNode
 from tests.engine.prefix.layers import FakeLayer, layers
 
 Cache = RadixPrefixCache[FakeLayer]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.shift import ShiftResult
+from app.core.context_shift import ShiftResult
 from tests.engine.prefix.layers import FakeLayer
 from tests.engine.prefix.test_slots import busy, cache_of, served
 

@@ -10,9 +10,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from models import llama
-from models.heads import GroupedQueryAttention
+from models.attention import GroupedQueryAttention
+from models.cpu_layout import apply_cpu_layout
 from models.layers import GatedMLP
-from models.layout import apply_cpu_layout
 from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 from models.rope import NoRope, Rope

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from models import backend
+from models import cpu_backend
 
 ROOT = Path(__file__).resolve().parents[3]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -110,7 +110,7 @@ def test_without_a_compiler_an_install_goes_on_and_says_what_is_lost(project, tm
         "mlxrunner again (with make or pip)"
     )
     # the second where the system has no OpenBLAS either
-    assert blas_why in ("None", f"{backend.NOT_BUILT}: {kernels_why}")
+    assert blas_why in ("None", f"{cpu_backend.NOT_BUILT}: {kernels_why}")
 
 
 @compiler

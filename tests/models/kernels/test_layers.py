@@ -9,11 +9,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from models import kernels
+from models.cpu_layout import apply_cpu_layout
 from models.experts import ExpertLinear, Experts
-from models.kernels import layers, stacks
-from models.latent import MultiLinear
+from models.kernels import layers, stacked_layers
 from models.layers import GatedMLP, apply_glu, router_logits
-from models.layout import apply_cpu_layout
+from models.mla import MultiLinear
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
@@ -34,7 +34,7 @@ def filled(layer: Any) -> Any:
 
 def twin(layer: Any) -> Any:
     return layers.to_kernel_layer(
-        layer, OPS, {**layers.KERNEL_LAYERS, **stacks.STACKED_KERNEL_LAYERS}
+        layer, OPS, {**layers.KERNEL_LAYERS, **stacked_layers.STACKED_KERNEL_LAYERS}
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import kernels
-from models.threads import MAX_THREADS, get_num_threads
+from models.cpu_backend import MAX_THREADS, get_num_threads
 
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels here: {kernels.describe().why}")

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_unflatten
 
 import models
-from models import foreign, kernels
+from models import kernels, mlx_lm_adapter
 from models.base import Model
-from models.checkpoint import get_text_config
+from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from models.kv import LayerCache
-from models.layout import apply_cpu_layout, is_batch_invariant
+from models.multimodal import get_text_config
 from models.quant import replace_leaves
 from tests.models import parity
 from tests.models.architectures import Case, cases
@@ -64,7 +64,9 @@ class Served:
 
 
 def is_foreign(case: Case) -> bool:
-    return isinstance(models._find_architecture(get_text_config(case.config)), foreign.Architecture)
+    return isinstance(
+        models._find_architecture(get_text_config(case.config)), mlx_lm_adapter.Architecture
+    )
 
 
 def near(served: Served) -> float:

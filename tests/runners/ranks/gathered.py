@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 
 from app import store
-from app.core.files import ModelFiles
+from app.core.model_files import ModelFiles
 from app.core.settings import Settings
-from app.engine.describe import complete_config
-from app.engine.memory import MemoryProfile
+from app.engine.memory_profile import MemoryProfile
+from app.engine.model_info import complete_config
 from app.runners.ranks.launch import Launch
-from app.runners.ranks.line import Hello, HelloReply, RankConnection
-from app.runners.ranks.meeting import RendezvousInfo, collect_traits
+from app.runners.ranks.protocol import Hello, HelloReply, RankConnection
+from app.runners.ranks.rendezvous import RendezvousInfo, collect_traits
 
 PATIENCE = 20.0
 SETTINGS = Settings(runner="thread", memory=1 << 30, parallel=2)

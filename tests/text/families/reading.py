@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from app.core.requests import Tool
 from app.text.family import ChatFamily, ReasoningTags
-from app.text.syntax.pieces import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
+from app.text.syntax.output_parser import (
+    Content,
+    OutputPart,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from tests.text.families.rows import Row
 
 # Each costs a reading of the whole; character by character, a row is read in any case.

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from app.text.family import find_family
-from app.text.plain_calls import GenericFamily
+from app.text.generic_tool_calls import GenericFamily
 from tests.text.families.reading import check_row
 from tests.text.families.rows import law, llamacpp, template
 

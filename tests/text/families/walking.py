@@ -69,7 +69,7 @@ FORMS = _tool(
 
 TOOLS = (WEATHER, NOW, TYPES, FORMS)
 
-# as `app/text/constraint.py` bounds white space, but narrower: walks are to be short
+# as `app/grammar/constraint.py` bounds white space, but narrower: walks are to be short
 _OPTIONS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
 
 

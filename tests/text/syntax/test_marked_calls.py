@@ -3,9 +3,9 @@
 import pytest
 
 from app.core.requests import Tool
-from app.text.syntax.call_object import parse_call_object
+from app.text.syntax.json_calls import parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls
-from app.text.syntax.pieces import OutputBuilder, OutputParser
+from app.text.syntax.output_parser import OutputBuilder, OutputParser
 from app.text.syntax.reader import Reader, Resumable
 from tests.text.families.reading import calls, content, reasoning
 

@@ -1,0 +1,176 @@
+"""OpenAI's embeddings: POST /v1/embeddings.
+
+Knows every field that OpenAI documents for it, and how vectors are written. Must not know: how
+vectors are made, or what the model's vocabulary and context are (that is checked where they are
+known). Wire format: OpenAI's API reference, "Create embeddings".
+"""
+
+import base64
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import orjson
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from app.api.fields import (
+    INT32_MAX,
+    Fields,
+    as_array,
+    as_integer,
+    as_token_ids,
+    invalid_request,
+    quote_value,
+)
+from app.api.openai.common_fields import read_keep_alive, read_model
+from app.api.openai.compat_fields import check_compat_fields
+from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
+from app.core.ports import Generate
+from app.core.settings import Settings
+from app.http.body import Body, RequestBodies
+from app.http.responses import JsonObject, cancel_on_disconnect, get_caller, is_admin, send_json
+
+# OpenAI's bound
+MAX_INPUTS = 2048
+
+Encoding = Literal["float", "base64"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedEmbedRequest:
+    """A valid request, and how its vectors are to be written."""
+
+    request: EmbedRequest
+    encoding: Encoding
+
+
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
+    return [Route("/v1/embeddings", EmbedEndpoint(generate, bodies), methods=["POST"])]
+
+
+class EmbedEndpoint:
+    """An ASGI application. A client that hangs up cancels what it asked for."""
+
+    def __init__(self, generate: Generate, bodies: RequestBodies) -> None:
+        self._generate = generate
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._bodies.receive_json(scope, receive) as body:
+
+            async def exchange(send: Send) -> None:
+                wish = await self._parse_body(body)
+                request = replace(wish.request, caller=get_caller(scope), admin=is_admin(scope))
+                found = await self._generate.embed(request)
+                size = sum(map(len, found.vectors))
+                reply = await self._bodies.workers.run(
+                    partial(render_embeddings, wish, found), size=size
+                )
+                await send_json(reply, scope, send)
+
+            await cancel_on_disconnect(receive, send, exchange)
+
+    async def _parse_body(self, body: Body) -> ParsedEmbedRequest:
+        return await body.read(self._find, parse_embeddings)
+
+    async def _find(self, model: str) -> Collection[str]:
+        await self._generate.discover(model)
+        return {card.id for card in self._generate.list_models()}
+
+
+def parse_embeddings(body: object, models: Collection[str]) -> ParsedEmbedRequest:
+    """The body of POST /v1/embeddings. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+    fields = Fields.from_value(body)
+    model = read_model(fields, models)
+    inputs = _inputs(fields)
+    wish = ParsedEmbedRequest(
+        request=EmbedRequest(
+            model=model,
+            inputs=inputs,
+            pooling=_pooling(fields),
+            dimensions=fields.integer("dimensions", 1, INT32_MAX),
+            keep_alive=read_keep_alive(fields),
+        ),
+        encoding=_encoding(fields),
+    )
+    fields.string("user")  # accepted, as documented: there is nobody here to tell about it
+    check_compat_fields(fields, "embeddings")
+    fields.reject_unknown()
+    return wish
+
+
+def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
+    """The answer's body; each vector is already JSON, so that writing all of them never holds the
+    others up for longer than one takes."""
+    write = _as_base64 if parsed.encoding == "base64" else _as_floats
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": write(vector)}
+            for index, vector in enumerate(embeddings.vectors)
+        ],
+        "model": parsed.request.model,
+        "usage": {
+            "prompt_tokens": embeddings.prompt_tokens,
+            "total_tokens": embeddings.prompt_tokens,
+        },
+    }
+
+
+def _as_base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode()
+
+
+def _as_floats(vector: bytes) -> orjson.Fragment:
+    numbers = array("f")
+    numbers.frombytes(vector)
+    return orjson.Fragment(orjson.dumps(numbers.tolist()))
+
+
+def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
+    """One text, one list of ids, or a list of texts or of lists of ids."""
+    value = fields.required("input")
+    if isinstance(value, str):
+        return (_input(value, "input"),)
+    items = as_array(value)
+    if not items:
+        wanted = "a string, a list of token ids, or a list of these"
+        raise invalid_request("input", f"input must be {wanted}, not {quote_value(value)}")
+    if as_integer(items[0]) is not None:
+        return (_input(items, "input"),)
+    if len(items) > MAX_INPUTS:
+        raise invalid_request(
+            "input", f"input must hold at most {MAX_INPUTS} texts, not {len(items)}"
+        )
+    return tuple(_input(item, f"input.{n}") for n, item in enumerate(items))
+
+
+def _input(value: Any, at: str) -> EmbedInput:
+    if isinstance(value, str) and value:
+        return EmbedInput(content=value, param=at)
+    if ids := as_array(value):
+        return EmbedInput(content=as_token_ids(ids, at), param=at)
+    raise invalid_request(
+        at, f"{at} must be a text or a list of token ids, not {quote_value(value)}"
+    )
+
+
+def _pooling(fields: Fields) -> PoolingType | None:
+    value = fields.string("pooling")
+    if value is None or value == "mean" or value == "last":
+        return value
+    raise invalid_request("pooling", f'pooling must be "mean" or "last", not {quote_value(value)}')
+
+
+def _encoding(fields: Fields) -> Encoding:
+    value = fields.string("encoding_format")
+    if value is None or value == "float":
+        return "float"
+    if value == "base64":
+        return value
+    raise invalid_request(
+        "encoding_format", f'encoding_format must be "float" or "base64", not {quote_value(value)}'
+    )

@@ -1,0 +1,145 @@
+"""How the server is: /v1/status for programs that wait for a model and for people who wonder where
+their memory is, /health for whoever watches.
+
+Both answer at once, from what is known, also while a model is loading or an engine is busy. So
+/v1/status is for a probe of liveness: whoever gets a 200 has a front door that runs, and restarting
+it would help nobody. /health is for one of readiness: 200 if requests that are sent now will be
+answered, 503 with the reason if they had better go elsewhere. Both are free without a key.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import pairwise
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.api.front_end import FrontendStats
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
+from app.core.model_state import ModelState
+from app.core.ports import Generate, RunnerState, RunnerStatus
+from app.core.settings import Settings
+from app.http.responses import JsonObject, error_response, json_response
+
+# Of the numbers that Ollama's llm.ServerStatus gives to states, those which we can be in. The
+# fourth is its "not responding", which is what a stalled engine is: loaded, alive, and no answer.
+OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
+    "ready": 0,
+    "loading": 3,
+    "stalled": 4,
+    "failed": 5,
+}
+
+
+def health_routes(generate: Generate, settings: Settings, frontend: FrontendStats) -> list[Route]:
+    async def status(request: Request) -> Response:
+        now = generate.status()
+        cards = generate.list_models()
+        told: JsonObject = {
+            "Status": OLLAMA_STATUS_CODES[now.state],
+            "Progress": now.progress if now.state in ("loading", "failed") else 100,
+            "ContextLength": cards[0].context_length if cards else 0,
+            "Memory": now.stats.allocated_bytes,
+        }
+        # app/http/auth.py says it; where nobody did, it is not so
+        if getattr(request.state, "admin", False):
+            told |= {
+                "Error": now.error,
+                **_render_requests(now, settings.max_queue),
+                **_render_engine(now.stats),
+            }
+            told["FrontEnd"] = frontend.render()
+            told["Models"] = [_render_model(state) for state in generate.list_model_states()]
+        return json_response(told)
+
+    async def health(request: Request) -> Response:
+        now = generate.status()
+        if now.state == "ready":
+            return json_response({"status": "ok"})
+        if now.state == "loading":
+            return error_response(
+                AppError(ErrorKind.LOADING, f"the model is loading ({now.progress} %)")
+            )
+        # 503 whatever the kind: to those who ask, a server without an engine is an absent one.
+        return error_response(
+            AppError(ErrorKind.ENGINE, now.error or "the engine failed"), status=503
+        )
+
+    return [
+        Route("/v1/status", status, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+    ]
+
+
+def _render_requests(now: RunnerStatus, max_queue: int) -> JsonObject:
+    """Ollama's client reads the four fields before these, and no others."""
+    return {
+        "Parallel": 0 if now.capacity is None else now.capacity.parallel,
+        "Running": now.stats.running,
+        "Waiting": now.stats.waiting + now.preparing + now.compiling,
+        "Preparing": now.preparing,
+        "Compiling": now.compiling,
+        "MaxQueue": max_queue,
+        "Rejected": now.rejected,
+    }
+
+
+def _render_engine(stats: EngineStats) -> JsonObject:
+    ledger = stats.ledger
+    return {
+        "Ledger": {
+            "budget": ledger.budget,
+            "weights": ledger.weights,
+            "kv": ledger.kv,
+            "prefix": ledger.prefix,
+            "working": ledger.working,
+            "free": ledger.free,
+        },
+        "Tokens": {
+            "cached": stats.cached_tokens,
+            "prefilled": stats.prefilled_tokens,
+            "generated": stats.generated_tokens,
+        },
+        "Hits": dict(zip(hit_bucket_labels(), stats.prefix_hit_counts, strict=True)),
+        "Misses": dict(stats.prefix_miss_counts),
+        "Evictions": stats.prefix_evictions,
+        "Preemptions": stats.preemptions,
+        "Failures": stats.failures,
+        "Steps": stats.steps,
+    }
+
+
+def _render_model(state: ModelState) -> JsonObject:
+    """One of those that a request may name."""
+    return {
+        "Name": state.name,
+        "Phase": state.phase,
+        "Progress": state.progress,
+        "Leases": state.leases,
+        "Running": state.stats.running,
+        "Waiting": state.stats.waiting + state.preparing + state.compiling,
+        "Preparing": state.preparing,
+        "Compiling": state.compiling,
+        "Rejected": state.rejected,
+        "Memory": state.stats.allocated_bytes,
+        "Share": state.allocation,
+        "ContextLength": state.context_length,
+        "Parallel": state.parallel,
+        "Pinned": state.pinned,
+        "Expires": state.expires_at,
+        "Loads": state.loads,
+        "Evictions": state.evictions,
+        "Restarts": state.restarts,
+        "Error": state.error,
+        "Pid": state.pid,
+        "Backend": None if state.backend is None else asdict(state.backend),
+    }
+
+
+def hit_bucket_labels() -> list[str]:
+    """Names of the classes that `EngineStats.prefix_hit_counts` counts: "0", "1-16", …,
+    "65537+"."""
+    between = [f"{low + 1}-{high}" for low, high in pairwise(PREFIX_HIT_BUCKETS)]
+    return [str(PREFIX_HIT_BUCKETS[0]), *between, f"{PREFIX_HIT_BUCKETS[-1] + 1}+"]

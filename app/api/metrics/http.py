@@ -1,0 +1,102 @@
+"""Bodies, work on threads and the event loop's lag, as Prometheus reads them.
+
+Knows: prometheus_client. Must not know: how anything is counted.
+
+What comes to the door, as Prometheus reads it.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from app.api.front_end import FrontendStats
+from app.core.server_stats import LAG_BUCKETS, ConnectionStats
+
+
+class HttpCollector(Collector):
+    """Those of one server."""
+
+    def __init__(self, traffic: ConnectionStats) -> None:
+        self._traffic = traffic
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """On any thread, beside the event loop, which writes: so copies are read."""
+        traffic = self._traffic
+        yield GaugeMetricFamily(
+            "mlxrunner_http_connections", "Open connections", value=traffic.open_connections
+        )
+        yield CounterMetricFamily(
+            "mlxrunner_http_connections_opened",
+            "Connections opened since the start",
+            traffic.accepted_connections,
+        )
+        turned_away = CounterMetricFamily(
+            "mlxrunner_http_connections_turned_away",
+            "Connections closed by the server before the request was complete or the response was "
+            "read, by reason",
+            labels=["reason"],
+        )
+        for reason, count in traffic.closed_by_reason.copy().items():
+            turned_away.add_metric([reason], count)
+        yield turned_away
+        answered = CounterMetricFamily(
+            "http_requests",
+            "Responses by route (none: rejected before routing), method and status class; 4xx if "
+            "the client disconnected",
+            labels=["handler", "method", "status"],
+        )
+        for (method, route, status), count in traffic.responses.copy().items():
+            answered.add_metric([route, method, status], count)
+        yield answered
+
+
+class FrontendCollector(Collector):
+    """Those of one server."""
+
+    def __init__(self, stats: FrontendStats) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """On any thread, beside the event loop, which writes."""
+        bodies, workers = self._stats.bodies, self._stats.workers
+        for name, text, value in (
+            ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),
+            (
+                "mlxrunner_http_body_bytes",
+                "Memory of in-flight request bodies that counts against their budget",
+                bodies.reserved_bytes,
+            ),
+            (
+                "mlxrunner_http_bodies_parsing",
+                "Large request bodies being parsed or waiting to be parsed",
+                bodies.parsing,
+            ),
+            (
+                "mlxrunner_work_running",
+                "Busy worker threads (prompts and responses)",
+                workers.running,
+            ),
+            ("mlxrunner_work_queued", "Work items waiting for a worker thread", workers.queued),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        yield self._loop_lag_histogram()
+
+    def _loop_lag_histogram(self) -> Metric:
+        lag = self._stats.lag
+        bounds = [*map(str, LAG_BUCKETS), "+Inf"]
+        counts = accumulate(list(lag.bucket_counts))
+        return HistogramMetricFamily(
+            "mlxrunner_event_loop_lag_seconds",
+            "Event loop lag, measured 20 times a second",
+            buckets=list(zip(bounds, counts, strict=True)),
+            sum_value=lag.sum_seconds,
+        )

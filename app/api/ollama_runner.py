@@ -1,0 +1,211 @@
+"""The runner's own dialect: what the Go client of Ollama's MLX runner speaks.
+
+POST /completion answers in JSON lines; what it calls to tokenize is in tokenization.py. Knows that
+client's habits: it writes zero for "not set", keeps all defaults to itself (so the model's own must
+not show through here) and prints the body of every reply that is not 200.
+Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8),
+which sends the options of api/types.go, whatever they are, and may ask for a format and for
+log-probabilities.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import orjson
+from starlette.routing import Route
+
+from app.api.fields import INT32_MAX, INT64, Fields, invalid_request, quote_value
+from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest
+from app.api.openai.logprobs import render_token_logprobs
+from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
+from app.core.errors import AppError, ErrorKind
+from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
+from app.core.ports import Generate
+from app.core.requests import GenerateRequest, JsonSchema, SamplingValue
+from app.core.settings import Settings
+from app.http.body import RequestBodies
+from app.http.responses import ERROR_FORMATS, JsonObject, encode_json_line
+
+MAX_LOGPROBS = 20
+
+DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
+
+# Options that the client sends with every request and that its own runner does not look at either:
+# how a model is loaded, and one filter.
+IGNORED_INTEGERS = (
+    "num_ctx",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "draft_num_predict",
+)
+
+
+def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
+    def prepare(body: object, _caller: str) -> ParsedRequest:
+        cards = generate.list_models()
+        if not cards:
+            raise AppError(ErrorKind.LOADING, "no model is available yet: try again in a moment")
+        request = parse(body, cards[0].id)
+        return ParsedRequest(
+            request=request,
+            reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
+        )
+
+    return [
+        Route(
+            "/completion", GenerateEndpoint(prepare, generate, settings, bodies), methods=["POST"]
+        ),
+    ]
+
+
+def parse(body: object, model: str) -> GenerateRequest:
+    """The body of POST /completion. Raises AppError(INVALID)."""
+    # Go's decoder ignores case, and later versions of the client send capitals.
+    fields = Fields.from_value(body).case_insensitive()
+    prompt = fields.required_string("prompt")
+    if not prompt:
+        raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
+    fields.reject("media", [])  # models here read text
+    options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
+    request = GenerateRequest(
+        model=model,
+        prompt=prompt,
+        sampling=_sampling(options),
+        max_tokens=_max_tokens(options),
+        stop=options.strings("stop", 16),
+        cache_prompt=fields.boolean("cache_prompt") is not False,
+        num_keep=_keep(options),
+        grammar=_format(fields),
+        top_logprobs=_top_logprobs(fields),
+    )
+    _check_ignored(options)
+    options.reject_unknown()
+    fields.reject_unknown()
+    return request
+
+
+def _sampling(options: Fields) -> dict[str, SamplingValue]:
+    """Every knob, set or not: whoever sends this has defaults of its own."""
+    top_p = options.number("top_p", 0, 1)
+    top_k = options.integer("top_k", -1, INT32_MAX)
+    repeat_last_n = options.integer("repeat_last_n", -1, INT32_MAX)
+    seed = options.integer("seed", *INT64)
+    return {
+        "temperature": options.number("temperature", 0, 100) or 0.0,
+        "top_p": top_p or 1.0,
+        "top_k": max(0, top_k or 0),
+        "min_p": options.number("min_p", 0, 1) or 0.0,
+        "repetition_penalty": options.number("repeat_penalty", 0, 10) or 1.0,
+        "presence_penalty": options.number("presence_penalty", -2, 2) or 0.0,
+        "frequency_penalty": options.number("frequency_penalty", -2, 2) or 0.0,
+        "repeat_last_n": repeat_last_n or -1,
+        "logit_bias": (),
+        # The client's way to say "any" is a negative seed.
+        "seed": None if seed is None or seed < 0 else seed,
+    }
+
+
+def _max_tokens(options: Fields) -> int | None:
+    """None is the rest of the context, which is what every number below one means."""
+    max_tokens = options.integer("max_tokens", *INT64)
+    num_predict = options.integer("num_predict", *INT64)
+    limit = max_tokens or num_predict or 0
+    return limit if limit > 0 else None
+
+
+def _keep(options: Fields) -> int:
+    """Negative is the whole prompt; zero is what "not set" comes to here."""
+    num_keep = options.integer("num_keep", *INT64)
+    n_keep = options.integer("n_keep", *INT64)
+    return num_keep or n_keep or 0
+
+
+def _format(fields: Fields) -> JsonSchema | None:
+    """Ollama's `format`: "json", or a JSON schema."""
+    value = fields.value("format")
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return JsonSchema(text=ANY_OBJECT_SCHEMA, param="format")
+    if isinstance(value, str):
+        raise invalid_request(
+            "format", f"format must be 'json' or a JSON schema, not {quote_value(value)}"
+        )
+    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), param="format")
+
+
+def _top_logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("toplogprobs", 0, MAX_LOGPROBS) or 0
+    return top if wanted else None
+
+
+def _check_ignored(options: Fields) -> None:
+    for name in IGNORED_INTEGERS:
+        options.integer(name, *INT64)
+    options.boolean("use_mmap")
+    options.number("typical_p", 0, 1)
+
+
+class CompletionLineEncoder:
+    """Frames of an answer: one line per piece of text, then one with the counters. logprobs: each
+    line has those of the tokens since the line before."""
+
+    def __init__(self, logprobs: bool = False) -> None:
+        self._finished = False
+        self._logprobs = logprobs
+        self._pending_logprobs: list[TokenLogprob] = []
+
+    def feed(self, event: OutputEvent) -> bytes:
+        if isinstance(event, TextDelta):
+            self._pending_logprobs += event.logprobs
+            return self._line(Content=event.text) if event.text else b""
+        # a plain prompt is answered by nothing but text
+        assert isinstance(event, Finish)
+        self._finished = True
+        return self._line(
+            Done=True,
+            DoneReason=DONE_REASONS[event.reason],
+            PromptEvalCount=event.usage.prompt_tokens,
+            PromptEvalDuration=event.timings.prefill_ns,
+            EvalCount=event.usage.completion_tokens,
+            EvalDuration=event.timings.decode_ns,
+        )
+
+    def _line(self, **said: object) -> bytes:
+        if not self._logprobs:
+            return encode_json_line(_line(**said))
+        scored, self._pending_logprobs = self._pending_logprobs, []
+        return encode_json_line(
+            _line(**said, Logprobs=render_token_logprobs(scored) if scored else None)
+        )
+
+    def end(self) -> bytes:
+        assert self._finished, "an answer ended without Finish"
+        return b""
+
+    def fail(self, error: AppError) -> bytes:
+        status = HTTPStatus(ERROR_FORMATS[error.kind].status)
+        told = {
+            "StatusCode": status.value,
+            "Status": f"{status.value} {status.phrase}",
+            "error": error.message,
+        }
+        return encode_json_line(_line(Error=told))
+
+
+def _line(**said: object) -> JsonObject:
+    """All keys stand in every line, as Go's encoder writes them."""
+    return {
+        "Content": "",
+        "Done": False,
+        "DoneReason": 0,
+        "PromptEvalCount": 0,
+        "PromptEvalDuration": 0,
+        "EvalCount": 0,
+        "EvalDuration": 0,
+        "Error": None,
+        **said,
+    }

@@ -1,0 +1,128 @@
+"""OpenAI's chat completions: from events to chunks and bodies.
+
+Knows the shape of a choice that is a message: text, reasoning and calls. A stream never sends an
+empty text and sends the role with the first thing that is said, because clients take the first
+chunk for the first token. Must not know: which request this answers.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from app.api.openai.logprobs import render_chat_logprobs
+from app.api.openai.output import (
+    ChoiceOutput,
+    ChunkEncoder,
+    Completion,
+    CompletionMetadata,
+    TokenBuffer,
+    ToolCallOutput,
+    render_body,
+)
+from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
+from app.http.responses import JsonObject
+
+ROLE = {"role": "assistant"}
+
+
+class ChatChunkEncoder(ChunkEncoder):
+    """Frames of a streamed chat completion."""
+
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, "chat.completion.chunk")
+        self._buffers: dict[int, TokenBuffer] = {}
+        self._role_sent: set[int] = set()  # choices whose role was sent
+        self._prompt_ids_sent = False
+
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
+        choice = event.choice
+        match event:
+            case TextDelta():
+                self._buffers.setdefault(choice, TokenBuffer()).add(event)
+                return [self._choice(choice, {"content": event.text})] if event.text else []
+            case ReasoningDelta():
+                return [self._choice(choice, _reasoning_fields(event.text))]
+            case ToolCallDelta():
+                return [
+                    self._choice(choice, {"tool_calls": [piece]})
+                    for piece in _tool_call_deltas(event)
+                ]
+            case _:
+                assert_never(event)
+
+    def finish_choice(self, event: Finish) -> JsonObject:
+        choice = self._choice(event.choice, {})
+        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
+
+    def extra_fields(self) -> JsonObject:
+        """The prompt's ids, in the first chunk of all."""
+        if self._prompt_ids_sent or not self.metadata.return_token_ids:
+            return {}
+        self._prompt_ids_sent = True
+        return {"prompt_token_ids": self.prompt_ids[0]}
+
+    def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
+        role = {} if choice in self._role_sent else ROLE
+        self._role_sent.add(choice)
+        held = self._buffers.get(choice, TokenBuffer()).take()
+        return {
+            "index": choice,
+            "delta": role | delta,
+            "logprobs": render_chat_logprobs(held.logprobs) if held.logprobs else None,
+            "finish_reason": None,
+            **({"token_ids": held.ids} if self.metadata.return_token_ids else {}),
+        }
+
+
+def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
+    """The body of a chat completion that is not streamed."""
+    whole = Completion.from_events(events)
+    choices = [
+        _render_choice(metadata, place, said)
+        for place, said in enumerate(whole.select_choices(metadata))
+    ]
+    ids = {"prompt_token_ids": whole.prompt_ids[0]} if metadata.return_token_ids else {}
+    return render_body(metadata, "chat.completion", whole, choices) | ids
+
+
+def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:
+    return {
+        "index": place,
+        "message": _render_message(output),
+        "logprobs": render_chat_logprobs(output.tokens.logprobs) if metadata.logprobs else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": output.finish_event.stop_string,
+        **({"token_ids": output.tokens.ids} if metadata.return_token_ids else {}),
+    }
+
+
+def _render_message(output: ChoiceOutput) -> JsonObject:
+    """Without text there is none, not an empty one, where there are calls instead."""
+    content = None if output.calls and not output.text else output.text
+    message: JsonObject = {**ROLE, "content": content, "refusal": None}
+    if output.reasoning:
+        message |= _reasoning_fields(output.reasoning)
+    if output.calls:
+        message["tool_calls"] = [_render_tool_call(call) for call in output.calls]
+    return message
+
+
+def _reasoning_fields(text: str) -> JsonObject:
+    """Under the name that DeepSeek gave it and most clients read, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _render_tool_call(call: ToolCallOutput) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
+    """A call begins with its name and no arguments; these follow, in pieces."""
+    pieces: list[JsonObject] = []
+    if event.id is not None:
+        function = {"name": event.name, "arguments": ""}
+        begun = {"id": event.id, "type": "function", "function": function}
+        pieces.append({"index": event.call_index, **begun})
+    if event.arguments:
+        pieces.append({"index": event.call_index, "function": {"arguments": event.arguments}})
+    return pieces

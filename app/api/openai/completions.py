@@ -1,0 +1,94 @@
+"""OpenAI's completions: from events to chunks and bodies.
+
+Knows the shape of a choice that is a text. A stream never sends an empty one before its end. Must
+not know: which request this answers.
+"""
+
+from collections.abc import Sequence
+
+from app.api.openai.logprobs import CompletionLogprobs
+from app.api.openai.output import (
+    ChoiceOutput,
+    ChunkEncoder,
+    Completion,
+    CompletionMetadata,
+    TokenBuffer,
+    render_body,
+)
+from app.core.events import Finish, OutputEvent, ReasoningDelta, TextDelta, ToolCallDelta
+from app.http.responses import JsonObject
+
+OBJECT_TYPE = "text_completion"
+
+
+class CompletionChunkEncoder(ChunkEncoder):
+    """Frames of a streamed completion."""
+
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, OBJECT_TYPE)
+        self._buffers: dict[int, TokenBuffer] = {}
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt's ids were sent
+
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
+        # a plain prompt is answered by nothing but text
+        assert isinstance(event, TextDelta)
+        self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
+        return [self._choice(event.choice, event.text)] if event.text else []
+
+    def finish_choice(self, event: Finish) -> JsonObject:
+        choice = self._choice(event.choice, "")
+        return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
+
+    def _choice(self, choice: int, text: str) -> JsonObject:
+        held = self._buffers.get(choice, TokenBuffer()).take()
+        columns = self._logprobs.setdefault(choice, CompletionLogprobs())
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": columns.render(held.logprobs) if held.logprobs else None,
+            "finish_reason": None,
+            **(
+                {"token_ids": held.ids, **self._prompt_ids(choice)}
+                if self.metadata.return_token_ids
+                else {}
+            ),
+        }
+
+    def _prompt_ids(self, choice: int) -> JsonObject:
+        """Its ids, in the first chunk of each choice."""
+        if choice in self._prompt_ids_sent:
+            return {}
+        self._prompt_ids_sent.add(choice)
+        return {"prompt_token_ids": self.prompt_ids[choice // self.metadata.best_of]}
+
+
+def collect_completion(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
+    """The body of a completion that is not streamed."""
+    whole = Completion.from_events(events)
+    told = whole.select_choices(metadata)
+    return render_body(
+        metadata,
+        OBJECT_TYPE,
+        whole,
+        [_render_choice(metadata, place, said, whole) for place, said in enumerate(told)],
+    )
+
+
+def _render_choice(
+    metadata: CompletionMetadata, place: int, output: ChoiceOutput, completion: Completion
+) -> JsonObject:
+    ids = {
+        "token_ids": output.tokens.ids,
+        "prompt_token_ids": completion.prompt_ids.get(output.finish_event.prompt_index),
+    }
+    return {
+        "index": place,
+        "text": output.text,
+        "logprobs": CompletionLogprobs().render(output.tokens.logprobs)
+        if metadata.logprobs
+        else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": output.finish_event.stop_string,
+        **(ids if metadata.return_token_ids else {}),
+    }

@@ -1,0 +1,195 @@
+"""OpenAI's messages: from JSON to a conversation.
+
+Knows every field of every documented role, and in which order calls and their results come. What a
+text model cannot take (images, audio, files) is refused by its place in the request. Must not know:
+chat templates.
+
+The arguments of calls that are sent back.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import orjson
+
+from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.core.requests import Conversation, Message, ToolCall
+
+# under which a template is shown arguments that are no object
+INVALID_ARGUMENTS_KEY = "invalid_arguments"
+
+
+def normalize_arguments(text: str) -> str:
+    """The text of a JSON object, which is all that templates can render. Clients send "" for no
+    arguments. Anything else was the model's own mistake, or was cut off: it is told as that."""
+    object_ = text.strip() or "{}"
+    return (
+        object_
+        if isinstance(_try_parse(object_), dict)
+        else orjson.dumps({INVALID_ARGUMENTS_KEY: text}).decode()
+    )
+
+
+def _try_parse(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    fields.required("messages")
+    messages = fields.array("messages")
+    if not messages:
+        raise invalid_request("messages", "messages must hold at least one message")
+    read = tuple(
+        _message(Fields.from_value(message, f"messages.{n}")) for n, message in enumerate(messages)
+    )
+    _check_tool_results(read)
+    return Conversation(messages=read)
+
+
+def _check_tool_results(messages: Sequence[Message]) -> None:
+    """OpenAI's rule, in its words: behind a message with calls come their results, all of them and
+    nothing else. Raises AppError(INVALID)."""
+    called_at, called, waiting = 0, frozenset[str](), set[str]()
+    for n, message in enumerate(messages):
+        id_ = message.tool_call_id
+        if id_ is None:
+            _check_all_results_given(called_at, waiting)
+            called_at, called = n, frozenset(call.id for call in message.tool_calls)
+            waiting = set(called)
+        elif not called:
+            raise invalid_request(
+                f"messages.{n}.role",
+                f"messages.{n}: messages with role 'tool' must be a response to a preceding "
+                "message with 'tool_calls'",
+            )
+        elif id_ not in called:
+            path = f"messages.{n}.tool_call_id"
+            raise invalid_request(
+                path,
+                f"{path} of {quote_value(id_)} not found in 'tool_calls' of previous "
+                "message, which is "
+                f"messages.{called_at}",
+            )
+        else:
+            waiting.discard(id_)
+    _check_all_results_given(called_at, waiting)
+
+
+def _check_all_results_given(at: int, waiting: Collection[str]) -> None:
+    if waiting:
+        raise invalid_request(
+            f"messages.{at}.tool_calls",
+            f"messages.{at}: an assistant message with 'tool_calls' must be followed by tool "
+            "messages responding to each 'tool_call_id'. The following tool_call_ids did not have "
+            f"response messages: {', '.join(sorted(waiting))[:400]}",
+        )
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_string("role")
+    if role not in ROLES:
+        path = fields.path("role")
+        raise invalid_request(
+            path, f"{path} must be one of {', '.join(ROLES)}, not {quote_value(role)}"
+        )
+    name = fields.string("name")
+    if role == "assistant":
+        message = _assistant(fields, name)
+    else:
+        fields.required("content")
+        message = Message(
+            role=role,
+            content=_content(fields, ("text",)),
+            name=name,
+            tool_call_id=fields.required_string("tool_call_id") if role == "tool" else None,
+        )
+    fields.reject_unknown()
+    return message
+
+
+def _assistant(fields: Fields, name: str | None) -> Message:
+    """An earlier answer, also as this or another server sent it, with its empty extras."""
+    fields.reject("audio")
+    fields.reject("function_call", instead="use tool_calls")
+    fields.reject("annotations", [])
+    content = _content(fields, ("text", "refusal"))
+    refusal = fields.string("refusal")
+    fields.value("parsed")  # what the SDK has read out of the content
+    reasoning = _reasoning(fields)
+    calls = _tool_calls(fields)
+    # What the assistant said when it declined is part of what it said.
+    said = [text for text in (content, refusal) if text is not None]
+    if not said and not calls:
+        path = fields.path("content")
+        raise invalid_request(path, f"{path} is required unless there are tool_calls")
+    text = "\n".join(filter(None, said)) if said else None
+    return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
+
+
+def _reasoning(fields: Fields) -> str | None:
+    """Under the two names that our answers have it under; whoever sends one back may send both."""
+    older, newer = fields.string("reasoning_content"), fields.string("reasoning")
+    if older and newer and older != newer:
+        path = fields.path("reasoning")
+        other = fields.path("reasoning_content")
+        raise invalid_request(path, f"{path} and {other} are aliases but differ: keep one of them")
+    return older or newer or None
+
+
+def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
+    value = fields.value("content")
+    path = fields.path("content")
+    if value is None or isinstance(value, str):
+        return value
+    parts = as_array(value)
+    if parts is None:
+        raise invalid_request(
+            path, f"{path} must be a string or an array of parts, not {quote_value(value)}"
+        )
+    if not parts:
+        raise invalid_request(path, f"{path} must hold at least one part")
+    # Each part is a paragraph, as for vLLM and llama.cpp: nothing is glued to its neighbour.
+    return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
+
+
+def _part(value: object, path: str, allowed: tuple[str, ...]) -> str:
+    fields = Fields.from_value(value, path)
+    type_ = fields.required_string("type")
+    if type_ not in allowed:
+        raise invalid_request(
+            path,
+            f"{path} is a part of type {quote_value(type_)}, which is not supported: "
+            f"use {' or '.join(allowed)}",
+        )
+    text = fields.required_string(type_)
+    fields.reject("prompt_cache_breakpoint")
+    fields.reject_unknown()
+    return text
+
+
+def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
+    calls = fields.array("tool_calls") or []
+    path = fields.path("tool_calls")
+    return tuple(_tool_call(Fields.from_value(call, f"{path}.{n}")) for n, call in enumerate(calls))
+
+
+def _tool_call(fields: Fields) -> ToolCall:
+    id_ = fields.required_string("id")
+    fields.integer("index", 0)  # in which order they came; they still stand in it
+    type_ = fields.required_string("type")
+    if type_ != "function":
+        path = fields.path("type")
+        raise invalid_request(path, f"{path} must be 'function', not {quote_value(type_)}")
+    function = Fields.from_value(fields.required("function"), fields.path("function"))
+    name = function.required_string("name")
+    function.value("parsed_arguments")  # what the SDK has read out of them
+    arguments = normalize_arguments(function.required_string("arguments"))
+    function.reject_unknown()
+    fields.reject_unknown()
+    return ToolCall(id=id_, name=name, arguments=arguments)

@@ -1,0 +1,266 @@
+"""OpenAI's answers: what chat completions and completions have in common, whole and streamed.
+
+Knows the envelope that chunks and bodies share, how a stream ends, and how what was said of each
+choice is put together. Must not know: the shape of a choice, or how a request looked, beyond what
+its answer has to repeat.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.api.openai.usage import UsageTotals, render_usage
+from app.core.errors import AppError
+from app.core.events import (
+    Finish,
+    OutputEvent,
+    PromptTokenIds,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+)
+from app.http.responses import JsonObject, encode_sse_event, render_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionMetadata:
+    """What an answer repeats of its request and of the server. created: Unix time. num_prompts: how
+    many. n: choices of each that are told, best_of: that are generated. logprobs, return_token_ids:
+    whether they were asked for. echo: whether answers begin with their prompts. include_usage:
+    whether a stream ends with token counts. continuous_usage: whether each chunk has the counts of
+    its choice so far. tier: the service tier, where one was named."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    num_prompts: int = 1
+    n: int = 1
+    best_of: int = 1
+    logprobs: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    tier: str | None = None
+
+
+# Streamed
+
+
+class ChunkEncoder:
+    """Frames of a streamed answer. The choices' chunks come as what they say comes, in any order
+    beside each other. The counters of all stand in the chunk with the last choice's end."""
+
+    def __init__(self, metadata: CompletionMetadata, kind: str) -> None:
+        self.metadata = metadata
+        self.prompt_ids: dict[int, Sequence[int]] = {}  # the ids of each
+        self._kind = kind
+        self._totals = UsageTotals()
+        self._sampled_tokens: Counter[int] = Counter()  # tokens of each choice so far
+
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
+        """What a choice is given, chunk by chunk."""
+        raise NotImplementedError
+
+    def finish_choice(self, event: Finish) -> JsonObject:
+        """A choice with its end, and with whatever was held back."""
+        raise NotImplementedError
+
+    def extra_fields(self) -> JsonObject:
+        """Keys of the next chunk, beside its choice."""
+        return {}
+
+    def feed(self, event: OutputEvent) -> bytes:
+        match event:
+            case PromptTokenIds():
+                self.prompt_ids[event.prompt_index] = event.token_ids
+                return b""
+            case Finish():
+                self._totals.add(event)
+                self._sampled_tokens[event.choice] = event.usage.completion_tokens
+                counters = self._totals.render_counters() if self._all_finished else {}
+                return self._encode_chunk([self.finish_choice(event)], counters)
+            case _:
+                if isinstance(event, TextDelta):
+                    self._sampled_tokens[event.choice] += len(event.token_ids)
+                return b"".join(
+                    self._encode_chunk([choice], {}) for choice in self.delta_choices(event)
+                )
+
+    def end(self) -> bytes:
+        assert self._all_finished, "an answer ended without Finish"
+        if not self.metadata.include_usage:
+            return DONE
+        return self._encode_chunk([], {"usage": render_usage(self._totals.usage)}) + DONE
+
+    def fail(self, error: AppError) -> bytes:
+        return encode_sse_event(render_error(error)) + DONE
+
+    @property
+    def _all_finished(self) -> bool:
+        return self._totals.finished == self.metadata.num_prompts * self.metadata.best_of
+
+    def _encode_chunk(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
+        chunk = {
+            **render_base_fields(self.metadata, self._kind),
+            **self.extra_fields(),
+            "choices": choices,
+        }
+        if self.metadata.continuous_usage and choices:
+            chunk["usage"] = self._usage_so_far(choices[0]["index"])
+        elif self.metadata.include_usage:
+            chunk["usage"] = None
+        return encode_sse_event(chunk | extra)
+
+    def _usage_so_far(self, choice: int) -> JsonObject:
+        """As vLLM counts: of this choice and its prompt alone."""
+        prompt, sampled = (
+            len(self.prompt_ids[choice // self.metadata.best_of]),
+            self._sampled_tokens[choice],
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+
+@dataclass(slots=True)
+class TokenBuffer:
+    """What waits for the next chunk of a choice: log-probabilities and ids of tokens whose text is
+    still to come, or is no part of the answer."""
+
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    ids: list[int] = field(default_factory=list[int])
+
+    def add(self, event: TextDelta) -> None:
+        self.logprobs += event.logprobs
+        self.ids += event.token_ids
+
+    def take(self) -> "TokenBuffer":
+        taken = TokenBuffer(self.logprobs, self.ids)
+        self.logprobs, self.ids = [], []
+        return taken
+
+
+# Whole
+
+
+@dataclass(slots=True)
+class ToolCallOutput:
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class ChoiceOutput:
+    """All that was said of one choice."""
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCallOutput] = []
+        self.tokens = TokenBuffer()
+        self.finish: Finish | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def finish_event(self) -> Finish:
+        assert self.finish is not None, "a choice without an end"
+        return self.finish
+
+    def add(self, event: TextDelta | ReasoningDelta | ToolCallDelta | Finish) -> None:
+        match event:
+            case TextDelta():
+                self._text.append(event.text)
+                self.tokens.add(event)
+            case ReasoningDelta():
+                self._reasoning.append(event.text)
+            case ToolCallDelta():
+                if event.id is not None:
+                    assert event.name is not None
+                    self.calls.append(ToolCallOutput(event.id, event.name))
+                self.calls[event.call_index].arguments += event.arguments
+            case Finish():
+                self.finish = event
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A fold over everything that was said. choices: by number. prompt_ids: the ids of each, where
+    they were asked for."""
+
+    choices: Mapping[int, ChoiceOutput]
+    prompt_ids: Mapping[int, Sequence[int]]
+    totals: UsageTotals
+
+    @staticmethod
+    def from_events(events: Sequence[OutputEvent]) -> "Completion":
+        choices: dict[int, ChoiceOutput] = {}
+        prompts: dict[int, Sequence[int]] = {}
+        tally = UsageTotals()
+        for event in events:
+            if isinstance(event, PromptTokenIds):
+                prompts[event.prompt_index] = event.token_ids
+                continue
+            choices.setdefault(event.choice, ChoiceOutput()).add(event)
+            if isinstance(event, Finish):
+                tally.add(event)
+        return Completion(choices, prompts, tally)
+
+    def select_choices(self, metadata: CompletionMetadata) -> list[ChoiceOutput]:
+        """The choices that the answer has, in its order: of each prompt the likeliest, if more
+        were made than are told."""
+        told: list[ChoiceOutput] = []
+        for first in range(0, metadata.num_prompts * metadata.best_of, metadata.best_of):
+            made = [self.choices[first + place] for place in range(metadata.best_of)]
+            if metadata.n < metadata.best_of:
+                made.sort(key=lambda said: _mean_logprob(said, echo=metadata.echo), reverse=True)
+            told += made[: metadata.n]
+        return told
+
+
+def _mean_logprob(output: ChoiceOutput, *, echo: bool) -> float:
+    """The mean log-probability of what was sampled, which is OpenAI's measure. Behind all others
+    where nothing was."""
+    prompt = output.finish_event.usage.prompt_tokens if echo else 0
+    sampled = [
+        token.logprob for token in output.tokens.logprobs[prompt:] if token.logprob is not None
+    ]
+    return sum(sampled) / len(sampled) if sampled else -math.inf
+
+
+def render_body(
+    metadata: CompletionMetadata, kind: str, completion: Completion, choices: list[JsonObject]
+) -> JsonObject:
+    return {
+        **render_base_fields(metadata, kind),
+        "choices": choices,
+        "usage": render_usage(completion.totals.usage),
+        **completion.totals.render_counters(),
+    }
+
+
+def render_base_fields(metadata: CompletionMetadata, kind: str) -> dict[str, Any]:
+    told = {} if metadata.tier is None else {"service_tier": metadata.tier}
+    return {
+        "id": metadata.id,
+        "object": kind,
+        "created": metadata.created,
+        "model": metadata.model,
+        "system_fingerprint": metadata.fingerprint,
+        **told,
+    }

@@ -1,0 +1,275 @@
+"""OpenAI's requests: from JSON to what is wanted.
+
+Knows which fields chat completions and completions have; what each of them may be is known to the
+readers beside this. Each is honoured, or refused by name where it would have had an effect. Must
+not know: how answers are written, or what the model's vocabulary and context are (that is checked
+where they are known).
+
+OpenAI's prompts of plain completions: a text, token ids, or several of either.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
+from app.api.openai.common_fields import (
+    check_identifiers,
+    check_metadata,
+    read_keep_alive,
+    read_model,
+    read_service_tier,
+)
+from app.api.openai.compat_fields import check_compat_fields
+from app.api.openai.messages import read_conversation
+from app.api.openai.sampling import (
+    read_sampling,
+    read_stop_conditions,
+    read_template_options,
+    read_thinking,
+)
+from app.api.openai.structured_outputs import read_grammar
+from app.api.openai.tools import read_tool_options
+from app.core.requests import GenerateRequest, Prompt, PromptBatch
+
+# Answers to one request, and so the prompts of one: OpenAI's limit for `n`.
+MAX_CHOICES = 128
+
+
+def read_prompt(fields: Fields) -> Prompt:
+    value: object = fields.required("prompt")
+    if isinstance(value, str):
+        return value
+    items = as_array(value)
+    if not items:
+        wanted = "a string, an array of token ids, or an array of these"
+        raise invalid_request("prompt", f"prompt must be {wanted}, not {quote_value(value)}")
+    if not isinstance(items[0], str | list):
+        return as_token_ids(items, "prompt")
+    if len(items) > MAX_CHOICES:
+        raise invalid_request("prompt", f"prompt must hold at most {MAX_CHOICES}, not {len(items)}")
+    prompts = tuple(_read_prompt_item(item, f"prompt.{place}") for place, item in enumerate(items))
+    return prompts[0] if len(prompts) == 1 else PromptBatch(prompts=prompts)
+
+
+def read_n(fields: Fields, prompt: Prompt) -> int:
+    """`n`, answers to each prompt."""
+    return check_choice_limit("n", fields.integer("n", 1, MAX_CHOICES) or 1, prompt)
+
+
+def check_choice_limit(name: str, count: int, prompt: Prompt) -> int:
+    """That many answers to each prompt, if all of them together are not too many."""
+    prompts = count_prompts(prompt)
+    if count * prompts > MAX_CHOICES:
+        raise invalid_request(
+            name,
+            f"{name}: {count} for each of {prompts} prompts are {count * prompts} choices; a "
+            f"request may have at most {MAX_CHOICES}",
+        )
+    return count
+
+
+def count_prompts(prompt: Prompt) -> int:
+    return len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1
+
+
+def _read_prompt_item(item: object, path: str) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    ids = as_array(item)
+    if ids is None:
+        raise invalid_request(
+            path, f"{path} must be a string or an array of token ids, not {quote_value(item)}"
+        )
+    if not ids:
+        raise invalid_request(path, f"{path} must hold at least one token id")
+    return as_token_ids(ids, path)
+
+
+DEFAULT_COMPLETION_MAX_TOKENS = 16  # OpenAI's default, for completions only
+MAX_BEST_OF = 20
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCompletionRequest:
+    """A valid request. num_prompts: how many. n: answers to each that are told; request.n is how
+    many are made, of which these are the likeliest. logprobs, return_token_ids: tell them.
+    include_usage: end the stream with a chunk of token counts. continuous_usage: every chunk with a
+    choice has its counts so far. tier: the service tier to name, if one is to be named."""
+
+    request: GenerateRequest
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: bool
+    return_token_ids: bool
+    num_prompts: int
+    n: int
+    tier: str | None = None
+
+
+def parse_chat(body: object, models: Collection[str]) -> ParsedCompletionRequest:
+    """The body of POST /v1/chat/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+    fields = Fields.from_value(body)
+    model = read_model(fields, models)
+    conversation = read_conversation(fields)
+    newer = fields.integer("max_completion_tokens", 1)
+    # -1 is how LM Studio's and llama.cpp's clients leave it out
+    older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
+    toolbox = read_tool_options(fields)
+    grammar = read_grammar(fields)
+    thinking = read_thinking(fields)
+    request = GenerateRequest(
+        model=model,
+        prompt=conversation,
+        max_tokens=newer if newer is not None else older,
+        n=read_n(fields, conversation),
+        top_logprobs=_chat_logprobs(fields),
+        tools=toolbox.tools,
+        tool_choice=toolbox.choice,
+        parallel_tool_calls=toolbox.parallel,
+        # An answer that must call holds no text which could have a form.
+        grammar=None if toolbox.must_call else grammar,
+        reasoning=thinking,
+        chat_template_kwargs=read_template_options(fields, thinking),
+    )
+    # a budget is kept by a grammar as well
+    limited = thinking.token_budget is not None
+    constrained = grammar is not None or toolbox.constrained or limited
+    wish = _parse_common(fields, request, constrained=constrained)
+    wish = replace(wish, tier=read_service_tier(fields))
+    check_metadata(fields)
+    check_identifiers(fields)
+    _check_store(fields)
+    _reject_unsupported(fields)
+    check_compat_fields(fields, "chat")
+    fields.reject_unknown()
+    return wish
+
+
+def parse_completion(body: object, models: Collection[str]) -> ParsedCompletionRequest:
+    """The body of POST /v1/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+    fields = Fields.from_value(body)
+    model = read_model(fields, models)
+    prompt = read_prompt(fields)
+    echo = fields.boolean("echo") or False
+    # nothing to be said is something to be asked for, where the prompt is told
+    max_tokens = fields.integer("max_tokens", 0 if echo else 1)
+    grammar = read_grammar(fields)
+    request = GenerateRequest(
+        model=model,
+        prompt=prompt,
+        max_tokens=DEFAULT_COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        n=read_n(fields, prompt),
+        top_logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        grammar=grammar,
+        echo=echo,
+        suffix=fields.string("suffix") or None,
+    )
+    wish = _apply_best_of(fields, _parse_common(fields, request, constrained=grammar is not None))
+    fields.string("user")
+    check_compat_fields(fields, "completions")
+    fields.reject_unknown()
+    return wish
+
+
+def _parse_common(
+    fields: Fields, request: GenerateRequest, *, constrained: bool
+) -> ParsedCompletionRequest:
+    """What both endpoints share."""
+    stream = fields.boolean("stream") or False
+    options = _stream_options(fields, stream)
+    ids = fields.boolean("return_token_ids") or False
+    ending = read_stop_conditions(fields, max_tokens=request.max_tokens, constrained=constrained)
+    request = replace(
+        request,
+        sampling=read_sampling(fields),
+        min_tokens=ending.min_tokens,
+        ignore_eos=ending.ignore_eos,
+        stop=ending.stop,
+        cache_prompt=fields.boolean("cache_prompt") is not False,
+        # counts of tokens so far are counts of ids
+        return_token_ids=ids or options.continuous_usage,
+        keep_alive=read_keep_alive(fields),
+    )
+    return ParsedCompletionRequest(
+        request=request,
+        stream=stream,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
+        logprobs=request.top_logprobs is not None,
+        return_token_ids=ids,
+        num_prompts=count_prompts(request.prompt),
+        n=request.n,
+    )
+
+
+def _apply_best_of(fields: Fields, parsed: ParsedCompletionRequest) -> ParsedCompletionRequest:
+    """Candidates are ranked by their own log-probabilities, so that all of them have to be there
+    before the first word can be told."""
+    best_of = fields.integer("best_of", 1, MAX_BEST_OF)
+    request = parsed.request
+    if best_of is None or best_of == request.n:
+        return parsed
+    if best_of < request.n:
+        raise invalid_request("best_of", f"best_of must be at least n, which is {request.n}")
+    if parsed.stream:
+        raise invalid_request("best_of", "best_of cannot be streamed: leave out best_of or stream")
+    check_choice_limit("best_of", best_of, request.prompt)
+    top = 0 if request.top_logprobs is None else request.top_logprobs
+    return replace(parsed, request=replace(request, n=best_of, top_logprobs=top))
+
+
+class _StreamOptions(NamedTuple):
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
+    """OpenAI's, and vLLM's `continuous_usage_stats`, which SGLang has too."""
+    options = fields.nested("stream_options")
+    if options is None:
+        return _StreamOptions()
+    if not stream:
+        raise invalid_request("stream_options", "stream_options is only allowed with stream: true")
+    options.reject("include_obfuscation", False)
+    read = _StreamOptions(
+        include_usage=options.boolean("include_usage") or False,
+        continuous_usage=options.boolean("continuous_usage_stats") or False,
+    )
+    options.reject_unknown()
+    return read
+
+
+def _chat_logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if wanted:
+        return top or 0
+    if top is not None:
+        raise invalid_request("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+    return None
+
+
+def _check_store(fields: Fields) -> None:
+    if fields.boolean("store"):
+        raise invalid_request(
+            "store",
+            "store: true is not supported: chat completions are not stored. Leave it out, or use "
+            "POST /v1/responses, which stores responses",
+        )
+
+
+def _reject_unsupported(fields: Fields) -> None:
+    """What OpenAI documents for chat completions and this server does not do."""
+    # What these say is what happens anyway.
+    fields.reject("modalities", ["text"])
+    fields.reject("prompt_cache_retention", "in_memory")
+    fields.reject("verbosity", "medium")
+    fields.reject("functions", instead="use tools")
+    fields.reject("function_call", instead="use tool_choice")
+    fields.reject("web_search_options", instead="define a search function in tools")
+    fields.reject("prediction", instead="leave it out: it has no effect on the output")
+    for unsupported in ("audio", "moderation", "prompt_cache_options"):
+        fields.reject(unsupported)

@@ -1,0 +1,234 @@
+"""Answers of /v1/responses: from events to the events of a stream, and to a response object.
+
+Knows the shapes of output items and of the events that build them, and in which order these come.
+One fold makes both: what is streamed ends with the very object that is sent when nothing is
+streamed. Must not know: how a request looked, beyond what its answer has to repeat, or who keeps
+the answer.
+
+Format: OpenAI's API reference, `Response` and `ResponseStreamEvent`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from app.api.openai.usage import UsageTotals
+from app.api.responses.output_items import FunctionCallItem, OutputItem, TextItem
+from app.core.errors import AppError, ErrorKind
+from app.core.events import (
+    Finish,
+    OutputEvent,
+    PromptTokenIds,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+)
+from app.http.responses import JsonObject, encode_sse_event, render_error
+
+OnComplete = Callable[[JsonObject], None]
+"""What becomes of a response that is whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseMetadata:
+    """What is known of a response before anything is said. created: Unix time. echo: the fields
+    that repeat the request."""
+
+    id: str
+    created: int
+    echo: JsonObject
+
+
+class ResponseBuilder:
+    """The fold. `feed` returns what a stream would say, without sequence numbers."""
+
+    def __init__(self, metadata: ResponseMetadata) -> None:
+        self._metadata = metadata
+        self._items: list[OutputItem] = []
+        self._open_item: OutputItem | None = None
+        self._call_index: int | None = None
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._finish: Finish | None = None
+
+    def begin(self) -> Iterator[JsonObject]:
+        yield {"type": "response.created", "response": self._response("in_progress")}
+        yield {"type": "response.in_progress", "response": self._response("in_progress")}
+
+    def feed(self, event: OutputEvent) -> Iterator[JsonObject]:
+        match event:
+            case TextDelta():
+                yield from self._add_text(event)
+            case ReasoningDelta(text=text):
+                self._pending_logprobs.clear()
+                yield from self._ensure_open("reasoning")
+                assert isinstance(self._open_item, TextItem)
+                yield self._open_item.add_text(text)
+            case ToolCallDelta():
+                yield from self._add_call(event)
+            case Finish():
+                yield from self._end_last_item(event)
+            case PromptTokenIds():
+                raise AssertionError("nobody asked for ids")
+            case _:
+                assert_never(event)
+
+    def build(self) -> JsonObject:
+        """The response, once `Finish` was fed."""
+        assert self._finish is not None, "an answer ended without Finish"
+        status = "incomplete" if self._finish.reason == "length" else "completed"
+        return self._response(status)
+
+    def build_failed(self, error: AppError) -> JsonObject:
+        """The response as far as it came."""
+        for _ in self._close_item("incomplete"):
+            pass
+        return self._response("failed", error)
+
+    def _add_text(self, event: TextDelta) -> Iterator[JsonObject]:
+        self._pending_logprobs += event.logprobs
+        if not event.text:
+            return
+        yield from self._ensure_open("message")
+        assert isinstance(self._open_item, TextItem)
+        held, self._pending_logprobs = self._pending_logprobs, []
+        yield self._open_item.add_text(event.text, held)
+
+    def _add_call(self, event: ToolCallDelta) -> Iterator[JsonObject]:
+        self._pending_logprobs.clear()
+        if event.call_index != self._call_index:
+            assert event.id is not None
+            assert event.name is not None
+            self._call_index = event.call_index
+            call = FunctionCallItem(len(self._items), call_id=event.id, name=event.name)
+            yield from self._start_item(call)
+        if event.arguments:
+            assert isinstance(self._open_item, FunctionCallItem)
+            yield self._open_item.add_arguments(event.arguments)
+
+    def _end_last_item(self, event: Finish) -> Iterator[JsonObject]:
+        self._finish = event
+        cut = event.reason == "length"
+        silent = not any(item.kind in ("message", "function_call") for item in self._items)
+        if silent and not cut:
+            # the model had nothing to say, and said so: that is an answer, if an empty one
+            yield from self._ensure_open("message")
+        if isinstance(self._open_item, TextItem):
+            self._open_item.add_logprobs(self._pending_logprobs)
+        yield from self._close_item("incomplete" if cut else "completed")
+
+    def _ensure_open(self, kind: str) -> Iterator[JsonObject]:
+        """Make an item of this kind the one that is open."""
+        if self._open_item is None or self._open_item.kind != kind:
+            yield from self._start_item(TextItem.create(kind, len(self._items)))
+
+    def _start_item(self, item: OutputItem) -> Iterator[JsonObject]:
+        yield from self._close_item("completed")
+        self._items.append(item)
+        self._open_item = item
+        yield from item.begin()
+
+    def _close_item(self, status: str) -> Iterator[JsonObject]:
+        if self._open_item is not None:
+            yield from self._open_item.end(status)
+            self._open_item = None
+
+    def _response(self, status: str, error: AppError | None = None) -> JsonObject:
+        finish = self._finish
+        cut = status == "incomplete"
+        return {
+            "id": self._metadata.id,
+            "object": "response",
+            "created_at": self._metadata.created,
+            "status": status,
+            "background": False,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None if error is None else _render_error(error),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            **self._metadata.echo,
+            "output": [item.render() for item in self._items],
+            "usage": None if finish is None else _render_usage(finish.usage),
+            **({} if finish is None else _render_counters(finish)),
+        }
+
+
+class ResponseEventEncoder:
+    """Frames of a streamed response. The sequence numbers count from 0."""
+
+    def __init__(self, builder: ResponseBuilder, on_complete: OnComplete) -> None:
+        self._builder = builder
+        self._on_complete = on_complete
+        self._sequence_number = 0
+
+    def feed(self, event: OutputEvent) -> bytes:
+        return self._begin() + self._encode_events(self._builder.feed(event))
+
+    def end(self) -> bytes:
+        """Kept before it is sent: who reads the last frame may refer to it at once."""
+        response = self._builder.build()
+        self._on_complete(response)
+        return self._encode_event({"type": f"response.{response['status']}", "response": response})
+
+    def fail(self, error: AppError) -> bytes:
+        """First the error, which the SDKs raise; then the end that the stream's format asks for.
+        The error's fields stand in it twice: bare, as documented, and within `error`, as OpenAI's
+        servers send them and as the SDKs look for them."""
+        told = render_error(error)
+        inner: JsonObject = told["error"]
+        bare = {"code": inner["code"], "message": inner["message"], "param": inner["param"]}
+        return (
+            self._begin()
+            + self._encode_event({"type": "error", **bare, **told})
+            + self._encode_event(
+                {"type": "response.failed", "response": self._builder.build_failed(error)}
+            )
+        )
+
+    def _begin(self) -> bytes:
+        return b"" if self._sequence_number else self._encode_events(self._builder.begin())
+
+    def _encode_events(self, events: Iterator[JsonObject]) -> bytes:
+        return b"".join(map(self._encode_event, events))
+
+    def _encode_event(self, event: JsonObject) -> bytes:
+        type_: str = event["type"]
+        numbered = {"type": type_, "sequence_number": self._sequence_number, **event}
+        self._sequence_number += 1
+        return b"event: " + type_.encode() + b"\n" + encode_sse_event(numbered)
+
+
+def collect_response(builder: ResponseBuilder, events: Sequence[OutputEvent]) -> JsonObject:
+    """The body of a response that is not streamed."""
+    for event in events:
+        for _ in builder.feed(event):
+            pass
+    return builder.build()
+
+
+def _render_usage(usage: Usage) -> JsonObject:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            # whatever had to be computed is remembered, as long as there is room
+            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _render_counters(finish: Finish) -> JsonObject:
+    """What we tell beside OpenAI's usage, as in chat completions."""
+    tally = UsageTotals()
+    tally.add(finish)
+    return tally.render_counters()
+
+
+def _render_error(error: AppError) -> JsonObject:
+    """One of the few codes that a response may fail with."""
+    code = "rate_limit_exceeded" if error.kind is ErrorKind.BUSY else "server_error"
+    return {"code": code, "message": error.message}

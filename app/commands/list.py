@@ -1,0 +1,92 @@
+"""`mlxrunner list`: every model that is here and has a name.
+
+Knows: how a table looks. Must not know: where models lie.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from app import store
+from app.core.errors import AppError
+from app.core.model_files import ModelFiles
+from app.core.units import format_bytes
+from app.engine.model_info import complete_config
+from models.multimodal import get_text_config
+
+_HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
+
+# the widest name that still leaves room for the other columns on a line of 80
+_MAX_NAME_WIDTH = 33
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedModel:
+    """bytes: of all tensors. modified: Unix time. problem: why it cannot be served, in which case
+    the rest is not known."""
+
+    name: str
+    source: str
+    path: str
+    bytes: int = 0
+    architecture: str = ""
+    modified: int = 0
+    problem: str | None = None
+
+
+def list_models(*, as_json: bool) -> int:
+    """The exit status, 0 also where some model is broken: the list is what was asked for."""
+    rows = list(_collect_models())
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+        return 0
+    for line in render_table(rows):
+        print(line)
+    return 0
+
+
+def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
+    """Lines of at most 80 columns, but for a long name, which has a line of its own, and for what
+    is wrong with a model."""
+    rows = list(rows)
+    width = min(_MAX_NAME_WIDTH, max([len(row.name) for row in rows] + [len(_HEADER[0])]))
+    yield _format_line(_HEADER, width)
+    for row in rows:
+        if row.problem is None:
+            day = time.strftime("%Y-%m-%d", time.localtime(row.modified))
+            cells = (row.name, row.source, format_bytes(row.bytes), row.architecture, day)
+            if len(row.name) > width:
+                yield row.name
+                cells = ("", *cells[1:])
+            yield _format_line(cells, width)
+    for row in rows:
+        if row.problem is not None:
+            yield f"{row.name} ({row.source}) cannot be served: {row.problem}"
+
+
+def get_architecture(files: ModelFiles) -> str:
+    """The model_type, of a multimodal model that of its text."""
+    return str(get_text_config(files.config).get("model_type"))
+
+
+def _collect_models() -> Iterator[ListedModel]:
+    for entry in store.list_installed():
+        row = ListedModel(name=entry.name, source=entry.source, path=str(entry.path))
+        try:
+            files = complete_config(entry.read())
+        except AppError as error:
+            yield dataclasses.replace(row, problem=error.message)
+            continue
+        yield dataclasses.replace(
+            row,
+            bytes=files.weight_bytes,
+            architecture=get_architecture(files),
+            modified=files.created,
+        )
+
+
+def _format_line(cells: tuple[str, ...], width: int) -> str:
+    name, source, size, kind, day = cells
+    return f"{name:<{width}}  {source:<8}  {size:>7}  {kind:<13}  {day}".rstrip()

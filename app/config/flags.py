@@ -1,0 +1,121 @@
+"""The command line's flags, made from the table of options.
+
+Knows: argparse. Must not know: commands, the other sources.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from app.config.options import GROUPS, OPTIONS, Option
+from app.config.sources import SourcedValue, SourcedValues
+from app.config.value_types import InvalidOptionValue, suggest
+from app.core.settings import ModelSettings
+
+
+def add_setting_flags(command: argparse.ArgumentParser) -> None:
+    """Every setting. What is not given leaves no trace, so that another source may give it."""
+    command.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable "
+        "(default: the built-in model)",
+    )
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings; flags override environment variables, which override the "
+        "file (default: MLXRUNNER_CONFIG, else none)",
+    )
+    for group in GROUPS:
+        section = command.add_argument_group(group.title)
+        for option in group.options:
+            _add_flag(section.add_argument, option)
+
+
+def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
+    found = {
+        option.field: SourcedValue(value=_flag_value(option, arguments), source=option.flag)
+        for option in OPTIONS
+        if hasattr(arguments, option.field)
+    }
+    if arguments.models:
+        models = tuple(ModelSettings(name=name) for name in arguments.models)
+        found["models"] = SourcedValue(value=models, source="command line")
+    return found
+
+
+class CommandLineParser(argparse.ArgumentParser):
+    """Exits with status 2 and one line for a bad command line; argparse would print all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
+
+
+def parse_arguments(
+    parser: CommandLineParser, argv: Sequence[str] | None, commands: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Models may stand between flags, which argparse does not allow for; a flag that there is not
+    is refused with the one that was perhaps meant, and so is a command. Exits with 2 for what
+    cannot be read. commands: the known ones; the first word must be one of them or a flag."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = next(iter(argv), "")
+    if commands and not first.startswith("-") and first not in commands:
+        listed = f"the commands are {', '.join(commands)}{suggest(first, commands)}"
+        parser.error(f"unknown command {first!r}: {listed}" if first else f"no command: {listed}")
+    arguments, rest = parser.parse_known_args(argv)
+    models: list[str] | None = getattr(arguments, "models", None)
+    strange = [word for word in rest if word.startswith("-") or models is None]
+    if strange:
+        name = strange[0].partition("=")[0]
+        name = name if name.isprintable() else repr(name)
+        command = getattr(arguments, "command", None) or ""
+        help_ = " ".join(part for part in ("mlxrunner", command, "--help") if part)
+        if name.startswith("-"):
+            flags = (option.flag for option in OPTIONS) if models is not None else ()
+            why = f"unknown option {name}{suggest(name, flags)}"
+        else:
+            why = f"unexpected argument {name!r}"
+        parser.error(f"{why} (`{help_}` lists what is accepted)")
+    if models is not None:
+        models += rest
+    return arguments
+
+
+def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> None:
+    words = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
+    if option.is_boolean:
+        add_argument(
+            option.flag,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=words,
+            dest=option.field,
+        )
+        return
+    add_argument(
+        option.flag,
+        action="extend" if option.value_type.is_list else "store",
+        type=_make_argparse_type(option),
+        default=argparse.SUPPRESS,
+        metavar=option.value_type.metavar,
+        help=words,
+        dest=option.field,
+    )
+
+
+def _make_argparse_type(option: Option) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        try:
+            return option.parse_text(word)
+        except InvalidOptionValue as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return read
+
+
+def _flag_value(option: Option, arguments: argparse.Namespace) -> Any:
+    value = getattr(arguments, option.field)
+    return tuple(value) if option.value_type.is_list else value

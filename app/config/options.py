@@ -1,0 +1,400 @@
+"""Every setting, once: how it is written, and what is told of it.
+
+Knows: the fields of Settings and ModelSettings. Must not know: argparse, TOML, the environment.
+
+A setting has one name, spelled as each source spells names: `max_queue` in a file, `--max-queue` on
+the command line, `MLXRUNNER_MAX_QUEUE` in the environment. What may be given several times is in
+the singular on the command line.
+
+What is known of one setting, whatever source it is read from.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from app.config import value_types
+from app.config.value_types import ValueType
+from app.core.settings import (
+    MEBIBYTE,
+    CachePolicy,
+    LogFormat,
+    LogLevel,
+    ModelSettings,
+    QuantizationBits,
+    RunnerKind,
+    Settings,
+)
+
+ENV_PREFIX = "MLXRUNNER_"
+
+# what undoes a setting of a source that counts less, in every form
+DEFAULT_WORD = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """field: of Settings, and the key in a file. default: its value there. help: what it does.
+    unset_label: what holds where the default is None. env_var: in the environment."""
+
+    field: str
+    value_type: ValueType
+    default: Any
+    help: str
+    unset_label: str
+    env_var: str
+
+    @property
+    def is_boolean(self) -> bool:
+        return bool in self.value_type.types
+
+    @property
+    def flag(self) -> str:
+        name = self.field.removesuffix("s") if self.value_type.is_list else self.field
+        return "--" + name.replace("_", "-")
+
+    def parse_text(self, word: str) -> Any:
+        """Raises Misread."""
+        return self.default if word == DEFAULT_WORD else self.value_type.parse_text(word)
+
+    def from_toml(self, value: object) -> Any:
+        """From a file. Raises Misread."""
+        return self.default if value == DEFAULT_WORD else self.value_type.from_toml(value)
+
+    def to_toml(self, value: Any) -> Any:
+        """For a file, where nothing stands for None."""
+        return DEFAULT_WORD if value is None else self.value_type.to_toml(value)
+
+    def format_value(self, value: Any) -> str:
+        """For people."""
+        if value is None:
+            return self.unset_label
+        given = self.value_type.to_toml(value)
+        if isinstance(given, bool):
+            return "on" if given else "off"
+        if self.value_type.is_list:
+            return ", ".join(map(str, given)) or self.unset_label
+        unit = self.value_type.unit if isinstance(given, (int, float)) else ""
+        return f"{given} {unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionGroup:
+    title: str
+    options: tuple[Option, ...]
+
+
+def make_option(
+    field: str,
+    form: ValueType,
+    help: str,
+    *,
+    unset: str = "none",
+    variable: str | None = None,
+    settings_class: type[Settings] | type[ModelSettings] = Settings,
+) -> Option:
+    [default] = [
+        known.default for known in dataclasses.fields(settings_class) if known.name == field
+    ]
+    return Option(
+        field=field,
+        value_type=form,
+        default=None if default is dataclasses.MISSING else default,
+        help=help,
+        unset_label=unset,
+        env_var=variable or ENV_PREFIX + field.upper(),
+    )
+
+
+GIBIBYTE = 1 << 30
+
+# which file to read; not a setting, for a file cannot say it
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+
+# read by those who check keys, and never told
+SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
+
+# read where arrays are computed, before there are settings: models/cpu_backend.py, models/cpu_backend.py,
+# models/kernels
+BACKEND_VARIABLES = (
+    f"{ENV_PREFIX}BLAS",
+    f"{ENV_PREFIX}ISA",
+    f"{ENV_PREFIX}KERNELS",
+    f"{ENV_PREFIX}THREADS",
+)
+
+# read by the install (models/kernels/CMakeLists.txt); a shell in which it is set may start a server
+BUILD_VARIABLE = f"{ENV_PREFIX}BUILD_KERNELS"
+
+MODELS_VARIABLE = f"{ENV_PREFIX}MODELS"
+
+
+GROUPS = (
+    OptionGroup(
+        title="models",
+        options=(
+            make_option(
+                "installed",
+                value_types.boolean(),
+                "serve every model installed on this machine; each is loaded on its first request",
+            ),
+            make_option("pull", value_types.boolean(), "download missing models without asking"),
+            make_option(
+                "runner",
+                value_types.choice(*get_args(RunnerKind)),
+                "process: run each model in its own process, so that a crash affects only "
+                "that model; thread: run the only model on a thread of the server",
+            ),
+            make_option(
+                "keep_alive",
+                value_types.duration(allow_zero=True, allow_forever=True),
+                "how long an idle model stays loaded: seconds, 5m, 1h30m, forever",
+                unset="forever for models named at start, 5m for others",
+            ),
+            make_option(
+                "max_loaded",
+                value_types.integer(1),
+                "maximum number of models in memory",
+                unset="as many as fit",
+            ),
+            make_option(
+                "load_timeout",
+                value_types.duration(),
+                "abort a load after this long without progress",
+            ),
+            make_option(
+                "load_wait",
+                value_types.duration(allow_zero=True),
+                "how long a non-streaming request waits for its model to load",
+            ),
+        ),
+    ),
+    OptionGroup(
+        title="network",
+        options=(
+            make_option(
+                "host",
+                value_types.text("an address or a name to listen on", "HOST"),
+                "address to listen on",
+            ),
+            make_option(
+                "port", value_types.integer(0, 65535), "port to listen on; 0 picks a free one"
+            ),
+            make_option(
+                "tls_cert", value_types.path(), "TLS certificate chain, PEM; needs --tls-key"
+            ),
+            make_option("tls_key", value_types.path(), "private key of the TLS certificate, PEM"),
+        ),
+    ),
+    OptionGroup(
+        title="access control",
+        options=(
+            make_option(
+                "api_keys",
+                value_types.path(),
+                "file of hashed API keys, written by `mlxrunner key`",
+                # the rule's own name holds keys themselves
+                variable=f"{ENV_PREFIX}API_KEYS_FILE",
+            ),
+            make_option(
+                "allow_anyone",
+                value_types.boolean(),
+                "allow listening beyond loopback without API keys",
+            ),
+            make_option(
+                "allowed_hosts",
+                value_types.host_names(),
+                "additional host name to accept in requests, such as llm.example.org or "
+                ".example.org; repeatable",
+            ),
+            make_option(
+                "cors_origins",
+                value_types.origins(),
+                "allowed CORS origin, such as https://chat.example.org; repeatable (loopback "
+                "origins are always allowed)",
+            ),
+        ),
+    ),
+    OptionGroup(
+        title="engine",
+        options=(
+            make_option(
+                "quantize",
+                value_types.choice(*get_args(QuantizationBits)),
+                "quantise unquantised weights to 4 or 8 bits while loading",
+                unset="off",
+            ),
+            make_option(
+                "parallel",
+                value_types.integer(1),
+                "maximum number of sequences that run at the same time",
+                unset="chosen from memory and device",
+            ),
+            make_option(
+                "context",
+                value_types.integer(2, unit="tokens"),
+                "context length: prompt plus output",
+                unset="the model's own",
+            ),
+            make_option(
+                "context_shift",
+                value_types.boolean(),
+                "when the context is full, discard its older half and continue; truncate prompts "
+                "that are too long in the middle; needs --cache slots",
+            ),
+            make_option(
+                "memory",
+                value_types.size("GiB", GIBIBYTE),
+                "memory budget for the weights, KV caches and working space of all models, in GiB, "
+                "such as 6 or 6.5",
+                unset="chosen from the device",
+            ),
+            make_option(
+                "cache",
+                value_types.choice(*get_args(CachePolicy)),
+                "prefix cache policy: the last sequence, one per slot, or a radix tree",
+                unset="single with --parallel 1, else radix",
+            ),
+            make_option(
+                "multi_user",
+                value_types.boolean(),
+                "let prompts reuse a prefix of a busy slot; needs --cache slots",
+            ),
+            make_option(
+                "exact",
+                value_types.boolean(),
+                "make cached output bit-identical to uncached output; recomputes earlier answers",
+            ),
+            make_option(
+                "prefill_chunk",
+                value_types.integer(1, unit="tokens"),
+                "prompt tokens per engine step; a cancellation takes effect after one step at most",
+                unset="128 on a CPU, else 512",
+            ),
+            make_option(
+                "watchdog",
+                value_types.duration(),
+                "how long a busy engine may make no progress before /health reports it and its "
+                "process is restarted",
+            ),
+        ),
+    ),
+    OptionGroup(
+        title="limits",
+        options=(
+            make_option(
+                "max_queue",
+                value_types.integer(0),
+                "maximum number of queued requests; further requests get 429",
+            ),
+            make_option(
+                "max_per_key",
+                value_types.integer(1),
+                "concurrent requests per key (each choice counts)",
+                unset="no limit",
+            ),
+            make_option(
+                "max_tokens",
+                value_types.integer(1, unit="tokens"),
+                "maximum output tokens per choice",
+                unset="no limit but the context",
+            ),
+            make_option(
+                "max_time",
+                value_types.duration(),
+                "maximum generation time per choice",
+                unset="no limit",
+            ),
+            make_option(
+                "deadline",
+                value_types.duration(),
+                "maximum time from a request's arrival to the end of its response; then it fails",
+                unset="no limit",
+            ),
+            make_option(
+                "max_body", value_types.size("MiB", MEBIBYTE), "largest request body, in MiB"
+            ),
+            make_option(
+                "max_connections", value_types.integer(1), "maximum number of open connections"
+            ),
+            make_option(
+                "header_timeout", value_types.duration(), "timeout for reading request headers"
+            ),
+            make_option(
+                "body_timeout", value_types.duration(), "timeout for reading request bodies"
+            ),
+            make_option(
+                "drain",
+                value_types.duration(allow_zero=True),
+                "how long in-flight requests may run after a shutdown signal",
+            ),
+            make_option(
+                "ping",
+                value_types.duration(),
+                "send an SSE comment after this long without an event",
+            ),
+        ),
+    ),
+    OptionGroup(
+        title="logging and tracing",
+        options=(
+            make_option(
+                "log_format",
+                value_types.choice(*get_args(LogFormat)),
+                "human: plain text; json: one JSON object per line",
+            ),
+            make_option("log_level", value_types.choice(*get_args(LogLevel)), "minimum log level"),
+            make_option("access_log", value_types.boolean(), "log a line for each request"),
+            make_option(
+                "otlp",
+                value_types.url(),
+                "OpenTelemetry collector to export traces to, such as http://localhost:4318",
+                unset="off",
+            ),
+            make_option(
+                "debug",
+                value_types.boolean(),
+                "log debugging details; the log then contains parts of prompts",
+            ),
+        ),
+    ),
+)
+
+OPTIONS = tuple(one for group in GROUPS for one in group.options)
+
+
+def _make_model_option(field: str) -> Option:
+    """What may be set for all models too, and there means the same."""
+    [of_all] = [one for one in OPTIONS if one.field == field]
+    return dataclasses.replace(of_all, default=None, unset_label="as for all models")
+
+
+# keys of a [[models]] table in a file, in the order of ModelSettings
+MODEL_OPTIONS = (
+    make_option(
+        "name",
+        value_types.text("the name of a model", "MODEL"),
+        "a folder, org/name on the Hugging Face hub, or an Ollama model name",
+        settings_class=ModelSettings,
+    ),
+    make_option(
+        "alias",
+        value_types.text("a name", "NAME"),
+        "model name that clients use",
+        unset="its own name",
+        settings_class=ModelSettings,
+    ),
+    make_option("preload", value_types.boolean(), "load it at start", settings_class=ModelSettings),
+    make_option(
+        "pinned",
+        value_types.boolean(),
+        "load it at start and never evict it",
+        settings_class=ModelSettings,
+    ),
+    _make_model_option("keep_alive"),
+    _make_model_option("quantize"),
+    _make_model_option("parallel"),
+    _make_model_option("context"),
+    _make_model_option("memory"),
+    _make_model_option("cache"),
+)

@@ -1,0 +1,203 @@
+"""A configuration file, read and written: TOML 1.0 (toml.io), one key for each setting.
+
+Knows: where in the file a key stands. Must not know: the other sources.
+
+    port = 8080                 the settings, without sections
+
+    [[models]]                  then the models, each with what holds for it alone
+    name = "org/name"
+    pinned = true
+
+Where there is nothing to say of the models, `models = ["org/name", …]` does.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from app.config.options import MODEL_OPTIONS, OPTIONS, Option
+from app.config.sources import SourcedValue, SourcedValues
+from app.config.value_types import InvalidOptionValue, suggest
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import ModelSettings, Settings
+
+_OPTIONS_BY_KEY = {option.field: option for option in OPTIONS}
+_MODEL_OPTIONS_BY_KEY = {option.field: option for option in MODEL_OPTIONS}
+
+_TABLE_LINE = re.compile(r"\s*\[\[?\s*[\"']?([\w-]+)")
+_KEY_LINE = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
+
+TomlKey = tuple[int | None, str]
+"""A model's place among the models, None at the top; and a key there, "" for the table itself."""
+
+
+def read_toml_file(path: str) -> SourcedValues:
+    """Raises AppError(INVALID) for a file that cannot be read, with the line where it is known."""
+    # only who has a file pays for it
+    import tomllib
+
+    try:
+        written = Path(path).read_bytes().decode("utf-8")
+        # a document's values, whose types are looked at one by one
+        document: Mapping[str, object] = tomllib.loads(written)
+    except OSError as error:
+        raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _config_error(_make_printable(path), f"is not valid TOML: {error}", path) from None
+    return _TomlReader(path, written).read(document)
+
+
+class _TomlReader:
+    """One file, of which the places are known."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self._path = _make_printable(path)
+        self._lines = _find_key_lines(text)
+
+    def read(self, document: Mapping[str, object]) -> SourcedValues:
+        given: dict[str, SourcedValue] = {}
+        for key, value in document.items():
+            if key == "models":
+                models = tuple(self._read_models(value))
+                given[key] = SourcedValue(
+                    value=models, source=self._locate(_find_first_model(self._lines))
+                )
+            elif key in _OPTIONS_BY_KEY:
+                place = self._locate((None, key))
+                given[key] = SourcedValue(
+                    value=_convert(_OPTIONS_BY_KEY[key].from_toml, value, place, key), source=place
+                )
+            else:
+                raise self._unknown_key_error(key, value)
+        return given
+
+    def _read_models(self, value: object) -> Iterator[ModelSettings]:
+        if not isinstance(value, list):
+            wanted = "must be [[models]] tables, or a list of names"
+            raise _config_error(self._locate((None, "models"), (0, "")), wanted, "models")
+        for index, item in enumerate(cast("Sequence[object]", value)):
+            table = {"name": item} if isinstance(item, str) else item
+            if not isinstance(table, dict) or "name" not in table:
+                place = self._locate((index, ""), (None, "models"))
+                raise _config_error(
+                    place, f"{_model_key(index)} needs a name", _model_key(index, "name")
+                )
+            yield self._read_model(index, cast("Mapping[str, object]", table))
+
+    def _read_model(self, index: int, table: Mapping[str, object]) -> ModelSettings:
+        fields: dict[str, Any] = {}
+        for key, value in table.items():
+            place = self._locate((index, key), (index, ""), (None, "models"))
+            if key not in _MODEL_OPTIONS_BY_KEY:
+                raise _config_error(
+                    place,
+                    f"{_model_key(index, key)}: unknown key"
+                    + (
+                        "; it is a server setting: move it above the first [[models]]"
+                        if key in _OPTIONS_BY_KEY
+                        else suggest(key, _MODEL_OPTIONS_BY_KEY)
+                    ),
+                    _model_key(index, key),
+                )
+            # a model may well be called "default", and what is not said of it needs no word
+            take = _MODEL_OPTIONS_BY_KEY[key].value_type.from_toml
+            fields[key] = _convert(take, value, place, _model_key(index, key))
+        return ModelSettings(**fields)
+
+    def _unknown_key_error(self, key: str, value: object) -> AppError:
+        place = self._locate((None, key))
+        if isinstance(value, dict) and key not in _OPTIONS_BY_KEY:
+            inside = [
+                known for known in cast("Mapping[str, object]", value) if known in _OPTIONS_BY_KEY
+            ]
+            why = (
+                "; settings are top-level keys, without sections"
+                if inside
+                else suggest(key, _OPTIONS_BY_KEY)
+            )
+            return _config_error(place, f"[{key}]: unknown section{why}", key)
+        near = suggest(key, [*_OPTIONS_BY_KEY, "models"])
+        return _config_error(place, f"{key}: unknown key{near}", key)
+
+    def _locate(self, *keys: TomlKey) -> str:
+        """The line of the first of `keys` that has one."""
+        for key in keys:
+            if line := self._lines.get(key):
+                return f"{self._path}:{line}"
+        return self._path
+
+
+def render_toml(settings: Settings, sources: Mapping[str, str]) -> str:
+    """A file that says what `settings` do, however little of it differs from the defaults.
+    sources: where each was said, for comments."""
+    # only `mlxrunner config --toml` needs it
+    import tomli_w
+
+    def line(option: Option, value: Any) -> str:
+        return tomli_w.dumps({option.field: option.to_toml(value)}).rstrip("\n")
+
+    lines = [
+        f"{line(option, getattr(settings, option.field))}  # {sources[option.field]}"
+        for option in OPTIONS
+    ]
+    for model in settings.models:
+        lines += ["", f"[[models]]  # {sources['models']}"]
+        lines += [line(option, value) for option, value in iter_model_overrides(model)]
+    return "\n".join(lines) + "\n"
+
+
+def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
+    """What is said of it beyond what holds for all."""
+    for option in MODEL_OPTIONS:
+        value = getattr(model, option.field)
+        if value != option.default:
+            yield option, value
+
+
+def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
+    """Where each key stands. Two lines that look like one key are none: one of them is part of a
+    text."""
+    found: dict[TomlKey, int] = {}
+    doubtful: set[TomlKey] = set()
+    index, models = None, -1
+    for number, line in enumerate(text.split("\n"), 1):
+        if table := _TABLE_LINE.match(line):
+            if table[1] == "models":
+                models += 1
+                index, key = models, ""
+            else:
+                index, key = None, table[1]
+        elif assigned := _KEY_LINE.match(line):
+            key = assigned[1]
+        else:
+            continue
+        if (index, key) in found:
+            doubtful.add((index, key))
+        found[index, key] = number
+    return {key: number for key, number in found.items() if key not in doubtful}
+
+
+def _convert(from_toml: Callable[[object], Any], value: object, location: str, key: str) -> Any:
+    try:
+        return from_toml(value)
+    except InvalidOptionValue as problem:
+        raise _config_error(location, f"{key}: {problem}", key) from None
+
+
+def _find_first_model(lines: Mapping[TomlKey, int]) -> TomlKey:
+    """Where models begin."""
+    return (0, "") if (0, "") in lines else (None, "models")
+
+
+def _model_key(index: int, key: str = "") -> str:
+    return f"models[{index}]" + (f".{key}" if key else "")
+
+
+def _make_printable(path: str) -> str:
+    """As it may stand in one line, and in a comment."""
+    return "".join(letter if letter.isprintable() else "?" for letter in path)
+
+
+def _config_error(location: str, reason: str, param: str) -> AppError:
+    return AppError(ErrorKind.INVALID, f"{location}: {reason}", param=param)

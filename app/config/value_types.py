@@ -1,0 +1,265 @@
+"""How values are written: as words on the command line and in the environment, as TOML in a file.
+
+Knows: numbers, units, durations, addresses. Must not know: which setting is which, where a word
+came from.
+"""
+
+import difflib
+import math
+import os.path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from app.core import units
+from app.core.settings import is_host_name, is_origin
+
+# seconds, GiB, MiB: more than there is, and little enough to be counted in bytes and waited for
+MAX_NUMBER = 1_000_000_000
+
+# a longer word is cut where it is told
+_MAX_QUOTED_LENGTH = 60
+
+_BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+class InvalidOptionValue(Exception):
+    """A value that is not written as it has to be: "must be …, not …"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueType:
+    """One way to write values.
+
+    description: what a value has to be, in words. metavar: what stands for it in help. parse: a
+    word to a value; raises ValueError. types: of TOML, that may stand in a file. to_toml_item: a
+    value to what stands in a file. choices: every word that is accepted, where they are a fixed
+    list. unit: of the number that is written. secret: a word is never told again, for it may hold a
+    password. is_list: a value is several of those, in a tuple: between commas in a word, in a list
+    in a file."""
+
+    description: str
+    metavar: str
+    parse: Callable[[str], Any]
+    types: tuple[type, ...] = (str,)
+    choices: tuple[str, ...] = ()
+    to_toml_item: Callable[[Any], Any] = lambda value: value
+    unit: str = ""
+    secret: bool = False
+    is_list: bool = False
+
+    def parse_text(self, word: str) -> Any:
+        """Raises Misread."""
+        if not self.is_list:
+            return self._parse_item(word)
+        return tuple(self._parse_item(part.strip()) for part in word.split(",") if part.strip())
+
+    def from_toml(self, value: object) -> Any:
+        """What TOML means by `value`. Raises Misread."""
+        if not self.is_list:
+            return self._item_from_toml(value)
+        if type(value) is not list:
+            raise InvalidOptionValue(f"must be a list, not {_quote(value)}")
+        return tuple(self._item_from_toml(item) for item in cast("list[object]", value))
+
+    def to_toml(self, value: Any) -> Any:
+        """What `take` takes for `value`."""
+        return (
+            [self.to_toml_item(item) for item in value]
+            if self.is_list
+            else self.to_toml_item(value)
+        )
+
+    def _item_from_toml(self, value: object) -> Any:
+        # exactly: true is no number, though Python counts with it
+        if type(value) not in self.types:
+            raise self._invalid_value(_quote(value))
+        return self._parse_item(str(value).lower() if type(value) is bool else str(value))
+
+    def _parse_item(self, word: str) -> Any:
+        try:
+            return self.parse(word)
+        except ValueError:
+            raise self._invalid_value(_quote(word), suggest(word, self.choices)) from None
+
+    def _invalid_value(self, quoted: str, suggestion: str = "") -> InvalidOptionValue:
+        return InvalidOptionValue(
+            f"must be {self.description}" + ("" if self.secret else f", not {quoted}{suggestion}")
+        )
+
+
+def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueType:
+    def parse(word: str) -> int:
+        count = int(word)
+        if count < minimum or (maximum is not None and count > maximum):
+            raise ValueError
+        return count
+
+    bounds = f"of {minimum} or more" if maximum is None else f"from {minimum} to {maximum}"
+    return ValueType(
+        description=f"a whole number {bounds}",
+        metavar=unit.upper() or "N",
+        parse=parse,
+        types=(int,),
+        unit=unit,
+    )
+
+
+def size(unit: str, bytes_per_unit: int) -> ValueType:
+    """Bytes, written in a larger unit."""
+
+    def parse(word: str) -> int:
+        amount = float(word)
+        if not 1 / bytes_per_unit <= amount <= MAX_NUMBER:
+            raise ValueError
+        return int(amount * bytes_per_unit)
+
+    return ValueType(
+        description=f"a number of {unit} above 0 and at most {MAX_NUMBER:,}",
+        metavar=unit.upper(),
+        parse=parse,
+        types=(int, float),
+        to_toml_item=lambda value: _integral_if_whole(value / bytes_per_unit),
+        unit=unit,
+    )
+
+
+def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueType:
+    """Seconds, math.inf for ever. allow_zero: none at all may be asked for."""
+
+    def parse(word: str) -> float:
+        if allow_forever and word == "forever":
+            return math.inf
+        length = units.parse_duration(word)
+        if length is None:
+            length = float(word)  # more digits than people write
+        if allow_forever and length < 0:
+            return math.inf
+        if not (0 <= length <= MAX_NUMBER) or (length == 0 and not allow_zero):
+            raise ValueError
+        return length
+
+    least = "of 0 or more" if allow_zero else "above 0"
+    words = '"forever", ' if allow_forever else ""
+    return ValueType(
+        description=(
+            f"{words}a number of seconds {least} and at most {MAX_NUMBER:,}, "
+            'or a duration such as "5m"'
+        ),
+        metavar="TIME",
+        parse=parse,
+        types=(int, float, str),
+        to_toml_item=lambda value: "forever" if math.isinf(value) else _integral_if_whole(value),
+        unit="s",
+    )
+
+
+def boolean() -> ValueType:
+    def parse(word: str) -> bool:
+        known = _BOOLEAN_WORDS.get(word.lower())
+        if known is None:
+            raise ValueError
+        return known
+
+    return ValueType(description="true or false", metavar="", parse=parse, types=(bool,))
+
+
+def choice(*choices: str | int) -> ValueType:
+    by_word: Mapping[str, str | int] = {str(choice): choice for choice in choices}
+
+    def parse(word: str) -> str | int:
+        if word not in by_word:
+            raise ValueError
+        return by_word[word]
+
+    kinds = tuple({type(choice) for choice in choices})
+    return ValueType(
+        description=" or ".join(by_word),
+        metavar="|".join(by_word),
+        parse=parse,
+        types=kinds,
+        choices=tuple(by_word),
+    )
+
+
+def text(description: str, metavar: str) -> ValueType:
+    """Anything that can be seen. description: of such texts."""
+
+    def parse(word: str) -> str:
+        if not word.strip() or not word.isprintable():
+            raise ValueError
+        return word
+
+    return ValueType(description=description, metavar=metavar, parse=parse)
+
+
+def path() -> ValueType:
+    """Relative ones start where the command was started."""
+
+    def parse(word: str) -> str:
+        if not word or "\0" in word:
+            raise ValueError
+        return os.path.expanduser(word)
+
+    return ValueType(description="the path of a file", metavar="FILE", parse=parse)
+
+
+def origins() -> ValueType:
+    def parse(word: str) -> str:
+        if word != "*" and not is_origin(word):
+            raise ValueError
+        return word
+
+    what = (
+        "an origin as browsers send it, such as https://chat.example.org (lower case, no path, "
+        "no trailing slash, no default port)"
+    )
+    return ValueType(description=what, metavar="ORIGIN", parse=parse, is_list=True)
+
+
+def host_names() -> ValueType:
+    def parse(word: str) -> str:
+        if not is_host_name(word):
+            raise ValueError
+        return word
+
+    what = "a host name such as llm.example.org, or .example.org for all its subdomains (no port)"
+    return ValueType(description=what, metavar="NAME", parse=parse, is_list=True)
+
+
+def url() -> ValueType:
+    """Of a collector; who needs a password for it has the standard's own variable for headers."""
+
+    def parse(word: str) -> str:
+        parts = urlsplit(word)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise ValueError
+        return word
+
+    return ValueType(
+        description="a URL such as http://localhost:4318, without a password",
+        metavar="URL",
+        parse=parse,
+        secret=True,
+    )
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean …?", or nothing where nothing known looks like `word`."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _integral_if_whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+def _quote(value: object) -> str:
+    written = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return written if len(written) <= _MAX_QUOTED_LENGTH else f"{written[:_MAX_QUOTED_LENGTH]}…"

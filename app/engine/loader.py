@@ -1,0 +1,170 @@
+"""Model files -> a loop that is ready to generate.
+
+Knows: in which order things are done, the device's memory settings, which policy suits. Must not
+know: where models come from, requests. Runs on the engine thread, like everything that touches a
+tensor.
+"""
+
+import gc
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.core.ports import PrefixCache
+from app.core.settings import Settings
+from app.engine.distributed import DistributedGroup
+from app.engine.fit import (
+    DEFAULT_MAX_PARALLEL,
+    TYPICAL_SEQUENCE_LENGTH,
+    Fit,
+    adjust_after_load,
+    choose_prefill_chunk,
+    estimate_before_load,
+    raise_unless_fits,
+)
+from app.engine.loop import Loop
+from app.engine.memory_profile import (
+    MemoryProfile,
+    clear_allocator_cache,
+    num_query_heads,
+    profile_memory,
+)
+from app.engine.policy import SchedulerLimits
+from app.engine.prefix.radix import RadixPrefixCache
+from app.engine.prefix.single import SinglePrefixCache
+from app.engine.prefix.slots import SlotPrefixCache
+from app.engine.sampling.sampler import local_tokens
+from app.engine.weights import ProgressCallback, open_model, read_weights
+from models.base import Model
+from models.cpu_layout import is_batch_invariant
+from models.kv import LayerCache
+
+
+def load(
+    files: ModelFiles,
+    settings: Settings,
+    report: ProgressCallback,
+    ranks: DistributedGroup | None = None,
+) -> Loop:
+    """ranks: those that each load a part of it, this one among them.
+
+    Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence. Whatever is
+    raised, no tensor is left behind, in the frames of the traceback neither."""
+    kept = mx.set_cache_limit(0)  # what a weight was made of is given back at once
+    try:
+        return _load(files, settings, report, ranks)
+    except Exception as error:
+        _release_tensors(error)
+        mx.set_cache_limit(kept)
+        raise
+
+
+def _load(
+    files: ModelFiles, settings: Settings, report: ProgressCallback, ranks: DistributedGroup | None
+) -> Loop:
+    model = open_model(files, settings.quantize, ranks)
+    if ranks is not None:
+        settings = ranks.reconcile_settings(settings)
+    elif settings.exact and is_batch_invariant(model):
+        # what it would take away is not what makes bits differ here
+        settings = replace(settings, exact=False)
+    fit = estimate_before_load(model, files, settings)
+    raise_unless_fits(fit, files)
+    read_weights(model, files.path, report)
+    memory = _profile_memory(model, fit, files, settings)
+    if ranks is not None:
+        memory = ranks.reconcile_memory(memory)
+    raise_unless_fits(adjust_after_load(fit, memory, settings), files)
+    _limit_allocator(memory)
+    context = fit.context
+    limits = SchedulerLimits(
+        max_running=settings.parallel or _auto_parallel(settings, memory, context),
+        max_prefill_tokens=choose_prefill_chunk(settings),
+        align_chunks=settings.exact,
+    )
+    return Loop(
+        model,
+        _make_prefix_cache(model, settings, limits, context),
+        vocab=files.sampleable_vocab_size,
+        limits=limits,
+        memory=memory,
+        context=context,
+        exact=settings.exact,
+        shift=model.shift if settings.context_shift else None,
+        broadcast_tokens=local_tokens if ranks is None else ranks.broadcast_tokens,
+    )
+
+
+def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> MemoryProfile:
+    """One token evaluated."""
+    try:
+        return profile_memory(
+            model,
+            budget=fit.budget,
+            weights=fit.weights,
+            chunk=choose_prefill_chunk(settings),
+            max_batch_size=settings.parallel or DEFAULT_MAX_PARALLEL,
+            heads=num_query_heads(files.config),
+            context=fit.context_that_fits,
+        )
+    except (MemoryError, RuntimeError) as error:  # what the device cannot do, or has no room for
+        raise AppError(
+            ErrorKind.MODEL_FILES, f"{files.path}: a trial forward pass failed: {error}"
+        ) from error
+
+
+def _release_tensors(error: BaseException | None) -> None:
+    """An error is kept until it was told, and its traceback holds every frame's variables."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    clear_allocator_cache()
+
+
+def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> int:
+    """As many sequences as fit with a usual length each, at least one. One where the cache has only
+    one entry, or where bits count: kernels round differently for a batch."""
+    if settings.exact or settings.cache == "single":
+        return 1
+    usual = memory.kv_footprint(min(context, TYPICAL_SEQUENCE_LENGTH))
+    return max(1, min(DEFAULT_MAX_PARALLEL, memory.kv_budget // usual))
+
+
+def _make_prefix_cache(
+    model: Model, settings: Settings, limits: SchedulerLimits, context: int
+) -> PrefixCache[LayerCache]:
+    """The policy that was asked for: one tree for many sequences, one entry for one."""
+    grid = limits.max_prefill_tokens if limits.align_chunks else 1
+    match settings.cache or ("single" if limits.max_running == 1 else "radix"):
+        case "single":
+            return SinglePrefixCache(model.make_kv, alignment=grid)
+        case "slots":
+            return SlotPrefixCache(
+                model.make_kv,
+                slots=limits.max_running,
+                context=context,
+                multi_user=settings.multi_user,
+                evaluate=_evaluate_caches,
+                alignment=grid,
+            )
+        case "radix":
+            return RadixPrefixCache(model.make_kv, evaluate=_evaluate_caches, alignment=grid)
+
+
+def _evaluate_caches(layers: Sequence[LayerCache]) -> None:
+    mx.eval([layer.state() for layer in layers])
+
+
+def _limit_allocator(memory: MemoryProfile) -> None:
+    """Free buffers that the allocator keeps count as working space. On Metal, keep what we use
+    resident: without it the system may page it out between requests, and large models then decode
+    an order of magnitude slower (mlx-lm#652)."""
+    mx.set_cache_limit(memory.working)
+    if mx.metal.is_available():
+        recommended = int(mx.device_info()["max_recommended_working_set_size"])
+        mx.set_wired_limit(min(memory.budget, recommended))

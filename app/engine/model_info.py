@@ -1,0 +1,99 @@
+"""What a model is made of, for people.
+
+Knows: layers, plain and packed. Must not know: architectures. Nothing is evaluated: an array knows
+its shape and type before it has a value.
+
+What can be said of a model before it is loaded.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import models
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.engine.weights import open_model
+from models.base import ModelError
+from models.multimodal import get_text_config, is_multimodal
+
+log = logging.getLogger(__name__)
+
+
+def complete_config(files: ModelFiles) -> ModelFiles:
+    """The same files, whose config is that of the text part and says how long a context and how
+    many ids there are, which some leave to the architecture.
+
+    Raises AppError(MODEL_FILES) for an architecture that is not here or a config that lacks
+    what it needs.
+    """
+    try:
+        facts = models.read_info(files.config)
+    except ModelError as error:
+        raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
+    if is_multimodal(files.config):
+        log.info(
+            "%s: loading the text model only; image and audio inputs are not supported", files.name
+        )
+    config = {
+        **get_text_config(files.config),
+        "max_position_embeddings": facts.context_length,
+        "vocab_size": facts.vocab_size,
+    }
+    return replace(files, config=config)
+
+
+# of a packed layer: what belongs to its weight
+_QUANTISATION_ARRAYS = ("scales", "biases")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """parameters: numbers that were learned, of which a packed weight holds several in one. nbytes:
+    what they take. by_format: how the parameters are kept (`4-bit affine`, `bfloat16`), most
+    first."""
+
+    parameters: int
+    nbytes: int
+    by_format: Mapping[str, int]
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Of one parameter, scales included."""
+        return 8 * self.nbytes / max(self.parameters, 1)
+
+
+def count_parameters(files: ModelFiles) -> ParameterCount:
+    """Of model files that were `complete`d. Raises AppError(MODEL_FILES) for files that cannot
+    become a model."""
+    model: Any = open_model(files, None)
+    kinds: Counter[str] = Counter()
+    nbytes = 0
+    for _, module in model.named_modules():
+        for kind, count, size in _count_module(module):
+            kinds[kind] += count
+            nbytes += size
+    return ParameterCount(
+        parameters=kinds.total(), nbytes=nbytes, by_format=dict(kinds.most_common())
+    )
+
+
+def _count_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Kind, parameters and bytes of each array that is the module's own."""
+    packed: Any = module if "scales" in module and hasattr(module, "bits") else None
+    for name, array in module.items():
+        if not isinstance(array, mx.array) or name.startswith("_"):
+            continue
+        if packed is None or name not in ("weight", *_QUANTISATION_ARRAYS):
+            yield str(array.dtype).removeprefix("mlx.core."), array.size, array.nbytes
+        elif name == "weight":
+            mode = getattr(packed, "mode", "affine")
+            kind = f"{packed.bits}-bit {mode}"
+            yield kind, array.size * array.dtype.size * 8 // packed.bits, array.nbytes
+        else:
+            yield f"{packed.bits}-bit {getattr(packed, 'mode', 'affine')}", 0, array.nbytes

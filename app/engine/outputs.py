@@ -1,0 +1,234 @@
+"""What becomes of sequences, and what is told of it: a start, tokens, an end.
+
+Knows: sequences, where they stand in the roster, the clock. Must not know: the model, what a step
+is made of. Everything that a client hears of the engine is said here, in this order and once.
+
+What the engine has done, counted where it is done.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Generator
+
+from app.core.jobs import (
+    PREFIX_HIT_BUCKETS,
+    CacheMiss,
+    CacheMissReason,
+    Ended,
+    EndReason,
+    EngineStats,
+    JobUpdate,
+    Ledger,
+    Prefilled,
+    PromptLogprobs,
+    Started,
+    Token,
+)
+from app.engine.memory_profile import clear_allocator_cache
+from app.engine.model_runner import SampledToken
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
+from app.grammar.compiler import GrammarError, GrammarTooComplexError
+
+
+class EngineCounters:
+    """Counters since the engine started. exceptions: times that something raised."""
+
+    def __init__(self) -> None:
+        self.cached_tokens = self.prefix_query_tokens = self.prefilled_tokens = (
+            self.generated_tokens
+        ) = 0
+        self.preemptions = self.failures = self.exceptions = self.steps = 0
+        self._hits = [0] * (len(PREFIX_HIT_BUCKETS) + 1)
+        self._misses: Counter[CacheMissReason] = Counter()
+
+    def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
+        """A prompt of `length` tokens was looked up in the prefix cache."""
+        self.prefix_query_tokens += length
+        self.cached_tokens += cached
+        self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
+        if miss is not None:
+            self._misses[miss.reason] += 1
+
+    def stats(
+        self,
+        *,
+        memory: int,
+        running: int,
+        waiting: int,
+        embedding: int,
+        embedded: int,
+        evictions: int,
+        ledger: Ledger,
+    ) -> EngineStats:
+        return EngineStats(
+            allocated_bytes=memory,
+            running=running,
+            waiting=waiting,
+            cached_tokens=self.cached_tokens,
+            prefix_query_tokens=self.prefix_query_tokens,
+            prefilled_tokens=self.prefilled_tokens,
+            generated_tokens=self.generated_tokens,
+            embedding_jobs=embedding,
+            embedded_tokens=embedded,
+            ledger=ledger,
+            prefix_hit_counts=tuple(self._hits),
+            prefix_miss_counts=tuple(sorted(self._misses.items())),
+            prefix_evictions=evictions,
+            preemptions=self.preemptions,
+            failures=self.failures,
+            steps=self.steps,
+        )
+
+
+log = logging.getLogger(__name__)
+
+# sampled tokens of a sequence between two looks of the prefix cache at it
+PUBLISH_EVERY = 64
+
+_FAILED = "the engine failed while processing this request"
+_INVALID_LOGITS = (
+    "the model produced NaN or infinite logits: its weights or its quantization may be corrupt"
+)
+_NO_TOKEN_ALLOWED = (
+    "no token can be sampled: the logits are NaN, or -inf for every token that the grammar allows"
+)
+
+
+class OutputProcessor:
+    """exact: cache only what was prefilled, never what was decoded (other kernels, other bits)."""
+
+    def __init__(self, scheduler: Scheduler, counters: EngineCounters, *, exact: bool) -> None:
+        self._scheduler = scheduler
+        self._counters = counters
+        self._exact = exact
+        self._updates: list[JobUpdate] = []
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there is something that nobody has been told yet."""
+        return bool(self._updates)
+
+    def drain(self) -> tuple[JobUpdate, ...]:
+        """All that happened since this was asked last, in order."""
+        updates, self._updates = tuple(self._updates), []
+        return updates
+
+    def report_start(self, sequence: Sequence) -> None:
+        job, lease = sequence.job, sequence.lease
+        self._counters.record_lookup(len(job.prompt_token_ids), lease.cached, lease.miss)
+        self._updates.append(
+            Started(job_id=job.id, cached_tokens=lease.cached, timestamp_ns=_now(), miss=lease.miss)
+        )
+        left = len(job.prompt_token_ids) - lease.cached
+        log.debug(
+            "prompt of %d tokens: %d cached, %d to compute",
+            len(job.prompt_token_ids),
+            lease.cached,
+            left,
+        )
+
+    def report_prefill(self, sequence: Sequence) -> None:
+        """A chunk of its prompt has been evaluated, and it is not the last one."""
+        self._updates.append(
+            Prefilled(job_id=sequence.job.id, computed_tokens=sequence.num_computed_tokens)
+        )
+
+    def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:
+        """The value of its next token is known."""
+        job = sequence.job
+        if not sampled.valid or not _has_valid_logprobs(sequence):
+            self.fail(sequence, _INVALID_LOGITS if sequence.matcher is None else _NO_TOKEN_ALLOWED)
+            return
+        if sequence.num_output_tokens == 0:
+            self._report_prompt_done(sequence)
+        try:
+            sequence.append_token(sampled.token)
+        except GrammarError as error:
+            message = f"generation cannot continue under its grammar: {error}"
+            self.fail(sequence, message, invalid_request=isinstance(error, GrammarTooComplexError))
+            return
+        if sampled.token in job.stop_token_ids:
+            self.finish(sequence, "stop")
+            return
+        self._updates.append(
+            Token(
+                job_id=job.id,
+                id=sampled.token,
+                timestamp_ns=_now(),
+                logprob=sampled.logprob,
+                top_logprobs=sampled.top_logprobs,
+            )
+        )
+        self._counters.generated_tokens += 1
+        if sequence.grammar_done:
+            self.finish(sequence, "stop")
+        elif sequence.num_output_tokens == job.max_tokens:
+            self.finish(sequence, "length")
+        elif (
+            sequence.running and not self._exact and sequence.num_output_tokens % PUBLISH_EVERY == 0
+        ):
+            sequence.lease.publish(sequence.ids[: sequence.num_computed_tokens])
+
+    def finish(self, sequence: Sequence, reason: EndReason, *, keep: int | None = None) -> None:
+        """keep: cache only this many of its sampled tokens."""
+        self._scheduler.remove(sequence)
+        if sequence.running:
+            if self._exact:
+                keep = 0
+            unwanted = 0 if keep is None else sequence.num_output_tokens - keep
+            sequence.commit(keep=len(sequence.ids) - unwanted)
+        self._updates.append(Ended(job_id=sequence.job.id, reason=reason, timestamp_ns=_now()))
+
+    def fail(
+        self, sequence: Sequence, error: str = _FAILED, *, invalid_request: bool = False
+    ) -> None:
+        """invalid_request: what the request asks for is to blame."""
+        self._scheduler.remove(sequence)
+        if sequence.running:
+            sequence.discard()
+        clear_allocator_cache()
+        self._counters.failures += 1
+        self._updates.append(
+            Ended(
+                job_id=sequence.job.id,
+                reason="error",
+                timestamp_ns=_now(),
+                error=error,
+                invalid_request=invalid_request,
+            )
+        )
+
+    @contextlib.contextmanager
+    def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
+        """What is raised within ends this sequence, and nothing else."""
+        try:
+            yield
+        except Exception:
+            log.exception(message)
+            self._counters.exceptions += 1
+            self.fail(sequence)
+
+    def _report_prompt_done(self, sequence: Sequence) -> None:
+        """Its prompt is done."""
+        job = sequence.job
+        self._updates.append(Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)))
+        if job.prompt_logprobs is not None:
+            assert not sequence.num_unscored_tokens, "a prompt is scored before anything follows it"
+            self._updates.append(
+                PromptLogprobs(job_id=job.id, logprobs=tuple(sequence.prompt_logprobs))
+            )
+
+
+def _has_valid_logprobs(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens > 0 or not any(
+        math.isnan(score) for score, _ in sequence.prompt_logprobs
+    )
+
+
+def _now() -> int:
+    return time.monotonic_ns()

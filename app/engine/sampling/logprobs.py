@@ -1,0 +1,74 @@
+"""Log-probabilities: of ids that were drawn, and of a prompt's own.
+
+Knows: tensors, a model's logits. Must not know: sequences, caches, who asks.
+
+Always of the raw logits over all ids that may be sampled, in float32, before any stage of sampling.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+
+from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK
+from app.engine.sampling.draw import topk
+from models.base import Model
+
+# of one id: its natural log-probability, and the likeliest ids with theirs, most likely first
+PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
+
+
+def compute_logprobs(
+    logits: mx.array, ids: mx.array, count: int
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """Natural logs of the probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and of
+    the `count` likeliest, most likely first: ids [B, k] and theirs [B, k], None where count is 0.
+
+    The maximum is subtracted before anything is summed: beside logits of 1e4 a float32 has a
+    resolution of 1e-3, which would be the error of every log-probability.
+    """
+    relative = logits - mx.max(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(relative, axis=-1, keepdims=True)
+    chosen = (mx.take_along_axis(relative, ids[:, None], axis=-1) - total)[:, 0]
+    if count == 0:
+        return chosen, None, None
+    best, largest = topk(relative, min(count, logits.shape[-1]))
+    return chosen, best, largest - total
+
+
+def compute_prompt_logprobs(
+    model: Model, hidden: mx.array, ids: Sequence[int], *, vocab: int, count: int
+) -> list[PromptLogprob]:
+    """How likely each of `ids` was behind the hidden state of its place, [n, D]. Waits for it.
+
+    A few places at a time, each evaluated before the next: the logits of a whole chunk would be as
+    large as a model. vocab: ids that may be sampled, 0 to vocab - 1; any other has no probability.
+    """
+    assert hidden.shape[0] == len(ids)
+    found: list[PromptLogprob] = []
+    for start in range(0, len(ids), PROMPT_LOGPROBS_CHUNK):
+        some = ids[start : start + PROMPT_LOGPROBS_CHUNK]
+        logits = model.logits(hidden[start : start + PROMPT_LOGPROBS_CHUNK])[:, :vocab].astype(
+            mx.float32
+        )
+        known = mx.array([min(id, vocab - 1) for id in some])
+        logprobs, best, largest = compute_logprobs(logits, known, count)
+        mx.eval([array for array in (logprobs, best, largest) if array is not None])
+        said = cast(list[float], logprobs.tolist())
+        tops = _top_logprobs(best, largest, len(some))
+        found += [
+            (logprob if id < vocab else -math.inf, top)
+            for id, logprob, top in zip(some, said, tops, strict=True)
+        ]
+    return found
+
+
+def _top_logprobs(
+    ids: mx.array | None, logprobs: mx.array | None, rows: int
+) -> list[tuple[tuple[int, float], ...]]:
+    if ids is None or logprobs is None:
+        return [()] * rows
+    found = cast(list[list[int]], ids.tolist())
+    theirs = cast(list[list[float]], logprobs.tolist())
+    return [tuple(zip(row, values, strict=True)) for row, values in zip(found, theirs, strict=True)]

@@ -1,0 +1,301 @@
+"""What an answer must follow, out of all that a request asks of it: reasoning first, then calls, a
+format, or both as alternatives.
+
+Knows: how the parts are put together, in llguidance's variant of Lark. Must not know: tokens beyond
+their ids, tensors, who samples.
+
+    start: [reasoning] (calls | format | prose)
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import (
+    ChoiceGrammar,
+    Grammar,
+    JsonSchema,
+    LarkGrammar,
+    NamedToolChoice,
+    Regex,
+    Tool,
+    ToolChoice,
+)
+from app.grammar.lark import (
+    LiteralWriter,
+    escape_regex,
+    join_alternatives,
+    quote,
+    regex_literal,
+    strip_literal_prefix,
+)
+from app.text.family import ChatFamily, ReasoningTags, ToolCallGrammar
+from app.text.generic_tool_calls import GenericFamily
+
+# Prose none of whose lines begins as a call in plain JSON might; prose that does not.
+_LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
+_NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
+_NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
+
+_ANY = "/(?s:.*)/"
+
+# of an answer that must call: a model that has lost its way calls and calls
+_MAX_CALLS = 64
+
+# White space that templates put before reasoning and calls, and models after them: it is of the
+# answer where their prompt ends right behind a role (GLM 4.5 begins a line there).
+_GAP = r"/[ \n]{0,2}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStart:
+    """Where the answer begins. reasoning_tags: None where the model does not reason, or is done
+    with it. in_reasoning: within reasoning. thinking_budget: most tokens of it."""
+
+    reasoning_tags: ReasoningTags | None
+    in_reasoning: bool = False
+    thinking_budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRequirements:
+    """What the answer proper must be. tools: those that may be called."""
+
+    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """grammar: what the whole answer follows, if anything. family: who reads its calls."""
+
+    grammar: Grammar | None
+    family: ChatFamily
+
+
+def build_constraint(
+    required: OutputRequirements,
+    start: AnswerStart,
+    family: ChatFamily,
+    token: Callable[[str], int | None],
+) -> Constraint:
+    """token: the id of a text that is an added token, which no spelling of it is.
+
+    Raises AppError(INVALID) for a budget that cannot be kept.
+    """
+    composer = _GrammarBuilder(token)
+    forced = required.tools and required.choice not in ("auto", "none")
+    strict = any(tool.strict for tool in required.tools)
+    both = required.tools and required.grammar is not None
+    if not forced and not strict and start.thinking_budget is None:
+        if required.grammar is None:
+            return Constraint(grammar=None, family=family)
+        if start.reasoning_tags is None and not required.tools and not family.content_prefix:
+            return Constraint(grammar=required.grammar, family=family)
+    reader = family
+    if forced or strict or both:
+        reader, syntax = composer.choose_syntax(family, _callable_tools(required))
+        answer = composer.add_answer(required, syntax, forced=bool(forced), family=family)
+    elif required.grammar is not None:
+        answer = composer.add_format(required.grammar, family)
+    else:
+        answer = composer.free_text(family)
+    composer.add_start_rule(start, answer, family)
+    return Constraint(grammar=composer.build(), family=reader)
+
+
+def _callable_tools(required: OutputRequirements) -> Sequence[Tool]:
+    match required.choice:
+        case NamedToolChoice(name=name):
+            return [tool for tool in required.tools if tool.name == name]
+        case _:
+            return required.tools
+
+
+class _GrammarBuilder:
+    def __init__(self, token: Callable[[str], int | None]) -> None:
+        self._token = token
+        self._literal = LiteralWriter(token)
+        self._rules: dict[str, str] = {"prose": _ANY, "gap": _GAP}
+        self._more: list[str] = []
+        self._parts: list[JsonSchema | Regex] = []
+        self._inner: LarkGrammar | None = None
+
+    def build(self) -> LarkGrammar:
+        rules = [f"{name}: {expression}" for name, expression in self._rules.items()]
+        return LarkGrammar(
+            text="\n".join([*rules, *self._more, ""]),
+            parts=tuple(self._parts),
+            inner=self._inner,
+        )
+
+    def add_start_rule(self, start: AnswerStart, answer: str, family: ChatFamily) -> None:
+        reasoning = self._add_reasoning(start, family)
+        self._rules = {"start": f"{reasoning} {answer}".strip(), **self._rules}
+
+    # calls
+
+    def choose_syntax(
+        self, family: ChatFamily, tools: Sequence[Tool]
+    ) -> tuple[ChatFamily, ToolCallGrammar]:
+        """The family's own where it can hold the tools to their schemas, else plain JSON, behind
+        what the family's begin with: a model that is about to call writes that."""
+        own = family.build_tool_call_grammar(tools, self._literal, self._arguments)
+        if own is not None:
+            return family, own
+        nothing = Tool(name="f", description=None, parameters={"type": "object", "properties": {}})
+        usual = family.build_tool_call_grammar([nothing], self._literal, lambda _: '""')
+        plain = GenericFamily(
+            family.reasoning_separator, trigger=None if usual is None else usual.trigger
+        )
+        syntax = plain.build_tool_call_grammar(tools, self._literal, self._arguments)
+        assert syntax is not None
+        return plain, syntax
+
+    def add_answer(
+        self,
+        required: OutputRequirements,
+        syntax: ToolCallGrammar,
+        *,
+        forced: bool,
+        family: ChatFamily,
+    ) -> str:
+        """An expression for calls alone, or calls amid what else the answer may be."""
+        if syntax.rules:
+            self._more.append(syntax.rules)
+        one = isinstance(required.choice, NamedToolChoice) or not required.parallel
+        self._rules["call"] = join_alternatives(syntax.calls)
+        if forced:
+            # where every answer has a beginning of its own, calls have too
+            calls = _join_calls(syntax, "call", one=one)
+            return calls if family.content_prefix else f"gap {calls}"
+        if required.grammar is not None:
+            # nothing before a call: prose would be no answer in this format
+            return (
+                f"({_join_calls(syntax, 'call', one=one)} | "
+                f"{self.add_format(required.grammar, family)})"
+            )
+        if syntax.trigger is None:
+            self._rules["calm"] = _NO_LEADING_CALL if syntax.leading else _NO_CALL
+            calm = self._wrap("prose" if family.content_prefix else "calm", family)
+            return f"({_join_calls(syntax, 'call', one=one)} | {calm})"
+        return self._add_triggered_calls(syntax, syntax.trigger, one=one)
+
+    def _add_triggered_calls(self, syntax: ToolCallGrammar, trigger: str, *, one: bool) -> str:
+        """Prose, until a trigger says that a call follows; and so on."""
+        spelled = self._literal(trigger)
+        if syntax.before:
+            inner = replace(syntax, before=strip_literal_prefix(syntax.before, spelled))
+            follows = _join_calls(inner, "call", one=one)
+        else:
+            # once: with a hundred tools the grammar is long
+            self._rules["first"] = join_alternatives(
+                strip_literal_prefix(call, spelled) for call in syntax.calls
+            )
+            self._rules["call"] = f"{spelled} first"
+            follows = f"first {syntax.after}"
+        self._rules["rest"] = "/(?s:.+)/"
+        self._rules["calls"] = f"{self._prose_until(trigger)} {follows}"
+        return "calls? rest?" if one or syntax.between is None else "calls* rest?"
+
+    def _prose_until(self, trigger: str) -> str:
+        id = self._token(trigger)
+        if id is not None:
+            # nor is the trigger spelled in letters: whoever reads the answer sees only its text
+            inner = escape_regex(trigger)
+            self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
+            self._rules["text"] = "TEXT"
+            self._rules["rest"] = "text"
+            return f"text <[{id}]>"
+        self._more.append(f"trigger[suffix={json.dumps(trigger)}]: {_ANY}")
+        return "trigger"
+
+    def _arguments(self, tool: Tool) -> str:
+        schema = dict(tool.parameters)
+        schema.setdefault("type", "object")
+        at = f"{tool.param}.parameters"
+        text = json.dumps(schema)
+        self._parts.append(JsonSchema(text=text, param=at))
+        return f"%json {text}"
+
+    # formats
+
+    def free_text(self, family: ChatFamily) -> str:
+        """Anything at all; the family's markers too, which no text spells."""
+        ids = [id for id in map(self._token, family.markers) if id is not None]
+        if not ids:
+            return "prose"
+        return f"prose (<[{','.join(map(str, ids))}]> prose)*"
+
+    def add_format(self, grammar: Grammar, family: ChatFamily) -> str:
+        self._add_format_rule(grammar)
+        return self._wrap("format", family)
+
+    def _wrap(self, answer: str, family: ChatFamily) -> str:
+        return " ".join(
+            filter(
+                None,
+                (
+                    self._literal(family.content_prefix),
+                    answer,
+                    self._literal(family.content_suffix),
+                ),
+            )
+        )
+
+    def _add_format_rule(self, grammar: Grammar) -> None:
+        match grammar:
+            case JsonSchema(text=text):
+                self._parts.append(grammar)
+                self._rules["format"] = f"%json {text}"
+            case Regex(pattern=pattern):
+                self._parts.append(grammar)
+                self._rules["format"] = "FORMAT"
+                self._rules["FORMAT"] = regex_literal(pattern)
+            case ChoiceGrammar(options=options):
+                self._rules["format"] = " | ".join(map(quote, options))
+            case LarkGrammar():
+                self._inner = grammar
+                self._rules["format"] = "@inner"
+
+    # reasoning
+
+    def _add_reasoning(self, start: AnswerStart, family: ChatFamily) -> str:
+        if start.reasoning_tags is None:
+            return ""
+        again = self._literal(family.reasoning_separator) or "gap"
+        closed = f"{self._add_thought(start.reasoning_tags, start.thinking_budget)} {again}"
+        before = "" if family.content_prefix else "gap "
+        return (
+            closed
+            if start.in_reasoning
+            else f"({before}{self._literal(start.reasoning_tags.open)} {closed})?"
+        )
+
+    def _add_thought(self, tags: ReasoningTags, budget: int | None) -> str:
+        close = self._literal(tags.close)
+        is_token = close.startswith("<[")
+        if not is_token and budget is not None:
+            raise AppError(
+                ErrorKind.INVALID,
+                "thinking_budget is not supported for this model: its tokenizer has no "
+                f"{tags.close} token",
+                param="thinking_budget",
+            )
+        if not is_token:
+            self._more.append(f"thought[suffix={json.dumps(tags.close)}]: {_ANY}")
+            return "thought"
+        if budget == 0:
+            return close
+        limit = "" if budget is None else f"[max_tokens={budget}]"
+        self._more.append(f"thought{limit}: {_ANY}")
+        return f"thought {close}"
+
+
+def _join_calls(syntax: ToolCallGrammar, call: str, *, one: bool) -> str:
+    more = f"({syntax.between} call){{0,{_MAX_CALLS - 1}}}"
+    more = "" if one or syntax.between is None else more
+    return " ".join(filter(None, (syntax.before, call, more, syntax.after)))

@@ -1,0 +1,353 @@
+"""One grammar of a request → one matcher of llguidance's, or the reason why not.
+
+Knows: how llguidance wants each kind of grammar spelled, what it may spend. Must not know: threads,
+what was compiled before, how masks are used.
+
+A grammar may come from anybody. Everything that grows faster than its text is limited: before
+llguidance sees it where that can be seen (`schema`, `pattern`, `lark`), in llguidance where it can
+not. A few ids are tried out, because some limits are only found behind the first.
+
+Grammars in Lark or GBNF, before they are compiled.
+
+A schema in a grammar is held to what a schema by itself is held to: its white space is bounded,
+nothing that it says is ignored, and its costs are limited. JSON may stand over several lines only
+in a grammar that a client wrote.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from app.core.errors import LibraryPanic, PanicGuard
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
+from app.core.thread_pools import CancelToken
+from app.grammar.schema import (
+    MAX_ENTRIES,
+    MAX_REPETITIONS,
+    MAX_SCHEMA_LENGTH,
+    Schema,
+    UnsupportedGrammarError,
+    check_schema,
+    count_repetitions,
+    parse_schema,
+)
+from app.grammar.schema import MAX_SCHEMA_LENGTH as MOST_SCHEMA_TEXT
+from app.grammar.schema_diagnosis import find_unsupported_keyword
+from app.grammar.schema_rewrite import rewrite_schema
+from app.grammar.schema_rewrite import rewrite_schema as followable_schema
+
+# characters of a grammar, the schemas in it left out: native code goes as deep as rules are many
+MAX_GRAMMAR_LENGTH = 1 << 16
+
+# with the schemas in it, which may be those of many tools
+_MAX_LENGTH_WITH_SCHEMAS = 4 * MOST_SCHEMA_TEXT
+
+# a token's name · a string · a comment · a regular expression · a schema · another structure.
+# Possessive, so that a long string is a few steps: a search holds the interpreter until it is done
+_LARK_PARTS = re.compile(
+    r"""<[^<>\s]+> | "(?:\\.|[^"\\]++)*+"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n]++)++)/?"""
+    r"""| (%json\b\s*) | (%regex\b\s*)""",
+    re.DOTALL | re.VERBOSE,
+)
+# GBNF's one sign that Lark does not have
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# one escaped character; of GBNF's kinds, those that name one by its number
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+_OPTIONS = re.compile(r"^[ \t]*[!?]?[\w-]+(?:\{[^}\n]*\})?\[([^\]\n]*)\]", re.MULTILINE)
+# what a rule may ask for, but not here: a temperature is the request's, ids are never taken back
+_UNSUPPORTED_OPTION = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
+
+_TOO_LONG = f"it is longer than {MAX_GRAMMAR_LENGTH} characters"
+
+
+def prepare_lark(text: str, *, compact: bool = False) -> str:
+    """The grammar in Lark, as llguidance takes it. compact: the JSON of its schemas is on one
+    line. Raises Refused."""
+    if len(text) > _MAX_LENGTH_WITH_SCHEMAS:
+        raise UnsupportedGrammarError(
+            f"it is longer than {_MAX_LENGTH_WITH_SCHEMAS} characters, schemas included"
+        )
+    return _rewrite_schemas(_convert_gbnf(text), compact=compact)
+
+
+def _convert_gbnf(text: str) -> str:
+    if not _GBNF.search(text):
+        return text
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        raise UnsupportedGrammarError(_TOO_LONG)
+    try:
+        return gbnf_to_lark(_ESCAPED.sub(_unescape, text))
+    except RecursionError:
+        raise UnsupportedGrammarError("it is nested too deeply") from None
+    # the converter's own kind, and a bare Exception for what it cannot resolve
+    except Exception as error:
+        raise UnsupportedGrammarError(f"it is not valid GBNF: {error}") from error
+
+
+def _unescape(escape: re.Match[str]) -> str:
+    """The character that the converter spells wrongly otherwise."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if not code < 0x110000 or 0xD800 <= code < 0xE000:
+        raise UnsupportedGrammarError(f"{escape[0]} is not a character")
+    # what has a meaning of its own in strings and classes is ASCII
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+def _rewrite_schemas(text: str, *, compact: bool) -> str:
+    """With every schema in it in the engine's words."""
+    pieces, end, size, plain = list[str](), 0, 0, list[str]()
+    while (part := _LARK_PARTS.search(text, end)) is not None:
+        regex, schema, structure = part.group(1, 2, 3)
+        if regex is not None and count_repetitions(regex) > MAX_REPETITIONS:
+            reason = f"a regular expression has more than {MAX_REPETITIONS} repetitions"
+            raise UnsupportedGrammarError(reason)
+        pieces.append(text[end : part.start()])
+        plain.append(pieces[-1])
+        size += part.end() - end
+        end = part.end()
+        if schema is None and structure is None:
+            pieces.append(part[0])
+            continue
+        value, end = _parse_json_at(text, end)
+        if schema is not None:
+            value = followable_schema(check_schema(value), compact=compact)
+        pieces.append(f"{part[0]}{json.dumps(value)}")
+    pieces.append(text[end:])
+    plain.append(pieces[-1])
+    if size + len(pieces[-1]) > MAX_GRAMMAR_LENGTH:
+        raise UnsupportedGrammarError(_TOO_LONG)
+    _check_options("".join(plain))
+    return "".join(pieces)
+
+
+def _parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON that stands there, and where it ends."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except RecursionError:
+        raise UnsupportedGrammarError("a schema in it is nested too deeply") from None
+    except ValueError as error:
+        raise UnsupportedGrammarError(f"a schema in it is not valid JSON: {error}") from error
+
+
+def _check_options(plain: str) -> None:
+    """plain: the grammar without strings, regular expressions and schemas."""
+    for options in _OPTIONS.finditer(plain):
+        found = _UNSUPPORTED_OPTION.search(options[1])
+        if found is not None:
+            raise UnsupportedGrammarError(f"the rule option {found[1]} is not supported: remove it")
+
+
+# ids that are tried out
+_TRIAL_TOKENS = 8
+
+# Items that llguidance may look at: in one row of its parser, and in all rows of one step, which
+# are those that any token of the vocabulary leads to. A schema needs a few in a row for each
+# optional property that may come next. With 151,669 tokens it needs few more in a step, but 230
+# for each property where white space is free: 460,000 for the most that `schema` accepts. They
+# cost little. An ambiguous grammar has as many, and each costs: with 2000 in a row a step takes
+# seconds, in which no other answer of the model goes on.
+_WIDE_ITEM_LIMITS = (30_000, 2_000_000)
+_NARROW_ITEM_LIMITS = (500, 2_000)
+
+# States of llguidance's lexer, beside one for each byte of the grammar: the names of a schema's
+# properties take one for each of their bytes, and patterns, whose number of states has no bound,
+# take the others. A state takes up to 1 kB. All answers that follow a grammar share its states.
+_MAX_LEXER_STATES = 50_000
+
+# characters at either end of what llguidance says
+_ERROR_EDGE_CHARS = 200
+
+_UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
+# where what follows is for whoever sees the grammar as llguidance does
+_VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
+_EXPLANATIONS = {
+    "NoExtensionBias": "no token of this model is allowed next",
+    "oneOf constraints": "its branches must be mutually exclusive: give each a required"
+    " property with a different const, or use anyOf",
+    "Too many items": "it allows too many continuations at one point: make more properties"
+    " required, or make the grammar less ambiguous",
+    "too many states": "its patterns need too many states: simplify them",
+    "panic": "it is too large",
+    "Unable to determine if regex": "its patterns are too complex in combination: remove one",
+}
+
+
+class GrammarCompileError(UnsupportedGrammarError):
+    """Refused, and known which: of a composed grammar, the part that cannot be followed."""
+
+    def __init__(self, cause: UnsupportedGrammarError, grammar: Grammar) -> None:
+        super().__init__(cause.reason, cause.path)
+        self.grammar = grammar
+
+
+def compile_grammar(
+    grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken | None = None
+) -> LLMatcher:
+    """At its beginning, its first mask computed. Raises Refusal; Cancelled soon after `token` is
+    cancelled."""
+    compiler = _Compiler(tokenizer, token or CancelToken())
+    try:
+        match grammar:
+            case JsonSchema(text=text):
+                return compiler.compile_schema(parse_schema(text))
+            case Regex(pattern=pattern):
+                return compiler.compile_regex(pattern)
+            case ChoiceGrammar(options=options):
+                return compiler.compile_choice(options)
+            case LarkGrammar():
+                return compiler.compile_lark(grammar)
+    except GrammarCompileError:
+        raise
+    except UnicodeEncodeError:
+        raise GrammarCompileError(
+            UnsupportedGrammarError("it contains an unpaired surrogate"), grammar
+        ) from None
+    except UnsupportedGrammarError as refused:
+        raise GrammarCompileError(refused, grammar) from refused
+
+
+def explain_error(error: str) -> str:
+    """llguidance's words as a clause on one line, without its drawings."""
+    for sign, words in _EXPLANATIONS.items():
+        if sign in error:
+            return words
+    unsupported = _UNIMPLEMENTED_KEYWORD.search(error)
+    if unsupported is not None:
+        return f"{unsupported[1]} is not supported: remove it"
+    clause = _VERBOSE_PART.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[
+        0
+    ]
+    # expressions are quoted in full
+    return " ".join(_elide_middle(clause).split())
+
+
+def _elide_middle(text: str) -> str:
+    """What is wrong is said at the end, after what it is wrong with."""
+    if len(text) <= 2 * _ERROR_EDGE_CHARS:
+        return text
+    return f"{text[:_ERROR_EDGE_CHARS]} … {text[-_ERROR_EDGE_CHARS:]}"
+
+
+class _Compiler:
+    def __init__(self, tokenizer: LLTokenizer, token: CancelToken) -> None:
+        self._tokenizer = tokenizer
+        self._token = token
+
+    def compile_schema(self, document: Schema) -> LLMatcher:
+        made = self._try_schema(document)
+        if isinstance(made, LLMatcher):
+            return made
+        raise find_unsupported_keyword(document, self._schema_error, made)
+
+    def compile_regex(self, pattern: str) -> LLMatcher:
+        if len(pattern) > MAX_GRAMMAR_LENGTH:
+            raise UnsupportedGrammarError(f"it is longer than {MAX_GRAMMAR_LENGTH} characters")
+        if count_repetitions(pattern) > MAX_REPETITIONS:
+            raise UnsupportedGrammarError(f"it has more than {MAX_REPETITIONS} repetitions")
+        return self._compile_spec(LLMatcher.grammar_from_regex(pattern))
+
+    def compile_choice(self, options: Sequence[str]) -> LLMatcher:
+        if len(options) > MAX_ENTRIES or sum(map(len, options)) > MAX_SCHEMA_LENGTH:
+            raise UnsupportedGrammarError(
+                f"it has more than {MAX_ENTRIES} options or {MAX_SCHEMA_LENGTH} characters"
+            )
+        spelled = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        # the one character that may stand in JSON's strings as it is, and not in Lark's
+        spelled = spelled.replace("\x7f", "\\u007f")
+        return self._compile_spec(_lark_spec(f"start: OPTION\nOPTION: {spelled}"))
+
+    def compile_lark(self, grammar: LarkGrammar) -> LLMatcher:
+        try:
+            # its schemas came out of the request by themselves, or a client wrote all of it
+            texts = [prepare_lark(grammar.text, compact=bool(grammar.parts))]
+            if grammar.inner is not None:
+                texts.append(prepare_lark(grammar.inner.text))
+            # only what stands in a request as it is can mean one text in many ways
+            composed = grammar.parts and grammar.inner is None
+            return self._compile_spec(
+                _lark_spec(*texts), _WIDE_ITEM_LIMITS if composed else _NARROW_ITEM_LIMITS
+            )
+        except UnsupportedGrammarError:
+            for part in (*grammar.parts, grammar.inner):
+                if part is not None:
+                    compile_grammar(part, self._tokenizer, self._token)
+            raise
+
+    def _schema_error(self, document: Schema) -> str | None:
+        made = self._try_schema(document)
+        return made if isinstance(made, str) else None
+
+    def _try_schema(self, document: Schema) -> LLMatcher | str:
+        return self._try_spec(
+            _dump_grammars({"json_schema": rewrite_schema(document)}), _WIDE_ITEM_LIMITS
+        )
+
+    def _compile_spec(
+        self, spec: str, item_limits: tuple[int, int] = _WIDE_ITEM_LIMITS
+    ) -> LLMatcher:
+        made = self._try_spec(spec, item_limits)
+        if isinstance(made, str):
+            raise UnsupportedGrammarError(made)
+        return made
+
+    def _try_spec(self, spec: str, item_limits: tuple[int, int]) -> LLMatcher | str:
+        """The matcher, or why there is none."""
+        self._token.check()
+        # llguidance's complaint about half a surrogate pair would tell nobody anything
+        size = len(spec.encode())
+        in_row, in_step = item_limits
+        limits = LLParserLimits(
+            max_items_in_row=in_row,
+            step_max_items=in_step,
+            max_lexer_states=_MAX_LEXER_STATES + size,
+            verbose_errors=False,
+        )
+        try:
+            with PanicGuard():
+                return self._create_matcher(spec, limits)
+        except LibraryPanic as panic:  # llguidance catches its own, where it expects them
+            return explain_error(f"panic: {panic}")
+
+    def _create_matcher(self, spec: str, limits: LLParserLimits) -> LLMatcher | str:
+        matcher = LLMatcher(self._tokenizer, spec, log_level=0, limits=limits)
+        mask = matcher.compute_bitmask()
+        trial = matcher.deep_copy()
+        for _ in range(_TRIAL_TOKENS):
+            # a broken matcher also allows something: the end
+            if trial.is_error():
+                return explain_error(trial.get_error())
+            id = _lowest_allowed_id(mask, self._tokenizer.eos_tokens)
+            if trial.is_stopped() or id is None:
+                break
+            trial.consume_token(id)
+            mask = trial.compute_bitmask()
+        return matcher
+
+
+def _lark_spec(*texts: str) -> str:
+    """The first refers to the second as @inner."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": text} for text in texts]
+    for inner in grammars[1:]:
+        inner["name"] = "inner"
+    return _dump_grammars(*grammars)
+
+
+def _dump_grammars(*grammars: Mapping[str, Any]) -> str:
+    # a half of a surrogate pair stays one, and is found when it is encoded
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _lowest_allowed_id(mask: bytes, excluded: Sequence[int]) -> int | None:
+    """The lowest id that is allowed, ends left out."""
+    bits = int.from_bytes(mask, "little")
+    for id in excluded:
+        bits &= ~(1 << id)
+    return (bits & -bits).bit_length() - 1 if bits else None

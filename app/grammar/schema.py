@@ -1,0 +1,275 @@
+"""JSON Schemas as documents: read, measured, brought into the words that the engine follows.
+
+Knows: which keywords hold schemas, what each may cost. Must not know: llguidance, tokens, requests.
+
+Whoever sends a schema may be hostile, and compiling one runs in native code that nothing can stop:
+there, a long chain of references ends the process, and a large `multipleOf` takes gigabytes. So
+what makes a compilation long or deep is counted before it begins.
+
+How often a regular expression repeats something, at most.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any, cast
+from urllib.parse import unquote
+
+# one thing repeated so often takes a hundredth of a second for each token; ten times as often, and
+# native code takes it for too complex in the middle of an answer
+MAX_REPETITIONS = 10_000
+
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
+
+
+def count_repetitions(pattern: str) -> int:
+    """The largest product of bounded repetitions inside one another: 15 for `((ab){3}c){5}`. Of
+    `{3,5}` and of `{,5}` the 5 counts, of `{3,}` the 3; `*` and `+` cost nothing."""
+    # the product within each open group, and that of what was last closed or written
+    groups, last, largest, end = [1], 1, 1, 0
+    for part in _REGEX_PARTS.finditer(pattern):
+        if part.start() > end:
+            last = 1
+        end = part.end()
+        match part[0][0]:
+            case "(":
+                groups.append(1)
+                continue
+            case ")" if len(groups) > 1:
+                last = groups.pop()
+            case "{":
+                count = part[3] or part[1]
+                # what is written so long is larger than any limit
+                last *= max(1, int(count[:9] or 0))
+            case _:
+                last = 1
+                continue
+        groups[-1] = max(groups[-1], last)
+        largest = max(largest, last)
+    return largest
+
+
+SchemaPath = tuple[str, ...]
+Schema = dict[str, Any]
+
+# characters of a schema; those of many tools come to a tenth of it
+MAX_SCHEMA_LENGTH = 1 << 18
+# levels of a document: what reads it in native code takes 128, and adds some
+MAX_LEVELS = 100
+# properties, required names, values of an enum, branches, definitions, in all. OpenAI allows 5000
+# properties
+MAX_ENTRIES = 5000
+# Properties of one object that may be left out. Each of them may come next, so with 2000 of them
+# and 151,669 tokens a step of the answer takes 0.1 s, in which no other answer of the model goes
+# on, and compiling takes 0.5 s; with 5000, 0.5 s and 3 s. The time grows faster than the number.
+MAX_OPTIONAL_PROPERTIES = 2000
+# the least common multiple of what numbers must be multiples of, as integers: a table has so many
+# rows. 100,000 take 0.3 s and 20 MB
+MAX_MULTIPLE = 100_000
+
+_SCHEMA_KEYWORDS = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas")
+_DEFINITION_KEYWORDS = ("$defs", "definitions")
+
+
+class UnsupportedGrammarError(Exception):
+    """A grammar that cannot be followed. reason: a clause. path: the keyword, from where the
+    grammar stood."""
+
+    def __init__(self, reason: str, path: SchemaPath = ()) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path = path
+
+
+def parse_schema(text: str) -> Schema:
+    """The document, within all limits. Raises Refused."""
+    if len(text) > MAX_SCHEMA_LENGTH:
+        raise UnsupportedGrammarError(f"it is longer than {MAX_SCHEMA_LENGTH} characters")
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+    except RecursionError:
+        raise UnsupportedGrammarError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise UnsupportedGrammarError(f"it is not valid JSON: {error}") from error
+    return check_schema(value)
+
+
+def check_schema(value: Any) -> Schema:
+    """The parsed document, within all limits. Raises Refused."""
+    _check_levels(value)
+    if value is True:
+        return {}
+    if not isinstance(value, dict):
+        raise UnsupportedGrammarError("a schema must be a JSON object")
+    document = cast(Schema, value)
+    _check_costs(document)
+    return document
+
+
+def iter_subschemas(schema: Any) -> Iterator[tuple[SchemaPath, Any]]:
+    """The schemas directly in this one that an instance may be held to, with their paths in it."""
+    if not isinstance(schema, dict):
+        return
+    held = cast(Mapping[str, Any], schema)
+    for key in _SCHEMA_KEYWORDS:
+        if isinstance(held.get(key), (dict, bool)):
+            yield (key,), held[key]
+    for key in _SCHEMA_LIST_KEYWORDS:
+        if isinstance(held.get(key), list):
+            yield from (((key, str(i)), each) for i, each in enumerate(held[key]))
+    for key in _SCHEMA_MAP_KEYWORDS:
+        if isinstance(held.get(key), dict):
+            yield from (((key, name), each) for name, each in held[key].items())
+
+
+def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | None:
+    """What a reference within the document (`#/…`) points to; None for any other."""
+    if pointer != "#" and not pointer.startswith("#/"):
+        return None
+    path = tuple(
+        part.replace("~1", "/").replace("~0", "~") for part in unquote(pointer).split("/")
+    )[1:]
+    for name in path:
+        if isinstance(document, dict) and name in document:
+            document = cast(Schema, document)[name]
+        elif isinstance(document, list) and name.isdecimal() and int(name) < len(document):  # pyright: ignore[reportUnknownArgumentType]
+            document = cast(list[Any], document)[int(name)]
+        else:
+            return None
+    return path, document
+
+
+def walk_schemas(document: Schema) -> Iterator[tuple[SchemaPath, Schema]]:
+    """Every schema of the document, definitions too, with its path."""
+    todo: list[tuple[SchemaPath, Any]] = [((), document)]
+    while todo:
+        path, schema = todo.pop()
+        if not isinstance(schema, dict):
+            continue
+        held = cast(Schema, schema)
+        yield path, held
+        todo += [((*path, *below), each) for below, each in iter_subschemas(held)]
+        for key in _DEFINITION_KEYWORDS:
+            if isinstance(held.get(key), dict):
+                todo += [((*path, key, name), each) for name, each in held[key].items()]
+
+
+_TOO_DEEP = f"it is nested deeper than {MAX_LEVELS} levels"
+
+
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_levels(value: Any) -> None:
+    """Without recursion, so that it ends whatever it is given."""
+    todo: list[tuple[Any, int]] = [(value, 1)]
+    while todo:
+        each, level = todo.pop()
+        if level > MAX_LEVELS:
+            raise UnsupportedGrammarError(_TOO_DEEP)
+        if isinstance(each, float) and not math.isfinite(each):
+            raise UnsupportedGrammarError("it contains a number that is too large")
+        if isinstance(each, dict):
+            todo += [(below, level + 1) for below in cast(Schema, each).values()]
+        elif isinstance(each, list):
+            todo += [(below, level + 1) for below in cast(list[Any], each)]
+
+
+def _check_costs(document: Schema) -> None:
+    entries, multiple = 0, 1
+    for path, schema in walk_schemas(document):
+        for key in (
+            *_SCHEMA_LIST_KEYWORDS,
+            *_SCHEMA_MAP_KEYWORDS,
+            *_DEFINITION_KEYWORDS,
+            "required",
+            "enum",
+        ):
+            if isinstance(schema.get(key), (dict, list)):
+                entries += len(schema[key])
+        if entries > MAX_ENTRIES:
+            raise UnsupportedGrammarError(
+                f"it has more than {MAX_ENTRIES} properties, values and branches", path
+            )
+        if _count_optional(schema) > MAX_OPTIONAL_PROPERTIES:
+            reason = (
+                f"one object has more than {MAX_OPTIONAL_PROPERTIES} optional properties: "
+                "make some "
+                "required, "
+                "or move some to nested objects"
+            )
+            raise UnsupportedGrammarError(
+                reason, (*path, "properties") if "properties" in schema else path
+            )
+        multiple = math.lcm(multiple, _numerator(schema.get("multipleOf")))
+        if multiple > MAX_MULTIPLE:
+            reason = (
+                f"its multipleOf values need a table of more than {MAX_MULTIPLE} "
+                "rows: use fewer digits"
+            )
+            raise UnsupportedGrammarError(reason, (*path, "multipleOf"))
+        _check_patterns(path, schema)
+        _check_min_properties(path, schema)
+
+
+def _count_optional(schema: Any, depth: int = 0) -> int:
+    """Properties that an object may leave out, as far as this schema and what it is combined with
+    by allOf say; references are not followed."""
+    if not isinstance(schema, dict) or depth > MAX_LEVELS:
+        return 0
+    held = cast(Schema, schema)
+    properties, required, combined = (held.get(key) for key in ("properties", "required", "allOf"))
+    names = set(cast(Schema, properties)) if isinstance(properties, dict) else set[str]()
+    if isinstance(required, list):
+        names -= {name for name in cast(list[Any], required) if isinstance(name, str)}
+    branches = cast(list[Any], combined) if isinstance(combined, list) else []
+    return len(names) + sum(_count_optional(branch, depth + 1) for branch in branches)
+
+
+def _numerator(multiple: Any) -> int:
+    """The integer that a multiple of this is a multiple of, once the point is left out."""
+    if isinstance(multiple, bool) or not isinstance(multiple, (int, float)):
+        return 1
+    # what is wrong with zero is said better where it is compiled
+    return abs(Fraction(str(multiple)).numerator) or 1
+
+
+def _check_patterns(path: SchemaPath, schema: Schema) -> None:
+    named: list[tuple[SchemaPath, Any]] = [(("pattern",), schema.get("pattern"))]
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict):
+        names = cast(Schema, patterns)
+        named += [(("patternProperties", name), name) for name in names]
+    for below, pattern in named:
+        if isinstance(pattern, str) and count_repetitions(pattern) > MAX_REPETITIONS:
+            reason = f"it has more than {MAX_REPETITIONS} repetitions"
+            raise UnsupportedGrammarError(reason, (*path, *below))
+
+
+def _check_min_properties(path: SchemaPath, schema: Schema) -> None:
+    """Names that the schema does not list may be written twice, which makes them one. So only one
+    of them can be counted on, behind those that are required."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if isinstance(least, bool) or not isinstance(least, int):
+        return
+    certain = len(set(map(str, cast(list[Any], required)))) if isinstance(required, list) else 0
+    if least > certain + 1:
+        reason = f"it can be at most one more than the number of required properties, {certain}"
+        raise UnsupportedGrammarError(reason, (*path, "minProperties"))

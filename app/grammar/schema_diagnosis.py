@@ -1,0 +1,148 @@
+"""Which keyword of a JSON Schema is the one that cannot be followed.
+
+Knows: the search. Must not know: llguidance, what a refusal rests on; whoever calls brings a
+function that says of any document whether it is refused.
+
+llguidance says why, but not where. So parts of the schema are tried by themselves: the first child
+that is refused is gone into, until no child is; then the keywords of what is left are tried, each
+alone and each left out. Children beside one another are tried together, and halved as long as they
+are refused, so that a wide schema costs the logarithm of its width.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+from urllib.parse import quote
+
+from app.grammar.schema import (
+    Schema,
+    SchemaPath,
+    UnsupportedGrammarError,
+    iter_subschemas,
+    resolve_pointer,
+)
+
+# the reason why a document is refused, or None
+SchemaCheck = Callable[[Schema], str | None]
+
+# compilations of one search, and seconds after which it names what it has found so far
+_MAX_TRIALS = 200
+_TIME_LIMIT = 1.0
+
+# keywords that others are read beside
+_CONTEXT_KEYWORDS = frozenset({"type", "properties", "items", "prefixItems", "anyOf", "$ref"})
+# keywords that forbid nothing
+_ANNOTATION_KEYWORDS = frozenset({"$defs", "definitions", "title", "description", "default"})
+
+
+def find_unsupported_keyword(
+    document: Schema, check: SchemaCheck, reason: str
+) -> UnsupportedGrammarError:
+    """The keyword to blame, and the reason that is given for it alone. document: it is refused, for
+    `reason`, which is given where nothing smaller is."""
+    return _Search(document, check).find((), document, reason)
+
+
+class _LimitReached(Exception):
+    pass
+
+
+class _Search:
+    def __init__(self, document: Schema, check: SchemaCheck) -> None:
+        self._document = document
+        self._check = check
+        self._relocated_document: Any = None
+        self._trials = 0
+        self._deadline = time.monotonic() + _TIME_LIMIT
+        self._seen: set[SchemaPath] = set()
+
+    def find(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
+        """schema: at `path`, refused for this reason."""
+        self._seen.add(path)
+        self._relocated_document = self._relocate(self._document)
+        try:
+            child = self._find_rejected_child(path, schema)
+            if child is None:
+                return self._find_keyword(path, schema, reason)
+        except _LimitReached:
+            return UnsupportedGrammarError(reason, path)
+        below, found, why = child
+        return self.find(below, found, why)
+
+    def _find_rejected_child(
+        self, path: SchemaPath, schema: Any
+    ) -> tuple[SchemaPath, Any, str] | None:
+        """The first that is refused by itself."""
+        # false forbids all, which is what it is for
+        below = [child for child in iter_subschemas(schema) if child[1] is not False]
+        children = [((*path, *names), each) for names, each in below]
+        if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
+            found = resolve_pointer(self._document, cast(Schema, schema)["$ref"])
+            children += [found] if found is not None else []
+        children = [child for child in children if child[0] not in self._seen]
+        reason = self._try_together(children)
+        if reason is None:
+            return None
+        while len(children) > 1:
+            half = len(children) // 2
+            first = self._try_together(children[:half])
+            children = children[half:] if first is None else children[:half]
+        path, found = children[0]
+        reason = self._try_together(children)
+        return None if reason is None else (path, found, reason)
+
+    def _try_together(self, children: Sequence[tuple[SchemaPath, Any]]) -> str | None:
+        """Why not all of them can be followed beside each other."""
+        if not children:
+            return None
+        refs = {str(i): {"$ref": _reference_to(path)} for i, (path, _) in enumerate(children)}
+        if len(refs) == 1:
+            return self._try(refs["0"])
+        beside = {"type": "object", "properties": refs, "required": list(refs)}
+        return self._try({**beside, "additionalProperties": False})
+
+    def _try(self, schema: Schema) -> str | None:
+        self._trials += 1
+        if self._trials > _MAX_TRIALS or time.monotonic() > self._deadline:
+            raise _LimitReached
+        return self._check({**schema, "$defs": {"whole": self._relocated_document}})
+
+    def _find_keyword(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
+        """It is in what this schema says itself."""
+        if not isinstance(schema, dict):
+            return UnsupportedGrammarError(reason, path)
+        held = cast(Schema, self._relocate(schema))
+        said = [key for key in held if key not in _ANNOTATION_KEYWORDS]
+        for key in said:
+            alone = self._try({key: held[key]})
+            if alone is not None:
+                return UnsupportedGrammarError(alone, (*path, key))
+        # what narrows is rather to blame than what it narrows
+        for key in sorted(said, key=lambda key: key in _CONTEXT_KEYWORDS):
+            others = {name: held[name] for name in said if name != key}
+            if self._try(others) is None:
+                return UnsupportedGrammarError(reason, (*path, key))
+        return UnsupportedGrammarError(reason, path)
+
+    def _relocate(self, value: Any) -> Any:
+        """One level down, so that parts of it can be referred to from outside. What refers to a
+        schema that the search is within says nothing: else all that refers to it would be blamed
+        for what is wrong with it."""
+        if isinstance(value, list):
+            return [self._relocate(each) for each in cast(list[Any], value)]
+        if not isinstance(value, dict):
+            return value
+        held = cast(Schema, value)
+        ref = held.get("$ref")
+        moved = {key: self._relocate(each) for key, each in held.items()}
+        if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
+            moved["$ref"] = f"#/$defs/whole{ref[1:]}"
+            found = resolve_pointer(self._document, ref)
+            if found is not None and found[0] in self._seen:
+                del moved["$ref"]
+        return moved
+
+
+def _reference_to(path: SchemaPath) -> str:
+    spelled = (quote(name.replace("~", "~0").replace("/", "~1")) for name in path)
+    return "/".join(("#/$defs/whole", *spelled))

@@ -1,0 +1,376 @@
+"""Request bodies: how large they may be, how much memory all of them may take, and how JSON is
+parsed without keeping the event loop from other clients.
+
+Knows: ASGI messages, JSON's syntax, orjson, the workers. Must not know: dialects, what is asked.
+
+The parser builds an object for each JSON value, which takes many times the bytes of `[]`, and holds
+the interpreter while it does. So values are counted while the body arrives, before any is built,
+and large bodies are parsed on a thread, one at a time, callers taking turns.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.malloc import trim_malloc
+from app.core.settings import MEBIBYTE, Settings
+from app.core.thread_pools import FairThreadPool, ThreadPools
+from app.http.responses import ClientDisconnected, get_caller, peek_model
+
+Found = TypeVar("Found")
+Result = TypeVar("Result")
+
+# JSON values of one body, keys included: 2,048 embedding inputs of 100 token ids each have 207,000.
+# Building so many takes 30 ms. A prompt of ids may have more, where a model has a longer context.
+MAX_VALUES = 262_144
+
+# Values of a conversation, which has no ids. Ten times the largest request recorded of a coding
+# agent has 12,000, a schema of 5,000 properties 40,000. Each of them costs more than an id does:
+# templates and schemas go through all of them.
+MAX_CHAT_VALUES = 65_536
+
+# Values that a request may have besides a prompt of ids.
+_VALUES_BESIDE_PROMPT = 16_384
+
+# Bytes that all bodies in flight may take together, beyond _UNCOUNTED of each, or so many of the
+# largest ones if that is more. One caller with a key gets at most half of it.
+_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
+
+# Bytes of each body that do not count against the budget: small requests are served though large
+# ones have used it up. --max-connections bounds them.
+_UNCOUNTED_BYTES = 64 * 1024
+
+# What a parsed JSON value takes on average, in bytes, and what it weighs when its work is compared
+# with that of reading bytes.
+_VALUE_BYTES, _VALUE_WEIGHT = 64, 16
+
+# A body of more bytes or more values is parsed on a thread; others take less than 3 ms.
+_LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
+
+# Seconds after a large body until free memory is given back, once for all bodies of that time.
+_RELEASE_DELAY = 1.0
+
+_SEPARATORS = (b",", b":", b"[", b"{")
+_NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
+_STRING = re.compile(rb'"[^"]*"')
+
+
+class ValueCounter:
+    """Counts the values of a JSON text, keys included, as it arrives: every value but the first
+    follows a comma, a colon or an opening bracket outside of strings. Never less than the parser
+    would build; empty containers count twice.
+
+    Finding the strings takes ten times as long as reading the bytes, so it is done only where it
+    matters: up to `exact_from` values, what is in strings counts too."""
+
+    def __init__(self, exact_from: int = 0) -> None:
+        self.count = 1
+        self._exact_from = exact_from
+        self._exact = exact_from == 0
+        self._in_string = False
+        self._escapes = False  # the last byte is a backslash that escapes the next one
+
+    def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
+        """before: all that was fed already."""
+        if self._exact:
+            self._feed_exact(data)
+            return
+        self.count += sum(map(data.count, _SEPARATORS))
+        if self.count > self._exact_from:
+            self._exact, self.count = True, 1
+            self._feed_exact(bytes(before))
+            self._feed_exact(data)
+
+    def _feed_exact(self, data: bytes) -> None:
+        if self._escapes:
+            data = b"\\" + data
+        backslashes = len(data) - len(data.rstrip(b"\\"))
+        self._escapes = backslashes % 2 == 1
+        if self._escapes:
+            data = data[:-1]
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
+        if self._in_string:
+            _, quote, data = data.partition(b'"')
+            self._in_string = not quote
+        data, quote, _ = _STRING.sub(b"", data).partition(b'"')
+        self._in_string = self._in_string or bool(quote)
+        self.count += len(data)
+
+
+class BodyMemoryBudget:
+    """Memory of the bodies in flight. total: bytes."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._used: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        return self._used.total()
+
+    def reserve(self, caller: str, nbytes: int) -> None:
+        """Raises AppError(OVERLOADED) if so many bytes are not left."""
+        share = self._total // 2 if caller else self._total
+        if self.used + nbytes > self._total or self._used[caller] + nbytes > share:
+            raise AppError(
+                ErrorKind.OVERLOADED,
+                "the request bodies in flight use all of the memory reserved for them "
+                f"({self._total // MEBIBYTE} MiB): try again in a moment",
+                code="too_many_bodies",
+                retry_after=1,
+            )
+        self._used[caller] += nbytes
+
+    def release(self, caller: str, nbytes: int) -> None:
+        self._used[caller] -= nbytes
+        if not self._used[caller]:
+            del self._used[caller]
+
+
+class Body:
+    """One request's body, complete. data: its bytes, none any more once it was parsed."""
+
+    def __init__(self, bodies: "RequestBodies", caller: str, max_values: int) -> None:
+        self._bodies = bodies
+        self.caller = caller
+        self.data = bytearray()
+        self.size = 0
+        self.max_values = max_values
+        self.value_counter = ValueCounter(exact_from=max_values)
+        self.reserved_bytes = 0
+
+    @property
+    def large(self) -> bool:
+        """Whether it is parsed on a thread."""
+        return self.size > _LARGE_BYTES or self.value_counter.count > _LARGE_VALUES
+
+    @property
+    def weight(self) -> int:
+        """What reading it costs, in bytes that cost as much."""
+        return self.size + _VALUE_WEIGHT * self.value_counter.count
+
+    def take_data(self) -> bytearray:
+        """All bytes, which this does not keep."""
+        data, self.data = self.data, bytearray()
+        return data
+
+    async def json(self) -> object:
+        """Raises AppError(INVALID) for what is no JSON, AppError(OVERLOADED)."""
+        return await self._bodies.parse(self)
+
+    async def read(
+        self,
+        find: Callable[[str], Awaitable[Found]],
+        read: Callable[[object, Found], Result],
+    ) -> Result:
+        """What `read` makes of the parsed JSON, on a thread. `find` comes first, on the event loop:
+        it looks for the model that the body names, and `read` gets what it found. Raises as `json`
+        does, and what the two raise."""
+        return await self._bodies.read(self, find, read)
+
+
+class RequestBodies:
+    """All bodies of one server. max_prompt_tokens: tokens that a prompt may have, asked when a body
+    has more values than any other body needs."""
+
+    def __init__(
+        self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
+    ) -> None:
+        self.workers = workers
+        self._limit = settings.max_body
+        self._max_prompt_tokens = max_prompt_tokens
+        self._budget = BodyMemoryBudget(
+            max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
+        )
+        # one thread: the parser holds the interpreter
+        self._parser = FairThreadPool(1, "parse", rest=1.0)
+        self._release_timer: asyncio.TimerHandle | None = None
+        self.in_flight = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that count against the budget."""
+        return self._budget.used
+
+    @property
+    def parsing(self) -> int:
+        """Large bodies that are parsed, or wait for it."""
+        return self._parser.running + self._parser.queued
+
+    @asynccontextmanager
+    async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
+        """The whole body, which counts as in flight until this is left.
+
+        Raises AppError(TOO_LARGE) as soon as the limit is known to be passed, AppError(MEDIA_TYPE)
+        for a compressed one, which may be a thousand times as long as what is sent,
+        AppError(OVERLOADED) when bodies in flight take too much memory. What is left of the body is
+        the server's to discard, and how long it may take too (app/http/connection.py). ClientLeft
+        if the client disconnects before its body is complete."""
+        async with self._receive_body(scope, receive) as body:
+            yield body
+
+    @asynccontextmanager
+    async def receive_json(
+        self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
+    ) -> AsyncGenerator[Body]:
+        """As `receive`; AppError(MEDIA_TYPE) also for what is not sent as JSON, AppError(INVALID)
+        for more values than a request can need. MOST_VALUES admits prompts of ids as long as the
+        longest context too."""
+        check_json(scope)
+        async with self._receive_body(scope, receive, max_values) as body:
+            yield body
+
+    async def read_json(self, scope: Scope, receive: Receive) -> object:
+        """The parsed body of a request that needs no more of it. Raises as `receive_json` and
+        `Body.json` do."""
+        async with self.receive_json(scope, receive) as body:
+            return await body.json()
+
+    async def parse(self, body: Body) -> object:
+        """See `Body.json`."""
+        data = self._take(body)
+        return await self._parsed(body, data) if body.large else _parse_json(data)
+
+    async def read(
+        self,
+        body: Body,
+        find: Callable[[str], Awaitable[Found]],
+        read: Callable[[object, Found], Result],
+    ) -> Result:
+        """See `Body.read`. A large body is parsed twice: its values would otherwise stay in memory
+        until its model is found and a thread is free, those of all bodies that wait."""
+        data = self._take(body)
+        if not body.large:
+            content = _parse_json(data)
+            found = await find(peek_model(content))
+            work = partial(read, content, found)
+            return await self.workers.run(work, size=body.weight, key=body.caller)
+        found = await find(await self._parsed(body, data, peek_model))
+        return await self._parsed(body, data, lambda content: read(content, found))
+
+    def _take(self, body: Body) -> bytearray:
+        """All bytes, to be parsed."""
+        if body.large:
+            self._reserve(body, _VALUE_BYTES * body.value_counter.count)
+        return body.take_data()
+
+    async def _parsed(
+        self,
+        body: Body,
+        data: bytearray,
+        work: Callable[[object], Result] = lambda content: content,
+    ) -> Result:
+        """What `work` makes of the JSON of a large body, both on the parser's thread."""
+        return await self._parser.run(lambda: work(_parse_json(data)), key=body.caller)
+
+    @asynccontextmanager
+    async def _receive_body(
+        self, scope: Scope, receive: Receive, max_values: int = 0
+    ) -> AsyncGenerator[Body]:
+        """max_values: 0 for a body that is no JSON."""
+        _check_headers(scope, self._limit)
+        body = Body(self, get_caller(scope), max_values)
+        self.in_flight += 1
+        try:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                data, more = message.get("body", b""), message.get("more_body", False)
+                self._append(body, data)
+            yield body
+        finally:
+            self.in_flight -= 1
+            self._budget.release(body.caller, body.reserved_bytes)
+            if body.reserved_bytes > _LARGE_BYTES and self._release_timer is None:
+                loop = asyncio.get_running_loop()
+                self._release_timer = loop.call_later(_RELEASE_DELAY, self._release_memory)
+
+    def _release_memory(self) -> None:
+        self._release_timer = None
+        asyncio.get_running_loop().run_in_executor(None, trim_malloc)
+
+    def _append(self, body: Body, data: bytes) -> None:
+        body.size += len(data)
+        if body.size > self._limit:
+            raise _too_large(self._limit)
+        self._reserve(body, min(len(data), max(0, body.size - _UNCOUNTED_BYTES)))
+        if body.max_values:
+            self._count_values(body, data)
+        body.data += data
+
+    def _reserve(self, body: Body, nbytes: int) -> None:
+        if nbytes:
+            self._budget.reserve(body.caller, nbytes)
+            body.reserved_bytes += nbytes
+
+    def _count_values(self, body: Body, data: bytes) -> None:
+        body.value_counter.feed(data, before=body.data)
+        if body.value_counter.count > body.max_values:
+            most = body.max_values
+            if most == MAX_VALUES:
+                most = max(most, self._max_prompt_tokens() + _VALUES_BESIDE_PROMPT)
+            if body.value_counter.count > most:
+                message = f"the body contains more than {most:,} JSON values: send fewer at a time"
+                raise AppError(ErrorKind.INVALID, message, code="too_many_values")
+
+
+def is_json(scope: Scope) -> bool:
+    """Whether the request says that its body is JSON."""
+    given = Headers(scope=scope).get("content-type", "")
+    return given.partition(";")[0].strip().lower() == "application/json"
+
+
+def check_json(scope: Scope) -> None:
+    """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
+
+    Insisting on it also keeps pages of other origins out: a browser sends this type across origins
+    only after a preflight, which CORS refuses them.
+    """
+    if not is_json(scope):
+        given = Headers(scope=scope).get("content-type", "")
+        named = mark_client_text(given[:200]) if given else "missing"
+        raise AppError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"the Content-Type must be application/json, but is {named}; "
+            "with curl, add: -H 'Content-Type: application/json'",
+        )
+
+
+def _check_headers(scope: Scope, limit: int) -> None:
+    headers = Headers(scope=scope)
+    coding = headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise AppError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"compressed bodies are not supported, but the Content-Encoding is "
+            f"{mark_client_text(coding[:200])}",
+            code="unsupported_content_encoding",
+        )
+    length = headers.get("content-length", "")
+    if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> AppError:
+    return AppError(ErrorKind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
+
+
+def _parse_json(data: bytearray) -> object:
+    try:
+        # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        reason = str(error)
+    # Outside of the handler: the parser's error, which holds the whole text, is not its context.
+    raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

@@ -1,0 +1,488 @@
+"""One HTTP connection: how long each part of a request may take, and how a client is left.
+
+Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, what is answered.
+
+What a connection waits for, and what ends the wait:
+
+    accepted ─handshake─▶ head ─▶ body ─▶ answer ─▶ idle ─first byte─▶ head …
+       header_timeout ┘      ┘       ┘ body_timeout    ┘ uvicorn's keep-alive
+
+An answer that came before its request was whole (401, 404, 413) is followed by `rest`: what is left
+of the body is thrown away for a while, since closing at once would reset the connection and with it
+the answer (RFC 9112, 9.6). Where nothing may follow it, or where the refusal is our own, the
+connection is `leaving`: it is closed in one direction, and thrown away is what comes in the other.
+
+Whether a client reads what it is sent.
+
+What a client has read shows first in the system's own buffer, which on Linux grows to 4 MB. asyncio
+hears nothing until a third of that is free, which at 57 kB/s takes longer than 20 s. So the bytes
+in it count as unsent: their number falls whenever the client's system acknowledges some, and that
+makes room for more as soon as the client reads.
+
+What an answer is written into.
+
+What somebody waits for, and how long yet.
+
+Reading in small pieces.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+
+import h11
+from starlette.responses import Response
+from uvicorn import Config
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from app.core.errors import AppError, ErrorKind
+from app.core.server_stats import CloseReason
+from app.http.body_read_scheduler import UNSCHEDULED_BYTES, ScheduledFlowControl
+from app.http.connection_limits import ConnectionLimiter
+from app.http.h11_connection import LimitedH11Connection
+from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware, new_request_id
+from app.http.responses import error_response
+
+# Bytes that a client must have read of what waits for it to be given more time.
+_MIN_PROGRESS_BYTES = 16 * 1024
+
+
+# bytes in a socket's send buffer, on macOS: <sys/socket.h>, where Python does not have it
+_SO_NWRITE = 0x1024
+
+
+def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
+    """Bytes that the system holds for the other side, which has not acknowledged them; 0 where it
+    does not say, or the socket is closed."""
+    below: socket.socket | None = transport.get_extra_info("socket")
+    if below is None:
+        return 0
+    with contextlib.suppress(OSError, ValueError):
+        if sys.platform == "darwin":
+            return below.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+        (count,) = struct.unpack("i", fcntl.ioctl(below.fileno(), termios.TIOCOUTQ, bytes(4)))
+        return int(count)
+    return 0
+
+
+class WriteStallTimer:
+    """seconds: after so many without progress `on_stall` is called, once: a client that reads
+    nothing holds memory, and a place for as long as it likes. get_unsent: bytes that wait for it,
+    here and in the system."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        get_unsent: Callable[[], int],
+        on_stall: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._get_unsent = get_unsent
+        self._on_stall = on_stall
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Something has not gone out at once."""
+        self.stop()
+        self._timer = self._loop.call_later(self._seconds, self._check_progress, self._get_unsent())
+
+    def stop(self) -> None:
+        """All has gone out, or never will."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_progress(self, before: int) -> None:
+        if self._get_unsent() <= before - _MIN_PROGRESS_BYTES:
+            self.start()
+        else:
+            self._timer = None
+            self._on_stall()
+
+
+class ClosingConnection(Protocol):
+    """A connection that knows how one leaves."""
+
+    transport: asyncio.Transport
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more may be said, or soon will have been."""
+        ...
+
+    def close_after_response(self) -> None: ...
+
+
+class ResponseTransport(asyncio.Transport):
+    """uvicorn closes its transport as soon as an answer is written after which there is none. If
+    the request had not been read to its end, the system would take the answer back by a reset."""
+
+    def __init__(self, connection: ClosingConnection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.closing
+
+    def close(self) -> None:
+        self._connection.close_after_response()
+
+
+Phase = TypeVar("Phase")
+
+
+class PhaseTimer(Generic[Phase]):
+    """phase: waited for at the moment. on_expire: called when that took too long, while it is still
+    known what it was."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_expire: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_expire = on_expire
+        self._timer: asyncio.TimerHandle | None = None
+        self.phase: Phase | None = None
+
+    def start(self, phase: Phase, seconds: float) -> None:
+        """Waiting longer for the same thing gives no more time."""
+        if phase != self.phase:
+            self.stop()
+            self.phase = phase
+            self._timer = self._loop.call_later(seconds, self._on_expire)
+
+    def stop(self) -> None:
+        self.phase = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+# Bytes that are read in one turn of the event loop: h11 takes 4 microseconds for a chunk of one
+# byte, so that asyncio's 256 KiB of them would stop everybody else for 0.2 s.
+_READ_BYTES = 8 * 1024
+
+
+class BoundedReadProtocol(asyncio.BufferedProtocol):
+    """Hands on what comes to `data_received`, as a protocol without buffers would get it."""
+
+    _buffer: bytearray
+
+    def data_received(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._buffer = bytearray(_READ_BYTES)
+        # TLS fills it piece by piece through slices, and a slice of a bytearray is a copy
+        return memoryview(self._buffer)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        self.data_received(data)
+
+
+# Seconds in which the rest of a request that was answered is read and thrown away, and in which a
+# client that was refused here may read why.
+_DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
+
+# Seconds in which a request that was under way when the server began to stop is still answered.
+_SHUTDOWN_GRACE_SECONDS = 0.05
+SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
+_CLOSE_HEADERS = {"Connection": "close"}
+
+ConnectionPhase = Literal["handshake", "head", "body", "rest", "leaving"]
+
+_TIMEOUT_REASONS: Mapping[ConnectionPhase | None, CloseReason] = {
+    "handshake": "handshake_timeout",
+    "head": "head_timeout",
+    "body": "body_timeout",
+}
+
+
+class Connection(H11Protocol, BoundedReadProtocol):
+    """One client's. Everything here runs on the event loop."""
+
+    conn: LimitedH11Connection
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        loop: asyncio.AbstractEventLoop,
+        limiter: ConnectionLimiter,
+    ) -> None:
+        super().__init__(config, server_state, app_state, loop)
+        self.conn = LimitedH11Connection()
+        self._limiter = limiter
+        self._response_transport = ResponseTransport(self)
+        self._write_stall = WriteStallTimer(
+            loop,
+            limiter.body_timeout,
+            lambda: self._count_unsent() + get_unacked_bytes(self.transport),
+            self._on_write_stall,
+        )
+        self._tcp_transport: asyncio.Transport | None = None
+        self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
+        self._read_flow: ScheduledFlowControl | None = None  # while it reads HTTP
+        self._discarded_bytes = 0
+        self._body_bytes = 0  # bytes that came since the last request was whole
+        # left: nothing more is answered here. closes: as soon as all is out
+        self._shutting_down = self._finished = self._close_when_drained = False
+
+    # What asyncio calls, or `TlsProtocol` in its place
+
+    def handshake_started(self, transport: asyncio.Transport) -> None:
+        self.transport = self._tcp_transport = transport
+        self._phase_timer.start("handshake", self._limiter.header_timeout)
+        self._limiter.add(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
+        super().connection_made(transport)
+        self.flow = self._read_flow = ScheduledFlowControl(transport)
+        # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
+        transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
+        self._phase_timer.start("head", self._limiter.header_timeout)
+        if self._tcp_transport is None:
+            self._limiter.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.socket_closed()
+        super().connection_lost(exc)
+
+    def socket_closed(self) -> None:
+        self._limiter.remove(self)
+        if self._read_flow is not None:
+            self._limiter.body_reads.remove(self._read_flow)
+        self._phase_timer.stop()
+        self._write_stall.stop()
+
+    def data_received(self, data: bytes) -> None:
+        began = time.monotonic()
+        self._feed(data)
+        self._body_bytes = self._body_bytes + len(data) if self._reading_body else 0
+        if (
+            self._body_bytes > UNSCHEDULED_BYTES
+            and self._read_flow is not None
+            and not self.closing
+        ):
+            self._limiter.body_reads.enqueue(self._read_flow, time.monotonic() - began)
+
+    def _feed(self, data: bytes) -> None:
+        unwanted = self._finished or self._phase_timer.phase == "rest"
+        self._discarded_bytes = self._discarded_bytes + len(data) if unwanted else 0
+        if self._discarded_bytes > self._limiter.max_discard_bytes:
+            self.abort()
+        elif not self._finished:
+            super().data_received(data)
+            self._update_phase()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._tcp_transport is None:
+            self.write_stalled()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._tcp_transport is None:
+            self.write_drained()
+
+    def write_stalled(self) -> None:
+        self._write_stall.start()
+
+    def write_drained(self) -> None:
+        self._write_stall.stop()
+        if self._close_when_drained:
+            self.transport.close()
+
+    # What uvicorn calls
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._handling_request:
+            self.cycle.transport = self._response_transport
+        if self.conn.failure is not None:
+            error, status = self.conn.failure
+            self._limiter.log_invalid_request(self.client, error.message)
+            self._limiter.count_rejected("head_too_large" if status == 431 else "invalid_http")
+            self._reject(error_response(error, status=status))
+
+    def on_response_complete(self) -> None:
+        if not self._finished:
+            super().on_response_complete()
+            self._update_phase()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.closing:
+            self._close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Java's client asks for HTTP/2 with each first request, and gets its answer by HTTP/1.1:
+        nothing that would be worth two lines in the log."""
+
+    def shutdown(self) -> None:
+        """Finish what is being answered, answer nothing else, and close. May be called again."""
+        if self._shutting_down or self._finished:
+            return
+        self._shutting_down = True
+        stopping = error_response(
+            AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE), headers=_CLOSE_HEADERS
+        )
+        self.app = RequestIdMiddleware(stopping, self._limiter.traffic)
+        if self._handling_request:
+            self.cycle.keep_alive = False
+            if not self.cycle.response_started:
+                self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
+        else:
+            # a request may lie in the socket already
+            self.loop.call_later(_SHUTDOWN_GRACE_SECONDS, self._close_for_shutdown)
+
+    # What the server, other connections and `ResponseTransport` call
+
+    def evict(self, *, notify: bool) -> None:
+        if self._phase_timer.phase == "handshake":
+            self.abort()
+        elif not notify and not self._request_begun:
+            self._close()
+        else:
+            message = "too many connections are open: try again in a moment"
+            told = AppError(ErrorKind.BUSY, message, code="too_many_connections")
+            self._reject(error_response(told, status=503))
+
+    def abort(self) -> None:
+        self._mark_finished()
+        self.transport.abort()
+
+    def close_after_response(self) -> None:
+        """An answer is out, or broke off, after which there is none."""
+        if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
+            self._linger_close(_DISCARD_SECONDS)
+        else:
+            self._close()
+
+    @property
+    def closing(self) -> bool:
+        return self._finished or self.transport.is_closing()
+
+    # Ours
+
+    @property
+    def _handling_request(self) -> bool:
+        """Whether a request is with the application."""
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
+        return cycle is not None and not cycle.response_complete
+
+    @property
+    def _reading_body(self) -> bool:
+        return self._finished or self.conn.their_state is h11.SEND_BODY
+
+    @property
+    def _request_begun(self) -> bool:
+        """Whether some of a request came, but not all of it."""
+        return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+
+    def _update_phase(self) -> None:
+        """What does it wait for now?"""
+        if self.closing:
+            return
+        theirs = self.conn.their_state
+        if theirs is h11.IDLE:
+            self._limiter.table.mark_waiting(self)
+            if self._shutting_down and not self._request_begun:
+                self._close()
+                return
+            # before the first byte uvicorn's keep-alive counts, unless something stopped it
+            if self._request_begun or self.timeout_keep_alive_task is None:
+                self._phase_timer.start("head", self._limiter.header_timeout)
+            else:
+                self._phase_timer.stop()
+        elif theirs is not h11.SEND_BODY:
+            self._limiter.table.mark_active(self)
+            self._phase_timer.stop()
+        elif self._handling_request:
+            self._phase_timer.start("body", self._limiter.body_timeout)
+        else:
+            self._phase_timer.start("rest", _DISCARD_SECONDS)
+
+    def _on_phase_timeout(self) -> None:
+        waited = self._phase_timer.phase
+        if waited in _TIMEOUT_REASONS:
+            self._limiter.count_rejected(_TIMEOUT_REASONS[waited])
+        if waited in ("head", "body") and self._request_begun:
+            seconds = (
+                self._limiter.header_timeout if waited == "head" else self._limiter.body_timeout
+            )
+            message = f"timed out reading the request {waited} ({seconds:g} s)"
+            self._reject(error_response(AppError(ErrorKind.REQUEST_TIMEOUT, message)))
+        elif waited == "head":
+            self._close()
+        else:
+            self.abort()
+
+    def _close_for_shutdown(self) -> None:
+        if self.closing or self._handling_request or self._phase_timer.phase == "rest":
+            return
+        if self._request_begun:
+            self._reject(error_response(AppError(ErrorKind.STOPPING, SHUTDOWN_MESSAGE)))
+        else:
+            self._close()
+
+    def _reject(self, response: Response) -> None:
+        """Answer in the application's place, if there is anything left to answer, and leave."""
+        if self._handling_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state is h11.SEND_BODY:
+            self.abort()
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response.headers.update({REQUEST_ID_HEADER: new_request_id(), **_CLOSE_HEADERS})
+            self.transport.write(
+                self.conn.serialize_response(response, self.server_state.default_headers)
+            )
+        self._linger_close(_LINGER_SECONDS)
+
+    def _linger_close(self, seconds: float) -> None:
+        """Close for sending, and throw away what comes while the client reads what it was told."""
+        self._mark_finished()
+        self._phase_timer.start("leaving", seconds)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            try:
+                self.transport.write_eof()
+            except OSError:  # it is gone, and nobody has noticed yet
+                self.abort()
+
+    def _close(self) -> None:
+        self._mark_finished()
+        # TLS, once it closes, gives all that is unsent one time, and not one for each piece
+        if self._tcp_transport is not None and self._count_unsent():
+            self._close_when_drained = True
+        else:
+            self.transport.close()
+
+    def _mark_finished(self) -> None:
+        self._finished = True
+        self._limiter.table.mark_closing(self)
+        self._unset_keepalive_if_required()
+        self._phase_timer.stop()
+
+    def _count_unsent(self) -> int:
+        """Bytes that the system has not taken yet."""
+        below = 0 if self._tcp_transport is None else self._tcp_transport.get_write_buffer_size()
+        return below + self.transport.get_write_buffer_size()
+
+    def _on_write_stall(self) -> None:
+        self._limiter.count_rejected("unread_answer")
+        self.abort()

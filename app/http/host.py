@@ -1,0 +1,150 @@
+"""The names under which we may be addressed: the defence against DNS rebinding.
+
+A page can have its own name resolve to 127.0.0.1 once it is loaded. For the browser we are then the
+page's own origin, and CORS has no say. What the page cannot change is the Host header: it holds the
+name that the page came under. So we answer only to names that no stranger can own.
+
+Knows: Host headers and request targets (RFC 9110, 7.2; RFC 9112, 3.2). Must not know: keys,
+origins, what is asked for.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import Settings, is_host_name
+from app.http.responses import error_response
+
+# uri-host [":" port]; an address of version 6 may name its zone (RFC 6874)
+_AUTHORITY = re.compile(
+    r"(?:\[(?P<six>[0-9a-f:.]+)(?:%(?:25)?[\w.~-]+)?\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?",
+    re.ASCII | re.IGNORECASE,
+)
+
+# this machine, as it calls itself, and as Docker's and Podman's containers call it
+_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+
+# the longest name that DNS has, and a port behind it
+_MAX_AUTHORITY_CHARS = 255 + len(":65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedHosts:
+    """names: in small letters. domains: with the dot before them; all names within are allowed.
+
+    Always allowed are `localhost` and names within it, which no resolver may look up elsewhere (RFC
+    6761, 6.3), the names under which containers know their host, since nobody can own one in
+    `.internal` (reserved by ICANN in 2024), and every address: a rebound page has a name."""
+
+    names: frozenset[str] = frozenset()
+    domains: tuple[str, ...] = ()
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """The name that we listen on, and those of --allowed-host. Raises AppError(INVALID)."""
+        listed = [_validate_host_name(name) for name in settings.allowed_hosts]
+        own = parse_host(settings.host)
+        return cls(
+            names=frozenset(name for name in (*listed, own) if name and name[0] != "."),
+            domains=tuple(name for name in listed if name[0] == "."),
+        )
+
+    def allows(self, host: str) -> bool:
+        """host: as `parse_host` gives it."""
+        return (
+            host in self.names
+            or host in _LOCAL_NAMES
+            or host.endswith((".localhost", *self.domains))
+            or _is_address(host)
+        )
+
+
+def parse_host(authority: str) -> str | None:
+    """The host of "host:port" in small letters, without the brackets of an address and the dot that
+    may end a name. None for what is neither."""
+    found = _AUTHORITY.fullmatch(authority) if len(authority) <= _MAX_AUTHORITY_CHARS else None
+    if found is None:
+        return None
+    six = found["six"]
+    if six is not None:
+        return six.lower() if _is_address(six) else None
+    return found["name"].lower().removesuffix(".") or None
+
+
+def get_authorities(scope: Scope) -> Sequence[str]:
+    """Everything that says whom a request is for: the Host header, and the target where that names
+    somebody. Empty for HTTP/1.0 without either."""
+    told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    target = scope.get("raw_path") or b"/"
+    _, scheme, rest = target.partition(b"://")
+    if scheme and not target.startswith(b"/"):
+        told.append(rest.partition(b"/")[0].decode("latin-1"))
+    return told
+
+
+def check_host(scope: Scope, allowed: AllowedHosts) -> None:
+    """Raises AppError(FORBIDDEN) unless the request is for us."""
+    told = get_authorities(scope)
+    if not told:
+        # no browser speaks HTTP/1.0, and some health checks of load balancers speak nothing else
+        if scope["http_version"] == "1.0":
+            return
+        raise _host_error("the request has no Host header")
+    if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+        raise _host_error("the request has more than one Host header")
+    for authority in told:
+        host = parse_host(authority)
+        if host is None:
+            raise _host_error(f"the Host header is not a valid host: {authority[:200]!r}")
+        if not allowed.allows(host):
+            raise _host_error(
+                f"the host {host!r} is not allowed: start the server with --allowed-host {host}, "
+                "or use its IP address"
+            )
+
+
+class HostCheckMiddleware:
+    """ASGI middleware, to stand before everything that answers."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_host(scope, self._allowed)
+            except AppError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _validate_host_name(name: str) -> str:
+    """A name of --allowed-host, in small letters."""
+    lower = name.lower().removesuffix(".")
+    if not is_host_name(lower):
+        raise AppError(
+            ErrorKind.INVALID,
+            f"--allowed-host takes a name such as chat.example.org, or .example.org for all names "
+            f"within, without scheme and port, not {name!r} (IP addresses are always allowed)",
+            param="allowed_hosts",
+        )
+    return lower
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _host_error(message: str) -> AppError:
+    return AppError(ErrorKind.FORBIDDEN, message, code="host_not_allowed")

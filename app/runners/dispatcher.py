@@ -1,0 +1,272 @@
+"""What every runner does with jobs, wherever its engine lives: submit them, hand out what the
+engine says of them, and end them all when there is no engine any more.
+
+Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands travel, how many
+jobs there may be (app/runners/admission.py). Everything here runs on the event loop, so nothing
+needs a lock.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, assert_never
+
+from app.core.embeddings import EmbedJob, EmbedResult
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import (
+    Capacity,
+    Ended,
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    EngineStats,
+    Job,
+    JobUpdate,
+    LoadProgress,
+    Started,
+    StepOutput,
+)
+from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
+
+# seconds in which it is found out why an engine cannot be reached
+_FAILURE_TIMEOUT = 5.0
+
+# what those are told whose jobs end because the runner was told to
+UNLOADING_MESSAGE = "the model is being unloaded"
+
+
+class EngineClient(Protocol):
+    """Whoever carries out what the desk let in. It answers through `Dispatcher.receive`, and
+    `Dispatcher.finish_embedding` for inputs that were embedded."""
+
+    async def submit(self, job: Job) -> None:
+        """Returns when the job is the engine's. Raises AppError if it cannot be."""
+        ...
+
+    def embed(self, job: EmbedJob) -> None: ...
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        """Also of a job that the engine does not have, or is only being given."""
+        ...
+
+
+class RequestStream:
+    """The updates of one job, as they come in. started_ns: when it left the queue; ended_ns: when
+    its place was free again; monotonic ns."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.started_ns: int | None = None
+        self.ended_ns: int | None = None
+        self.keep_tokens: int | None = None
+        self._updates: asyncio.Queue[JobUpdate] = asyncio.Queue()
+
+    def put(self, update: JobUpdate) -> None:
+        if isinstance(update, Started):
+            self.started_ns = update.timestamp_ns
+        if isinstance(update, Ended):
+            self.ended_ns = update.timestamp_ns
+        self._updates.put_nowait(update)
+
+    def limit_cached_tokens(self, tokens: int) -> None:
+        self.keep_tokens = tokens
+
+    async def __aiter__(self) -> AsyncIterator[JobUpdate]:
+        while True:
+            update = await self._updates.get()
+            yield update
+            if isinstance(update, Ended):
+                return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineState:
+    """The last that the engine said of itself."""
+
+    state: RunnerState = "loading"
+    progress: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+    error: str | None = None
+    capacity: Capacity | None = None
+
+
+class Dispatcher:
+    """engine: to be set before the desk hears that it is ready."""
+
+    engine: EngineClient
+
+    def __init__(self) -> None:
+        self._engine_state = _EngineState()
+        self._failure: AppError | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
+        self._compiling = 0
+        self._loss: RunnerFailure | None = None
+        self._load_finished = asyncio.Event()  # the model is there, or never will be
+        self._ended = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._job_error = "the engine cannot be reached"
+
+    def status(self) -> RunnerStatus:
+        known = self._engine_state
+        return RunnerStatus(
+            state=known.state,
+            progress=known.progress,
+            stats=known.stats,
+            error=known.error,
+            capacity=known.capacity,
+            compiling=self._compiling,
+        )
+
+    async def wait_until_ready(self) -> None:
+        """Returns when the model is. Raises the AppError that it ended with."""
+        await self._load_finished.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def wait_for_failure(self) -> RunnerFailure:
+        """`Runner.wait_for_failure`."""
+        await self._lost.wait()
+        assert self._loss is not None
+        return self._loss
+
+    async def get_failure(self) -> AppError:
+        """For those who find the engine gone: why it is, as soon as that is known."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), _FAILURE_TIMEOUT)
+        return AppError(ErrorKind.ENGINE, self._job_error)
+
+    @asynccontextmanager
+    async def submit(self, job: Job) -> AsyncGenerator[RequestStream]:
+        """`Runner.submit`."""
+        self._check_ready()
+        waiting = self._streams[job.id] = RequestStream(job)
+        try:
+            with self._count_compiling(job):
+                try:
+                    await self.engine.submit(job)
+                except AppError:
+                    waiting.ended_ns = time.monotonic_ns()  # it never was the engine's
+                    raise
+            yield waiting
+        finally:
+            del self._streams[job.id]
+            if waiting.ended_ns is None:
+                self.engine.cancel(job.id, keep=waiting.keep_tokens)
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        """`Runner.embed`."""
+        self._check_ready()
+        over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
+        try:
+            self.engine.embed(job)
+            embedded = await over
+        except asyncio.CancelledError:
+            if over.cancelled():  # else it had its answer, and there may be no engine any more
+                self.engine.cancel(job.id)
+            raise
+        finally:
+            del self._embedding[job.id]
+        if embedded.error is not None:
+            raise AppError(ErrorKind.ENGINE, embedded.error)
+        return embedded.vectors
+
+    def receive(self, message: EngineMessage) -> None:
+        if self._failure is not None:
+            return  # a last word, when all has been told already
+        match message:
+            case LoadProgress():
+                stats = EngineStats(allocated_bytes=message.allocated_bytes)
+                self._engine_state = _EngineState(progress=message.progress, stats=stats)
+            case EngineReady():
+                self._engine_state = _EngineState(
+                    state="ready", progress=100, stats=message.stats, capacity=message.capacity
+                )
+                self._load_finished.set()
+            case StepOutput():
+                self._engine_state = replace(self._engine_state, stats=message.stats)
+                for update in message.updates:
+                    # a job whose client left is not here any more
+                    if waiting := self._streams.get(update.job_id):
+                        waiting.put(update)
+                for embedded in message.embed_results:
+                    self.finish_embedding(embedded)
+            case EngineFailed():
+                self.fail(self._to_app_error(message))
+            case _:
+                assert_never(message)
+
+    def finish_embedding(self, embedded: EmbedResult) -> None:
+        over = self._embedding.get(embedded.job_id)
+        if over is not None and not over.done():
+            over.set_result(embedded)
+
+    def fail(
+        self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"
+    ) -> None:
+        """There is no engine any more, though nothing stopped it. job_error: the error of the jobs
+        that end, if not this one. cause: see `RunnerFailure`. Only the first reason is kept."""
+        if self._failure is not None:
+            return
+        was_ready = self._engine_state.state == "ready"
+        self._end_jobs(
+            error, job_error=job_error or f"the engine stopped: {error.message}", lost=was_ready
+        )
+        if was_ready:
+            self._loss = RunnerFailure(message=error.message, cause=cause)
+            self._lost.set()
+
+    def close(self, error: AppError, *, job_error: str) -> None:
+        """The engine was stopped. Only the first reason is kept."""
+        if self._failure is None:
+            self._end_jobs(error, job_error=job_error, lost=False)
+
+    def _end_jobs(self, error: AppError, *, job_error: str, lost: bool) -> None:
+        self._failure, self._job_error = error, job_error
+        self._engine_state = replace(
+            self._engine_state, state="failed", progress=0, error=error.message
+        )
+        at = time.monotonic_ns()
+        for job, waiting in self._streams.items():
+            if waiting.ended_ns is None:
+                waiting.put(
+                    Ended(
+                        job_id=job,
+                        reason="error",
+                        timestamp_ns=at,
+                        error=job_error,
+                        engine_lost=lost,
+                    )
+                )
+        for job in self._embedding:
+            self.finish_embedding(EmbedResult(job_id=job, error=job_error))
+        self._load_finished.set()
+        self._ended.set()
+
+    def _to_app_error(self, failed: EngineFailed) -> AppError:
+        """A fault of ours that shows itself at one model's load is in the way of that model."""
+        if failed.is_internal_error and self._engine_state.state == "loading":
+            message = f"the model could not be loaded: {failed.message}"
+            return AppError(ErrorKind.MODEL_FILES, message)
+        return AppError(failed.kind, failed.message)
+
+    @contextmanager
+    def _count_compiling(self, job: Job) -> Generator[None]:
+        """Counts a job whose grammar is being compiled."""
+        counted = job.grammar is not None
+        self._compiling += counted
+        try:
+            yield
+        finally:
+            self._compiling -= counted
+
+    def _check_ready(self) -> None:
+        """Raises AppError(LOADING or ENGINE)."""
+        known = self._engine_state
+        if known.state == "loading":
+            message = f"the model is still loading ({known.progress} %), try again"
+            raise AppError(ErrorKind.LOADING, message)
+        if known.state == "failed":
+            raise AppError(ErrorKind.ENGINE, f"the engine is not running: {known.error}")

@@ -1,0 +1,207 @@
+"""What the model needs whose turn it is to be loaded.
+
+Knows: how to read a model's files and how to ask what it needs. Must not know: who is evicted for
+it. It is looked at once per turn, and while nothing comes or goes, so that what is free then is
+free for it; what was found holds until its load begins or its turn is over.
+
+What a model needs, asked of a process that lives only for that.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.core.model_state import MemoryRequirement, ServedModel
+from app.core.settings import Settings
+from app.runners.child_process import describe_exit, run_module
+from app.runners.codec import Codec
+from app.runners.handle import ModelHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRequest:
+    """One line to the process's standard input, which stays open as long as somebody waits for the
+    answer. parent_pid: the pid of whoever asks. loaded_bytes: bytes that models have which are
+    loaded already."""
+
+    parent_pid: int
+    files: ModelFiles
+    settings: Settings
+    loaded_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateError:
+    """kind, message: of the AppError that measuring raised."""
+
+    kind: ErrorKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateResponse:
+    """One line from its standard output."""
+
+    result: MemoryRequirement | EstimateError
+
+
+async def estimate_memory(
+    files: ModelFiles, settings: Settings, loaded_bytes: int
+) -> MemoryRequirement:
+    """loaded_bytes: bytes that models have which are loaded already. Raises AppError(MODEL_FILES)
+    for files that cannot become a model, or if the process broke over them or took longer than
+    `settings.load_timeout`; AppError(ENGINE) where there can be no process."""
+    question = EstimateRequest(
+        parent_pid=os.getpid(), files=files, settings=settings, loaded_bytes=loaded_bytes
+    )
+    try:
+        reply = await run_module(
+            "app.runners.preflight_main",
+            Codec[EstimateRequest](EstimateRequest).encode(question),
+            settings.load_timeout,
+        )
+    except TimeoutError:
+        why = f"took longer than {settings.load_timeout:g} s"
+        raise _build_error(ErrorKind.MODEL_FILES, files, why) from None
+    except OSError as error:
+        raise _build_error(ErrorKind.ENGINE, files, f"cannot start a process: {error}") from error
+    if reply.status != 0 or not reply.stdout:
+        why = f"its process {describe_exit(reply.status)}{reply.reason and f': {reply.reason}'}"
+        raise _build_error(ErrorKind.MODEL_FILES, files, why)
+    found = Codec[EstimateResponse](EstimateResponse).decode(reply.stdout).result
+    if isinstance(found, EstimateError):
+        raise AppError(found.kind, found.message)
+    return found
+
+
+def _build_error(kind: ErrorKind, files: ModelFiles, reason: str) -> AppError:
+    return AppError(
+        kind, f"{files.path}: estimating the memory that the model needs failed: {reason}"
+    )
+
+
+log = logging.getLogger(__name__)
+
+ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
+# files, settings, bytes that models have which are loaded already
+EstimateMemory = Callable[[ModelFiles, Settings, int], Awaitable[MemoryRequirement]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightResult:
+    """total_bytes: bytes for all models; None, like need, where a model gets all there is."""
+
+    files: ModelFiles
+    requirement: MemoryRequirement | None
+    total_bytes: int | None
+
+
+class Preflight:
+    """total_bytes: bytes for all models; None is what the device can give. on_result: called when
+    something was found out."""
+
+    def __init__(
+        self,
+        read_files: ReadFiles,
+        estimate: EstimateMemory | None,
+        total_bytes: int | None,
+        on_result: Callable[[], None],
+    ) -> None:
+        self._read_files = read_files
+        self._estimate_memory = estimate
+        self._total_bytes = total_bytes
+        self._on_result = on_result
+        self._model: str | None = None
+        self._result: PreflightResult | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """As of what was found last."""
+        return None if self._result is None else self._result.total_bytes
+
+    def get_result(self, name: str) -> PreflightResult | None:
+        return self._result if self._model == name else None
+
+    def select(self, handle: ModelHandle | None, loaded: Sequence[ModelHandle]) -> None:
+        """It is this one's turn. loaded: those in memory."""
+        name = None if handle is None else handle.served.name
+        if name != self._model:
+            self._reset()
+        busy = self._task is not None or self._result is not None
+        moving = any(one.phase != "ready" for one in loaded)
+        if handle is not None and not busy and not moving:
+            self._model = name
+            self._task = asyncio.create_task(self._run(handle, loaded))
+
+    def take_files(self, name: str) -> ModelFiles:
+        """Its load begins."""
+        assert self._model == name
+        assert self._result is not None
+        files = self._result.files
+        self._reset()
+        return files
+
+    async def stop(self) -> None:
+        task = self._task
+        self._reset()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _estimate(
+        self, handle: ModelHandle, files: ModelFiles, loaded_bytes: int
+    ) -> MemoryRequirement | None:
+        """Not again for the same files, where it is not the device that must be asked each time:
+        laying out a model takes about as long as loading a small one."""
+        if self._estimate_memory is None:
+            return None
+        if (
+            self._total_bytes is not None
+            and handle.requirement is not None
+            and handle.files == files
+        ):
+            return handle.requirement
+        return await self._estimate_memory(files, handle.served.settings, loaded_bytes)
+
+    def _reset(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._model = self._result = self._task = None
+
+    async def _run(self, handle: ModelHandle, loaded: Sequence[ModelHandle]) -> None:
+        served = handle.served
+        try:
+            files = await self._read_files(served)
+            need = await self._estimate(handle, files, sum(one.allocated_bytes for one in loaded))
+        except Exception as error:
+            self._task = None
+            self._reset()
+            handle.fail_load(_as_load_error(error, served))
+        else:
+            self._task = None
+            handle.requirement = need
+            if need is None:
+                self._result = PreflightResult(files=files, requirement=None, total_bytes=None)
+            elif self._total_bytes is not None:
+                self._result = PreflightResult(
+                    files=files, requirement=need, total_bytes=self._total_bytes
+                )
+            elif all(one.phase == "ready" for one in loaded):
+                self._result = PreflightResult(
+                    files=files, requirement=need, total_bytes=need.device_budget
+                )
+            else:  # somebody left meanwhile, and nobody knows whether that was free already
+                self._reset()
+        self._on_result()
+
+
+def _as_load_error(error: Exception, served: ServedModel) -> AppError:
+    if isinstance(error, AppError):
+        log.error("%s cannot be loaded: %s", served.name, error.message)
+        return error
+    log.error("the files of %s could not be read", served.name, exc_info=error)
+    return AppError(ErrorKind.MODEL_FILES, f"{served.name} could not be read: {error}")

@@ -1,0 +1,36 @@
+"""`python -m app.runners.preflight_main`: what a model needs, told to whoever started this.
+
+Knows: one line in, one line out. Must not know: requests. Lives as long as one measurement, and no
+longer than whoever asked.
+"""
+
+import sys
+
+from app.core.errors import AppError
+from app.runners import parent_watch
+from app.runners.codec import Codec
+from app.runners.preflight import EstimateError, EstimateRequest, EstimateResponse
+
+
+def main() -> int:
+    parent_watch.tie_to_parent()
+    line = parent_watch.read_first_line()
+    if not line:
+        return 1
+    question = Codec[EstimateRequest](EstimateRequest).decode(line)
+    parent_watch.exit_with_parent(question.parent_pid)
+    # takes a while, in which whoever asked may go
+    from app.engine.fit import estimate_memory
+
+    try:
+        found = estimate_memory(question.files, question.settings, question.loaded_bytes)
+    except AppError as error:
+        found = EstimateError(kind=error.kind, message=error.message)
+    sys.stdout.buffer.write(
+        Codec[EstimateResponse](EstimateResponse).encode(EstimateResponse(result=found)) + b"\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

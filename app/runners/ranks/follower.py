@@ -1,0 +1,238 @@
+"""What all ranks but the first run: they load their part, and take every step that rank 0 takes.
+
+Knows: the loop, a line, signals. Must not know: HTTP, text. The main thread reads the line and
+handles signals; the engine has a thread of its own, as everywhere.
+
+Rank 0 decides when all end. A rank that was told to end by itself waits for that a while, because
+whoever stops several processes at once tells all of them, and answers may still be on their way.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from types import FrameType
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.core.settings import Settings
+from app.engine.distributed import DistributedGroup
+from app.engine.loader import load
+from app.engine.loop import Loop
+from app.engine.thread import format_exception, release_device_memory
+from app.grammar.compiler import GrammarCompiler, Matcher
+from app.runners.ranks.launch import Launch, watch_launcher
+from app.runners.ranks.protocol import (
+    Cancel,
+    Command,
+    Compile,
+    Compiled,
+    Embed,
+    Hello,
+    HelloReply,
+    RankConnection,
+    RankFailed,
+    RunStep,
+    StepChecksum,
+    Stop,
+    Submit,
+)
+from app.runners.ranks.rendezvous import (
+    RENDEZVOUS_BYTES,
+    RendezvousInfo,
+    collect_traits,
+    join_rank_group,
+)
+
+log = logging.getLogger(__name__)
+
+# seconds for the line to rank 0, once it is known where it waits
+_CONNECT_TIMEOUT = 30.0
+
+# seconds beyond `Settings.drain` that rank 0 may take to end, when all were told to
+_EXIT_GRACE = 15.0
+
+# seconds that a step may take to end
+_STEP_TIMEOUT = 30.0
+
+_DIVERGED = (
+    "its results differ from those of rank 0 for the same requests, so they cannot compute "
+    "together; this is a bug in mlxrunner or a hardware fault"
+)
+_STEP_FAILED = "a step failed on this rank; its log has the error"
+
+
+def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
+    """Until rank 0 stops; the exit status. Raises AppError where rank 0 will not have us. Where it
+    is lost, the process ends here and now: it may wait for a sum that nobody will ever add to."""
+    ranks = join_rank_group(launch)
+    line = _connect(launch, ranks, files, settings)
+    follower = _Follower(line, ranks, files, settings)
+    with _exit_with_leader(settings):
+        ended_well = follower.run()
+    line.close()
+    if ended_well:
+        return 0
+    logging.shutdown()
+    os._exit(1)
+
+
+def _connect(
+    launch: Launch, ranks: DistributedGroup, files: ModelFiles, settings: Settings
+) -> RankConnection:
+    meeting = RendezvousInfo.decode(ranks.broadcast_bytes(b"", RENDEZVOUS_BYTES))
+    own = socket.gethostname()
+    host = launch.host or ("127.0.0.1" if meeting.host == own else meeting.host)
+    try:
+        line = RankConnection(
+            socket.create_connection((host, meeting.port), timeout=_CONNECT_TIMEOUT)
+        )
+    except OSError as error:
+        raise AppError(
+            ErrorKind.ENGINE, f"cannot connect to rank 0 at {host}, port {meeting.port}: {error}"
+        ) from error
+    line.set_timeout(_CONNECT_TIMEOUT)
+    traits = collect_traits(files, settings)
+    line.send_to_leader(Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits))
+    match next(line.read_from_leader(), None):
+        case HelloReply(refused=None):
+            line.set_timeout(None)
+            return line
+        case HelloReply(refused=why):
+            line.close()
+            raise AppError(ErrorKind.INVALID, f"refused by rank 0: {why}")
+        case _:
+            line.close()
+            raise AppError(ErrorKind.ENGINE, "rank 0 disconnected")
+
+
+class _Follower:
+    def __init__(
+        self,
+        connection: RankConnection,
+        ranks: DistributedGroup,
+        files: ModelFiles,
+        settings: Settings,
+    ) -> None:
+        self._connection = connection
+        self._ranks = ranks
+        self._files = files
+        self._settings = settings
+        self._grammars = GrammarCompiler.for_model(files)
+        self._grammars.preload_tokenizer()
+        self._failed = False  # written by the engine's thread
+        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._engine_thread = threading.Thread(
+            target=self._run_engine, name="mlx-engine", daemon=True
+        )
+
+    def run(self) -> bool:
+        """Whether it ended because rank 0 wanted it so."""
+        self._engine_thread.start()
+        for words in self._connection.read_from_leader():
+            match words:
+                case RunStep():
+                    self._steps.put(words)
+                case Compile():
+                    threading.Thread(target=self._compile, args=(words,), daemon=True).start()
+                case Stop():
+                    log.info("rank %d: stopped by rank 0", self._ranks.rank)
+                    self._steps.put(None)
+                    self._engine_thread.join(_STEP_TIMEOUT)
+                    return not self._engine_thread.is_alive()
+                case HelloReply():
+                    pass
+        if not self._failed:
+            log.error("rank %d: rank 0 disconnected; exiting", self._ranks.rank)
+        return False
+
+    def _run_engine(self) -> None:
+        """The engine's thread. Whatever ends it too early is told to rank 0, and ends the line."""
+        try:
+            self._run_steps()
+        except AppError as error:
+            self._fail(error.message)
+        except Exception as error:
+            log.exception("rank %d: the engine failed", self._ranks.rank)
+            self._fail(format_exception(error))
+        finally:
+            release_device_memory()
+
+    def _run_steps(self) -> None:
+        loop = load(self._files, self._settings, lambda done, memory: None, self._ranks)
+        log.info(
+            "rank %d of %d is ready (process %d)", self._ranks.rank, self._ranks.size, os.getpid()
+        )
+        said = StepChecksum()
+        while (turn := self._steps.get()) is not None:
+            if turn.checksum != said.value:
+                raise AppError(ErrorKind.ENGINE, _DIVERGED)
+            for command in turn.commands:
+                self._execute(command, loop)
+            step = loop.step()
+            if loop.exceptions:
+                raise AppError(ErrorKind.ENGINE, _STEP_FAILED)
+            said.update(step)
+
+    def _execute(self, command: Command, loop: Loop) -> None:
+        match command:
+            case Submit(job=job):
+                loop.submit(job, self._compile_matcher(command))
+            case Embed(job=job):
+                loop.embed(job)
+            case Cancel(job=job, keep=keep):
+                loop.cancel(job, keep=keep)
+
+    def _compile_matcher(self, command: Submit) -> Matcher | None:
+        """Compiled already, when rank 0 did the same."""
+        job = command.job
+        return job.grammar and self._grammars.compile(job.grammar, job.stop_token_ids)
+
+    def _compile(self, message: Compile) -> None:
+        """Only to have it when it is wanted. What is wrong with it is told by rank 0."""
+        try:
+            self._grammars.compile(message.grammar, message.stop_ids)
+        except AppError as error:
+            log.info("rank %d: %s", self._ranks.rank, error.message)
+        self._connection.send_to_leader(Compiled(number=message.number))
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        log.error("rank %d: %s", self._ranks.rank, reason)
+        self._connection.send_to_leader(RankFailed(reason=reason))
+        self._connection.shutdown()
+
+
+@contextlib.contextmanager
+def _exit_with_leader(settings: Settings) -> Generator[None]:
+    """Told to end, or without whoever started all, wait for rank 0 to end; told again, end. That
+    the launcher is gone counts as nothing that was told: it dies of what all are told at once, and
+    may have died of it before this process hears."""
+    patience: list[threading.Timer] = []
+    told: list[int] = []
+
+    def end_later(status: int) -> None:
+        timer = threading.Timer(settings.drain + _EXIT_GRACE, os._exit, (status,))
+        timer.daemon = True
+        patience.append(timer)
+        timer.start()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if told:
+            os._exit(128 + number)
+        told.append(number)
+        end_later(128 + number)
+        log.info("stop signal received: this rank exits when rank 0 does, or at a second signal")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    watch_launcher(os.environ, lambda: end_later(1))
+    try:
+        yield
+    finally:
+        for timer in patience:
+            timer.cancel()

@@ -1,0 +1,354 @@
+"""The other ranks, as rank 0 has them: told what to do, missed when they are gone.
+
+Knows: lines, threads that read them. Must not know: HTTP, asyncio, what a model is made of.
+
+Each line is read on a thread of its own. Whoever computes a sum with a rank that is gone waits for
+ever, or gets an error that names nobody: so the loss of one is the end of all, told by name at
+once. The process must end, then; if it hangs on its way out, it is ended.
+
+Rank 0's engine: each step that it takes, all take.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity, EngineStats, Job, StepOutput
+from app.core.model_files import ModelFiles
+from app.core.requests import Grammar
+from app.core.settings import Settings
+from app.engine.distributed import DistributedGroup
+from app.engine.loader import load
+from app.engine.loop import Loop
+from app.engine.weights import ProgressCallback
+from app.grammar.compiler import GrammarCompiler, Matcher
+from app.runners.ranks.launch import Launch
+from app.runners.ranks.protocol import (
+    Cancel,
+    Command,
+    Compile,
+    Compiled,
+    Embed,
+    Hello,
+    HelloReply,
+    LeaderMessage,
+    RankConnection,
+    RankFailed,
+    RunStep,
+    StepChecksum,
+    Stop,
+    Submit,
+)
+from app.runners.ranks.rendezvous import (
+    RENDEZVOUS_BYTES,
+    RendezvousInfo,
+    collect_traits,
+    join_rank_group,
+)
+
+# seconds in which it comes out who was lost when a step failed
+_FAILURE_TIMEOUT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPeer:
+    """One of the other ranks."""
+
+    rank: int
+    host: str
+    connection: RankConnection
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+class RankGroup:
+    """ranks: for the engine."""
+
+    def __init__(self, ranks: DistributedGroup, peers: Mapping[int, RankPeer]) -> None:
+        self.ranks = ranks
+        self._peers = peers
+        self._listeners: list[Callable[[str], None]] = []
+        self._changed = threading.Condition()
+        self._compiled: dict[int, int] = {}  # by number, by how many of the others
+        self._last_number = 0
+        self._failure: str | None = None
+        self._stopped = self._engine_attached = False
+        for member in self._peers.values():
+            name = f"rank-{member.rank}"
+            threading.Thread(
+                target=self._read_replies, args=(member,), name=name, daemon=True
+            ).start()
+
+    def attach_engine(self, on_failure: Callable[[str], None]) -> None:
+        """For the one engine that the others load their parts with. on_failure: see
+        `add_failure_listener`. Raises AppError(ENGINE) for another one: they load once."""
+        if self._engine_attached:
+            raise AppError(
+                ErrorKind.ENGINE,
+                "the model is split across ranks and cannot be loaded again: restart all ranks",
+            )
+        self._engine_attached = True
+        self.add_failure_listener(on_failure)
+
+    def add_failure_listener(self, listener: Callable[[str], None]) -> None:
+        """To be told, on another thread and once, why nobody can be served any more."""
+        with self._changed:
+            self._listeners.append(listener)
+            why = self._failure
+        if why is not None:
+            listener(why)
+
+    def broadcast(self, message: LeaderMessage) -> None:
+        for member in self._peers.values():
+            member.connection.send_to_follower(message)
+
+    def wait_for_failure(self, timeout: float = 0.0) -> str | None:
+        """Why nobody can be served any more, if that comes out within so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, timeout)
+            return self._failure
+
+    def fail(self, reason: str) -> None:
+        """All is over. Only the first reason counts, and none once all were dismissed."""
+        with self._changed:
+            if self._failure is not None or self._stopped:
+                return
+            self._failure = reason
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        log.error("%s", reason)
+        _exit_after(_EXIT_TIMEOUT)
+        for listener in listeners:
+            listener(reason)
+
+    def stop_followers(self) -> None:
+        """They are not needed any more, and end. May be called again."""
+        with self._changed:
+            self._stopped = True
+        self.broadcast(Stop())
+        for member in self._peers.values():
+            member.connection.shutdown()
+
+    def compile_grammar(
+        self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: frozenset[int]
+    ) -> Matcher:
+        """As `GrammarCompiler.compile`; returns when the others have it too, so that nobody's
+        answer waits for it. Not to be called on the engine's thread."""
+        with self._changed:
+            number = self._last_number = self._last_number + 1
+            self._compiled[number] = 0
+        self.broadcast(Compile(number=number, grammar=grammar, stop_ids=stop_ids))
+        try:
+            matcher = grammars.compile(grammar, stop_ids)
+            with self._changed:
+                everybody = self._changed.wait_for(
+                    lambda: self._failure or self._compiled[number] == len(self._peers),
+                    _COMPILE_TIMEOUT,
+                )
+        finally:
+            with self._changed:
+                del self._compiled[number]
+        if not everybody:
+            slow = "the other ranks did not compile the grammar in time; try again in a moment"
+            raise AppError(ErrorKind.BUSY, slow, retry_after=round(_COMPILE_TIMEOUT))
+        return matcher
+
+    def _read_replies(self, peer: RankPeer) -> None:
+        for words in peer.connection.read_from_follower():
+            match words:
+                case Compiled():
+                    self._count_compiled(words.number)
+                case RankFailed():
+                    self.fail(f"{peer}: {words.reason}")
+                case Hello():
+                    self.fail(f"{peer} sent a second hello")
+        peer.connection.close()
+        self.fail(f"{peer} disconnected: its process exited or is unreachable")
+
+    def _count_compiled(self, number: int) -> None:
+        with self._changed:
+            if number in self._compiled:  # else nobody waits for it any more
+                self._compiled[number] += 1
+                self._changed.notify_all()
+
+
+def load_leader(
+    files: ModelFiles, settings: Settings, group: RankGroup, report: ProgressCallback
+) -> "LeaderLoop":
+    """Load our part while the others load theirs. Raises as `app.engine.loader.load`."""
+    return LeaderLoop(load(files, settings, report, group.ranks), group)
+
+
+class StepGroup(Protocol):
+    """Of `Crew`, what a step needs."""
+
+    def broadcast(self, message: LeaderMessage) -> None: ...
+
+    def wait_for_failure(self, timeout: float = 0.0) -> str | None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+
+class LeaderLoop:
+    """A loop like any other, whose every turn the crew takes part in: the others are told what it
+    was told since the last step, in the same order, and that there is another one."""
+
+    def __init__(self, loop: Loop, group: StepGroup) -> None:
+        self._loop = loop
+        self._group = group
+        self._commands: list[Command] = []
+        self._checksum = StepChecksum()
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._loop.capacity
+
+    @property
+    def idle(self) -> bool:
+        return self._loop.idle
+
+    @property
+    def on_stage(self) -> Callable[[str], None]:
+        return self._loop.on_stage
+
+    @on_stage.setter
+    def on_stage(self, callback: Callable[[str], None]) -> None:
+        self._loop.on_stage = callback
+
+    def submit(self, job: Job, matcher: Matcher | None = None) -> None:
+        if job.sampling.seed is None:  # one for all
+            job = replace(job, sampling=replace(job.sampling, seed=secrets.randbits(63)))
+        self._commands.append(Submit(job=job))
+        self._loop.submit(job, matcher)
+
+    def embed(self, job: EmbedJob) -> None:
+        self._commands.append(Embed(job=job))
+        self._loop.embed(job)
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        self._commands.append(Cancel(job=job, keep=keep))
+        self._loop.cancel(job, keep=keep)
+
+    def step(self) -> StepOutput:
+        """Raises AppError(ENGINE) when it could not be taken together: nobody knows then what the
+        others have computed."""
+        if (why := self._group.wait_for_failure()) is not None:
+            raise AppError(ErrorKind.ENGINE, why)
+        commands, self._commands = tuple(self._commands), []
+        self._group.broadcast(RunStep(commands=commands, checksum=self._checksum.value))
+        step = self._loop.step()
+        if self._loop.exceptions:
+            why = (
+                self._group.wait_for_failure(timeout=_FAILURE_TIMEOUT) or "a step failed on rank 0"
+            )
+            self._group.fail(why)
+            raise AppError(ErrorKind.ENGINE, why)
+        self._checksum.update(step)
+        return step
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    def check(self) -> None:
+        self._loop.check()
+
+
+log = logging.getLogger(__name__)
+
+# seconds in which all others must have said hello, and each that has connected
+_RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
+
+# seconds that others may take for a grammar longer than rank 0 did
+_COMPILE_TIMEOUT = 20.0
+
+# seconds in which the process must have ended once a rank was lost
+_EXIT_TIMEOUT = 10.0
+
+
+def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
+    """Wait for the other ranks; see `app.engine.distributed.join_group`.
+
+    Raises AppError for one that cannot be reached, or has another model, version or setting."""
+    ranks = join_rank_group(launch)
+    with _create_listener(launch) as server:
+        meeting = RendezvousInfo(
+            secret=secrets.token_hex(16), port=server.getsockname()[1], host=socket.gethostname()
+        )
+        ranks.broadcast_bytes(meeting.encode(), RENDEZVOUS_BYTES)
+        members = _accept_peers(server, meeting, launch, collect_traits(files, settings))
+    log.info("rank 0 of %d: connected to %s", launch.size, ", ".join(map(str, members.values())))
+    return RankGroup(ranks, members)
+
+
+def _create_listener(launch: Launch) -> socket.socket:
+    host = launch.host or ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
+
+
+def _accept_peers(
+    server: socket.socket, rendezvous: RendezvousInfo, launch: Launch, traits: Mapping[str, str]
+) -> dict[int, RankPeer]:
+    members = dict[int, RankPeer]()
+    deadline = time.monotonic() + _RENDEZVOUS_TIMEOUT
+    while len(members) < launch.size - 1:
+        server.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            connected, _ = server.accept()
+        except TimeoutError:
+            missing = set(range(1, launch.size)) - members.keys()
+            raise AppError(
+                ErrorKind.ENGINE,
+                f"rank {min(missing)} joined the group but cannot connect to port "
+                f"{rendezvous.port} of {launch.host or rendezvous.host}: open it in the firewall",
+            ) from None
+        line = RankConnection(connected)
+        line.set_timeout(_HELLO_TIMEOUT)
+        hello = line.read_hello()
+        # whoever does not know the secret is not one of us
+        if hello is None or not secrets.compare_digest(
+            hello.secret.encode(), rendezvous.secret.encode()
+        ):
+            line.close()
+            continue
+        line.set_timeout(None)
+        member = RankPeer(rank=hello.rank, host=hello.host, connection=line)
+        refused = _find_mismatch(member, hello.traits, traits)
+        line.send_to_follower(HelloReply(refused=refused))
+        if refused is not None:
+            line.close()
+            raise AppError(ErrorKind.INVALID, refused)
+        members[hello.rank] = member
+    return members
+
+
+def _find_mismatch(
+    peer: RankPeer, theirs: Mapping[str, str], ours: Mapping[str, str]
+) -> str | None:
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return (
+                f"{peer} has {name} {theirs.get(name)}, and rank 0 has {value}: all ranks must "
+                "have the same"
+            )
+    return None
+
+
+def _exit_after(seconds: float) -> None:
+    """A thread that waits for a sum cannot be told to stop, nor can MLX be left while it does."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        log.error("the process did not exit in time: killing it")
+        os._exit(1)
+
+    threading.Thread(target=end, name="forced-exit", daemon=True).start()

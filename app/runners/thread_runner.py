@@ -1,0 +1,160 @@
+"""A runner whose engine is a thread of this process.
+
+Knows: the engine thread, asyncio. Must not know: HTTP, text. Commands go down through the thread's
+queue; messages come up by one `call_soon_threadsafe` per step, to the desk. A thread cannot be
+killed, so one that hangs is only reported.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+
+from app.core.embeddings import EmbedJob
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import IDLE, EngineMessage, Job
+from app.core.model_files import ModelFiles
+from app.core.ports import RunnerFailure, RunnerStatus
+from app.core.requests import Grammar
+from app.core.settings import Settings
+from app.engine.loader import load
+from app.engine.thread import EngineThread
+from app.grammar.compiler import GrammarCompiler, Matcher
+from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
+from app.runners.ranks.leader import RankGroup, load_leader
+
+log = logging.getLogger(__name__)
+
+# seconds that a stopping engine may take to reach the end of its step
+_STOP_TIMEOUT = 30.0
+
+# the same where it may wait for another rank, which is gone
+_STOP_TIMEOUT_RANK_LOST = 1.0
+
+_MakeMatcher = Callable[[Grammar, frozenset[int], str], Awaitable[Matcher]]
+
+# looks at the heartbeat per `Settings.watchdog`
+_CHECKS_PER_WATCHDOG = 4
+
+
+class ThreadRunner:
+    """settings: those that the engine reads, and watchdog. rank_group: the other ranks, where
+    several run the model together; with it, one runner can be started once."""
+
+    def __init__(self, settings: Settings, rank_group: RankGroup | None = None) -> None:
+        self._settings = settings
+        self._rank_group = rank_group
+        self._dispatcher = Dispatcher()
+        self._thread: EngineThread | None = None
+        self._watchdog_task: asyncio.Task[None] | None = None
+
+    async def start(self, files: ModelFiles) -> None:
+        loop = asyncio.get_running_loop()
+
+        def post(message: EngineMessage) -> None:
+            # the loop may be gone already when a stopping engine has its last word
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._dispatcher.receive, message)
+
+        def lost(why: str) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._fail, why)
+
+        grammars = GrammarCompiler.for_model(files)
+        read, matcher = partial(load, files, self._settings), grammars.compile_async
+        if self._rank_group is not None:
+            self._rank_group.attach_engine(lost)
+            read = partial(load_leader, files, self._settings, self._rank_group)
+            matcher = _compile_on_all_ranks(self._rank_group, grammars)
+        self._thread = EngineThread(read, post, check_invariants=self._settings.debug)
+        self._dispatcher.engine = _ThreadClient(self._thread, matcher)
+        self._thread.start()
+        grammars.preload_tokenizer()
+        self._watchdog_task = asyncio.create_task(self._watch_for_stalls())
+        await self._dispatcher.wait_until_ready()
+
+    def submit(self, job: Job) -> AbstractAsyncContextManager[RequestStream]:
+        return self._dispatcher.submit(job)
+
+    async def embed(self, job: EmbedJob) -> Sequence[bytes]:
+        return await self._dispatcher.embed(job)
+
+    def status(self) -> RunnerStatus:
+        status = self._dispatcher.status()
+        stall = self._stall_message()
+        return status if stall is None else replace(status, state="stalled", error=stall)
+
+    async def wait_for_failure(self) -> RunnerFailure:
+        return await self._dispatcher.wait_for_failure()
+
+    async def stop(self) -> None:
+        self._dispatcher.close(
+            AppError(ErrorKind.STOPPING, "the engine was stopped"), job_error=UNLOADING_MESSAGE
+        )
+        if self._watchdog_task is not None:
+            self._watchdog_task.cancel()
+            await asyncio.gather(self._watchdog_task, return_exceptions=True)
+        if self._thread is None:
+            return
+        self._thread.stop()
+        hopeless = self._rank_group is not None and self._rank_group.wait_for_failure() is not None
+        patience = _STOP_TIMEOUT_RANK_LOST if hopeless else _STOP_TIMEOUT
+        if not await asyncio.to_thread(self._thread.join, patience):
+            log.error("the engine did not stop within %.0f s", patience)
+
+    def _fail(self, reason: str) -> None:
+        self._dispatcher.fail(AppError(ErrorKind.ENGINE, reason), job_error=reason)
+
+    def _stall_message(self) -> str | None:
+        """A sentence when a loaded engine has been at one thing for too long."""
+        if self._thread is None or self._dispatcher.status().state != "ready":
+            return None
+        beat = self._thread.heartbeat()
+        seconds = (time.monotonic_ns() - beat.timestamp_ns) / 1e9
+        if beat.stage == IDLE or seconds < self._settings.watchdog:
+            return None
+        return f"the engine has made no progress for {seconds:.0f} s ({beat.stage})"
+
+    async def _watch_for_stalls(self) -> None:
+        """Tell the log when the engine hangs, and when it goes on, also if nobody asks."""
+        hung = False
+        while True:
+            await asyncio.sleep(self._settings.watchdog / _CHECKS_PER_WATCHDOG)
+            stall = self._stall_message()
+            if stall is not None and not hung:
+                log.error("%s", stall)
+                if self._rank_group is not None:
+                    self._rank_group.fail(f"{stall}: another rank may be hung")
+            if stall is None and hung:
+                log.warning("the engine is making progress again")
+            hung = stall is not None
+
+
+def _compile_on_all_ranks(rank_group: RankGroup, grammars: GrammarCompiler) -> _MakeMatcher:
+    async def matcher(grammar: Grammar, stop_ids: frozenset[int], caller: str) -> Matcher:
+        return await asyncio.to_thread(rank_group.compile_grammar, grammars, grammar, stop_ids)
+
+    return matcher
+
+
+class _ThreadClient:
+    """The engine as the desk sees it."""
+
+    def __init__(self, thread: EngineThread, matcher: _MakeMatcher) -> None:
+        self._thread = thread
+        self._matcher = matcher
+
+    async def submit(self, job: Job) -> None:
+        matcher: Matcher | None = None
+        if job.grammar is not None:
+            matcher = await self._matcher(job.grammar, job.stop_token_ids, job.caller)
+        self._thread.submit(job, matcher)
+
+    def embed(self, job: EmbedJob) -> None:
+        self._thread.embed(job)
+
+    def cancel(self, job: str, *, keep: int | None = None) -> None:
+        self._thread.cancel(job, keep=keep)

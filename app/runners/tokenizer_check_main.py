@@ -1,0 +1,85 @@
+"""`python -m app.runners.tokenizer_check_main`: tries a tokenizer out, under limits.
+
+Knows: one line in, one line out, how a process limits itself. Must not know: which texts are tried.
+Lives as long as one trial, and no longer than whoever asked.
+"""
+
+import os
+import resource
+import sys
+import threading
+import time
+
+from app.core.errors import AppError
+from app.runners import parent_watch
+from app.runners.codec import Codec
+from app.runners.tokenizer_check import OUT_OF_MEMORY_STATUS, CheckRequest, CheckResponse
+
+# seconds between two looks at the memory that is used
+_MEMORY_POLL_INTERVAL = 0.02
+
+
+def main() -> int:
+    parent_watch.tie_to_parent()
+    line = parent_watch.read_first_line()
+    if not line:
+        return 1
+    question = Codec[CheckRequest](CheckRequest).decode(line)
+    parent_watch.exit_with_parent(question.parent_pid)
+    apply_limits(question.memory_limit, question.cpu_limit)
+    try:
+        answer = _check(question)
+    except MemoryError:
+        return OUT_OF_MEMORY_STATUS
+    sys.stdout.buffer.write(Codec[CheckResponse](CheckResponse).encode(answer) + b"\n")
+    return 0
+
+
+def _check(request: CheckRequest) -> CheckResponse:
+    # takes a while, in which whoever asked may go
+    from app.text.tokenizer import Tokenizer
+    from app.text.tokenizer_probe import probe_tokenizer
+
+    try:
+        probe_tokenizer(Tokenizer.load(request.files))
+    except AppError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from error
+        return CheckResponse(error=error.message)
+    return CheckResponse(error=None)
+
+
+def apply_limits(memory: int, cpu: int) -> None:
+    """memory: bytes. cpu: seconds, behind which the process gets SIGXCPU, and a second later
+    SIGKILL."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower_limit(resource.RLIMIT_CPU, cpu, cpu + 1)
+    if sys.platform == "linux":
+        _lower_limit(resource.RLIMIT_AS, memory, memory)
+    else:  # macOS does not enforce it
+        watch_memory(memory)
+
+
+def watch_memory(max_bytes: int) -> None:
+    """End this process when it has held more than `max_bytes` bytes. The library lets other threads
+    run while it works on a text."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+
+    def watch() -> None:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= max_bytes:
+            time.sleep(_MEMORY_POLL_INTERVAL)
+        os._exit(OUT_OF_MEMORY_STATUS)
+
+    threading.Thread(target=watch, name="memory", daemon=True).start()
+
+
+def _lower_limit(kind: int, soft: int, hard: int) -> None:
+    """Nobody may raise a limit that was set from outside."""
+    _, most = resource.getrlimit(kind)
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

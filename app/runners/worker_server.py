@@ -1,0 +1,329 @@
+"""What a runner's process does for its parent: HTTP on one side, the engine thread on the other.
+
+Knows: the wire, starlette, uvicorn, the engine thread. Must not know: text, clients, other models.
+Requests without the parent's secret are refused before they are looked at. The engine's messages
+go into one queue, and from there into one answer that has no end: while it is read, the parent is
+there. It holds a line for each step of the engine, not for each token, and a heartbeat in between.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any, NoReturn
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.core.embeddings import EmbedResult
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import (
+    EngineFailed,
+    EngineMessage,
+    EngineReady,
+    EngineStats,
+    Job,
+    LoadProgress,
+    StepOutput,
+)
+from app.core.requests import Grammar
+from app.engine.loader import load
+from app.engine.thread import EngineThread
+from app.grammar.compiler import GrammarCompiler, Matcher
+from app.runners import worker_protocol
+from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+# As Ollama's llm.ServerStatus counts.
+_READY, _LOADING, _ERROR = 0, 3, 5
+
+# Jobs that were cancelled before they came which are remembered. One that is forgotten is cancelled
+# again when it has come.
+_MAX_EARLY_CANCELLED = 1024
+
+# seconds that a connection may be idle: longer than the parent keeps one, so that it never sends
+# into one that is being closed
+_KEEP_ALIVE = 3600
+
+
+class WorkerServer:
+    """Everything of it runs on the event loop, but `_post`."""
+
+    def __init__(self, init: WorkerInit) -> None:
+        files, settings = init.files, init.settings
+        self._thread = EngineThread(
+            lambda report: load(files, settings, report),
+            self._post,
+            check_invariants=settings.debug,
+        )
+        self._grammars = GrammarCompiler.for_model(files)
+        # jobs whose grammar is compiled, and those that were cancelled before they came
+        self._compiling: dict[str, asyncio.Task[Matcher]] = {}
+        self._early_cancelled: OrderedDict[str, None] = OrderedDict()
+        self._socket = socket.socket(
+            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=init.socket_fd
+        )
+        self._heartbeat_interval = worker_protocol.heartbeat_interval(settings)
+        self._state: LoadProgress | EngineReady | EngineFailed = LoadProgress(
+            progress=0, allocated_bytes=0
+        )
+        self._stats = EngineStats()
+        self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
+        self._events: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
+        self._has_reader = False  # whether somebody reads the news
+        self._server = _UvicornServer(self._application(init.secret), on_exit=self._request_stop)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        """Returns when it was told to end, or the parent reads no news any more."""
+        asyncio.run(self._serve())
+
+    def stop_engine(self, timeout: float) -> bool:
+        """Whether the engine has ended within `timeout` seconds."""
+        if isinstance(self._state, LoadProgress):
+            return False
+        self._thread.stop()
+        return self._thread.join(timeout)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_handle_loop_exception)
+        self._thread.start()
+        self._grammars.preload_tokenizer()
+        await self._server.serve(sockets=[self._socket])
+
+    def _application(self, secret: str) -> ASGIApp:
+        routes = [
+            Route("/v1/status", self._get_status, methods=["GET"]),
+            Route("/v1/updates", self._stream_events, methods=["GET"]),
+            Route("/v1/jobs", self._submit, methods=["POST"]),
+            Route("/v1/jobs/{id}", self._cancel, methods=["DELETE"]),
+            Route("/v1/embed", self._embed, methods=["POST"]),
+            Route("/v1/probe", self._probe, methods=["POST"]),
+        ]
+        errors = {AppError: _handle_app_error, MemoryError: _handle_memory_error}
+        return _BearerAuth(Starlette(routes=routes, exception_handlers=errors), secret)
+
+    def _post(self, message: EngineMessage) -> None:
+        assert self._loop is not None
+        # the loop may be gone already when a stopping engine has its last word
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, message)
+
+    def _receive(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutput):
+            self._stats = message.stats
+            for embedded in message.embed_results:
+                self._finish_embedding(embedded)
+            # they are told to whoever asked: megabytes should not stand before others' tokens
+            self._events.put_nowait(
+                replace(message, embed_results=()) if message.embed_results else message
+            )
+            return
+        if isinstance(message, EngineReady):
+            self._stats = message.stats
+        if isinstance(message, EngineFailed):
+            for job in self._embedding:
+                self._finish_embedding(
+                    EmbedResult(job_id=job, error=f"the engine stopped: {message.message}")
+                )
+            self._events.put_nowait(message)
+        self._state = message
+
+    def _finish_embedding(self, embedded: EmbedResult) -> None:
+        over = self._embedding.get(embedded.job_id)
+        if over is not None and not over.done():
+            over.set_result(embedded)
+
+    def _request_stop(self) -> None:
+        """Called by a signal, between two lines of whatever runs."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._events.put_nowait, None)
+
+    async def _get_status(self, request: Request) -> Response:
+        match self._state:
+            case LoadProgress(progress=progress, allocated_bytes=memory):
+                status, context = _LOADING, 0
+            case EngineReady(capacity=capacity):
+                status, context = _READY, capacity.context_length
+                progress, memory = 100, self._stats.allocated_bytes
+            case EngineFailed():
+                status, progress, context, memory = _ERROR, 0, 0, 0
+        told = WorkerStatus(
+            Status=status,
+            Progress=progress,
+            ContextLength=context,
+            Memory=memory,
+            State=self._state,
+        )
+        return Response(worker_protocol.WORKER_STATUS.encode(told), media_type="application/json")
+
+    async def _stream_events(self, request: Request) -> Response:
+        if self._has_reader:
+            raise AppError(ErrorKind.INVALID, "the updates already have a reader")
+        self._has_reader = True
+        return StreamingResponse(self._event_lines(), media_type="application/jsonl")
+
+    async def _event_lines(self) -> AsyncGenerator[bytes]:
+        beating = asyncio.create_task(self._send_heartbeats())
+        try:
+            while (news := await self._events.get()) is not None:
+                for piece in _split_event(news):
+                    yield worker_protocol.WORKER_EVENT.encode(piece) + b"\n"
+        finally:
+            beating.cancel()
+            self._server.should_exit = True
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            # behind other news it would tell nothing, and fill memory where nobody reads
+            if self._events.empty():
+                self._events.put_nowait(self._thread.heartbeat())
+            await asyncio.sleep(self._heartbeat_interval)
+
+    async def _submit(self, request: Request) -> Response:
+        job = worker_protocol.JOB.decode(await request.body())
+        if job.id in self._early_cancelled:
+            del self._early_cancelled[job.id]
+            return Response(status_code=409)
+        matcher = None
+        if job.grammar is not None:
+            matcher = await self._compile_grammar(job, job.grammar)
+            if matcher is None:
+                return Response(status_code=409)
+        self._thread.submit(job, matcher)
+        return Response(status_code=202)
+
+    async def _compile_grammar(self, job: Job, grammar: Grammar) -> Matcher | None:
+        """None if the job is cancelled meanwhile. Raises AppError."""
+        work = self._grammars.compile_async(grammar, job.stop_token_ids, job.caller)
+        compiling = self._compiling[job.id] = asyncio.create_task(work)
+        try:
+            await asyncio.wait({compiling})
+            return None if compiling.cancelled() else compiling.result()
+        finally:
+            compiling.cancel()
+            del self._compiling[job.id]
+
+    async def _cancel(self, request: Request) -> Response:
+        job, keep = request.path_params["id"], request.query_params.get("keep")
+        compiling = self._compiling.get(job)
+        if compiling is not None:
+            compiling.cancel()
+        elif "early" in request.query_params:
+            self._early_cancelled[job] = None
+            while len(self._early_cancelled) > _MAX_EARLY_CANCELLED:
+                self._early_cancelled.popitem(last=False)
+        self._thread.cancel(job, keep=None if keep is None else int(keep))
+        self._finish_embedding(EmbedResult(job_id=job, error="the job was cancelled"))
+        return Response(status_code=204)
+
+    async def _probe(self, request: Request) -> Response:
+        """Returns when the engine has taken a command, as it would take a job."""
+        assert self._loop is not None
+        loop, taken = self._loop, asyncio.Event()
+
+        def done() -> None:
+            loop.call_soon_threadsafe(taken.set)
+
+        self._thread.probe(done)
+        await taken.wait()
+        return Response(status_code=204)
+
+    async def _embed(self, request: Request) -> Response:
+        """The vectors, one behind the other."""
+        job = worker_protocol.EMBED_JOB.decode(await request.body())
+        over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._thread.embed(job)
+            embedded = await over
+        finally:
+            del self._embedding[job.id]
+        if embedded.error is not None:
+            raise AppError(ErrorKind.ENGINE, embedded.error)
+        return Response(b"".join(embedded.vectors), media_type="application/octet-stream")
+
+
+def _split_event(event: WorkerEvent) -> list[WorkerEvent]:
+    return list(worker_protocol.split_step(event)) if isinstance(event, StepOutput) else [event]
+
+
+async def _handle_app_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    body = worker_protocol.ERROR_BODY.encode(worker_protocol.build_error_body(error))
+    return Response(body, status_code=422, media_type="application/json")
+
+
+async def _handle_memory_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MemoryError)
+    _exit_out_of_memory(error)
+
+
+def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio does with errors that nobody waits for, but for the want of memory."""
+    if isinstance(error := context.get("exception"), MemoryError):
+        _exit_out_of_memory(error)
+    loop.default_exception_handler(context)
+
+
+def _exit_out_of_memory(error: MemoryError) -> NoReturn:
+    """A process that has no memory to read what it is asked is of no use to anybody, and seems well
+    as long as its engine turns: it ends, so that another takes its place."""
+    with suppress(MemoryError):
+        log.critical("out of memory", exc_info=error)
+    os._exit(1)
+
+
+class _BearerAuth:
+    """Lets those in who bring the secret."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {secret}".encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        brought = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(brought, self._expected):
+            await self._app(scope, receive, send)
+        else:
+            await PlainTextResponse("unauthorized", status_code=401)(scope, receive, send)
+
+
+class _UvicornServer(uvicorn.Server):
+    """on_exit: called when a signal asks it to end, so that the answer without end does."""
+
+    def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                date_header=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._on_exit = on_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT:
+            self.should_exit = True
+            self._on_exit()

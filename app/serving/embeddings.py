@@ -1,0 +1,213 @@
+"""Texts → vectors: encode → a job for the runner → vectors.
+
+Knows: the tokenizer, what the model's folder says of pooling, the `Engine` protocol. Must not know:
+HTTP, tensors, how hidden states are pooled. Whoever stops waiting cancels the job.
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from app.core.embeddings import Embeddings, EmbedInput, EmbedJob, EmbedRequest, PoolingType
+from app.core.errors import AppError, ErrorKind
+from app.core.jobs import Capacity
+from app.core.model_files import ModelFiles
+from app.core.model_state import ContextLimit
+from app.core.ports import Engine
+from app.core.thread_pools import CancelToken, ThreadPools
+from app.text.tokenizer import Tokenizer
+
+# all inputs of a request together, as OpenAI bounds them: what is asked for more is asked for twice
+MAX_INPUT_TOKENS = 300_000
+
+# the files of sentence-transformers that say how its vectors are made, and the kinds of its modules
+# that do nothing here, or what happens here anyway
+_MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
+    "modules.json",
+    "1_Pooling/config.json",
+    "pooling_mode_",
+)
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+_KNOWN_POOLINGS: Mapping[str, PoolingType] = {
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """How the model's makers want its vectors made. unsupported: a clause, where they want
+    something that is not here."""
+
+    pooling: PoolingType = "mean"
+    unsupported: str | None = None
+
+
+class EmbeddingService:
+    """For one model. context_limit: how long an input may be, asked anew for each request."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        context_limit: Callable[[], ContextLimit],
+        workers: ThreadPools,
+    ) -> None:
+        self._files = files
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._context_limit = context_limit
+        self._workers = workers
+        self._pooling_config = read_pooling_config(files)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        """Raises AppError(INVALID) for what this model has no vectors of, AppError(CONTEXT_LENGTH)
+        naming the input that is too long, and whatever the runner raises."""
+        self._files.check_model_name(request.model)
+        pooling = self._resolve_pooling(request)
+        with self._engine.reserve() as places:
+            inputs = await self._encode_on_thread(request)
+            if (capacity := self._engine.status().capacity) is not None:
+                _check_dimensions(request, capacity)
+            job = EmbedJob(
+                id=uuid.uuid4().hex, inputs=inputs, pooling=pooling, dimensions=request.dimensions
+            )
+            vectors = await places.embed(job)
+        return Embeddings(vectors=tuple(vectors), prompt_tokens=sum(map(len, inputs)))
+
+    async def _encode_on_thread(self, request: EmbedRequest) -> tuple[tuple[int, ...], ...]:
+        room = self._context_limit()
+        return await self._workers.run_cancellable(
+            lambda token: self._encode_inputs(request.inputs, room, token),
+            size=sum(len(one.content) for one in request.inputs),
+            key=f"{request.caller}/{self._files.name}",
+        )
+
+    def _resolve_pooling(self, request: EmbedRequest) -> PoolingType:
+        if request.pooling is not None:
+            return request.pooling
+        if self._pooling_config.unsupported is not None:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"the pooling of this model is not supported: "
+                f'{self._pooling_config.unsupported}; set "pooling" to "mean" or "last"',
+                param="pooling",
+            )
+        return self._pooling_config.pooling
+
+    def _encode_inputs(
+        self, inputs: Sequence[EmbedInput], context_limit: ContextLimit, token: CancelToken
+    ) -> tuple[tuple[int, ...], ...]:
+        """Work for a worker thread. Raises as `embed` does; Cancelled when `token` is."""
+        encoded: list[tuple[int, ...]] = []
+        total = 0
+        for one in inputs:
+            token.check()
+            encoded.append(self._encode_input(one, context_limit))
+            total += len(encoded[-1])
+            if total > MAX_INPUT_TOKENS:
+                raise AppError(
+                    ErrorKind.INVALID,
+                    f"the inputs up to {one.param} have {total} tokens, but one request "
+                    "can have at "
+                    f"most {MAX_INPUT_TOKENS}: send fewer inputs per request",
+                    param="input",
+                )
+        return tuple(encoded)
+
+    def _encode_input(self, one: EmbedInput, context_limit: ContextLimit) -> tuple[int, ...]:
+        more = ""
+        if isinstance(one.content, str):
+            text = self._tokenizer.truncate_text(one.content, context_limit.context_length)
+            more = "more than " if len(text) < len(one.content) else ""
+            ids = tuple(self._tokenizer.encode_for_embedding(text))
+        else:
+            ids = one.content
+        self._check_ids(ids, one.param)
+        if len(ids) > context_limit.context_length:
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"{one.param} has {more}{len(ids)} tokens, but an input can have at most "
+                f"{context_limit.context_length}: shorten it, or split it",
+                param=one.param,
+            )
+        return ids
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if not ids:
+            raise AppError(ErrorKind.INVALID, f"{param} has no tokens", param=param)
+        count = self._files.vocab_size
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < count:
+                raise AppError(
+                    ErrorKind.INVALID,
+                    f"{param}: {token} is not a token id of this model, whose ids are 0 to "
+                    f"{count - 1}; use the ids of this model's tokenizer",
+                    param=param,
+                )
+
+
+def read_pooling_config(files: ModelFiles) -> PoolingConfig:
+    """What sentence-transformers would do with the model's folder; the mean, where it is no model
+    of theirs. Source: modules.json and 1_Pooling/config.json as that library saves them (5.1)."""
+    if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
+        return PoolingConfig(
+            unsupported="it needs bidirectional attention, and only causal attention is supported"
+        )
+    for module in _filter_objects(_read_json(files.path / _MODULES_FILE)):
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind not in _KNOWN_MODULES:
+            return PoolingConfig(unsupported=f"modules.json contains the unsupported module {kind}")
+    for config in _filter_objects([_read_json(files.path / _POOLING_FILE)]):
+        return _parse_pooling(config)
+    return PoolingConfig()
+
+
+def _parse_pooling(config: Mapping[str, Any]) -> PoolingConfig:
+    """Newer files say it in a word, older ones with a flag for each way."""
+    said = config.get("pooling_mode")
+    flags = [
+        key.removeprefix(_POOLING_FLAG_PREFIX)
+        for key in config
+        if key.startswith(_POOLING_FLAG_PREFIX) and config[key]
+    ]
+    wanted = [str(said)] if said is not None else flags
+    if len(wanted) == 1 and wanted[0] in _KNOWN_POOLINGS:
+        return PoolingConfig(pooling=_KNOWN_POOLINGS[wanted[0]])
+    return PoolingConfig(unsupported=f"its pooling is {' and '.join(wanted) or 'none'}")
+
+
+def _read_json(path: Path) -> object:
+    """Parsed JSON; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _filter_objects(value: object) -> list[Mapping[str, Any]]:
+    """Those in a list; none in what is no list."""
+    items = cast(list[object], value) if isinstance(value, list) else []
+    return [cast(Mapping[str, Any], item) for item in items if isinstance(item, dict)]
+
+
+def _check_dimensions(request: EmbedRequest, capacity: Capacity) -> None:
+    if capacity.hidden_size is None:
+        raise AppError(
+            ErrorKind.INVALID,
+            "this model runs through mlx-lm, which returns logits and no hidden states: it cannot "
+            "compute embeddings",
+            param="model",
+        )
+    if request.dimensions is not None and request.dimensions > capacity.hidden_size:
+        raise AppError(
+            ErrorKind.INVALID,
+            f"this model's embeddings have {capacity.hidden_size} dimensions: dimensions cannot be "
+            f"{request.dimensions}",
+            param="dimensions",
+        )

@@ -1,0 +1,457 @@
+"""One request's life: reserve → prepare → submit → stream ids → text → events.
+
+Knows: preparation, the text room, the `Engine` protocol. Must not know: HTTP, tensors, where the
+model runs. Cancellation has one place: leaving `open` leaves the submissions, which cancels the
+jobs. A choice that has ended leaves its own, so that nobody computes what nobody will see.
+
+Several streams as one.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any, TypeVar, assert_never
+
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError, ErrorKind
+from app.core.events import (
+    Event,
+    Finish,
+    FinishReason,
+    PrefillProgress,
+    PromptTokenIds,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
+from app.core.model_files import ModelFiles
+from app.core.model_state import ContextLimit
+from app.core.observers import count_choices
+from app.core.ports import Engine, Submission
+from app.core.requests import GenerateRequest
+from app.core.settings import Settings
+from app.core.thread_pools import ThreadPools
+from app.serving.embeddings import EmbeddingService
+from app.serving.prompt_jobs import JobBuilder, PreparedChoice, estimate_size
+from app.text.chat_template import build_tokenizer_info
+from app.text.output import ChoiceOutputProcessor, build_token_logprob
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamEnd:
+    """A stream has ended; error: what it broke off with."""
+
+    error: Exception | None = None
+
+
+async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """What all of them bring, as it comes, each in its own order; over when all are. The first that
+    fails ends it. Closing it closes the streams, and returns when they are closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    heard: asyncio.Queue[tuple[T] | _StreamEnd] = asyncio.Queue()
+
+    async def listen(stream: AsyncGenerator[T]) -> None:
+        error: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    heard.put_nowait((item,))
+        except Exception as raised:
+            error = raised
+        heard.put_nowait(_StreamEnd(error))
+
+    listeners = [asyncio.create_task(listen(stream)) for stream in streams]
+    try:
+        left = len(listeners)
+        while left:
+            match await heard.get():
+                case (item,):
+                    yield item
+                case _StreamEnd(error=error):
+                    if error is not None:
+                        raise error
+                    left -= 1
+    finally:
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+
+
+log = logging.getLogger(__name__)
+
+# settings that may change how an answer is computed
+_ENGINE_SETTINGS = (
+    "quantize",
+    "parallel",
+    "context",
+    "context_shift",
+    "memory",
+    "cache",
+    "multi_user",
+    "exact",
+    "prefill_chunk",
+)
+
+# Tokens of an echoed prompt in one event. With 20 log-probabilities each, writing them takes 2 ms.
+_ECHO_CHUNK_TOKENS = 128
+
+# characters that a token id is about as much work as
+_CHARACTERS_PER_TOKEN_ID = 4
+
+# tokens of text that a log line shows on each side of a place
+_LOGGED_CONTEXT_TOKENS = 8
+
+
+class Generation:
+    """Generates from one model. Outlives what runs its jobs: the engine may be a handle."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        engine: Engine,
+        settings: Settings,
+        workers: ThreadPools | None = None,
+    ) -> None:
+        """workers: None makes some. Raises AppError(MODEL_FILES) when tokenizer, template or
+        recommendations are broken."""
+        self._settings = settings
+        self._workers = workers or ThreadPools()
+        self._files = files
+        self._engine = engine
+        self._job_builder = JobBuilder(files, settings)
+        self._tokenizer = self._job_builder.tokenizer
+        self._embedding = EmbeddingService(
+            files, engine, self._tokenizer, self._get_context_limit, self._workers
+        )
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+        arrived = time.monotonic_ns()
+        self._files.check_model_name(request.model)
+        choices = count_choices(request)
+        self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
+        async with AsyncExitStack() as stack:
+            places = stack.enter_context(self._engine.reserve(choices))
+            said: list[AsyncGenerator[Event]] = []
+            for choice in await self._prepare(request):
+                own = await stack.enter_async_context(AsyncExitStack())
+                submission = await own.enter_async_context(places.submit(choice.job))
+                line = _ChoiceState(
+                    choice,
+                    submission,
+                    own,
+                    choice.create_output_processor(self._tokenizer),
+                    arrived,
+                )
+                said.append(self._stream_choice(line))
+            # left first, so that nobody listens to a submission that is being left
+            yield await stack.enter_async_context(aclosing(merge_async_iterators(said)))
+
+    async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
+        """Ends early when this is cancelled. Others' requests to this model, and to other models,
+        go on beside it."""
+        room = self._get_context_limit()
+        return await self._workers.run_cancellable(
+            lambda token: self._job_builder.prepare(request, room, token),
+            size=estimate_size(request),
+            key=self._fairness_key(request.caller),
+        )
+
+    def _fairness_key(self, caller: str) -> str:
+        """Whose work it is: a model whose template is slow must not keep others waiting."""
+        return f"{caller}/{self._files.name}"
+
+    def _check_num_choices(self, count: int, param: str) -> None:
+        """More than can be here at once would be told to come again for ever."""
+        capacity = self._engine.status().capacity
+        if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
+            return
+        message = (
+            f"the request asks for {count} choices, but the server can run and queue at most "
+            f"{most}: ask for fewer, or increase --max-queue"
+        )
+        raise AppError(ErrorKind.INVALID, message, param=param)
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        return await self._embedding.embed(request)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        encode = partial(self._encode, text, add_special_tokens=add_special_tokens)
+        return await self._workers.run(encode, size=len(text))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Raises AppError(CONTEXT_LENGTH) for a text that no prompt to this model could hold."""
+        read = self._tokenizer.truncate_text(text, self._files.context_length)
+        if len(read) < len(text):
+            message = (
+                f"the text has far more than {self._files.context_length} tokens, the context "
+                "length of this model: split it"
+            )
+            raise AppError(ErrorKind.CONTEXT_LENGTH, message)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+        self._files.check_model_name(request.model)
+        written = await self._workers.run_cancellable(
+            lambda token: self._job_builder.render_prompt(request, token),
+            size=estimate_size(request),
+            key=self._fairness_key(request.caller),
+        )
+        return await self.tokenize(written.text, add_special_tokens=written.add_special_tokens)
+
+    async def get_token_bytes(self, ids: Sequence[int]) -> Sequence[bytes]:
+        size = _CHARACTERS_PER_TOKEN_ID * len(ids)
+        return await self._workers.run(lambda: [*map(self._tokenizer.token_bytes, ids)], size=size)
+
+    async def get_tokenizer_info(self) -> Mapping[str, Any]:
+        return build_tokenizer_info(self._files, self._tokenizer, context=self.context_length)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        size = _CHARACTERS_PER_TOKEN_ID * len(ids)
+        return await self._workers.run(lambda: self._tokenizer.decode_verbatim(ids), size=size)
+
+    @property
+    def context_length(self) -> int:
+        """Positions of one sequence, as far as it is known."""
+        return self._get_context_limit().context_length
+
+    def _get_context_limit(self) -> ContextLimit:
+        return ContextLimit(
+            model_context=self._files.context_length,
+            configured_context=self._files.resolve_context_length(self._settings.context),
+            capacity=self._engine.status().capacity,
+        )
+
+    async def _stream_choice(self, choice: "_ChoiceState") -> AsyncGenerator[Event]:
+        """Updates of a job → events of a choice. Ends with Finish, or raises AppError(ENGINE)."""
+        prepared, answer, clock = choice.prepared, choice.answer, choice.clock
+        job = prepared.job
+        if prepared.return_token_ids:
+            yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
+        if prepared.echo and job.prompt_logprobs is None:
+            yield TextDelta(choice=prepared.choice, text=prepared.echo)
+        async with choice.stack:
+            async for update in choice.submission:
+                match update:
+                    case Started():
+                        self._log_cache_miss(job, update)
+                        clock.started = update.timestamp_ns
+                        clock.cached_tokens = update.cached_tokens
+                        yield PrefillProgress(
+                            prompt_index=prepared.prompt_index,
+                            computed_tokens=update.cached_tokens,
+                            total_tokens=len(job.prompt_token_ids),
+                        )
+                    case Prefilled():
+                        yield PrefillProgress(
+                            prompt_index=prepared.prompt_index,
+                            computed_tokens=update.computed_tokens,
+                            total_tokens=len(job.prompt_token_ids),
+                        )
+                    case PromptLogprobs():
+                        async for delta in self._stream_echo(prepared, update):
+                            yield delta
+                    case Token() if prepared.discard_output:
+                        clock.first_token_ns = update.timestamp_ns
+                    case Token():
+                        clock.record_token(update.timestamp_ns)
+                        for delta in answer.feed(update):
+                            yield delta
+                        if answer.stopped:
+                            choice.submission.limit_cached_tokens(answer.visible_tokens)
+                            break
+                        if clock.exceeds(self._settings.max_time):
+                            choice.submission.limit_cached_tokens(clock.num_tokens)
+                            choice.reason = "length"
+                            break
+                    case Ended():
+                        if update.reason == "error":
+                            raise _job_error(job, update)
+                        assert update.reason != "cancelled", "nobody else may cancel a job"
+                        clock.ended = update.timestamp_ns
+                        choice.reason = update.reason
+                    case _:
+                        assert_never(update)
+        if not answer.stopped:
+            for delta in answer.flush():
+                yield delta
+        yield choice.build_finish()
+
+    async def _stream_echo(
+        self, prepared: PreparedChoice, scores: PromptLogprobs
+    ) -> AsyncGenerator[TextDelta]:
+        """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
+        and each piece is written on the event loop. A piece has as much of the text as its tokens
+        spell, the last one all that is left."""
+        text = prepared.echo or ""
+        for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
+            read = partial(self._build_echo_logprobs, prepared, scores, start)
+            logprobs = await self._workers.run(read)
+            end = len(b"".join(entry.token_bytes for entry in logprobs).decode(errors="ignore"))
+            if start + _ECHO_CHUNK_TOKENS >= len(prepared.job.prompt_token_ids):
+                end = len(text)
+            yield TextDelta(choice=prepared.choice, text=text[:end], logprobs=logprobs)
+            text = text[end:]
+
+    def _build_echo_logprobs(
+        self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
+    ) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's tokens from `start` on. The first token of all has no log-probability:
+        nothing comes before it."""
+        ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
+        # the scores begin with those of the second token
+        behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
+        known = behind if start else ((None, ()), *behind)
+        return tuple(
+            build_token_logprob(
+                self._tokenizer,
+                Token(
+                    job_id=scores.job_id, id=id, timestamp_ns=0, logprob=logprob, top_logprobs=top
+                ),
+            )
+            for id, (logprob, top) in zip(ids, known, strict=True)
+        )
+
+    def _log_cache_miss(self, job: Job, started: Started) -> None:
+        """Why the prefix cache served no more, for whoever looks for it. The only place where text
+        of a prompt gets into the log, and only with --debug."""
+        if not self._settings.debug:
+            return
+        served = (
+            f"{job.id}: {started.cached_tokens} of {len(job.prompt_token_ids)} "
+            "prompt tokens were cached"
+        )
+        miss = started.miss
+        if miss is None:
+            log.debug("%s", served)
+            return
+        log.debug(
+            "%s (%s at %d): after %r the prompt continues with %r, and the cached prefix with %r",
+            served,
+            miss.reason,
+            miss.position,
+            self._decode_for_log(
+                job.prompt_token_ids[max(0, miss.position - _LOGGED_CONTEXT_TOKENS) : miss.position]
+            ),
+            self._decode_for_log(
+                job.prompt_token_ids[miss.position : miss.position + _LOGGED_CONTEXT_TOKENS]
+            ),
+            self._decode_for_log(miss.cached_ids[:_LOGGED_CONTEXT_TOKENS]),
+        )
+
+    def _decode_for_log(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._tokenizer.token_text, ids))
+
+
+class _ChoiceState:
+    """One choice while it is being made. stack: leaving it leaves the submission."""
+
+    def __init__(
+        self,
+        prepared: PreparedChoice,
+        submission: Submission,
+        stack: AsyncExitStack,
+        answer: ChoiceOutputProcessor,
+        arrived: int,
+    ) -> None:
+        self.prepared = prepared
+        self.submission = submission
+        self.stack = stack
+        self.answer = answer
+        self.clock = _ChoiceTimer(arrived)
+        self.reason: FinishReason = "stop"
+
+    def build_finish(self) -> Finish:
+        clock, answer, job = self.clock, self.answer, self.prepared.job
+        reason: FinishReason = "stop" if answer.stopped else self.reason
+        if self.prepared.discard_output:
+            reason = "length"
+        if reason == "stop" and answer.num_tool_calls:
+            reason = "tool_calls"
+        return Finish(
+            choice=self.prepared.choice,
+            prompt_index=self.prepared.prompt_index,
+            reason=reason,
+            usage=Usage(
+                prompt_tokens=len(job.prompt_token_ids),
+                completion_tokens=clock.num_tokens,
+                cached_tokens=clock.cached_tokens,
+                reasoning_tokens=answer.reasoning_tokens,
+            ),
+            timings=clock.build_timings(),
+            stop_string=answer.matched_stop,
+        )
+
+
+class _ChoiceTimer:
+    """When things happened, in monotonic nanoseconds, and how often."""
+
+    def __init__(self, arrived: int) -> None:
+        self.arrived = self.started = arrived
+        self.first_token_ns: int | None = None
+        self.ended = arrived
+        self.cached_tokens = 0
+        self.num_tokens = 0
+        self.inter_token_ns = array("q")  # a list of ints takes five times as much
+
+    def record_token(self, at: int) -> None:
+        self.num_tokens += 1
+        if self.first_token_ns is None:
+            self.first_token_ns = at
+        else:
+            self.inter_token_ns.append(at - self.ended)
+        self.ended = at
+
+    def exceeds(self, seconds: float | None) -> bool:
+        """Whether so much time has passed between the first token and the last."""
+        return (
+            seconds is not None
+            and self.first_token_ns is not None
+            and self.ended - self.first_token_ns >= seconds * 1e9
+        )
+
+    def build_timings(self) -> Timings:
+        first = self.ended if self.first_token_ns is None else self.first_token_ns
+        return Timings(
+            prefill_ns=first - self.started,
+            decode_ns=self.ended - first,
+            total_ns=self.ended - self.arrived,
+            inter_token_ns=tuple(self.inter_token_ns),
+        )
+
+
+def _job_error(job: Job, ended: Ended) -> AppError:
+    message = ended.error or "the engine failed"
+    if not ended.invalid_request:
+        return AppError(ErrorKind.ENGINE, message)
+    return AppError(ErrorKind.INVALID, message, param=job.grammar.param if job.grammar else None)
+
+
+def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
+    """Changes with whatever may change the answer to a seed: the model and its weights, our
+    version and that of what computes, and the settings that the engine reads."""
+    parts = (
+        version("mlxrunner"),
+        version("mlx"),
+        files.name,
+        str(files.weight_bytes),
+        files.weights_digest,
+        repr(sorted((name, str(value)) for name, value in files.config.items())),
+        repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
+    )
+    return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

@@ -1,0 +1,242 @@
+"""Traces for an OpenTelemetry collector: a span for each request that generates.
+
+Knows: OpenTelemetry's SDK and its conventions for generative AI (semantic-conventions-genai,
+docs/gen-ai/gen-ai-spans.md: in development, as of November 2026) and for errors. Must not know:
+HTTP, how answers are made. What was asked and what was answered is never told, and so no stop
+string, tool or key either.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError, ErrorKind
+from app.core.events import Event, Finish, ModelLoading, Timings
+from app.core.request_context import REQUEST_CONTEXT
+from app.core.requests import Conversation, GenerateRequest
+from app.core.settings import Settings
+
+# seconds that one delivery may take, and that the last ones get when the server stops
+_EXPORT_TIMEOUT = 5.0
+_SHUTDOWN_TIMEOUT = 3.0
+
+_MAX_NAME_LENGTH = 200
+
+# Errors that are the client's: as with HTTP's 4xx, the server's span has not failed.
+_CLIENT_ERRORS = frozenset(
+    {
+        ErrorKind.INVALID,
+        ErrorKind.CONTEXT_LENGTH,
+        ErrorKind.NOT_FOUND,
+        ErrorKind.MODEL_NOT_FOUND,
+        ErrorKind.METHOD_NOT_ALLOWED,
+        ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+        ErrorKind.TOO_LARGE,
+        ErrorKind.UNAUTHORIZED,
+        ErrorKind.FORBIDDEN,
+        ErrorKind.REQUEST_TIMEOUT,
+        ErrorKind.BUSY,
+    }
+)
+
+# fields of Sampling with a place in the conventions
+_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+
+
+class OtelTracing:
+    """Implements `Tracing`. Delivers in batches, on a thread of its own. A collector that is
+    slow, or gone, costs the spans that do not fit into the queue, and no request anything."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises AppError(INVALID) if `settings.otlp` is no address."""
+        address = _resolve_traces_endpoint(settings.otlp or "")
+        self._exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_TIMEOUT)
+        resource = Resource.create(
+            {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
+        )
+        # shut down by `stop`, not when the interpreter ends: nothing may hold that up
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("mlxrunner")
+        self._server: Mapping[str, AttributeValue] = {
+            "server.address": settings.host,
+            "server.port": settings.port,
+        }
+
+    def observe(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
+        """To be told of every request (`app.core.observers.ObserverFactory`)."""
+        attributes = {**self._server, **_request_attributes(request)}
+        visit = REQUEST_CONTEXT.get()
+        carried = {} if visit is None else {"traceparent": visit.traceparent}
+        if visit is not None:
+            attributes["mlxrunner.request.id"] = visit.id
+        if request.caller:
+            attributes["mlxrunner.caller"] = request.caller
+        span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
+            context=TraceContextTextMapPropagator().extract(carried, context=Context()),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+        )
+        return RequestSpan(self, span, request.model)
+
+    def add_child_span(self, parent: Span, name: str, start: int, end: int, choice: int) -> None:
+        """A stretch of a request, in Unix nanoseconds."""
+        span = self._tracer.start_span(
+            name,
+            context=set_span_in_context(parent, Context()),
+            attributes={"mlxrunner.choice": choice},
+            start_time=start,
+        )
+        span.end(end_time=end)
+
+    async def stop(self) -> None:
+        """Delivers what is there, for a few seconds at most."""
+        # a daemon: the interpreter does not wait for a collector that does not answer
+        last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        last.start()
+        await asyncio.to_thread(last.join, _SHUTDOWN_TIMEOUT)
+        if last.is_alive():
+            self._exporter.shutdown()  # no further attempts, and no further batches
+
+
+class RequestSpan:
+    """The span of one request (`app.core.observers.RequestObserver`)."""
+
+    def __init__(self, spans: OtelTracing, span: Span, model: str) -> None:
+        self._spans = spans
+        self._model = model
+        self._span = span
+        # Unix time, counted on by a clock that nobody sets
+        self._started_ns = time.time_ns()
+        self._started_monotonic_ns = time.monotonic_ns()
+        self._loaded_ns = self._started_ns
+        self._loading = self._has_output = False
+        self._error: str | None = None
+        self._reasons: list[str] = []
+        self._prompt_tokens: dict[int, tuple[int, int]] = {}
+        self._output_tokens = self._reasoning_tokens = 0
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, ModelLoading):
+            self._loading = True
+            return
+        if self._loading:
+            self._loading = False
+            self._loaded_ns = self._unix_time_ns()
+            self._spans.add_child_span(self._span, "load", self._started_ns, self._loaded_ns, 0)
+        if isinstance(event, Finish):
+            self._on_finish(event)
+
+    def on_embeddings(self, found: Embeddings) -> None:
+        self._span.set_attribute("gen_ai.usage.input_tokens", found.prompt_tokens)
+
+    def on_error(self, error: Exception) -> None:
+        if self._error is not None:
+            return
+        known = isinstance(error, AppError)
+        self._error = error.kind.value if known else type(error).__qualname__
+        # without the message, which may quote the request
+        if not known or error.kind not in _CLIENT_ERRORS:
+            self._span.set_status(Status(StatusCode.ERROR))
+
+    def on_end(self, *, complete: bool) -> None:
+        span = self._span
+        if self._error is None and not complete:
+            self._error = "cancelled"
+        if self._error is not None:
+            span.set_attribute("error.type", self._error)
+        if self._reasons:
+            lengths = self._prompt_tokens.values()
+            span.set_attributes(
+                {
+                    "gen_ai.response.model": self._model,
+                    "gen_ai.response.finish_reasons": self._reasons,
+                    "gen_ai.usage.input_tokens": sum(length for length, _ in lengths),
+                    "gen_ai.usage.cache_read.input_tokens": sum(cached for _, cached in lengths),
+                    "gen_ai.usage.output_tokens": self._output_tokens,
+                    "gen_ai.usage.reasoning.output_tokens": self._reasoning_tokens,
+                }
+            )
+        span.end(end_time=self._unix_time_ns())
+
+    def _unix_time_ns(self) -> int:
+        return self._started_ns + time.monotonic_ns() - self._started_monotonic_ns
+
+    def _on_finish(self, event: Finish) -> None:
+        usage = event.usage
+        self._reasons.append(event.reason)
+        # a prompt counts once, however many answers it gets
+        self._prompt_tokens.setdefault(
+            event.prompt_index, (usage.prompt_tokens, usage.cached_tokens)
+        )
+        self._output_tokens += usage.completion_tokens
+        self._reasoning_tokens += usage.reasoning_tokens
+        for name, start, end in split_phases(self._loaded_ns, event.timings):
+            self._spans.add_child_span(self._span, name, start, end, event.choice)
+
+
+def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
+    """What a choice spent its time with, behind each other. arrived: Unix nanoseconds.
+
+    |-- queue --|-- prefill --|-- decode --|
+    """
+    end = arrived + timings.total_ns
+    first = end - timings.decode_ns
+    started = first - timings.prefill_ns
+    return [
+        ("queue", min(arrived, started), started),
+        ("prefill", started, first),
+        ("decode", first, end),
+    ]
+
+
+def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]:
+    """Attributes that the request alone decides."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.provider.name": "mlxrunner",
+        "gen_ai.request.model": request.model[:_MAX_NAME_LENGTH],
+    }
+    if isinstance(request, EmbedRequest):
+        attributes["gen_ai.operation.name"] = "embeddings"
+        if request.dimensions is not None:
+            attributes["gen_ai.embeddings.dimension.count"] = request.dimensions
+        return attributes
+    chat = isinstance(request.prompt, Conversation)
+    attributes["gen_ai.operation.name"] = "chat" if chat else "text_completion"
+    if request.n != 1:
+        attributes["gen_ai.request.choice.count"] = request.n
+    if request.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = request.max_tokens
+    for name in _SAMPLING:
+        value = request.sampling.get(name)
+        if isinstance(value, int | float):
+            attributes[f"gen_ai.request.{name}"] = value
+    return attributes
+
+
+def _resolve_traces_endpoint(address: str) -> str:
+    """Where traces go at a collector's address, which may say the path itself (OpenTelemetry's
+    OTLP Exporter Configuration)."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise AppError(
+            ErrorKind.INVALID,
+            f"--otlp must be the URL of a collector, such as http://127.0.0.1:4318, not "
+            f"{address[:200]!r}",
+            param="otlp",
+        )
+    return address if parts.path.strip("/") else f"{address.rstrip('/')}/v1/traces"

@@ -1,0 +1,335 @@
+"""One `Generate` in front of many models: who is asked, is it in memory, then let it answer.
+
+Knows: the catalogue, the pool, that a model's text room takes a while to make. Must not know: HTTP,
+tensors, who is evicted for whom.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any, TypeVar
+
+from app.core.embeddings import Embeddings, EmbedRequest
+from app.core.errors import AppError, ErrorKind, redact_paths
+from app.core.events import Event
+from app.core.jobs import EngineStats, Ledger
+from app.core.model_files import ModelFiles
+from app.core.model_state import ModelPhase, ModelState, ServedModel
+from app.core.ports import ModelCard, RunnerState, RunnerStatus
+from app.core.requests import GenerateRequest
+from app.core.thread_pools import ThreadPools
+from app.runners.pool import ModelLease, ModelPool
+from app.serving.generation import Generation, compute_fingerprint
+from app.serving.registry import ModelRegistry, RegisteredModel
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# seconds between two words to a request that waits for its model, and after which one comes again
+# that waited in vain
+_PROGRESS_INTERVAL, _LOADING_RETRY_AFTER = 1.0, 10
+
+# How a server stands whose models stand so, the worst one first. One that is not loaded, because
+# it had to make room or nobody asked for it, will be when somebody asks.
+_STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
+    ("failed", frozenset({"failed", "refused"})),
+    ("stalled", frozenset({"stalled"})),
+    ("loading", frozenset({"loading", "queued"})),
+)
+
+
+class ModelRouter:
+    """Implements `Generate`. preload: names of models that are loaded at the start, by which the
+    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model.
+    check_tokenizer: raises AppError for files whose tokenizer must not be used in this process."""
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        pool: ModelPool,
+        preload: Sequence[str],
+        workers: ThreadPools,
+        *,
+        load_wait: float,
+        check_tokenizer: Callable[[ModelFiles], Awaitable[None]],
+    ) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._preload_names = preload
+        self._workers = workers
+        self._load_wait = load_wait
+        self._check_tokenizer = check_tokenizer
+        self._generations: dict[str, asyncio.Task[Generation]] = {}
+        self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
+        pool.on_unloaded = self._drop_generation
+
+    async def preload_models(self) -> None:
+        """Have loaded what is to be preloaded. One is waited for: raises AppError if it cannot be
+        loaded. Of several, each is loaded where there is room: none may drive another one out."""
+        for name in self._preload_names:
+            self._pool.preload(self._find_entry(name).served)
+        if len(self._preload_names) == 1:
+            await self.load(self._preload_names[0])
+
+    @asynccontextmanager
+    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+        entry = self._find_entry(request.model)
+        async with self._lease(entry) as lease:
+            if lease.is_waiting:
+                async with aclosing(self._stream_after_load(entry, lease, request)) as events:
+                    yield events
+                return
+            await lease.wait()  # which says so at once where it was refused
+            generation = await self._get_generation(entry)
+            async with generation.open(request) as events:
+                self._apply_keep_alive(entry, request)
+                yield events
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        entry = self._find_entry(request.model)
+        async with self._lease(entry) as lease:
+            try:
+                async with asyncio.timeout(self._load_wait):
+                    await lease.wait()
+            except TimeoutError:
+                message = (
+                    f"the model is still loading ({lease.loading_event().progress} %): try again"
+                )
+                raise AppError(
+                    ErrorKind.LOADING, message, retry_after=_LOADING_RETRY_AFTER
+                ) from None
+            generation = await self._get_generation(entry)
+            embeddings = await generation.embed(request)
+            self._apply_keep_alive(entry, request)
+            return embeddings
+
+    async def tokenize(
+        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        return await self._with_generation(
+            model,
+            lambda generation: generation.tokenize(text, add_special_tokens=add_special_tokens),
+        )
+
+    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+        return await self._with_generation(
+            request.model, lambda generation: generation.tokenize_chat(request)
+        )
+
+    async def get_token_bytes(
+        self, ids: Sequence[int], model: str | None = None
+    ) -> Sequence[bytes]:
+        return await self._with_generation(
+            model, lambda generation: generation.get_token_bytes(ids)
+        )
+
+    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+        return await self._with_generation(
+            model, lambda generation: generation.get_tokenizer_info()
+        )
+
+    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+        return await self._with_generation(model, lambda generation: generation.detokenize(ids))
+
+    async def discover(self, model: str) -> None:
+        await self._registry.discover(model)
+        entry = self._registry.find(model)
+        # the card is read before the model is loaded, and must be that of the files it is loaded of
+        if entry is not None and self._pool.model_state(entry.served).phase == "unloaded":
+            await self._registry.update(entry.served)
+
+    def list_models(self) -> Sequence[ModelCard]:
+        return [self._build_card(entry) for entry in self._registry.entries()]
+
+    def list_model_states(self) -> Sequence[ModelState]:
+        return [self._pool.model_state(entry.served) for entry in self._registry.entries()]
+
+    def status(self) -> RunnerStatus:
+        states = self.list_model_states()
+        kept = [state for state in states if state.name in self._preload_names]
+        phases: set[ModelPhase] = {
+            # with an error it broke, and its phase says so only when its runner has stopped
+            "failed" if state.phase == "unloading" and state.error is not None else state.phase
+            for state in kept
+        }
+        bad: list[RunnerState] = [state for state, meant in _STATES_BY_SEVERITY if phases & meant]
+        loading = [state.progress for state in kept if state.phase in ("loading", "queued")]
+        errors = [
+            state.error if state.name in state.error else f"{state.name}: {state.error}"
+            for state in kept
+            if state.error is not None
+        ]
+        first = self._pool.get_handle(next(self._registry.entries()).served).status()
+        return RunnerStatus(
+            state=bad[0] if bad else "ready",
+            progress=min(loading, default=100),
+            stats=sum_engine_stats([state.stats for state in states]),
+            error="; ".join(errors) or None,
+            capacity=first.capacity,
+            rejected=sum(state.rejected for state in states),
+            preparing=sum(state.preparing for state in states),
+            compiling=sum(state.compiling for state in states),
+        )
+
+    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+        entry = self._find_entry(model)
+        # also one that was refused lately: whoever asks has perhaps mended it
+        self._pool.get_handle(entry.served).reset_backoff()
+        async with self._lease(entry) as lease:
+            await asyncio.gather(lease.wait(), self._get_generation(entry))
+            if keep_alive is not None:
+                self._pool.set_keep_alive(entry.served, keep_alive, admin=True)
+        return self._pool.model_state(entry.served)
+
+    async def unload(self, model: str) -> ModelState:
+        entry = self._find_entry(model)
+        await self._pool.unload(entry.served)
+        return self._pool.model_state(entry.served)
+
+    def _find_entry(self, model: str) -> RegisteredModel:
+        entry = self._registry.find(model)
+        if entry is None:
+            raise AppError(
+                ErrorKind.MODEL_NOT_FOUND,
+                f"the model {model[:200]!r} does not exist: GET /v1/models lists the "
+                "available models",
+                param="model",
+            )
+        return entry
+
+    def _build_card(self, entry: RegisteredModel) -> ModelCard:
+        settings, files = entry.served.settings, entry.files
+        context = self._pool.context_length(entry.served)
+        return ModelCard(
+            id=entry.served.name,
+            created=files.created,
+            context_length=context or files.resolve_context_length(settings.context),
+            system_fingerprint=self._get_fingerprint(entry),
+        )
+
+    def _get_fingerprint(self, entry: RegisteredModel) -> str:
+        """Made once: it takes a millisecond, and each request asks for those of all models, on
+        whichever thread it is read."""
+        name = entry.served.name
+        current = self._pool.loaded_files(entry.served) or entry.files
+        files, known = self._fingerprints.get(name, (None, ""))
+        if files is not current:
+            known = compute_fingerprint(current, entry.served.settings)
+            self._fingerprints[name] = (current, known)
+        return known
+
+    @asynccontextmanager
+    async def _lease(self, entry: RegisteredModel) -> AsyncGenerator[ModelLease]:
+        try:
+            async with self._pool.lease(entry.served) as lease:
+                yield lease
+        finally:
+            self._drop_if_unloaded(entry)
+
+    def _apply_keep_alive(
+        self, entry: RegisteredModel, request: GenerateRequest | EmbedRequest
+    ) -> None:
+        """What a request may change of its model, once it is known not to be refused."""
+        if request.keep_alive is not None:
+            self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
+
+    async def _stream_after_load(
+        self, entry: RegisteredModel, lease: ModelLease, request: GenerateRequest
+    ) -> AsyncGenerator[Event]:
+        """`LoadProgress` now and then until the model is there, then its own events."""
+        # its tokenizer and templates are read while its weights are
+        loaded = asyncio.gather(lease.wait(), self._get_generation(entry))
+        try:
+            while not loaded.done():
+                yield lease.loading_event()
+                await asyncio.wait({loaded}, timeout=_PROGRESS_INTERVAL)
+            loaded.result()
+        finally:
+            loaded.cancel()
+            await asyncio.gather(loaded, return_exceptions=True)
+        # not the one of before: it may be that of a runner which was still on its way out
+        generation = await self._get_generation(entry)
+        async with generation.open(request) as events:
+            self._apply_keep_alive(entry, request)
+            async for event in events:
+                yield event
+
+    async def _with_generation(
+        self, model: str | None, use: Callable[[Generation], Awaitable[Result]]
+    ) -> Result:
+        """What needs no model in memory, only how it reads and writes."""
+        entry = next(self._registry.entries()) if model is None else self._find_entry(model)
+        try:
+            return await use(await self._get_generation(entry))
+        finally:
+            self._drop_if_unloaded(entry)
+
+    async def _get_generation(self, entry: RegisteredModel) -> Generation:
+        """The text room of a model: made once, for as long as the model stays in memory. Raises
+        AppError where tokenizer or templates are broken."""
+        name = entry.served.name
+        task = self._generations.get(name)
+        if task is None:
+            task = self._generations[name] = asyncio.create_task(
+                self._create_generation(entry.served)
+            )
+            task.add_done_callback(lambda made: self._drop_if_failed(name, made))
+        # others may wait for the same one
+        return await asyncio.shield(task)
+
+    def _drop_if_failed(self, name: str, task: asyncio.Task[Generation]) -> None:
+        """If it is there; what could not be made is tried again by whoever asks next."""
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._generations.get(name) is task:
+            del self._generations[name]
+
+    async def _create_generation(self, served: ServedModel) -> Generation:
+        engine = self._pool.get_handle(served)
+        try:
+            files = await self._registry.load_verified_files(served)
+            await self._check_tokenizer(files)
+            make = partial(Generation, files, engine, served.settings, self._workers)
+            return await asyncio.to_thread(make)
+        except AppError as error:
+            log.error("%s: %s", served.name, error.message)
+            entry = self._registry.find(served.name)
+            raise redact_paths(error, entry.files.path if entry else None, served.name) from error
+
+    def _drop_if_unloaded(self, entry: RegisteredModel) -> None:
+        """Of a model that nobody asks for any more, and that was not loaded after all, nobody will
+        say that it is unloaded."""
+        state = self._pool.model_state(entry.served)
+        if not state.leases and state.phase in ("unloaded", "refused"):
+            self._drop_generation(entry.served)
+
+    def _drop_generation(self, served: ServedModel) -> None:
+        """Its tokenizer takes memory too. Whoever uses it just now goes on with it."""
+        self._generations.pop(served.name, None)
+
+
+def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """The figures of several engines as one's."""
+    misses: dict[str, int] = {}
+    for one in stats:
+        for reason, count in one.prefix_miss_counts:
+            misses[reason] = misses.get(reason, 0) + count
+    plain = {
+        field.name: sum(getattr(one, field.name) for one in stats)
+        for field in fields(EngineStats)
+        if field.type == "int" or field.type is int
+    }
+    ledger = {
+        field.name: sum(getattr(one.ledger, field.name) for one in stats)
+        for field in fields(Ledger)
+    }
+    hits = [one.prefix_hit_counts for one in (EngineStats(), *stats)]
+    return EngineStats(
+        **plain,
+        ledger=Ledger(**ledger),
+        prefix_hit_counts=tuple(map(sum, zip(*hits, strict=True))),
+        prefix_miss_counts=tuple(misses.items()),  # pyright: ignore[reportArgumentType]  # the same reasons
+    )

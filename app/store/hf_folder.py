@@ -1,0 +1,156 @@
+"""A folder in the layout of the Hugging Face hub.
+
+Knows: file names and JSON. Must not know: tensors, tokenizers, templates' meaning.
+
+What a folder says is believed as far as it can be held against something. Code in it is never run,
+and pickles, which are code, are never opened.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.store import safetensors_header
+from app.store.config_files import is_regular_file, read_json_object, read_text
+from app.store.safetensors_header import SafetensorsHeader
+from app.store.vocabulary import count_token_ids
+
+log = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+
+# names of 100,000 tensors take 10 MB
+_MAX_INDEX_BYTES = 128 << 20
+
+# what weights may lie in that are not read here
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_GGUF = "*.gguf"
+
+_MAX_LISTED_TENSORS = 3
+
+
+def read(folder: Path, *, name: str) -> ModelFiles:
+    """Raises AppError(MODEL_FILES) for whatever is missing, unreadable or not what it says."""
+    config = read_json_object(folder / "config.json")
+    if config is None:
+        raise _missing_config_error(folder)
+    tokenizer = folder / "tokenizer.json"
+    if not is_regular_file(tokenizer):
+        raise _model_files_error(
+            f"{folder} has no tokenizer.json, the only supported tokenizer format: save the "
+            "tokenizer with transformers' AutoTokenizer, which writes one"
+        )
+    if "auto_map" in config:
+        log.info("%s: the model's own code (auto_map) is not run", name)
+    shards = _find_shards(folder)
+    return ModelFiles(
+        name=name,
+        path=folder,
+        config=config,
+        shards=tuple(header.path for header in shards),
+        tokenizer_path=tokenizer,
+        tokenizer_config=read_json_object(folder / "tokenizer_config.json") or {},
+        generation_config=read_json_object(folder / "generation_config.json") or {},
+        chat_template=read_text(folder / "chat_template.jinja"),
+        created=int(folder.stat().st_mtime),
+        tokenizer_vocab_size=count_token_ids(tokenizer),
+        weight_bytes=sum(header.nbytes for header in shards),
+        weights_digest=safetensors_header.combine_fingerprints(shards),
+    )
+
+
+def _missing_config_error(folder: Path) -> AppError:
+    if any(folder.glob(_GGUF)):
+        return _model_files_error(
+            f"{folder} contains a GGUF file, which is not supported: use the model's "
+            f"{_SUPPORTED_FORMATS}"
+        )
+    return _model_files_error(f"{folder} has no config.json: it is not a model folder")
+
+
+_SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
+
+
+def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
+    """Of the files that the index names, or else of every one that is named like weights."""
+    index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
+    if index is None:
+        found = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
+        _check_no_duplicates(found)
+        return found
+    places = _read_weight_map(folder / _INDEX, index)
+    found = tuple(safetensors_header.read(folder / name) for name in sorted(set(places.values())))
+    _check_no_duplicates(found)
+    _check_index_complete(folder / _INDEX, places, found)
+    return found
+
+
+def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
+    """`model*.safetensors` where there are any: other files beside them are adapters, or the same
+    weights again under other names (consolidated.safetensors)."""
+    every = sorted(folder.glob("*.safetensors"))
+    if every:
+        return [path for path in every if path.name.startswith("model")] or every
+    if any(folder.glob(_GGUF)):
+        why = "but a GGUF file, which is not supported"
+    elif any(path for pattern in _PICKLES for path in folder.glob(pattern)):
+        why = "but a pickle file, which can run code and is never opened"
+    else:
+        raise _model_files_error(f"{folder} has no .safetensors file")
+    raise _model_files_error(
+        f"{folder} has no .safetensors file, {why}: use the model's {_SUPPORTED_FORMATS}"
+    )
+
+
+def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
+    """Tensor -> the file that it is in, which lies beside the index."""
+    found: Any = index.get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise _model_files_error(f"{path} has no weight_map")
+    places = cast(dict[str, Any], found)
+    for name in set(map(_as_text, places.values())):
+        if name is None:
+            raise _model_files_error(f"{path}: the values of weight_map must be file names")
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise _model_files_error(
+                f"{path} lists {name[:200]!r}, which is not a safetensors file in the same folder"
+            )
+        if not is_regular_file(path.parent / name):
+            raise _model_files_error(f"{path.parent} has no {name}, which {_INDEX} lists")
+    return places
+
+
+def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:
+    seen: dict[str, Path] = {}
+    for header in shards:
+        for name in header.tensors.keys() & seen.keys():
+            raise _model_files_error(
+                f"tensor {name} is in both {header.path} and {seen[name].name}"
+            )
+        seen.update(dict.fromkeys(header.tensors, header.path))
+
+
+def _check_index_complete(
+    path: Path, places: Mapping[str, str], shards: Iterable[SafetensorsHeader]
+) -> None:
+    here = {(name, header.path.name) for header in shards for name in header.tensors}
+    broken = sorted(places.items() - here)
+    if broken:
+        told = ", ".join(f"{name} in {file}" for name, file in broken[:_MAX_LISTED_TENSORS])
+        more = (
+            f" and {len(broken) - _MAX_LISTED_TENSORS} more"
+            if len(broken) > _MAX_LISTED_TENSORS
+            else ""
+        )
+        raise _model_files_error(f"{path} lists tensors that are missing: {told}{more}")
+
+
+def _as_text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _model_files_error(message: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, message)

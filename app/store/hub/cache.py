@@ -1,0 +1,190 @@
+"""The Hugging Face cache: what was downloaded before, by us or by other tools.
+
+Knows: the cache's layout, as far as huggingface_hub does not tell it. Must not know: the network;
+nothing here asks anything of it. Where the cache is, HF_HUB_CACHE and HF_HOME say.
+"""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+
+from app.core.model_files import ModelFiles
+from app.store import hf_folder
+from app.store.hub import required_files
+from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
+
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+# digits of a commit that are shown
+_SHORT_COMMIT_LENGTH = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedRevision:
+    """One revision of one repository in the cache."""
+
+    name: HubName
+    folder: Path
+
+
+def find(name: HubName) -> ModelFiles | None:
+    """None where the cache has nothing of it. Raises NotHere for a download that was interrupted,
+    and AppError(MODEL_FILES) for files that cannot be read."""
+    storage = repo_folder(name.repo_id)
+    revision = _expand_commit(storage, name.revision)
+    config = try_to_load_from_cache(
+        name.repo_id, "config.json", cache_dir=cache_folder(), revision=revision
+    )
+    if not isinstance(config, str):
+        if _has_partial_download(name.repo_id, revision):
+            raise _incomplete_error(name)
+        return None
+    folder = Path(config).parent
+    missing = _find_missing_files(name.repo_id, folder)
+    if missing:
+        raise _incomplete_error(name, *missing)
+    return hf_folder.read(folder, name=str(name))
+
+
+def list_revisions() -> Iterator[CachedRevision]:
+    """Every revision that looks like a language model, whole or not, and every repository that may
+    not be looked into: `find` says why. Raises OSError where that is the whole cache.
+
+    Not huggingface_hub's scan_cache_dir, which leaves out what lacks a file, and gives up at the
+    first thing that may not be read."""
+    for storage in sorted(_list_folder(cache_folder())):
+        kind, _, repo = storage.name.partition("--")
+        name = parse_hub_name(repo.replace("--", "/"))
+        if kind != "models" or name is None:
+            continue
+        try:
+            yield from list(_list_repo_revisions(name.repo_id, storage))
+        except OSError:
+            yield CachedRevision(name=name, folder=storage)
+
+
+def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision]:
+    refs = _read_refs(storage / "refs")
+    for folder in sorted(_list_folder(storage / "snapshots")):
+        if not os.path.lexists(folder / "config.json"):
+            continue
+        if not _has_weights(repo_id, folder):
+            if _has_incomplete_blobs(storage):
+                yield CachedRevision(name=HubName(repo_id=repo_id), folder=folder)
+            continue
+        for ref in refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]]):
+            name = HubName(repo_id=repo_id, revision=None if ref == "main" else ref)
+            yield CachedRevision(name=name, folder=folder)
+
+
+def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
+    """Commit -> the branches and tags that are it."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.rglob("*")):
+        ref = path.relative_to(folder).as_posix()
+        if is_revision(ref) and path.is_file():
+            found[path.read_text(errors="replace").strip()].append(ref)
+    return found
+
+
+def _list_folder(folder: Path) -> list[Path]:
+    """Empty where there is no folder. Raises OSError for one that cannot be read, which
+    `KeyPath.glob` takes for empty: without permission always, and from Python 3.13 on whatever the
+    reason."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def cache_folder() -> Path:
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def repo_folder(repo_id: str) -> Path:
+    """Where the cache keeps everything of one repository."""
+    return cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="model")
+
+
+def _expand_commit(storage: Path, revision: str | None) -> str | None:
+    """A commit may be given by its first digits, as `list` shows it."""
+    if revision is None or not _COMMIT.fullmatch(revision):
+        return revision
+    names = [path.name for path in _list_folder(storage / "snapshots")]
+    found = [name for name in names if name.startswith(revision)]
+    return found[0] if len(found) == 1 else revision
+
+
+def _has_partial_download(repo_id: str, revision: str | None) -> bool:
+    """Whether there is a trace of this revision. The main one gets its name when it is whole: what
+    begins it are halves of files, and revisions that nobody named."""
+    storage = repo_folder(repo_id)
+    if revision is None:
+        snapshots = _list_folder(storage / "snapshots")
+        return _has_incomplete_blobs(storage) or any(
+            _find_missing_files(repo_id, folder) for folder in snapshots
+        )
+    return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
+
+
+def _has_incomplete_blobs(storage: Path) -> bool:
+    return any(path.suffix == ".incomplete" for path in _list_folder(storage / "blobs"))
+
+
+def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
+    """Files that the repository, its index or a link names and that are not there."""
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]
+    wanted = required_files.select_files(
+        [*(_read_cached_listing(repo_id, folder) or ()), *links]
+    ) + _read_indexed_shards(folder)
+    missing = sorted({name for name in wanted if not (folder / name).is_file()})
+    if not missing and not any(folder.glob("*.safetensors")):
+        return ["model.safetensors"]
+    return missing
+
+
+def _read_indexed_shards(folder: Path) -> list[str]:
+    """The shards that the index names. What is wrong with an index, app.store.hf_folder says."""
+    try:
+        index = orjson.loads((folder / required_files.INDEX).read_bytes())
+        names = {name for name in index["weight_map"].values() if isinstance(name, str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(name for name in names if Path(name).name == name)
+
+
+def _has_weights(repo_id: str, folder: Path) -> bool:
+    listing = _read_cached_listing(repo_id, folder)
+    names = [path.name for path in folder.iterdir()] if listing is None else listing
+    return (
+        any(map(required_files.is_weights_file, required_files.select_files(names)))
+        or required_files.INDEX in names
+    )
+
+
+def _read_cached_listing(repo_id: str, folder: Path) -> list[str] | None:
+    """What the repository held at that commit, where the cache knows it."""
+    try:
+        tree = get_cached_repo_tree(repo_id, revision=folder.name, cache_dir=cache_folder())
+    except CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in tree]
+
+
+def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    lacks = f" ({', '.join(missing[:2])}{more} missing)" if missing else ""
+    revision = "" if name.revision is None else f" --revision {name.revision}"
+    return ModelNotFoundError(
+        f"the download of {name} is incomplete{lacks}: "
+        f"run `mlxrunner pull {name.repo_id}{revision}` to complete it",
+        hub=name,
+    )

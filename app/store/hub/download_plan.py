@@ -1,0 +1,109 @@
+"""What the hub has of a model, before anything of it is downloaded.
+
+Knows: huggingface_hub's listing of a repository. Must not know: how files get here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# its stub leaves types open that we do not use
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from app.store.config_files import read_json_object
+from app.store.hub import required_files
+from app.store.hub.cache import cache_folder, repo_folder
+from app.store.hub.errors import model_error, translate_hub_errors, translate_response_errors
+from app.store.model_names import HubName
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """sha256: of what Git LFS keeps, which is every large file; None for what git keeps. git_sha1:
+    the SHA-1 by which git names it (of an LFS file: its pointer)."""
+
+    path: str
+    size: int
+    sha256: str | None
+    git_sha1: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadPlan:
+    """What a download would fetch. commit: what the revision is now. config: its config.json.
+    missing_bytes: bytes that are not here yet."""
+
+    name: HubName
+    commit: str
+    files: tuple[RemoteFile, ...]
+    config: Mapping[str, Any]
+    missing_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def plan_download(name: HubName) -> DownloadPlan:
+    """Ask the hub what there is, and fetch config.json. Raises AppError, one line each, for a
+    repository that is not there, not open to us or holds nothing to be loaded, and for a hub that
+    cannot be reached."""
+    with translate_hub_errors(name):
+        with translate_response_errors(name):
+            info = HfApi().model_info(
+                name.repo_id,
+                revision=name.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            )
+            listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+            required_files.check_loadable(str(name), listing)
+            files = tuple(
+                _parse_file(name, listing[path]) for path in required_files.select_files(listing)
+            )
+            commit = info.sha or ""
+        if not _COMMIT.fullmatch(commit):
+            raise model_error(name, f"has an invalid commit hash from the hub: {commit!r}")
+        path = hf_hub_download(
+            name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
+        )
+        storage = repo_folder(name.repo_id)
+        missing = sum(file.size - count_downloaded_bytes(storage, commit, file) for file in files)
+    return DownloadPlan(
+        name=name,
+        commit=commit,
+        files=files,
+        config=read_json_object(Path(path)) or {},
+        missing_bytes=missing,
+    )
+
+
+def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
+    """Bytes of it that need not be fetched."""
+    places = [storage / "snapshots" / commit / file.path]
+    if file.sha256 is not None:
+        places = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
+    sizes = [place.stat().st_size for place in places if place.is_file()]
+    return min(sizes[0], file.size) if sizes else 0
+
+
+def _parse_file(name: HubName, sibling: Any) -> RemoteFile:
+    """What the hub says becomes part of paths here, so it is held against its form."""
+    sha256 = None if sibling.lfs is None else sibling.lfs.sha256
+    size = sibling.size if sibling.lfs is None else sibling.lfs.size
+    if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):
+        raise model_error(
+            name, f"has no size or digest for {sibling.rfilename} in the listing of the hub"
+        )
+    return RemoteFile(
+        path=sibling.rfilename, size=size, sha256=sha256, git_sha1=sibling.blob_id or ""
+    )

@@ -1,0 +1,84 @@
+"""Which files of a repository a model needs.
+
+Knows: file names as they are usual on the hub. Must not know: where the files are.
+"""
+
+import re
+from collections.abc import Iterable
+
+from app.core.errors import AppError, ErrorKind
+
+INDEX = "model.safetensors.index.json"
+
+_CONFIG_FILES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        INDEX,
+    }
+)
+# how sentence-transformers makes vectors of what the model says (app/serving/embeddings.py)
+_EMBEDDING_FILES = frozenset({"modules.json", "1_Pooling/config.json"})
+# The same weights in another cut (Mistral's own), and weights that are no model.
+_OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
+_SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def select_files(paths: Iterable[str]) -> list[str]:
+    """Of a repository's files, those that a model is loaded from; weights last. Hardly any but such
+    as lie at its top: folders hold other formats of the same model."""
+    paths = sorted(paths)
+    here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
+    return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
+        here
+    )
+
+
+def is_weights_file(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def check_loadable(repo: str, paths: Iterable[str]) -> None:
+    """Raises AppError(MODEL_FILES) for a repository that holds nothing to be loaded, and says
+    what it does hold."""
+    paths = list(paths)
+    found = set(select_files(paths))
+    if not any(map(is_weights_file, found)):
+        raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
+    for name in ("config.json", "tokenizer.json"):
+        if name not in found:
+            raise AppError(
+                ErrorKind.MODEL_FILES,
+                f"{repo} has no {name}, which is required: look for a copy that "
+                "has one, such as those of mlx-community",
+            )
+
+
+def _select_weights(here: list[str]) -> list[str]:
+    """`model*.safetensors` where there are such; else all that is not known to be something
+    else."""
+    weights = [path for path in here if is_weights_file(path)]
+    usual = [path for path in weights if path.startswith("model")]
+    return usual or [path for path in weights if not _OTHER_WEIGHTS.match(path)]
+
+
+def _describe_contents(paths: list[str]) -> str:
+    if any(path.endswith(".gguf") for path in paths):
+        return (
+            "contains GGUF files, which are not supported: look for the same model in safetensors, "
+            "such as those of mlx-community"
+        )
+    if any(path.endswith(_PICKLED) for path in paths):
+        return (
+            "contains pickled weights, which are never opened because they can run code: "
+            "look for the same model in safetensors"
+        )
+    return "has no .safetensors file in its top folder: it is not a language model"

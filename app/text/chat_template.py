@@ -1,0 +1,231 @@
+"""Conversations → prompts, through the model's own chat template.
+
+Knows: which template a model brings, and how messages look to it. Must not know: token ids, HTTP,
+or what Jinja is (`app/text/jinja_sandbox.py` does).
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any, cast
+
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import Json, ModelFiles
+from app.core.requests import Message, ToolCall
+from app.core.thread_pools import CancelToken
+from app.text.jinja_sandbox import Clock, SandboxedTemplate
+from app.text.tokenizer import Tokenizer, find_model_stop_conditions, parse_special_token
+
+# For models that bring no template, which are models that have learnt no roles: what was said,
+# one after the other, so that a conversation of one message is continued like a plain prompt. Any
+# markers we could make up (ChatML, say) are to such a model just more text to imitate.
+FALLBACK_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
+
+
+class ChatTemplate:
+    """One model's template, or `FALLBACK_TEMPLATE`; immutable.
+
+    includes_special_tokens: its text brings the special tokens that begin a prompt, so encode it
+    without adding any. False for `FALLBACK_TEMPLATE`, whose text is encoded like any other.
+    """
+
+    def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
+        """now: the clock of templates that tell the model what day it is.
+
+        A separate chat_template.jinja wins over the one in tokenizer_config.json. Raises
+        AppError(MODEL_FILES) when a template is broken.
+        """
+        sources = _read_sources(files)
+        file = "tokenizer_config.json" if files.chat_template is None else "chat_template.jinja"
+        place = f"{file} of {files.path}"
+        self.includes_special_tokens = bool(sources)
+        self._templates = {
+            name: SandboxedTemplate(source, location=place)
+            for name, source in (sources or {"default": FALLBACK_TEMPLATE}).items()
+        }
+        self._special_tokens = _read_special_tokens(files.tokenizer_config)
+        self._now = now
+
+    def get_source(self, *, tools: bool) -> str:
+        """What renders conversations with tools, or without."""
+        return self._select(tools=tools).source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Json] | None = None,
+        documents: Sequence[Json] | None = None,
+        string_arguments: bool = False,
+        cancel_token: CancelToken | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt. string_arguments: calls get their arguments as text. template_kwargs:
+        whatever else the template asks for, such as enable_thinking.
+
+        Raises AppError(INVALID) when the template refuses the conversation or fails on it.
+        Cancelled when `cancel_token` is.
+        """
+        template = self._select(tools=tools is not None)
+        context = {
+            **self._special_tokens,
+            **template_kwargs,
+            "messages": [
+                _to_template_message(
+                    message, f"messages.{place}", template.source, string_arguments=string_arguments
+                )
+                for place, message in enumerate(messages)
+            ],
+            "tools": tools,
+            "documents": documents,
+            **(self._functions_variables(tools) if "functions" in template.variables else {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template.render(context, now=self._now, cancel_token=cancel_token)
+
+    def _functions_variables(self, tools: Sequence[Json] | None) -> dict[str, Any]:
+        """Firefunction's template wants the tools written out, and what time it is."""
+        if tools is None:
+            return {}
+        functions = [tool.get("function", tool) for tool in tools]
+        return {
+            "functions": json.dumps(functions, indent=4, ensure_ascii=False),
+            "datetime": self._now().strftime("%Y-%m-%d %H:%M:%S"),
+        }
+
+    def get_variables(self, *, tools: bool) -> frozenset[str]:
+        """What that template looks for in its context."""
+        return self._select(tools=tools).variables
+
+    def _select(self, *, tools: bool) -> SandboxedTemplate:
+        default = self._templates["default"]
+        return self._templates.get("tool_use", default) if tools else default
+
+
+def build_tokenizer_info(
+    files: ModelFiles, tokenizer: Tokenizer, *, context: int
+) -> dict[str, Any]:
+    """What clients that render and count by themselves look for: the keys of tokenizer_config.json
+    that speak of special tokens, None for those that the model does not have, its class and the
+    chat template. context: positions of one sequence."""
+    ends = sorted(find_model_stop_conditions(files, tokenizer).ids)
+    beginning = (
+        None if tokenizer.bos_token_id is None else tokenizer.id_to_token(tokenizer.bos_token_id)
+    )
+    config = files.tokenizer_config
+    return {
+        "tokenizer_class": str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
+        "model_max_length": context,
+        "add_bos_token": config.get("add_bos_token") is True,
+        "bos_token": beginning,
+        # where tokenizer_config.json names none, config.json may
+        "eos_token": tokenizer.id_to_token(ends[0]) if ends else None,
+        **dict.fromkeys(("unk_token", "pad_token")),
+        **_read_special_tokens(config),
+        "chat_template": _read_sources(files).get("default"),
+    }
+
+
+def _read_sources(files: ModelFiles) -> dict[str, str]:
+    """Name → template. Empty when the model brings none, else with a "default"."""
+    if files.chat_template is not None:
+        return {"default": files.chat_template}
+    given: Any = files.tokenizer_config.get("chat_template")
+    if given is None:
+        return {}
+    alone = [{"name": "default", "template": given}]
+    sources: dict[str, str] = {}
+    for entry in cast("list[Any]", given if isinstance(given, list) else alone):
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                sources[name] = source
+            case _:
+                break
+    if "default" not in sources:
+        message = (
+            f"chat_template in tokenizer_config.json of {files.path} must be a template or a list "
+            'of {"name": …, "template": …} that includes a "default"'
+        )
+        raise AppError(ErrorKind.MODEL_FILES, message)
+    return sources
+
+
+def _read_special_tokens(config: Json) -> dict[str, Any]:
+    """What templates call bos_token, eos_token and so on, as far as the model has them."""
+    tokens: dict[str, Any] = {}
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        text = parse_special_token(config.get(f"{name}_token"))
+        if text is not None:
+            tokens[f"{name}_token"] = text
+    more: Any = config.get("additional_special_tokens")
+    if isinstance(more, list):
+        tokens["additional_special_tokens"] = [
+            parse_special_token(token) for token in cast("list[Any]", more)
+        ]
+    return tokens
+
+
+def _to_template_message(
+    message: Message, field: str, template: str, *, string_arguments: bool
+) -> dict[str, Any]:
+    """A message as the template expects it. "developer" is OpenAI's newer word for "system"."""
+    renamed = message.role == "developer" and "developer" not in template
+    said: dict[str, Any] = {
+        "role": "system" if renamed else message.role,
+        "content": message.content or "",
+    }
+    if message.name is not None:
+        said["name"] = message.name
+    if message.tool_call_id is not None:
+        said["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        said |= dict.fromkeys(_reasoning_keys(message, template), message.reasoning)
+    if message.tool_calls:
+        said["tool_calls"] = [
+            _to_template_call(
+                call,
+                f"{field}.tool_calls.{place}.function.arguments",
+                string_arguments=string_arguments,
+            )
+            for place, call in enumerate(message.tool_calls)
+        ]
+    return said
+
+
+def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
+    """What the template calls an earlier turn's reasoning. gpt-oss's calls it thinking, and refuses
+    a turn that has calls, content and thinking: there it is the content that counts."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        crowded = name == "thinking" and message.tool_calls and message.content
+        if re.search(rf"""(\.|\[['"]|['"]){name}\b""", template) and not crowded:
+            yield name
+
+
+def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
+    """The object that the arguments of a call in the history are. An empty text, which some clients
+    send for a tool without parameters, is the empty object. Raises AppError(INVALID) for any other
+    text, with `field` as the place."""
+    try:
+        arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        message = f"{field} is not valid JSON ({error}): send a JSON object as a string"
+        raise AppError(ErrorKind.INVALID, message, param=field) from error
+    if not isinstance(arguments, dict):
+        message = f"{field} must be a JSON object with the arguments by name"
+        raise AppError(ErrorKind.INVALID, message, param=field)
+    return cast("dict[str, Any]", arguments)
+
+
+def _to_template_call(call: ToolCall, field: str, *, string_arguments: bool) -> dict[str, Any]:
+    """Most templates write arguments in their models' own syntax, so they want the object."""
+    arguments = parse_arguments(call, field)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {
+            "name": call.name,
+            "arguments": (call.arguments.strip() or "{}") if string_arguments else arguments,
+        },
+    }

@@ -1,0 +1,275 @@
+"""Sampled tokens → the pieces of an answer that a client is shown.
+
+Knows: detokenising, stop strings, the splitter of a chat family, and which tokens lie in what was
+shown. Must not know: where tokens come from, how pieces are sent. A stage like those of
+`stream.py`: `feed` and `flush`.
+
+    id → Detokenizer → the model's stops → Splitter ┬ text → the request's stops → TextDelta
+                                                    ├ reasoning → ReasoningDelta
+                                                    └ calls → CallDelta
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from app.core.events import ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta, TopLogprob
+from app.core.jobs import Token
+from app.text.detokenizer import Detokenizer, StopFinder, StopResult, VisibleTokens
+from app.text.syntax.output_parser import (
+    Content,
+    OutputParser,
+    OutputPart,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from app.text.tokenizer import Tokenizer
+
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """How one answer is read. model_stops: what ends the model's turns wherever it stands.
+    stop_strings: the request's stop strings, which end the text that the client sees; not in the
+    first `min_tokens` tokens. visible_special_ids: special tokens that are text. return_token_ids:
+    whether the client wants the tokens' ids. parallel_tool_calls: whether more than one call may be
+    read. make_call_id: see `ChatFamily.make_call_id`."""
+
+    model_stops: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    visible_special_ids: frozenset[int] = frozenset()
+    return_token_ids: bool = False
+    parallel_tool_calls: bool = True
+    make_call_id: Callable[[int], str | None] = lambda _: None
+
+
+class ChoiceOutputProcessor:
+    """The text of one choice. stopped: it is over, and nothing more is to be fed. matched_stop: by
+    which of the request's stop strings."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        choice: int,
+        prompt_ids: tuple[int, ...],
+        options: OutputOptions,
+        parser: OutputParser | None = None,
+    ) -> None:
+        """parser: of the model's family; None where all is text."""
+        self._tokenizer = tokenizer
+        self._choice = choice
+        self._options = options
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, visible_special_ids=options.visible_special_ids
+        )
+        self._model_stop_finder = StopFinder(options.model_stops)
+        self._parser = parser
+        self._stop_filter = _StopFilter(options.stop_strings)
+        self._token_ends = VisibleTokens()
+        self._pending_tokens: list[Token] = []  # whose logprobs or ids have not been told
+        self._num_attached = 0  # tokens whose have
+        self._parser_position = 0  # characters given to the splitter
+        self._last_settled = 0  # before which nothing was held back when the last were
+        self._cut_at: int | None = None  # where the answer was cut off, when it was
+        self._num_tokens = 0
+        self.num_tool_calls = 0
+        self._call_ids: set[str] = set()
+        self.reasoning_tokens = 0
+        self.stopped = False
+        self.matched_stop: str | None = None
+
+    @property
+    def visible_tokens(self) -> int:
+        """Tokens that lie wholly in what was given out."""
+        return self._token_ends.count_within(
+            self._settled if self._cut_at is None else self._cut_at
+        )
+
+    def feed(self, token: Token) -> list[Delta]:
+        """What may be shown now that this token is known."""
+        self._num_tokens += 1
+        text = self._detokenizer.feed(token.id)
+        self._token_ends.feed(text, has_partial_character=self._detokenizer.has_partial_character)
+        if self._options.return_token_ids or token.logprob is not None:
+            self._pending_tokens.append(token)
+        deltas = self._feed_parser(self._model_stop_finder.feed(text))
+        return self._attach_tokens(deltas, self.visible_tokens)
+
+    def flush(self) -> list[Delta]:
+        """The rest, now that no token will follow."""
+        deltas = self._feed_parser(self._model_stop_finder.feed(self._detokenizer.flush()))
+        if not self.stopped:
+            deltas += self._feed_parser(self._model_stop_finder.flush())
+        if not self.stopped and self._parser is not None:
+            deltas += self._to_deltas(self._parser.flush())
+        if not self.stopped:
+            deltas += self._flush_text()
+        return self._attach_tokens(
+            deltas, self.visible_tokens if self.stopped else self._num_tokens
+        )
+
+    @property
+    def _settled(self) -> int:
+        """Position before which nothing is held back, in all that the model wrote."""
+        settled = self._parser_position if self._parser is None else self._parser.settled
+        return min(settled, self._stop_filter.settled_before(settled))
+
+    def _feed_parser(self, found: StopResult) -> list[Delta]:
+        self._last_settled = self._settled
+        at, self._parser_position = self._parser_position, self._parser_position + len(found.text)
+        if self._parser is None:
+            pieces: list[OutputPart] = [Content(text=found.text, at=at)] if found.text else []
+        else:
+            pieces = self._parser.feed(found.text)
+        deltas = self._to_deltas(pieces)
+        if found.matched_stop is not None and not self.stopped:
+            if self._parser is not None:
+                deltas += self._to_deltas(self._parser.flush())
+            deltas += [] if self.stopped else self._flush_text()
+            self._stop_at(self._model_stop_finder.released)
+        return deltas
+
+    def _to_deltas(self, pieces: list[OutputPart]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for piece in pieces:
+            if self.stopped:
+                break
+            deltas += self._to_delta(piece)
+        return deltas
+
+    def _to_delta(self, piece: OutputPart) -> list[Delta]:
+        match piece:
+            case Content(text=text, at=at):
+                if self._num_tokens <= self._options.min_tokens:
+                    return self._emit_text(self._stop_filter.pass_through(text, at))
+                return self._emit_text(self._stop_filter.feed(text, at))
+            case Reasoning(text=text):
+                before = self._flush_text()
+                if self.stopped:
+                    return before
+                self.reasoning_tokens = self._num_tokens
+                return [*before, ReasoningDelta(choice=self._choice, text=text)]
+            case ToolCallStart():
+                before = self._flush_text()
+                if self.stopped:
+                    return before
+                if self.num_tool_calls and not self._options.parallel_tool_calls:
+                    # it began behind all that had been given out before this text was read
+                    self._stop_at(self._last_settled)
+                    return before
+                return [*before, self._start_tool_call(piece)]
+            case ToolCallArguments(text=text):
+                return [
+                    ToolCallDelta(
+                        choice=self._choice, call_index=self.num_tool_calls - 1, arguments=text
+                    )
+                ]
+
+    def _start_tool_call(self, piece: ToolCallStart) -> ToolCallDelta:
+        call, self.num_tool_calls = self.num_tool_calls, self.num_tool_calls + 1
+        id = piece.id or self._options.make_call_id(call)
+        if id is None or id in self._call_ids:  # a model that has lost its way repeats itself
+            id = f"call_{os.urandom(12).hex()}"
+        self._call_ids.add(id)
+        return ToolCallDelta(choice=self._choice, call_index=call, id=id, name=piece.name)
+
+    def _flush_text(self) -> list[Delta]:
+        """Something else begins, or nothing: no stop string reaches beyond here."""
+        return self._emit_text(self._stop_filter.flush())
+
+    def _emit_text(self, found: StopResult) -> list[Delta]:
+        if found.matched_stop is not None:
+            self.matched_stop = found.matched_stop
+            self._stop_at(self._stop_filter.cut_at)
+        return [TextDelta(choice=self._choice, text=found.text)] if found.text else []
+
+    def _stop_at(self, at: int) -> None:
+        self.stopped = True
+        self._cut_at = at
+
+    def _attach_tokens(self, deltas: list[Delta], limit: int) -> list[Delta]:
+        """What is to be told of the tokens that are in sight now goes with the first text."""
+        told = self._pending_tokens[: max(0, limit - self._num_attached)]
+        if not told:
+            return deltas
+        self._pending_tokens = self._pending_tokens[len(told) :]
+        self._num_attached += len(told)
+        logprobs = tuple(
+            build_token_logprob(self._tokenizer, token)
+            for token in told
+            if token.logprob is not None
+        )
+        ids = tuple(token.id for token in told) if self._options.return_token_ids else ()
+        if deltas and isinstance(deltas[0], TextDelta):
+            return [replace(deltas[0], logprobs=logprobs, token_ids=ids), *deltas[1:]]
+        return [TextDelta(choice=self._choice, text="", logprobs=logprobs, token_ids=ids), *deltas]
+
+
+class _StopFilter:
+    """Text that the client sees → the same before the first of its stop strings, and where in all
+    that the model wrote it ends. A stop string does not reach over a call or over reasoning."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stop_strings = stops
+        self._finder = StopFinder(stops)
+        self._num_fed = 0  # characters given to the finder
+        self._offsets: list[tuple[int, int]] = []  # of its pieces: position there, and in all
+        self.cut_at = 0
+
+    def settled_before(self, upto: int) -> int:
+        """upto, unless text before it is held back."""
+        return (
+            upto
+            if self._finder.released == self._num_fed
+            else self._output_position(self._finder.released)
+        )
+
+    def pass_through(self, text: str, at: int) -> StopResult:
+        """Text in which no stop is looked for."""
+        return StopResult(text=self.flush().text + text)
+
+    def feed(self, text: str, at: int) -> StopResult:
+        if self._finder.released == self._num_fed:
+            self._offsets.clear()  # nothing before this piece is held back
+        self._offsets.append((self._num_fed, at))
+        self._num_fed += len(text)
+        return self._record_stop(self._finder.feed(text))
+
+    def flush(self) -> StopResult:
+        """No more text will come in this place."""
+        found = self._record_stop(self._finder.flush())
+        self._finder = StopFinder(self._stop_strings)
+        self._offsets.clear()
+        self._num_fed = 0
+        return found
+
+    def _record_stop(self, found: StopResult) -> StopResult:
+        if found.matched_stop is not None:
+            self.cut_at = self._output_position(self._finder.released)
+        return found
+
+    def _output_position(self, position: int) -> int:
+        """Where a character of this text stands in all that the model wrote."""
+        number = bisect_right(self._offsets, position, key=lambda place: place[0]) - 1
+        start, at = self._offsets[max(0, number)]
+        return at + position - start
+
+
+def build_token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
+    """A token with its alternatives, in text."""
+    return TokenLogprob(
+        text=tokenizer.token_text(token.id),
+        token_bytes=tokenizer.token_bytes(token.id),
+        logprob=token.logprob,
+        top_logprobs=tuple(
+            TopLogprob(
+                text=tokenizer.token_text(id), token_bytes=tokenizer.token_bytes(id), logprob=value
+            )
+            for id, value in token.top_logprobs
+        ),
+    )

@@ -1,0 +1,208 @@
+"""A tool call written as one JSON object, `{"name": …, "arguments": {…}}`, as it is being written.
+
+Knows: the names that models give to its two parts, and that these come in either order. Must not
+know: what stands around the object, which is a family's affair.
+
+Tool calls written as one JSON array, `[{…}, {…}]`, as it is being written.
+
+A call's arguments as JSON text between markers, where the name stands outside of it.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.core.requests import Tool
+from app.text.family import MakeJsonSchema, MakeLiteral
+from app.text.syntax.json_reader import decode_json_string, parse_json_string, parse_json_value
+from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
+
+CallOutcome = Literal["none", "whole", "broken"]
+
+ParseCall = Callable[[Reader, OutputBuilder], Resumable[CallOutcome]]
+"""Reads a call, or several; as `parse_call_object`."""
+
+
+def parse_call_object(
+    reader: Reader,
+    output: OutputBuilder,
+    *,
+    name_keys: Collection[str] = ("name",),
+    argument_keys: Collection[str] = ("arguments", "parameters"),
+    id_keys: Collection[str] = ("id",),
+    names: Collection[str] | None = None,
+) -> Resumable[CallOutcome]:
+    """Read one such object, white space before it skipped. names: those of the tools, where an
+    object of another name or with other keys is no call; None to take any. Nothing is put into
+    `output` before the name is known; the caller holds the reader, and rewinds it after "none"."""
+    call = _Call(reader, output, names)
+    yield from reader.skip_space()
+    if (yield from reader.accept("{")) is None:
+        return "none"
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.accept("}")) is not None:
+            return _finish_call(call)
+        key = yield from parse_json_string(reader)
+        yield from reader.skip_space()
+        if key is None or (yield from reader.accept(":")) is None:
+            return _fail_call(call)
+        known = (*name_keys, *argument_keys, *id_keys, "type")
+        if names is not None and key not in known and not call.is_started:
+            return "none"  # an answer in JSON must not be held back to its end
+        if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
+            return _fail_call(call)
+        yield from reader.skip_space()
+        if (yield from reader.accept(",")) is None and (yield from reader.peek()) != "}":
+            return _fail_call(call)
+
+
+def parse_call_list(
+    reader: Reader, output: OutputBuilder, parse: ParseCall = parse_call_object
+) -> Resumable[CallOutcome]:
+    """Read such an array, white space before it skipped; else as `parse_call_object`. What follows
+    a whole call and is neither another one nor the end of the array is not taken."""
+    yield from reader.skip_space()
+    if (yield from reader.accept("[")) is None:
+        return "none"
+    outcome = yield from parse(reader, output)
+    while outcome == "whole":
+        behind = reader.hold()
+        yield from reader.skip_space()
+        if (yield from reader.accept("]")) is not None:
+            reader.release()
+            return "whole"
+        more = (yield from reader.accept(",")) is not None
+        outcome = (yield from parse(reader, output)) if more else "none"
+        if outcome == "none":
+            reader.rewind(behind)
+            return "whole"
+    return outcome
+
+
+def parse_json_arguments(
+    reader: Reader, output: OutputBuilder, *ends: str
+) -> Resumable[str | None]:
+    """Hand on the arguments of the call that was just begun, up to one of these markers, which is
+    not taken. Which it is; None where the text ends without one.
+
+    A marker within a JSON string is no end. What is no JSON, or stands behind it, is handed on as
+    it is, so that nothing of it is lost. Nothing at all is the empty object.
+    """
+
+    def take(text: str, at: int) -> None:
+        output.add_arguments(text)
+
+    yield from reader.skip_space()
+    met = yield from reader.peek_any(*ends)
+    if met is not None:
+        output.add_arguments("{}")
+        return met
+    if (yield from parse_json_value(reader, take)) == "whole":
+        yield from reader.skip_space()
+    return (yield from reader.read_before(*ends, on_text=take))
+
+
+"""No call was begun: rewind. A call was read. A call was begun, and what follows is not JSON: it
+belongs to its arguments, so that nothing of it is lost."""
+
+
+@dataclass(slots=True)
+class _Call:
+    reader: Reader
+    output: OutputBuilder
+    tool_names: Collection[str] | None
+    name: str | None = None
+    id: str | None = None
+    early_arguments: list[str] = field(
+        default_factory=list[str]
+    )  # arguments that came before the name
+    is_started: bool = False
+    has_arguments: bool = False
+    arguments_end: int | None = None  # the arguments of a call that was begun
+
+    def start(self) -> bool:
+        if self.name is None or (self.tool_names is not None and self.name not in self.tool_names):
+            return False
+        self.output.start_tool_call(self.name, self.id)
+        self.reader.release()  # there is no way back now
+        self.is_started = True
+        self.output.add_arguments("".join(self.early_arguments))
+        return True
+
+
+def build_call_expression(
+    tool: Tool,
+    literal: MakeLiteral,
+    json_schema: MakeJsonSchema,
+    *,
+    before: str = "",
+    after: str = "",
+    arguments_key: str = "arguments",
+) -> str:
+    """The Lark expression of such an object; see `ChatFamily.build_tool_call_grammar`. before,
+    after: what else is to stand there. arguments_key: their key."""
+    name = json.dumps(tool.name, ensure_ascii=False)
+    begin = f'{before}{{"name": {name}, "{arguments_key}": '
+    return f"{literal(begin)} {json_schema(tool)} {literal('}' + after)}"
+
+
+def _parse_value(
+    reader: Reader,
+    call: _Call,
+    key: str,
+    name_keys: Collection[str],
+    argument_keys: Collection[str],
+    id_keys: Collection[str],
+) -> Resumable[bool]:
+    """The value of one key. Whether it could be read."""
+    if key in argument_keys:
+        return not call.has_arguments and (yield from _parse_arguments(reader, call))
+    if key in name_keys:
+        call.name = yield from parse_json_string(reader)
+        return call.name is not None
+    yield from reader.skip_space()
+    if key in id_keys and (yield from reader.peek()) == '"':
+        call.id = yield from parse_json_string(reader)
+        return call.id is not None
+    return (yield from parse_json_value(reader, lambda text, at: None)) == "whole"
+
+
+def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
+    """They are handed on as they come where the name stands before them. Some models write them as
+    a string that holds the object."""
+    call.has_arguments = True
+    if call.name is not None and not call.start():
+        return False
+    take = call.output.add_arguments if call.is_started else call.early_arguments.append
+    yield from reader.skip_space()
+    if (yield from reader.peek()) != '"':
+        whole = (yield from parse_json_value(reader, lambda text, at: take(text))) == "whole"
+    else:
+        written: list[str] = []
+        end = yield from parse_json_value(reader, lambda text, at: written.append(text))
+        text = decode_json_string("".join(written)) if end == "whole" else None
+        take("".join(written) if text is None else text or "{}")
+        whole = text is not None
+    if whole and call.is_started:
+        call.arguments_end = reader.hold()
+    return whole
+
+
+def _finish_call(call: _Call) -> CallOutcome:
+    if call.is_started:
+        call.reader.release()
+        return "whole"
+    if not call.start():
+        return "none"
+    if not call.has_arguments:
+        call.output.add_arguments("{}")
+    return "whole"
+
+
+def _fail_call(call: _Call) -> CallOutcome:
+    if call.arguments_end is not None:
+        call.reader.rewind(call.arguments_end)
+    return "broken" if call.is_started else "none"

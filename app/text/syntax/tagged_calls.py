@@ -1,0 +1,289 @@
+"""Tool calls between tags, with values that stand there as they are: no quotes, no escapes.
+
+    <tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>
+
+    before   begin       name end      key_begin  key  key_end
+                                                  value_begin value value_end   …   end   after
+
+What is a string and what a number only the tool's schema knows (`parameter_types.py`). And since
+nothing is escaped, a value may hold any tag, its own closing one too: that ends a value only where
+something stands behind it that can.
+
+Knows: what such syntaxes have in common. Must not know: how one of them spells its tags.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from app.core.requests import Tool
+from app.text.syntax.json_calls import parse_call_object, parse_json_arguments
+from app.text.syntax.literal_reader import convert_literal_before, escape_json
+from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.parameter_types import (
+    JsonTypes,
+    get_parameter_types,
+    may_be_non_string,
+    to_json,
+)
+from app.text.syntax.reader import Reader, Resumable
+
+NarrowTypes = Callable[[JsonTypes | None], JsonTypes | None]
+"""What the schema says of a value → what it is together with what a tag says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTags:
+    """How a family spells it.
+
+    before, after: around a call; grouped: around all calls of an answer. begin: "" where the name
+    follows `before`. end: None where `after` ends the call. key_ends: with what each says of the
+    value's type. value_begin: "" where the value follows the key's end. values_on_own_lines: a
+    value stands on lines of its own. gap, gap_optional: what stands between tags, and whether it
+    may be missing.
+    """
+
+    before: str
+    after: str
+    begin: str
+    name_end: str
+    end: str | None
+    key_begin: str
+    key_ends: Mapping[str, NarrowTypes | None]
+    value_begin: str = ""
+    value_end: str
+    grouped: bool = False
+    values_on_own_lines: bool = False
+    gap: str = "\n"
+    gap_optional: bool = False
+
+    @property
+    def start_markers(self) -> tuple[str, ...]:
+        """What begins calls."""
+        return (self.before, self.begin) if self.begin else (self.before,)
+
+    @property
+    def end_markers(self) -> tuple[str, ...]:
+        """What ends a call, or all of them."""
+        return (self.after,) if self.end is None else (self.end, self.after)
+
+    @property
+    def value_suffix(self) -> str:
+        """What stands behind a value."""
+        return f"\n{self.value_end}" if self.values_on_own_lines else self.value_end
+
+    @property
+    def value_ends(self) -> dict[str, tuple[str, ...]]:
+        """What ends a value → what may stand behind it. Where a value's own tag is missing it is a
+        call's, or that of all of them."""
+        ends = {self.value_end: (self.key_begin, *self.end_markers)}
+        if self.end is not None:
+            return {**ends, self.end: (self.after, *self.start_markers)}
+        return {**ends, self.after: (self.before,)}
+
+
+class TaggedCallParser:
+    """Reads the calls of one answer."""
+
+    def __init__(self, tags: CallTags, tools: Sequence[Tool]) -> None:
+        self._tags = tags
+        self._schemas = {tool.name: tool.parameters for tool in tools}
+
+    @property
+    def start_markers(self) -> tuple[str, ...]:
+        """What a text is to be read up to, for `read` to go on."""
+        return self._tags.start_markers if self._schemas else ()
+
+    def parse(self, reader: Reader, output: OutputBuilder, mark: str) -> Resumable[None]:
+        """What follows one of the marks, which was taken: calls, or it was none and is text.
+
+        Models forget the outer tag, so a call may begin without; but then it must be one of the
+        tools', for the text did not say that a call comes."""
+        inside = reader.hold()
+        if mark == self._tags.before:
+            called = yield from self._parse_first(reader, output)
+        else:
+            name = yield from self._parse_name(reader)
+            called = name in self._schemas
+            if name is not None and called:
+                yield from self._parse_call(reader, output, name)
+        if not called:
+            reader.rewind(inside)
+            output.add_content(mark, inside - len(mark))
+            return
+        yield from self._parse_rest(reader, output)
+        output.add_marker()
+
+    def _parse_first(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
+        """What follows the outer tag. Whether it was a call."""
+        yield from reader.skip_space()
+        if (yield from reader.peek()) == "{":
+            return (yield from self._parse_json_call(reader, output))
+        if self._tags.begin and (yield from reader.accept(self._tags.begin)) is None:
+            return False
+        name = yield from self._parse_name(reader)
+        if name is not None:
+            yield from self._parse_call(reader, output, name)
+        return name is not None
+
+    def _parse_json_call(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
+        """A call in JSON, which models write that have seen much of it."""
+        outcome = yield from parse_call_object(reader, output)
+        if outcome == "none":
+            return False
+        reader.release()
+        if outcome == "broken":
+            yield from reader.read_before(
+                self._tags.after, on_text=lambda text, _: output.add_arguments(text)
+            )
+        return True
+
+    def _parse_rest(self, reader: Reader, output: OutputBuilder) -> Resumable[None]:
+        """What may follow a call within the outer tag, and that tag's end."""
+        while True:
+            yield from reader.skip_space()
+            begin = self._tags.begin
+            if not begin or (yield from reader.accept(begin)) is None:
+                break
+            inside = reader.hold()
+            name = yield from self._parse_name(reader)
+            if name is None:
+                reader.rewind(inside)
+                output.add_marker()
+                output.add_content(begin, inside - len(begin))
+                return
+            yield from self._parse_call(reader, output, name)
+        if (yield from reader.accept(self._tags.after)) is None:
+            _take_truncated(reader, *self._tags.start_markers[1:], self._tags.after)
+
+    def _parse_name(self, reader: Reader) -> Resumable[str | None]:
+        """A function's name, and what ends it; None if there is none."""
+        tags = self._tags
+        if tags.begin:
+            name, end = yield from reader.read_text_until(tags.name_end, "\n", "<")
+            return name.strip() or None if end == tags.name_end else None
+        pieces: list[str] = []
+        end = yield from reader.read_before("\n", "<", on_text=lambda text, _: pieces.append(text))
+        name = "".join(pieces).strip()
+        # where nothing marks the name, what follows must show that it was one
+        if end is None or not name or len(name.split()) > 1:
+            return None
+        return name if (yield from _is_followed_by(reader, (tags.key_begin, tags.after))) else None
+
+    def _parse_call(self, reader: Reader, output: OutputBuilder, name: str) -> Resumable[None]:
+        """A call's arguments, to its end or to that of the outer tag, which is not taken."""
+        reader.release()
+        output.start_tool_call(name)
+        tags, schema = self._tags, self._schemas.get(name, {})
+        before = "{"
+        while True:
+            yield from reader.skip_space()
+            met = yield from reader.peek_any(tags.key_begin, *tags.end_markers)
+            if (yield from reader.accept(tags.key_begin)) is None:
+                break
+            output.add_arguments(f'{before}"')
+            before = ", "
+            key, end = yield from reader.read_text_until(*tags.key_ends)
+            output.add_arguments(escape_json(key))
+            if end is None:
+                return
+            output.add_arguments('": ')
+            types, narrow = get_parameter_types(schema, key), tags.key_ends[end]
+            if not (
+                yield from self._parse_value(reader, output, narrow(types) if narrow else types)
+            ):
+                return
+        if met is not None:
+            output.add_arguments("{}" if before == "{" else "}")
+        elif not _take_truncated(reader, tags.key_begin, *tags.end_markers):
+            yield from parse_json_arguments(reader, output, *tags.end_markers)
+        if self._tags.end is not None:
+            yield from reader.accept(self._tags.end)
+
+    def _parse_value(
+        self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
+    ) -> Resumable[bool]:
+        """A value and its end. Whether there was one, else the text has ended."""
+        tags = self._tags
+        if tags.value_begin:
+            yield from reader.skip_space()
+            yield from reader.accept(tags.value_begin)
+        if tags.values_on_own_lines:
+            yield from reader.accept("\n")
+        first = yield from reader.peek()
+        if types is not None and "string" not in types and first in ("{", "["):
+            return (yield from self._parse_literal(reader, output))
+        if may_be_non_string(first, types):
+            return (yield from self._parse_unquoted(reader, output, types))
+        output.add_arguments('"')
+        whole = yield from self._parse_raw(
+            reader, lambda text: output.add_arguments(escape_json(text))
+        )
+        if whole:
+            output.add_arguments('"')
+        return whole
+
+    def _parse_literal(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
+        """An object or a list. A tag within one of its strings ends nothing."""
+        tags = self._tags
+        marks = (*tags.value_ends, *_line_end_markers(tags))
+        end = yield from convert_literal_before(reader, *marks, on_text=output.add_arguments)
+        if tags.values_on_own_lines:
+            yield from reader.accept("\n")
+        yield from reader.accept(tags.value_end)
+        return end is not None
+
+    def _parse_unquoted(
+        self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
+    ) -> Resumable[bool]:
+        """A value of which only its end will tell what it is."""
+        raw: list[str] = []
+        whole = yield from self._parse_raw(reader, raw.append)
+        written = to_json("".join(raw), types)
+        # a string that was cut stays open
+        output.add_arguments(written if whole else written.removesuffix('"'))
+        return whole
+
+    def _parse_raw(self, reader: Reader, on_text: Callable[[str], None]) -> Resumable[bool]:
+        """A value as it is written, and its end. Whether there was one."""
+        ends = self._tags.value_ends
+        marks = (*ends, *_line_end_markers(self._tags))
+        while True:
+            mark = yield from reader.read_before(*marks, on_text=lambda text, _: on_text(text))
+            if mark is None:
+                return False
+            held = reader.hold()
+            reader.take(len(mark))
+            tag = mark.removeprefix("\n")
+            if (yield from _is_followed_by(reader, ends[tag])):
+                # the end of something else is there to be read again
+                own = tag == self._tags.value_end
+                reader.rewind(held + len(mark) - (0 if own else len(tag)))
+                return True
+            reader.rewind(held + len(mark))
+            on_text(mark)
+
+
+def _line_end_markers(tags: CallTags) -> Iterable[str]:
+    """The ends of values with the line end before them."""
+    return (f"\n{end}" for end in tags.value_ends) if tags.values_on_own_lines else ()
+
+
+def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
+    """Whether behind white space one of these follows, as far as the text goes."""
+    yield from reader.skip_space()
+    if (yield from reader.peek_any(*marks)) is not None:
+        return True
+    return _ends_within_mark(reader, marks)
+
+
+def _take_truncated(reader: Reader, *marks: str) -> bool:
+    """Whether the text ends within one of these, or before it; then what there is of it is taken.
+    None must be met."""
+    cut = _ends_within_mark(reader, marks)
+    if cut:
+        reader.take(len(reader.ahead))
+    return cut
+
+
+def _ends_within_mark(reader: Reader, marks: Iterable[str]) -> bool:
+    return reader.ended and any(mark.startswith(reader.ahead) for mark in marks)

@@ -1,0 +1,168 @@
+"""How much longer a tokenizer can make a text.
+
+Knows: the normalizers, pre-tokenizers and decoders that a tokenizer.json may name, and what each of
+them writes for one byte at most. Must not know: the `tokenizers` library, texts.
+
+A chain of a few `Replace` multiplies: six that write a thousand characters for one make 10^18 of a
+single letter, and the library ends the process when that much memory is not there. Which letter
+that is, no trial can find out, so the product of the worst cases is limited.
+"""
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from app.core.model_files import Json
+
+# Bytes that a chain may write for one. The chains of published tokenizers come to 1 to 150;
+# ALBERT's, which normalizes Unicode twice, to 550.
+MAX_NORMALIZER_FACTOR = 1000
+# of published ones, at most 4
+MAX_PRE_TOKENIZER_FACTOR = 8
+# of published ones, at most 4
+MAX_DECODER_FACTOR = 64
+
+# of a kind that is not known here
+_UNKNOWN_COMPONENT_FACTOR = 4.0
+
+# One character that must be there, perhaps several times, and nothing else. Any other expression
+# counts as if it matched the empty text in every place. A lazy quantifier is left out: Oniguruma
+# reads `x{2}?` as `(?:x{2})?`.
+_ONE_CHARACTER = re.compile(
+    r"(?:[^\\()\[\]{}|*+?.^$]|\\[snrtd]|\[\^?[^\[\]\\&]+\])(?:\+|\{[1-9][0-9]*(?:,[0-9]*)?\})?"
+)
+
+_Factors = Mapping[str, float | Callable[[Json], float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpansionFactors:
+    """Bytes that each part writes for one byte, at most."""
+
+    normalizer: float
+    pre_tokenizer: float
+    decoder: float
+
+    @staticmethod
+    def from_config(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "ExpansionFactors":
+        """Each as tokenizer.json describes it, {} for none. Raises ValueError for a chain that can
+        write more than is accepted."""
+        return ExpansionFactors(
+            normalizer=_chain_factor(
+                "normalizers", normalizer, _NORMALIZERS, MAX_NORMALIZER_FACTOR
+            ),
+            pre_tokenizer=_chain_factor(
+                "pre-tokenizers", pre_tokenizer, _PRE_TOKENIZERS, MAX_PRE_TOKENIZER_FACTOR
+            ),
+            decoder=_chain_factor("decoders", decoder, _DECODERS, MAX_DECODER_FACTOR),
+        )
+
+
+def _chain_factor(name: str, config: Json, factors: _Factors, limit: float) -> float:
+    # an int of this size has no float
+    product = min(math.prod(_component_factor(part, factors) for part in _flatten(config)), 1e300)
+    if product > limit:
+        raise ValueError(
+            f"its {name} can make a text {product:.3g} times as long; the limit is {limit} times"
+        )
+    return product
+
+
+def _component_factor(part: Json, factors: _Factors) -> float:
+    factor = factors.get(part["type"], _UNKNOWN_COMPONENT_FACTOR)
+    return max(1.0, factor(part) if callable(factor) else factor)
+
+
+def _flatten(config: Json) -> Iterator[Json]:
+    for children in ("normalizers", "pretokenizers", "decoders"):
+        if isinstance(config.get(children), list):
+            for child in cast("list[Json]", config[children]):
+                yield from _flatten(child)
+            return
+    if config:
+        yield config
+
+
+def _count_bytes(text: Any) -> int:
+    return len(str(text).encode(errors="replace"))
+
+
+def _prepend_factor(part: Json) -> float:
+    """A text of one byte gets as much longer as one of many."""
+    return 1 + _count_bytes(part["prepend"])
+
+
+def _replace_factor(part: Json) -> float:
+    """What may match the empty text does so on both sides of a single byte."""
+    pattern, written = cast(Json, part["pattern"]), _count_bytes(part["content"])
+    if "String" in pattern:
+        size = _count_bytes(pattern["String"])
+        return written / size if size else 1 + 2 * written
+    return written if _ONE_CHARACTER.fullmatch(str(pattern["Regex"])) else 1 + 2 * written
+
+
+def _precompiled_factor(part: Json) -> float:
+    """SentencePiece's table: [size of the trie: 4 bytes | trie | texts, each ended by a zero byte].
+    The trie may point into any text, so the longest counts, for one byte."""
+    try:
+        table = base64.b64decode(str(part["precompiled_charsmap"]))
+    except binascii.Error:
+        return _UNKNOWN_COMPONENT_FACTOR
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(map(len, texts.split(b"\0")))
+
+
+def _metaspace_factor(part: Json) -> float:
+    """Each space becomes the replacement, and each word gets one in front."""
+    return 1 + _count_bytes(part["replacement"])
+
+
+def _byte_level_factor(part: Json) -> float:
+    """Two bytes for most that are not ASCII; each word may get a space in front."""
+    return 4 if part.get("add_prefix_space", True) else 2
+
+
+# Unicode's factors: https://www.unicode.org/faq/normalization.html#12, for UTF-8
+_NORMALIZERS: _Factors = {
+    "BertNormalizer": 8,  # spaces around a character, NFD, lower case
+    "ByteLevel": 2,
+    "Lowercase": 1.5,
+    "NFC": 3,
+    "NFD": 3,
+    "NFKC": 11,
+    "NFKD": 11,
+    "Nmt": 1,
+    "Precompiled": _precompiled_factor,
+    "Prepend": _prepend_factor,
+    "Replace": _replace_factor,
+    "Strip": 1,
+    "StripAccents": 1,
+}
+_PRE_TOKENIZERS: _Factors = {
+    "BertPreTokenizer": 1,
+    "ByteLevel": _byte_level_factor,
+    "CharDelimiterSplit": 1,
+    "Digits": 1,
+    "FixedLength": 1,
+    "Metaspace": _metaspace_factor,
+    "Punctuation": 1,
+    "Split": 1,
+    "UnicodeScripts": 1,
+    "Whitespace": 1,
+    "WhitespaceSplit": 1,
+}
+_DECODERS: _Factors = {
+    "BPEDecoder": 2,  # an empty suffix stands between all characters
+    "ByteFallback": 1,
+    "ByteLevel": 3,  # U+FFFD for a byte
+    "CTC": 4,
+    "Fuse": 1,
+    "Metaspace": 1,
+    "Replace": _replace_factor,
+    "Strip": 1,
+    "WordPiece": 2,
+}

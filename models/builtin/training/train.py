@@ -1,0 +1,275 @@
+"""Makes the built-in model from nothing: corpus, tokenizer, weights, and the files beside this one.
+
+Knows: the recipe, that is sizes, rates and lengths. Must not know: the held-back questions, other
+than to refuse a corpus that holds one. `python -m models.builtin.training.train` (`make builtin`); needs the
+packages of requirements.txt. The same seed gives the same files on the same kind of machine.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save
+from tokenizers import Tokenizer
+
+from models.builtin.training.augmentation import normalize
+from models.builtin.training.corpus import Conversation, generate_corpus
+from models.builtin.training.evaluate import HELD_OUT, load_questions
+from models.builtin.training.jax_llama import NetworkShape, Weights, initial_weights, loss
+from models.builtin.training.optimizer import Moments, Optimizer
+from models.builtin.training.tokenization import (
+    TURN_END,
+    EncodedConversation,
+    encode,
+    make_tokenizer_config,
+    train_tokenizer,
+)
+
+FOLDER = Path(__file__).resolve().parent
+CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRound:
+    """conversations: how many are made for it, of whose questions a share is `noise_share`. steps:
+    of the optimiser, whose rate goes up to `rate` over the warmup and then down to nothing."""
+
+    conversations: int
+    noise_share: float
+    steps: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecipe:
+    """for_tokenizer: how many conversations the tokenizer sees. batch: tokens per step. short,
+    long: the two lengths of row that conversations are packed into, in tokens. rounds: the first
+    teaches the answers, the others to find them behind other words."""
+
+    seed: int = 0
+    for_tokenizer: int = 20_000
+    vocabulary: int = 1024
+    batch: int = 2048
+    short: int = 128
+    long: int = 256
+    warmup: int = 50
+    rounds: tuple[TrainingRound, ...] = (
+        TrainingRound(conversations=160_000, noise_share=0.0, steps=5200, rate=4e-3),
+        TrainingRound(conversations=60_000, noise_share=0.5, steps=700, rate=2e-3),
+        TrainingRound(conversations=40_000, noise_share=0.5, steps=420, rate=1.5e-3),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Packed rows, each (rows, length + 1); see network.logits and network.loss."""
+
+    ids: np.ndarray[Any, Any]
+    segments: np.ndarray[Any, Any]
+    loss_weights: np.ndarray[Any, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=TrainingRecipe().seed)
+    parser.add_argument(
+        "--part",
+        type=float,
+        default=1.0,
+        help="share of the conversations and steps, for a trial run",
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder to write the model to")
+    options = parser.parse_args()
+    out: Path = options.out
+    recipe = TrainingRecipe(seed=options.seed)
+    tokenizer = train_tokenizer(
+        generate_corpus(recipe.seed, recipe.for_tokenizer), recipe.vocabulary
+    )
+    shape = NetworkShape(vocab_size=tokenizer.get_vocab_size())
+    weights = initial_weights(shape, jax.random.key(recipe.seed))
+    print(f"{sum(weight.size for weight in weights.values())} parameters")
+    for number, whole in enumerate(recipe.rounds):
+        weights = train_round(
+            recipe, number, scale_round(whole, options.part), shape, weights, tokenizer
+        )
+    write(out, shape, weights, tokenizer)
+    digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    print(f"wrote {out}, model.safetensors sha256 {digest}")
+
+
+def check_held_out(conversations: Iterable[Conversation]) -> None:
+    """A question that is to measure the model must not have taught it."""
+    held_back = {normalize(question.question) for question in load_questions(HELD_OUT)}
+    for conversation in conversations:
+        for ask, _ in conversation.turns:
+            assert normalize(ask) not in held_back, f"a held-out question is in the corpus: {ask}"
+
+
+def scale_round(training_round: TrainingRound, share: float) -> TrainingRound:
+    return replace(
+        training_round,
+        conversations=max(500, round(training_round.conversations * share)),
+        steps=max(1, round(training_round.steps * share)),
+    )
+
+
+def train_round(
+    recipe: TrainingRecipe,
+    number: int,
+    training_round: TrainingRound,
+    shape: NetworkShape,
+    weights: Weights,
+    tokenizer: Tokenizer,
+) -> Weights:
+    """`weights` after one round, which has a corpus of its own; prints how it goes."""
+    made = list(
+        generate_corpus(
+            recipe.seed + number, training_round.conversations, training_round.noise_share
+        )
+    )
+    check_held_out(made)
+    optimizer = Optimizer()
+    moments = optimizer.init(weights)
+    batches = _iter_batches(recipe, encode(tokenizer, made), random.Random(recipe.seed + number))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def improve(
+        weights: Weights,
+        moments: Moments,
+        rows: tuple[jax.Array, ...],
+        rate: jax.Array,
+        step: jax.Array,
+    ) -> tuple[Weights, Moments, jax.Array]:
+        value, gradient = jax.value_and_grad(lambda now: loss(shape, now, *rows))(weights)
+        weights, moments = optimizer.update(weights, gradient, moments, rate, step)
+        return weights, moments, value
+
+    began, recent = time.monotonic(), []
+    for step in range(training_round.steps):
+        batch = next(batches)
+        rows = (
+            jnp.asarray(batch.ids),
+            jnp.asarray(batch.segments),
+            jnp.asarray(batch.loss_weights),
+        )
+        rate = jnp.float32(_learning_rate(recipe, training_round, step))
+        weights, moments, value = improve(weights, moments, rows, rate, jnp.float32(step))
+        recent.append(value)
+        if (step + 1) % 100 == 0 or step + 1 == training_round.steps:
+            mean = sum(float(each) for each in recent) / len(recent)
+            seconds = time.monotonic() - began
+            print(f"round {number}, step {step + 1}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
+            recent = []
+    return weights
+
+
+def write(folder: Path, shape: NetworkShape, weights: Weights, tokenizer: Tokenizer) -> None:
+    """The five files of a model folder, each replaced as a whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = tokenizer.token_to_id(TURN_END)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **shape.config(),
+        "max_position_embeddings": CONTEXT,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "torch_dtype": "float32",
+    }
+    generation = {"eos_token_id": [end], "pad_token_id": end, "do_sample": False}
+    arrays = {name: np.asarray(weight) for name, weight in sorted(weights.items())}
+    _write_atomically(folder / "config.json", _json(config))
+    _write_atomically(folder / "generation_config.json", _json(generation))
+    _write_atomically(folder / "tokenizer.json", tokenizer.to_str().encode())
+    _write_atomically(folder / "tokenizer_config.json", _json(make_tokenizer_config()))
+    _write_atomically(folder / "model.safetensors", save(arrays, {"format": "pt"}))
+
+
+def _learning_rate(recipe: TrainingRecipe, training_round: TrainingRound, step: int) -> float:
+    """Linear up over the warmup, then half a cosine down to nothing."""
+    if step < recipe.warmup:
+        return training_round.rate * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, training_round.steps - recipe.warmup)
+    return training_round.rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _iter_batches(
+    recipe: TrainingRecipe, encoded: list[EncodedConversation], rng: random.Random
+) -> Iterator[PackedBatch]:
+    """Epoch after epoch, short and long rows mixed, in an order that depends on `rng` only.
+    Conversations that do not fit a long row are left out."""
+    short = [each for each in encoded if len(each.ids) <= recipe.short]
+    long = [each for each in encoded if recipe.short < len(each.ids) <= recipe.long]
+    while True:
+        epoch: list[PackedBatch] = []
+        for length, pool in ((recipe.short, short), (recipe.long, long)):
+            rng.shuffle(pool)
+            rows = _pack_rows(pool, length)
+            height = recipe.batch // length
+            for at in range(0, len(rows) - height + 1, height):
+                epoch.append(_make_batch(rows[at : at + height], length))
+        rng.shuffle(epoch)
+        yield from epoch
+
+
+def _pack_rows(
+    pool: list[EncodedConversation], length: int, open_rows: int = 32
+) -> list[list[EncodedConversation]]:
+    """Rows of whole conversations, `length` tokens at most: each goes where it leaves the least
+    room among a few open rows."""
+    rows: list[list[EncodedConversation]] = []
+    opened: list[tuple[int, list[EncodedConversation]]] = []
+    for each in pool:
+        fitting = [(room, row) for room, row in opened if room >= len(each.ids)]
+        room, row = min(fitting, key=lambda entry: entry[0], default=(length, []))
+        if not fitting and len(opened) == open_rows:
+            opened.sort(key=lambda entry: entry[0])
+            rows.append(opened.pop(0)[1])
+        opened = [entry for entry in opened if entry[1] is not row]
+        row.append(each)
+        opened.append((room - len(each.ids), row))
+    return rows + [row for _, row in opened]
+
+
+def _make_batch(rows: list[list[EncodedConversation]], length: int) -> PackedBatch:
+    """Segments count from 1 in each row; 0 is padding, which nothing attends to or learns."""
+    ids, segments = (np.zeros((len(rows), length + 1), np.int32) for _ in range(2))
+    learn = np.zeros((len(rows), length + 1), np.float32)
+    for at, row in enumerate(rows):
+        end = 0
+        for number, each in enumerate(row, start=1):
+            span = slice(end, end + len(each.ids))
+            ids[at, span], learn[at, span], segments[at, span] = each.ids, each.loss_weights, number
+            end = span.stop
+    return PackedBatch(ids=ids, segments=segments, loss_weights=learn)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """A server that starts meanwhile sees the old file or the new one, never half of one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The halves of a decoder block, each one operation in a decode step.
+
+Knows: the block with its norms in front (models/prenorm.py), grouped-query attention
+(models/attention.py), the gated MLP, their twins, what `_kernels` offers. Must not know: architectures,
+kinds of caches. What overrides one of their methods is computed as it says.
+
+For a small model MLX takes as long to be told of an operation as the operation itself, and a block
+is about 21 of them, told anew for each token.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+from weakref import ref
+
+import mlx.core as mx
+
+from models.attention import GroupedQueryAttention
+from models.kernels import layers
+from models.kernels.in_place_attention import write_in_place
+from models.kv import AttentionCache
+from models.layers import GatedMLP
+from models.prenorm import PreNormBlock
+from models.rope import Rope
+
+# Sequences whose step is one operation: with more it makes no difference how many operations there
+# are, and what is held on the way, which MLX does not count, grows.
+MAX_FUSED_ROWS = 64
+
+_GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
+
+AttentionResidual = Callable[[mx.array, AttentionCache], mx.array]
+MlpResidual = Callable[[mx.array], mx.array]
+
+
+def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
+    """What stands in the place of `block.attended`; None where there is no such thing."""
+    attention: Any = block.self_attn
+    if not _has_unmodified(block, PreNormBlock, "attention_residual") or not _has_unmodified(
+        attention, GroupedQueryAttention, "__call__"
+    ):
+        return None
+    products = [attention[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    of_heads = (attention.q_norm, attention.k_norm)
+    norms = [block.input_layernorm, *(norm for norm in of_heads if norm is not None)]
+    if not _are_kernel_layers(products, norms):
+        return None
+
+    def make(*parts: Any) -> Any:
+        """Of four products, the weights of the norms, and the sinks."""
+        matrices, weights, sinks = parts[:4], parts[4:-1], parts[-1]
+        norm, *of_each = zip(weights, (norm.eps for norm in norms), strict=True)
+        more: Any = dict(zip(("q_norm", "k_norm"), of_each, strict=False))
+        return ops.AttentionBlock(
+            norm,
+            *matrices,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            scale=attention.scale,
+            sinks=sinks,
+            **more,
+            **_rope_arguments(attention.rope),
+        )
+
+    fused = _CachedOp(lambda: [*_op_parts(products, norms), attention.get("sinks")], make)
+    # of what `claim` makes room for; never evaluated
+    heads = attention.kv_heads
+    like = mx.zeros((1, heads, 1, products[1].weight.shape[0] // heads))
+    # weakly: a model that is dropped goes at once, weights and all
+    itself = ref(block)
+
+    def attended(x: mx.array, kv: AttentionCache) -> mx.array:
+        caches = kv.in_place_caches
+        rows, length, _ = x.shape
+        if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
+            return PreNormBlock.attention_residual(_dereference(itself), x, kv)
+        return write_in_place(caches, like, like, partial(fused(), x))
+
+    return attended
+
+
+def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
+    """What stands in the place of `block.fed`; None where there is no such thing."""
+    mlp: Any = block.mlp
+    if not _has_unmodified(block, PreNormBlock, "mlp_residual") or not _has_unmodified(
+        mlp, GatedMLP, "__call__", "gate_up"
+    ):
+        return None
+    products, norms = [mlp[name] for name in mlp.projection_names], [block.post_attention_layernorm]
+    kind = layers.get_activation_name(mlp.activation)
+    if kind is None or not _are_kernel_layers(products, norms):
+        return None
+    if not products[0].matmul.alike(products[1].matmul):
+        return None
+
+    def make(gate: Any, up: Any, down: Any, weight: mx.array) -> Any:
+        return ops.MlpBlock((weight, norms[0].eps), kind, gate, up, down)
+
+    fused = _CachedOp(lambda: _op_parts(products, norms), make)
+    itself = ref(block)
+
+    def fed(x: mx.array) -> mx.array:
+        rows, length, _ = x.shape
+        if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
+            return PreNormBlock.mlp_residual(_dereference(itself), x)
+        return fused()(x)
+
+    return fed
+
+
+class _CachedOp:
+    """What is made of get_parts: anew where one of them is another by now, as a weight may be that
+    somebody replaced."""
+
+    def __init__(self, get_parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
+        self._get_parts, self._make = get_parts, make
+        self._parts: Sequence[Any] | None = None
+        self._op: Any = None
+
+    def __call__(self) -> Any:
+        parts = self._get_parts()
+        if self._parts is None or not all(map(is_, parts, self._parts)):
+            self._op, self._parts = self._make(*parts), parts
+        return self._op
+
+
+def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
+    """Whether these methods are what that kind has."""
+    return isinstance(module, base) and all(
+        getattr(type(module), name) is getattr(base, name) for name in methods
+    )
+
+
+def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    linear = layers.KernelLinear | layers.KernelQuantizedLinear
+    return all(isinstance(one, linear) for one in linears) and all(
+        isinstance(one, layers.KernelRMSNorm) for one in norms
+    )
+
+
+def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
+    """What a twin is in a block."""
+    return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
+
+
+def _rope_arguments(rope: Any) -> dict[str, Any]:
+    if not isinstance(rope, Rope):
+        return {}
+    return {
+        "periods": rope.periods,
+        "dims": rope.dims,
+        "traditional": rope.traditional,
+        "magnitude": rope.magnitude,
+    }
+
+
+def _dereference(itself: ref[PreNormBlock]) -> PreNormBlock:
+    """It is what asks."""
+    found = itself()
+    assert found is not None
+    return found

@@ -1,0 +1,65 @@
+"""Stacks of matrices, experts' and heads', that compute with our own operations.
+
+Knows: our stacked layers (models/experts.py, models/mla.py) and what `_kernels` offers. Must not
+know: architectures, checkpoints. Twins are what those of models/kernels/layers.py are.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from models import experts, mla
+from models.kernels.layers import (
+    KernelLayer,
+    KernelLayerTable,
+    is_supported_quantization,
+    is_unquantized,
+)
+
+
+class KernelExpertLinear(KernelLayer, experts.ExpertLinear):
+    prefers_sorted = False
+
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
+        # what is not in order is put so there
+        return self.matmul.choose(x, expert_ids)
+
+
+class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
+    prefers_sorted = False
+
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
+        return self.matmul.choose(x, expert_ids)
+
+
+class KernelMultiLinear(KernelLayer, mla.MultiLinear):
+    """`transposed`, which prompts alone need, is MLX's: the other way round, weights would have to
+    be here twice."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _matmul_per_head(self, x)
+
+
+class KernelQuantizedMultiLinear(KernelLayer, mla.QuantizedMultiLinear):
+    """As `MultiLinear`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _matmul_per_head(self, x)
+
+
+STACKED_KERNEL_LAYERS: KernelLayerTable = {
+    experts.ExpertLinear: (KernelExpertLinear, is_unquantized),
+    experts.QuantizedExpertLinear: (KernelQuantizedExpertLinear, is_supported_quantization),
+    mla.MultiLinear: (KernelMultiLinear, is_unquantized),
+    mla.QuantizedMultiLinear: (KernelQuantizedMultiLinear, is_supported_quantization),
+}
+
+
+def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
+    """[B, H or 1, L, in] -> [B, H, L, out]: each position chooses its head's matrix."""
+    heads = mx.arange(layer["weight"].shape[0])[:, None]
+    return layer.matmul.choose(x[..., None, :], heads).squeeze(-2)

@@ -1,0 +1,219 @@
+"""Our layer caches, as mlx-lm's model classes want to be given them.
+
+Knows: what those classes ask of a cache (mlx_lm/models/cache.py), and the contract of models/kv.py.
+Must not know: architectures. That library's module of caches is handed in where its classes are
+needed, and not imported here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from models.base import ModelError
+from models.kv import KVBuffers, KVCache, LayerCache
+from models.recurrent import RecurrentCache
+from models.rotating_kv import RotatingKVCache
+from models.sdpa import Mask
+
+
+class _MlxLmKVMixin(KVBuffers):
+    """The methods that both kinds of attention cache have there."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self.update(keys, values)
+
+    @property
+    def keys(self) -> mx.array | None:
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        """Some replace a buffer by the same one, bound to others (`mx.depends`)."""
+        self._keys = keys
+
+    @property
+    def values(self) -> mx.array | None:
+        return self._values
+
+    @values.setter
+    def values(self, values: mx.array) -> None:
+        self._values = values
+
+
+class MlxLmKVCache(_MlxLmKVMixin, KVCache):
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> Mask:
+        if window_size is not None or (return_array and length > 1):
+            return _window_mask(self.offset, length, window_size)
+        return self.mask(length)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self._keys is not None
+        assert self._values is not None
+        return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
+
+
+class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> Mask:
+        """Raises ModelError for a window that is narrower than the cache: a single query would
+        need a mask, and the buffer is not in order then."""
+        if window_size is not None and window_size < self.window:
+            raise ModelError("a sliding window smaller than its cache is not supported")
+        if return_array and length > 1:
+            return _window_mask(min(self._length, self.window - 1), length, self.window)
+        return self.mask(length)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self._keys is not None
+        assert self._values is not None
+        return self._keys[..., : self._length, :], self._values[..., : self._length, :]
+
+    def copy(self) -> "MlxLmRotatingKVCache":
+        plain, twin = super().copy(), MlxLmRotatingKVCache(self.window)
+        twin.offset, twin._length, twin._head = plain.offset, plain._length, plain._head
+        twin._keys, twin._values = plain._keys, plain._values
+        return twin
+
+
+class MlxLmArraysCache(RecurrentCache):
+    """What is an ArraysCache there. Some classes ask for that very type, so for each step one of
+    these is filled from here."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.slots = slots
+
+    def __setitem__(self, slot: int, value: mx.array) -> None:
+        # often a slice, which would keep a whole chunk's activations in memory
+        super().__setitem__(slot, mx.contiguous(value))
+
+    def copy(self) -> "MlxLmArraysCache":
+        plain, twin = super().copy(), MlxLmArraysCache(self.slots)
+        twin.offset, twin._slots = plain.offset, plain._slots
+        return twin
+
+
+class MlxLmLayerCache:
+    """All that one layer remembers: one cache, or several where mlx-lm has a CacheList. They stand
+    at the same position. is_cache_list: which of the two."""
+
+    def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
+        assert caches
+        self.caches = tuple(caches)
+        self.is_cache_list = is_cache_list
+
+    @property
+    def offset(self) -> int:
+        return self.caches[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.caches)
+
+    @property
+    def sliceable(self) -> bool:
+        return all(part.sliceable for part in self.caches)
+
+    def can_trim(self, count: int) -> bool:
+        return all(part.can_trim(count) for part in self.caches)
+
+    def trim(self, count: int) -> None:
+        for part in self.caches:
+            part.trim(count)
+
+    def copy(self) -> "MlxLmLayerCache":
+        return self._copy_with([part.copy() for part in self.caches])
+
+    def slice(self, start: int, end: int) -> "MlxLmLayerCache":
+        return self._copy_with([part.slice(start, end) for part in self.caches])
+
+    def append(self, other: "MlxLmLayerCache", start: int, end: int) -> None:
+        for part, more in zip(self.caches, other.caches, strict=True):
+            part.append(more, start, end)
+
+    def reserve(self, length: int) -> None:
+        for part in self.caches:
+            part.reserve(length)
+
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
+        return sum(part.estimate_nbytes(length, chunk) for part in self.caches)
+
+    def state(self) -> list[mx.array]:
+        return [array for part in self.caches for array in part.state()]
+
+    def make_batch(self, rows: Sequence["MlxLmLayerCache"], offsets: mx.array) -> "MlxLmBatch":
+        return MlxLmBatch(rows)
+
+    def to_mlx_lm(self, library: Any) -> Any:
+        """What the layer is given in its place for one step."""
+        given = [_to_mlx_lm(part, library) for part in self.caches]
+        return library.CacheList(*given) if self.is_cache_list else given[0]
+
+    def update_from_mlx_lm(self, cache: Any, length: int) -> bool:
+        """cache: what was lent, `length` positions later. Whether all parts stand where the first
+        does."""
+        for part, one in zip(
+            self.caches, cache.caches if self.is_cache_list else [cache], strict=True
+        ):
+            if isinstance(part, MlxLmArraysCache):
+                for slot in range(part.slots):
+                    if one[slot] is not None:
+                        part[slot] = one[slot]
+                part.advance(length)
+        return all(part.offset == self.offset for part in self.caches)
+
+    def _copy_with(self, parts: Sequence[LayerCache]) -> "MlxLmLayerCache":
+        return MlxLmLayerCache(parts, is_cache_list=self.is_cache_list)
+
+
+@dataclass(frozen=True, slots=True)
+class MlxLmBatch:
+    """One layer's caches of several sequences, side by side."""
+
+    rows: Sequence[MlxLmLayerCache]
+
+
+def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
+    """An empty one of ours for an empty one of theirs. library: mlx_lm.models.cache. Raises
+    ModelError for a kind that has no like here."""
+    if type(cache) is library.CacheList:
+        return MlxLmLayerCache(
+            [_wrap_one(one, library) for one in cache.caches], is_cache_list=True
+        )
+    return MlxLmLayerCache([_wrap_one(cache, library)], is_cache_list=False)
+
+
+def _wrap_one(cache: Any, library: Any) -> LayerCache:
+    # by the very type: a descendant may keep what we would lose
+    kind: Any = type(cache)
+    if kind is library.KVCache:
+        return MlxLmKVCache()
+    if kind is library.RotatingKVCache and not cache.keep:
+        return MlxLmRotatingKVCache(cache.max_size)
+    if kind is library.ArraysCache:
+        return MlxLmArraysCache(len(cache.cache))
+    raise ModelError(f"mlx-lm's {kind.__name__} is not supported as a layer's cache")
+
+
+def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
+    """A cache of ours that speaks as theirs do; of states an object of theirs."""
+    if not isinstance(cache, MlxLmArraysCache):
+        return cache
+    given = library.ArraysCache(cache.slots)
+    for slot in range(cache.slots):
+        given[slot] = cache[slot]
+    return given
+
+
+def _window_mask(past_length: int, length: int, window: int | None) -> mx.array:
+    """[length, before + length], of keys that begin `past_length` positions ahead of the
+    queries."""
+    queries = mx.arange(past_length, past_length + length)[:, None]
+    keys = mx.arange(past_length + length)[None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)

@@ -1,0 +1,174 @@
+"""The cache of a layer whose queries see only so far back.
+
+Knows: tensors. Must not know: tokens, requests, policies. The contract is models/kv.py's.
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import mlx.core as mx
+
+from models.batch_cache import BatchKVCache
+from models.kernels.in_place_attention import SlotMapping
+from models.kv import KVBuffers, grow_buffer, round_up_to_step
+from models.sdpa import Mask
+
+
+class RotatingKVCache(KVBuffers):
+    """The last `window` positions, for layers whose queries see no further back.
+
+    A query at position p sees p-window+1 .. p. The buffer is in one of two shapes:
+
+        in order   [ oldest ................ newest | free room ]   head = 0, any length
+        ring       [ .... newest | oldest ......... ]               head = slot of the oldest,
+                                                                     length = window
+
+    One new position overwrites the oldest slot; several are appended behind the last window-1
+    positions in order, so that the first of them still sees its whole window, and the excess is
+    dropped by the next single write. Order does not matter to attention (positions are in the
+    keys' rotation), only the mask needs it, and a mask is needed only in order.
+    """
+
+    sliceable = False
+
+    def __init__(self, window: int) -> None:
+        assert window > 0
+        super().__init__()
+        self.window = window
+        self._length = 0
+        self._head = 0
+
+    def mask(self, length: int) -> Mask:
+        if length == 1:
+            return None
+        kept = min(self._length, self.window - 1)
+        if kept + length <= self.window:
+            return "causal"
+        queries = mx.arange(kept, kept + length)[:, None]
+        keys = mx.arange(kept + length)[None]
+        return (keys <= queries) & (keys > queries - self.window)
+
+    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append [B, H, L, D] keys and values; return all that the L queries may need."""
+        count = keys.shape[2]
+        slot = self.allocate_slots(keys, values).write_slot
+        assert self._keys is not None
+        assert self._values is not None
+        self._keys[..., slot : slot + count, :] = keys
+        self._values[..., slot : slot + count, :] = values
+        return self._keys[..., : self._length, :], self._values[..., : self._length, :]
+
+    def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
+        count = keys.shape[2]
+        slot = self._allocate_one(keys, values) if count == 1 else self._allocate_many(keys, values)
+        self.offset += count
+        return SlotMapping(
+            write_slot=slot,
+            length=self._length,
+            head_slot=self._head,
+            first_position=self.offset - self._length,
+            window=self.window,
+        )
+
+    def reserve(self, length: int) -> None:
+        """It never holds more than its window for long, whatever the length."""
+
+    def estimate_nbytes(self, length: int, chunk: int) -> int:
+        most = min(round_up_to_step(length + length // 2), round_up_to_step(self.window) + chunk)
+        return self.position_bytes() * most
+
+    def can_trim(self, count: int) -> bool:
+        """Whether the positions that a query after the cut may see are still here.
+
+        held:   [offset - length, offset)
+        needed: [max(0, cut - (window - 1)), cut)     where cut = offset - count
+        """
+        cut = self.offset - count
+        return cut >= 0 and self.offset - self._length <= max(0, cut - (self.window - 1))
+
+    def trim(self, count: int) -> None:
+        assert self.can_trim(count)
+        if count == 0:
+            return
+        self._unroll()
+        self._length -= count
+        self.offset -= count
+
+    def copy(self) -> "RotatingKVCache":
+        twin = RotatingKVCache(self.window)
+        twin.offset, twin._length, twin._head = self.offset, self._length, self._head
+        if self._keys is not None and self._values is not None and self._length:
+            twin._keys = mx.contiguous(self._keys[..., : self._length, :])
+            twin._values = mx.contiguous(self._values[..., : self._length, :])
+        return twin
+
+    def slice(self, start: int, end: int) -> NoReturn:
+        raise AssertionError("a windowed cache is a whole")
+
+    def append(self, other: "RotatingKVCache", start: int, end: int) -> NoReturn:
+        raise AssertionError("a windowed cache is a whole")
+
+    def make_batch(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> BatchKVCache:
+        return BatchKVCache(rows, offsets)
+
+    def _allocate_one(self, keys: mx.array, values: mx.array) -> int:
+        """The slot of one position more."""
+        if self._length > self.window:
+            self._keep_last(self.window)
+        if self._length < self.window:
+            self._unroll()
+            self._grow_for_one(keys, values)
+            self._length += 1
+            return self._length - 1
+        self._shrink_to_window()
+        slot = self._head
+        self._head = (self._head + 1) % self.window
+        return slot
+
+    def _allocate_many(self, keys: mx.array, values: mx.array) -> int:
+        """The slot of the first of several."""
+        self._keep_last(self.window - 1)
+        slot = self._length
+        self._length += keys.shape[2]
+        if self._keys is None or self._values is None or self._keys.shape[2] < self._length:
+            self._keys = grow_buffer(self._keys, keys, slot, self._length)
+            self._values = grow_buffer(self._values, values, slot, self._length)
+        return slot
+
+    def _shrink_to_window(self) -> None:
+        """A ring has no free room behind its last slot."""
+        assert self._keys is not None
+        assert self._values is not None
+        if self._keys.shape[2] != self.window:
+            self._keys = mx.contiguous(self._keys[..., : self.window, :])
+            self._values = mx.contiguous(self._values[..., : self.window, :])
+
+    def _grow_for_one(self, keys: mx.array, values: mx.array) -> None:
+        capacity = 0 if self._keys is None else self._keys.shape[2]
+        if self._length < capacity:
+            return
+        capacity = min(
+            round_up_to_step(max(self._length + 1, capacity + capacity // 2)), self.window
+        )
+        self._keys = grow_buffer(self._keys, keys, self._length, capacity)
+        self._values = grow_buffer(self._values, values, self._length, capacity)
+
+    def _unroll(self) -> None:
+        if self._head == 0:
+            return
+        assert self._keys is not None
+        assert self._values is not None
+        # a ring is always full, so there is no free room to mind
+        self._keys = mx.roll(self._keys[..., : self._length, :], -self._head, 2)
+        self._values = mx.roll(self._values[..., : self._length, :], -self._head, 2)
+        self._head = 0
+
+    def _keep_last(self, count: int) -> None:
+        self._unroll()
+        drop = self._length - count
+        if drop <= 0 or self._keys is None or self._values is None:
+            return
+        # contiguous: a mere slice would keep the long buffer alive
+        self._keys = mx.contiguous(self._keys[..., drop : self._length, :])
+        self._values = mx.contiguous(self._values[..., drop : self._length, :])
+        self._length = count

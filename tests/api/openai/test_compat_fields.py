@@ -1,0 +1,138 @@
+"""Fields of other servers: each is accepted at the values that change nothing, and at no other. The
+table that the server reads, API.md and openapi.yaml have the same fields."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from app.api.embeddings import parse_embeddings as parse_embeddings
+from app.api.openai.compat_fields import COMPAT_FIELDS, CompatField, Endpoint
+from app.api.openai.request import parse_chat, parse_completion
+from app.api.responses.request import parse_responses_request as parse_response
+from app.api.responses.store import ResponseStores
+from app.core.errors import AppError, ErrorKind
+from tests.api.test_fields_table import MINIMAL
+from tests.fakes import CARD
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = {
+    "chat": "ChatCompletionRequest",
+    "completions": "CompletionRequest",
+    "responses": "ResponseRequest",
+    "embeddings": "EmbeddingRequest",
+}
+DOCUMENT: Any = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+ROWS = [(row, endpoint) for row in COMPAT_FIELDS for endpoint in row.endpoints]
+
+# JSON of every kind, some of it close to what is neutral
+VALUES: list[Any] = [
+    *(True, False, 0, 1, -1, 2, 0.5, 1e6, "", "x", "auto", "none", "false", "1"),
+    *([], [0], ["x"], [None], {}, {"a": 1}, [[]]),
+]
+OF_KIND: dict[str, list[Any]] = {
+    "number": [0, 1, -1, 0.25, 5.0, 1e300],
+    "text": ["", "x", "left"],
+    "texts": ["", "x", [], ["\n", "*"]],
+}
+
+
+def named(row: tuple[CompatField, Endpoint]) -> str:
+    return f"{row[1]}-{row[0].name}"
+
+
+def accepted(row: CompatField) -> list[Any]:
+    return [*row.neutral, *OF_KIND.get(row.any_type or "", ())]
+
+
+def is_accepted(row: CompatField, value: Any) -> bool:
+    match row.any_type:
+        case None:
+            return any(json.dumps(value) == json.dumps(neutral) for neutral in row.neutral)
+        case "number":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "text":
+            return isinstance(value, str)
+        case "texts":
+            texts: list[Any] = value if isinstance(value, list) else [value]
+            return all(isinstance(text, str) for text in texts)
+
+
+def read(endpoint: Endpoint, **fields: Any) -> Any:
+    """What is asked for, beside a minimal request's fields."""
+    body, models = {**MINIMAL[endpoint], **fields}, {CARD.id}
+    match endpoint:
+        case "chat":
+            return parse_chat(body, models)
+        case "completions":
+            return parse_completion(body, models)
+        case "responses":
+            return parse_response(
+                body, models, ResponseStores().for_caller(""), context_shift=False
+            ).request
+        case "embeddings":
+            return parse_embeddings(body, models)
+
+
+@pytest.mark.parametrize("pair", ROWS, ids=named)
+def test_what_changes_nothing_is_accepted(pair: tuple[CompatField, Endpoint]):
+    row, endpoint = pair
+    plain = read(endpoint)
+    for value in accepted(row):
+        assert read(endpoint, **{row.name: value}) == plain
+
+
+@pytest.mark.parametrize("pair", ROWS, ids=named)
+def test_whatever_else_is_refused_by_its_name(pair: tuple[CompatField, Endpoint]):
+    row, endpoint = pair
+    others = [value for value in VALUES if not is_accepted(row, value)]
+    assert len(others) >= len(VALUES) - 8
+    for value in others:
+        with pytest.raises(AppError) as caught:
+            read(endpoint, **{row.name: value})
+        assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, row.name), value
+
+
+@pytest.mark.parametrize("pair", ROWS, ids=named)
+def test_openapi_says_the_same_of_each(pair: tuple[CompatField, Endpoint]):
+    row, endpoint = pair
+    schema = DOCUMENT["components"]["schemas"][SCHEMAS[endpoint]]["properties"][row.name]
+    valid = jsonschema_rs.Draft202012Validator(schema).is_valid
+    assert [value for value in [None, *accepted(row)] if not valid(value)] == []
+    assert [value for value in VALUES if valid(value) != is_accepted(row, value)] == []
+
+
+def test_no_field_is_in_the_table_twice():
+    assert len({(row.name, endpoint) for row, endpoint in ROWS}) == len(ROWS)
+
+
+def documented() -> list[tuple[str, str, str, str]]:
+    """The document's table: field, endpoints, what it is accepted as, whose it is."""
+    _, _, rest = (ROOT / "API.md").read_text("utf-8").partition("\n## Fields of other servers\n")
+    section, _, _ = rest.partition("\n## ")
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
+    found: list[tuple[str, str, str, str]] = []
+    for field, endpoints, happens, example in lines:
+        as_, _, reason = happens.removeprefix("**accepted** as ").partition(": ")
+        assert reason
+        assert set(json.loads(example.strip("`"))) == {field.strip("`")}
+        found.append((field.strip("`"), endpoints, as_, reason.rpartition("(")[2].rstrip(")")))
+    return found
+
+
+def test_the_document_has_the_same_table():
+    kinds = {"number": "a number", "text": "a text", "texts": "a string or a list of strings"}
+    assert documented() == [
+        (
+            row.name,
+            ", ".join(row.endpoints),
+            kinds[row.any_type]
+            if row.any_type
+            else " or ".join(f"`{json.dumps(v)}`" for v in row.neutral),
+            ", ".join(row.servers),
+        )
+        for row in COMPAT_FIELDS
+    ]

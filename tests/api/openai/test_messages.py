@@ -1,0 +1,257 @@
+"""Messages of every role, and their mistakes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.api.fields import Fields
+from app.api.openai.messages import read_conversation
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import Message, ToolCall
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def read(*messages: Any) -> tuple[Message, ...]:
+    return read_conversation(Fields.from_value({"messages": list(messages)})).messages
+
+
+def calling(*ids: str) -> Any:
+    return {"role": "assistant", "tool_calls": [{**CALL, "id": id_} for id_ in ids]}
+
+
+def result(id_: str) -> Any:
+    return {"role": "tool", "content": "42", "tool_call_id": id_}
+
+
+USER = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "So."}
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_a_role_keeps_its_name_and_text(role: str):
+    assert read({"role": role, "content": "hi", "name": "ann"}) == (
+        Message(role=role, content="hi", name="ann"),
+    )
+
+
+def test_text_parts_are_paragraphs():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert read({"role": "user", "content": parts})[0].content == "one\ntwo"
+
+
+def test_an_empty_text_is_a_text():
+    assert read({"role": "user", "content": ""})[0].content == ""
+    assert read({"role": "user", "content": [{"type": "text", "text": ""}]})[0].content == ""
+
+
+def test_a_refusal_is_what_the_assistant_said():
+    parts = [{"type": "refusal", "refusal": "No."}]
+    assert read({"role": "assistant", "content": parts})[0].content == "No."
+    for content, text in ((None, "No."), ("", "No."), ("Hm.", "Hm.\nNo.")):
+        said = {"role": "assistant", "content": content, "refusal": "No."}
+        assert read(said)[0].content == text
+
+
+def test_an_answer_can_be_sent_back_as_it_came():
+    """The SDK's own message object, and those of other servers, bring their empty fields along."""
+    message: Any = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert read(message) == (Message(role="assistant", content="hi"),)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"reasoning_content": "Hm."},
+        {"reasoning": "Hm."},
+        {"reasoning_content": "Hm.", "reasoning": "Hm."},
+        {"reasoning_content": "", "reasoning": "Hm."},
+    ],
+)
+def test_what_was_thought_goes_back_under_either_name(told: Any):
+    message = Message(role="assistant", content="hi", reasoning="Hm.")
+    assert read({"role": "assistant", "content": "hi", **told}) == (message,)
+
+
+def test_no_thought_is_none():
+    told = {"role": "assistant", "content": "hi", "reasoning_content": "", "reasoning": None}
+    assert read(told)[0].reasoning is None
+
+
+def test_what_the_sdk_has_parsed_may_come_along():
+    arguments = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {**CALL, "function": arguments}
+    message = {"role": "assistant", "content": "{}", "parsed": {}, "tool_calls": [call]}
+    assert read(message, result("c1"))[0].content == "{}"
+
+
+def test_calls_may_keep_the_places_that_a_stream_gave_them():
+    message, _ = read({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, result("c1"))
+    assert message.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
+
+
+def test_tool_calls_and_their_results_pass():
+    called, result = read(
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    )
+    assert called.content is None
+    assert called.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
+    assert result == Message(role="tool", content="42", tool_call_id="c1")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [calling("a"), result("a")],
+        [calling("a", "b"), result("b"), result("a"), USER],
+        [USER, calling("a"), result("a"), calling("a"), result("a"), SAID, USER],
+        [calling("a"), result("a"), result("a"), SAID],  # a result in two parts
+        [calling("a", "a"), result("a")],  # a model that repeats its ids
+    ],
+)
+def test_results_follow_their_calls(messages: Any):
+    assert len(read(*messages)) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "says"),
+    [
+        ([result("a")], "messages.0.role", "must be a response to a preceding message"),
+        ([USER, result("a")], "messages.1.role", "must be a response to a preceding message"),
+        ([SAID, result("a")], "messages.1.role", "must be a response to a preceding message"),
+        (
+            [calling("a"), result("a"), USER, result("a")],
+            "messages.3.role",
+            "must be a response to a preceding message",
+        ),
+        ([USER, calling("a"), result("b")], "messages.2.tool_call_id", "'b' not found"),
+        ([calling("a")], "messages.0.tool_calls", "response messages: a"),
+        ([calling("a"), USER, result("a")], "messages.0.tool_calls", "response messages: a"),
+        ([USER, calling("a", "b", "c"), result("b"), SAID], "messages.1.tool_calls", "a, c"),
+        ([calling("a"), calling("b"), result("a")], "messages.0.tool_calls", ": a"),
+    ],
+)
+def test_results_without_calls_and_calls_without_results_are_named(
+    messages: Any, param: str, says: str
+):
+    """With OpenAI's messages."""
+    with pytest.raises(AppError) as caught:
+        read(*messages)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize("broken", ['{"a": ', "[1]", "two"])
+def test_arguments_that_the_model_got_wrong_come_back_as_they_were(broken):
+    """Who called it answers with what went wrong, and the call is part of the conversation."""
+    call = {**CALL, "function": {"name": "f", "arguments": broken}}
+    [message, _] = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
+    assert json.loads(message.tool_calls[0].arguments) == {"invalid_arguments": broken}
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    call = {**CALL, "function": {"name": "f", "arguments": ""}}
+    message, _ = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
+    assert message.tool_calls[0].arguments == "{}"
+
+
+def function(**fields: Any) -> Any:
+    call = {**CALL, "function": {"name": "f", "arguments": "{}", **fields}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+WRONG: list[tuple[Any, str]] = [
+    ("hi", "messages.0"),
+    (None, "messages.0"),
+    ({"content": "hi"}, "messages.0.role"),
+    ({"role": 5, "content": "hi"}, "messages.0.role"),
+    ({"role": "wizard", "content": "hi"}, "messages.0.role"),
+    ({"role": "function", "content": "hi", "name": "f"}, "messages.0.role"),
+    ({"role": "user"}, "messages.0.content"),
+    ({"role": "user", "content": None}, "messages.0.content"),
+    ({"role": "user", "content": 5}, "messages.0.content"),
+    ({"role": "user", "content": []}, "messages.0.content"),
+    ({"role": "user", "content": ["hi"]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"text": "hi"}]}, "messages.0.content.0.type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content.0.text"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text"),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]},
+        "messages.0.content.0.x",
+    ),
+    (
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "see"},
+                {"type": "image_url", "image_url": {"url": "data:,"}},
+            ],
+        },
+        "messages.0.content.1",
+    ),
+    ({"role": "user", "content": [{"type": "input_audio"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"type": "file"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"type": "refusal"}]}, "messages.0.content.0"),
+    ({"role": "user", "content": "hi", "name": 5}, "messages.0.name"),
+    ({"role": "user", "content": "hi", "x": 5}, "messages.0.x"),
+    ({"role": "user", "content": "hi", "tool_calls": []}, "messages.0.tool_calls"),
+    ({"role": "assistant"}, "messages.0.content"),
+    ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content"),
+    ({"role": "assistant", "content": "a", "refusal": 5}, "messages.0.refusal"),
+    ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages.0.audio"),
+    ({"role": "assistant", "function_call": {}}, "messages.0.function_call"),
+    ({"role": "assistant", "content": "a", "reasoning": 5}, "messages.0.reasoning"),
+    (
+        {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"},
+        "messages.0.reasoning",
+    ),
+    ({"role": "user", "content": "a", "reasoning": "b"}, "messages.0.reasoning"),
+    ({"role": "assistant", "tool_calls": {}}, "messages.0.tool_calls"),
+    ({"role": "assistant", "tool_calls": [5]}, "messages.0.tool_calls.0"),
+    ({"role": "assistant", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
+    (
+        {"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]},
+        "messages.0.tool_calls.0.type",
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{**CALL, "x": 1}]},
+        "messages.0.tool_calls.0.x",
+    ),
+    (function(name=None), "messages.0.tool_calls.0.function.name"),
+    (function(x=1), "messages.0.tool_calls.0.function.x"),
+    (function(arguments=None), "messages.0.tool_calls.0.function.arguments"),
+    (function(arguments={}), "messages.0.tool_calls.0.function.arguments"),
+    ({"role": "tool", "content": "42"}, "messages.0.tool_call_id"),
+    ({"role": "tool", "tool_call_id": "c"}, "messages.0.content"),
+]
+
+
+@pytest.mark.parametrize(("message", "param"), WRONG)
+def test_a_wrong_message_is_named(message: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        read(message)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
+
+
+@pytest.mark.parametrize("messages", ["hi", {}, 5, []])
+def test_messages_are_an_array_of_at_least_one(messages: Any):
+    with pytest.raises(AppError) as caught:
+        read_conversation(Fields.from_value({"messages": messages}))
+    assert caught.value.param == "messages"
+
+
+def test_the_place_of_a_mistake_counts_from_zero():
+    good = {"role": "user", "content": "hi"}
+    with pytest.raises(AppError) as caught:
+        read(good, good, {"role": "wizard", "content": "hi"})
+    assert caught.value.param == "messages.2.role"

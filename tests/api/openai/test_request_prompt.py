@@ -1,0 +1,67 @@
+"""Prompts of completions."""
+
+from typing import Any
+
+import pytest
+
+from app.api.fields import Fields
+from app.api.openai.request import read_n, read_prompt
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import PromptBatch
+
+
+def read(**given: Any) -> tuple[Any, int]:
+    fields = Fields.from_value(given)
+    prompt = read_prompt(fields)
+    return prompt, read_n(fields, prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("hi", "hi"),
+        ("", ""),
+        (["hi"], "hi"),
+        ([5, 6.0], (5, 6)),
+        ([[5, 6]], (5, 6)),
+        (["a", "b", "a"], PromptBatch(prompts=("a", "b", "a"))),
+        ([[1], [2, 3]], PromptBatch(prompts=((1,), (2, 3)))),
+        (["a", [2, 3]], PromptBatch(prompts=("a", (2, 3)))),
+    ],
+)
+def test_a_prompt_is_text_or_ids_or_several_of_them(prompt: Any, wanted: Any):
+    assert read(prompt=prompt) == (wanted, 1)
+
+
+def test_there_may_be_as_many_answers_as_openai_allows():
+    assert read(prompt="a", n=128)[1] == 128
+    assert len(read(prompt=["a"] * 128)[0].prompts) == 128
+    assert read(prompt=["a", "b"], n=64)[1] == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": ["a", []]}, "prompt.1"),
+        ({"prompt": ["a", 5]}, "prompt.1"),
+        ({"prompt": ["a", None]}, "prompt.1"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [True]}, "prompt.0"),
+        ({"prompt": [None]}, "prompt.0"),
+        ({"prompt": [2**31]}, "prompt.0"),
+        ({"prompt": [[0.5]]}, "prompt.0.0"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a", "b"], "n": 65}, "n"),
+        ({"prompt": "a", "n": 129}, "n"),
+    ],
+)
+def test_a_wrong_prompt_is_named(given: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        read(**given)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)

@@ -1,0 +1,83 @@
+"""The numbers at the end of an answer."""
+
+import pytest
+
+from app.api.openai.usage import UsageTotals, render_usage
+from app.core.events import Finish, Timings, Usage
+
+
+def end(
+    *, prompt: int = 0, tokens: int = 2, cached: int = 3, reasoning: int = 0, times: int = 1
+) -> Finish:
+    return Finish(
+        prompt_index=prompt,
+        reason="stop",
+        usage=Usage(
+            prompt_tokens=7,
+            completion_tokens=tokens,
+            cached_tokens=cached,
+            reasoning_tokens=reasoning,
+        ),
+        timings=Timings(
+            prefill_ns=2_000_000 * times, decode_ns=30_000_000 * times, total_ns=35_000_000 * times
+        ),
+    )
+
+
+def tally(*ends: Finish) -> UsageTotals:
+    tally = UsageTotals()
+    for finish in ends:
+        tally.add(finish)
+    return tally
+
+
+def test_one_choice_counts_as_it_is():
+    assert render_usage(tally(end(tokens=20, reasoning=15)).usage) == {
+        "prompt_tokens": 7,
+        "completion_tokens": 20,
+        "total_tokens": 27,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 15},
+    }
+
+
+def test_a_prompt_counts_once_and_its_choices_each():
+    counted = tally(end(tokens=2, cached=6), end(tokens=5, cached=0, reasoning=4))
+    assert counted.usage == Usage(
+        prompt_tokens=7, completion_tokens=7, cached_tokens=0, reasoning_tokens=4
+    )
+    more = tally(end(), end(), end(prompt=1, cached=1))
+    assert more.usage == Usage(prompt_tokens=14, completion_tokens=6, cached_tokens=4)
+
+
+def test_choices_run_beside_each_other():
+    assert tally(end(times=3), end(times=1)).timings == end(times=3).timings
+
+
+def test_timings_are_those_of_llama_cpp():
+    counters = tally(end(tokens=15)).render_counters()
+    assert counters == {
+        "prompt_eval_count": 7,
+        "prompt_eval_duration": 2_000_000,
+        "eval_count": 15,
+        "eval_duration": 30_000_000,
+        "total_duration": 35_000_000,
+        "timings": {
+            "cache_n": 3,
+            "prompt_n": 4,
+            "prompt_ms": 2.0,
+            "prompt_per_token_ms": 0.5,
+            "prompt_per_second": 2000.0,
+            "predicted_n": 15,
+            "predicted_ms": 30.0,
+            "predicted_per_token_ms": 2.0,
+            "predicted_per_second": 500.0,
+        },
+    }
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_took_no_time_has_no_pace(tokens: int):
+    timings = tally(end(tokens=tokens, cached=7, times=0)).render_counters()["timings"]
+    assert timings["prompt_per_token_ms"] == timings["prompt_per_second"] == 0.0
+    assert timings["predicted_per_token_ms"] == timings["predicted_per_second"] == 0.0

@@ -1,0 +1,536 @@
+"""Requests of /v1/responses: what each field comes to, and which are refused."""
+
+from typing import Any
+
+import pytest
+
+from app.api.responses.request import ParsedResponsesRequest, parse_responses_request
+from app.api.responses.store import ResponseStore, ResponseStores, StoredResponse
+from app.core.errors import AppError, ErrorKind
+from app.core.requests import (
+    Conversation,
+    JsonSchema,
+    Message,
+    NamedToolChoice,
+    ReasoningOptions,
+    Tool,
+    ToolCall,
+)
+
+MODEL = "fake/model"
+HI: dict[str, Any] = {"model": MODEL, "input": "hi"}
+USER = Message(role="user", content="hi")
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells it.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+TIME: dict[str, Any] = {"type": "function", "name": "time"}
+CALL: dict[str, Any] = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "weather",
+    "arguments": '{"city":"Ulm"}',
+}
+OUTPUT: dict[str, Any] = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+CALLED = ToolCall(id="call_1", name="weather", arguments='{"city":"Ulm"}')
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def read(
+    kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any
+) -> ParsedResponsesRequest:
+    store = ResponseStores().for_caller("") if kept is None else kept
+    return parse_responses_request(HI | fields, {MODEL}, store, context_shift=shifts)
+
+
+def messages(kept: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:
+    prompt = read(kept, **fields).request.prompt
+    assert isinstance(prompt, Conversation)
+    return prompt.messages
+
+
+def refused(*, shifts: bool = False, **fields: Any) -> AppError:
+    with pytest.raises(AppError) as raised:
+        read(shifts=shifts, **fields)
+    assert raised.value.kind is ErrorKind.INVALID
+    return raised.value
+
+
+# Input
+
+
+def test_a_text_is_what_the_user_says():
+    assert messages() == (USER,)
+
+
+def test_a_text_becomes_an_item_like_any_other():
+    (item,) = read().input_items
+    assert item.pop("id").startswith("msg_")
+    assert item == {
+        "type": "message",
+        "status": "completed",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "hi"}],
+    }
+
+
+def test_messages_need_no_type_and_their_parts_are_paragraphs():
+    said = [
+        {"role": "developer", "content": "Be kind."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+    ]
+    assert messages(input=said) == (
+        Message(role="developer", content="Be kind."),
+        Message(role="user", content="a\nb"),
+    )
+
+
+def test_an_answer_as_we_send_it_is_one_turn_of_the_assistant():
+    answer = [
+        {
+            "id": "rs_1",
+            "type": "reasoning",
+            "status": "completed",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {
+            "id": "msg_1",
+            "type": "message",
+            "status": "completed",
+            "role": "assistant",
+            "phase": None,
+            "content": [
+                {"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}
+            ],
+        },
+        {"id": "fc_1", "status": "completed", **CALL},
+    ]
+    turn = Message(role="assistant", content="Wait.", reasoning="Hm.", tool_calls=(CALLED,))
+    told = Message(role="tool", content="rain", tool_call_id="call_1", name="weather")
+    assert messages(input=[{"role": "user", "content": "hi"}, *answer, OUTPUT]) == (
+        USER,
+        turn,
+        told,
+    )
+
+
+def test_two_calls_at_once_are_one_turn_and_a_call_after_their_outputs_is_another():
+    second = CALL | {"call_id": "call_2", "arguments": ""}
+    two = ToolCall(id="call_2", name="weather", arguments="{}")
+    third = CALL | {"call_id": "call_3"}
+    out2, out3 = (OUTPUT | {"call_id": f"call_{n}"} for n in (2, 3))
+    got = messages(input=[CALL, second, OUTPUT, out2, third, out3])
+    assert [message.role for message in got] == ["assistant", "tool", "tool", "assistant", "tool"]
+    assert got[0].tool_calls == (CALLED, two)
+    assert [call.id for call in got[3].tool_calls] == ["call_3"]
+
+
+def test_reasoning_without_its_text_is_left_out():
+    """As clients send it that keep only what is encrypted, and nothing is encrypted here."""
+    bare = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "I thought."}],
+        "encrypted_content": None,
+    }
+    assert messages(input=[{"role": "user", "content": "hi"}, bare]) == (USER,)
+
+
+def test_a_call_that_was_cut_off_was_never_made():
+    cut = CALL | {"status": "incomplete", "arguments": '{"ci'}
+    said = {"role": "user", "content": "hi"}
+    assert messages(input=[said, cut, said]) == (USER, USER)
+
+
+def test_an_output_may_be_parts():
+    parts = [{"type": "input_text", "text": "rain"}, {"type": "input_text", "text": "wind"}]
+    assert messages(input=[CALL, OUTPUT | {"output": parts}])[1].content == "rain\nwind"
+
+
+def test_a_refusal_is_something_that_was_said():
+    content = [{"type": "refusal", "refusal": "No."}]
+    assert messages(input=[{"role": "assistant", "content": content}])[0].content == "No."
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "web_search_call", "id": "ws_1"}, "input.0.type"),
+        ({"role": "user"}, "input.0.content"),
+        ({"role": "tool", "content": "x"}, "input.0.role"),
+        ({"role": "user", "content": "x", "nmae": "y"}, "input.0.nmae"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0.type"),
+        ({"role": "user", "content": [{"type": "output_text", "text": ""}]}, None),
+        ({"role": "user", "content": 5}, "input.0.content"),
+        (CALL | {"arguments": {}}, "input.0.arguments"),
+        (CALL | {"namespace": "n"}, "input.0.namespace"),
+        (CALL | {"status": "late"}, "input.0.status"),
+        (OUTPUT | {"output": None}, "input.0.output"),
+        ({"type": "function_call_output", "output": "x"}, "input.0.call_id"),
+        ({"type": "reasoning", "encrypted_content": "gAAA"}, "input.0.encrypted_content"),
+        ({"type": "reasoning", "content": [{"type": "x", "text": ""}]}, "input.0.content.0.type"),
+        ("hi", "input.0"),
+        ({}, "input.0.id"),
+    ],
+)
+def test_an_item_is_refused_by_its_place(item: Any, param: str | None):
+    assert refused(input=[item]).param == (param or "input.0.content.0.type")
+
+
+@pytest.mark.parametrize("nothing", [[], [{"type": "reasoning"}]])
+def test_there_must_be_something_to_answer(nothing: Any):
+    assert refused(input=nothing).param == "input"
+
+
+# Instructions
+
+
+def test_instructions_stand_first():
+    assert messages(instructions="Be brief.")[0] == Message(role="system", content="Be brief.")
+
+
+def test_instructions_and_what_the_conversation_begins_with_are_one_message():
+    """Many templates take one system message at the beginning and refuse or lose a second."""
+    said = [
+        {"role": "developer", "content": "Use tools."},
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": "Now hurry."},
+    ]
+    assert messages(instructions="Be brief.", input=said) == (
+        Message(role="system", content="Be brief.\n\nUse tools."),
+        USER,
+        Message(role="developer", content="Now hurry."),
+    )
+
+
+# What was kept
+
+
+def stored() -> ResponseStore:
+    """Two responses, the second one ended with a call."""
+    store = ResponseStores().for_caller("")
+    first = StoredResponse(
+        id="resp_1",
+        previous_response_id=None,
+        input=b'[{"type":"message","id":"m1","role":"user","content":[{"text":"a"}]}]',
+        body=b'{"output":[{"type":"message","id":"m2","role":"assistant",'
+        b'"content":[{"text":"b"}]}],"instructions":"Forgotten."}',
+        items=("m1", "m2"),
+    )
+    second = StoredResponse(
+        id="resp_2",
+        previous_response_id="resp_1",
+        input=b'[{"type":"message","id":"m3","role":"user","content":[{"text":"c"}]}]',
+        body=b'{"output":[{"type":"function_call","id":"fc","call_id":"call_1","name":"weather",'
+        b'"arguments":"{\\"city\\":\\"Ulm\\"}","status":"completed"}]}',
+        items=("m3", "fc"),
+    )
+    store.add(first)
+    store.add(second)
+    return store
+
+
+def test_a_response_is_continued_without_its_instructions():
+    got = messages(stored(), previous_response_id="resp_2", input=[OUTPUT])
+    assert [(message.role, message.content) for message in got] == [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+        ("assistant", None),
+        ("tool", "rain"),
+    ]
+    assert got[3].tool_calls == (CALLED,)
+
+
+def test_a_response_may_be_continued_by_nothing_new():
+    wish = read(stored(), previous_response_id="resp_1", input=[])
+    assert wish.input_items == []
+    assert isinstance(wish.request.prompt, Conversation)
+    assert len(wish.request.prompt.messages) == 2
+
+
+def test_only_the_new_items_are_kept_again():
+    wish = read(stored(), previous_response_id="resp_2", input=[OUTPUT])
+    assert [item["type"] for item in wish.input_items] == ["function_call_output"]
+    assert wish.previous_response_id == "resp_2"
+
+
+def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
+    store = ResponseStores().for_caller("")
+    body = (
+        b'{"output":[{"type":"function_call","id":"f","call_id":"c","name":"n",'
+        b'"arguments":"{oops","status":"completed"}]}'
+    )
+    store.add(
+        StoredResponse(id="r", previous_response_id=None, input=b"[]", body=body, items=("f",))
+    )
+    wish = read(store, previous_response_id="r")
+    assert isinstance(wish.request.prompt, Conversation)
+    [called] = wish.request.prompt.messages[0].tool_calls
+    assert called.arguments == '{"invalid_arguments":"{oops"}'
+
+
+@pytest.mark.parametrize("reference", [{"type": "item_reference", "id": "m2"}, {"id": "m2"}])
+def test_an_item_may_be_referred_to(reference: Any):
+    got = messages(stored(), input=[reference, {"role": "user", "content": "hi"}])
+    assert got == (Message(role="assistant", content="b"), USER)
+
+
+def test_an_item_that_is_not_kept_is_not_found():
+    with pytest.raises(AppError) as raised:
+        read(input=[{"type": "item_reference", "id": "none"}])
+    assert (raised.value.kind, raised.value.param) == (ErrorKind.NOT_FOUND, "input.0.id")
+
+
+# Tools
+
+
+def test_functions_are_flat():
+    tool, other = read(tools=[WEATHER, TIME]).request.tools
+    assert tool == Tool(
+        name="weather",
+        description="Tells it.",
+        parameters=WEATHER["parameters"],
+        strict=True,
+        param="tools.0",
+    )
+    assert other.strict is False
+
+
+def test_clients_may_speak_of_tools_where_there_are_none():
+    request = read(tools=[], tool_choice="auto", parallel_tool_calls=False).request
+    assert request.tools == ()
+    assert read(tool_choice="none").echo["tool_choice"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted", "left"),
+    [
+        (None, "auto", 2),
+        ("none", "none", 2),
+        ("required", "required", 2),
+        ({"type": "function", "name": "time"}, NamedToolChoice(name="time"), 2),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "time"}],
+            },
+            "required",
+            1,
+        ),
+    ],
+)
+def test_a_choice_of_tools_is_honoured_and_repeated(choice: Any, wanted: Any, left: int):
+    wish = read(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
+    assert wish.request.tool_choice == wanted
+    assert len(wish.request.tools) == left
+    assert wish.request.parallel_tool_calls is False
+    assert wish.echo["tool_choice"] == (choice or "auto")
+    assert len(wish.echo["tools"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools.0.type"),
+        ({"tools": [WEATHER | {"output_schema": {}}]}, "tools.0.output_schema"),
+        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [WEATHER, WEATHER]}, "tools.1.name"),
+        ({"tools": [{"type": "function", "function": WEATHER}]}, "tools.0.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        (
+            {"tools": [TIME], "tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice.name",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_had_are_refused(fields: Any, param: str):
+    assert refused(**fields).param == param
+
+
+def test_parameters_as_deep_as_the_last_event_can_repeat_them_are_the_limit():
+    def deep(levels: int) -> Any:
+        return {"not": deep(levels - 1)} if levels else {}
+
+    read(tools=[TIME | {"parameters": deep(200)}])
+    assert refused(tools=[TIME | {"parameters": deep(251)}]).param == "tools"
+
+
+# The form of the answer
+
+
+def test_a_schema_is_the_form_of_the_answer():
+    format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    wish = read(text={"format": format_})
+    assert wish.request.grammar == JsonSchema(
+        text='{"type":"object","properties":{"a":{"type":"integer"}}}', param="text.format.schema"
+    )
+    assert wish.echo["text"] == {"format": format_, "verbosity": "medium"}
+
+
+def test_any_object_may_be_the_form():
+    wish = read(text={"format": {"type": "json_object"}})
+    assert wish.request.grammar == JsonSchema(text='{"type":"object"}', param="text.format")
+
+
+def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
+    form = {"format": {"type": "json_object"}}
+    assert read(tools=[TIME], tool_choice="required", text=form).request.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ({"verbosity": "low"}, "text.verbosity"),
+        ({"format": {"type": "grammar"}}, "text.format.type"),
+        ({"format": {"type": "text", "schema": {}}}, "text.format.schema"),
+        ({"format": {"type": "json_schema", "schema": {}}}, "text.format.name"),
+        ({"format": {"type": "json_schema", "name": "n"}}, "text.format.schema"),
+        ({"format": {"type": "json_schema", "name": "n", "schema": {}, "x": 1}}, "text.format.x"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused(text: Any, param: str):
+    assert refused(text=text).param == param
+
+
+# Everything else
+
+
+def test_knobs_reach_the_sampler():
+    wish = read(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop="END")
+    assert wish.request.sampling == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 3,
+    }
+    assert wish.request.stop == ("END",)
+    assert (wish.echo["temperature"], wish.echo["top_p"]) == (0.5, 0.9)
+    assert read().echo["temperature"] is None
+
+
+def test_the_length_is_limited():
+    assert read(max_output_tokens=20).request.max_tokens == 20
+    assert read().request.max_tokens is None
+
+
+def test_effort_and_budget_of_thinking():
+    wish = read(reasoning={"effort": "low", "summary": "auto"}, thinking_budget=100)
+    assert wish.request.reasoning == ReasoningOptions(effort="low", token_budget=100)
+    assert wish.echo["reasoning"] == {"effort": "low", "summary": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"top_logprobs": 0}, None),
+        ({"include": ["reasoning.encrypted_content"]}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 5}, 5),
+        ({"top_logprobs": 5}, 5),
+    ],
+)
+def test_logprobs_come_when_either_field_asks(fields: Any, wanted: int | None):
+    assert read(**fields).request.top_logprobs == wanted
+
+
+def test_what_is_only_noted_is_repeated():
+    noted: dict[str, Any] = {
+        "metadata": {"a": "b"},
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "max_tool_calls": 3,
+        "store": False,
+    }
+    echo = read(**noted).echo
+    assert {name: echo[name] for name in noted} == noted
+
+
+def test_keeping_is_the_default():
+    assert read().store
+    assert read(store=None).store
+    assert not read(store=False).store
+
+
+def test_values_that_change_nothing_may_stand():
+    read(
+        background=False,
+        truncation="disabled",
+        service_tier="auto",
+        conversation=None,
+        prompt=None,
+        text={"verbosity": "medium"},
+        reasoning={"context": "auto", "mode": "standard"},
+        prompt_cache_retention="in_memory",
+        stream=True,
+        stream_options={"include_obfuscation": False},
+    )
+
+
+def test_truncation_is_what_the_server_does():
+    assert read(shifts=True, truncation="auto").echo["truncation"] == "auto"
+    assert read().echo["truncation"] == "disabled"
+    assert refused(truncation="auto").param == "truncation"
+    assert refused(shifts=True, truncation="disabled").param == "truncation"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"context_management": []}, "context_management"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"image": {}}, "image"),
+        ({"access_programs": {}}, "access_programs"),
+        ({"prompt_cache_options": {}}, "prompt_cache_options"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"include": [None]}, "include.0"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"temperature": 3}, "temperature"),
+        ({"store": "yes"}, "store"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, None),
+        ({"instructions": ["x"]}, "instructions"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"thinking_budget": 9, "min_tokens": 1}, "min_tokens"),
+        ({"max_output_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_name(fields: Any, param: str | None):
+    assert refused(**fields).param == (param or "stream_options.include_obfuscation")
+
+
+def test_an_unknown_model_is_not_found():
+    with pytest.raises(AppError) as raised:
+        read(model="other")
+    assert raised.value.kind is ErrorKind.MODEL_NOT_FOUND

@@ -1,0 +1,294 @@
+"""The runner's own dialect, as the Go client of Ollama's runner speaks it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.api.ollama_runner import parse
+from app.core.errors import AppError, ErrorKind
+from app.core.events import TokenLogprob, TopLogprob
+from app.core.requests import JsonSchema, SamplingParams
+from tests.fakes import FakeGenerate, finish, text
+
+LINE = {
+    "Content": "",
+    "Done": False,
+    "DoneReason": 0,
+    "PromptEvalCount": 0,
+    "PromptEvalDuration": 0,
+    "EvalCount": 0,
+    "EvalDuration": 0,
+    "Error": None,
+}
+
+
+def options(**fields: Any) -> Any:
+    return parse({"prompt": "hi", "options": fields}, "m")
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    """What reaches the sampler of a model whose own defaults are anything but neutral."""
+    wild = {
+        "temperature": 2.0,
+        "top_p": 0.1,
+        "top_k": 3,
+        "min_p": 0.9,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+        "repeat_last_n": 5,
+        "seed": 9,
+    }
+    return SamplingParams.merge(wild, options(**fields).sampling)
+
+
+def test_what_is_not_set_is_off_whatever_the_model_prefers():
+    assert sampling() == SamplingParams(temperature=0.0)
+
+
+def test_zero_is_the_same_as_not_set():
+    names = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "max_tokens",
+        "num_predict",
+        "repeat_last_n",
+        "presence_penalty",
+        "repeat_penalty",
+        "frequency_penalty",
+    )
+    assert options(**dict.fromkeys(names, 0)) == options()
+
+
+def test_options_reach_the_sampler():
+    assert sampling(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        top_k=40,
+        repeat_last_n=64,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repeat_penalty=1.1,
+        seed=5,
+    ) == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        top_k=40,
+        repeat_last_n=64,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        seed=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": 5}, 5),
+        ({"num_predict": 6}, 6),
+        ({"max_tokens": 5, "num_predict": 6}, 5),
+        ({"max_tokens": 0, "num_predict": 6}, 6),
+        ({"num_predict": -1}, None),
+        ({"max_tokens": -1, "num_predict": 6}, None),
+    ],
+)
+def test_the_first_limit_that_is_not_zero_counts(fields: Any, limit: int | None):
+    assert options(**fields).max_tokens == limit
+
+
+def test_seeds_below_zero_mean_any():
+    assert options(seed=-1).sampling["seed"] is None
+    assert options(seed=0).sampling["seed"] == 0
+
+
+def test_repeat_last_n_without_a_number_is_unlimited():
+    assert [options(repeat_last_n=n).sampling["repeat_last_n"] for n in (-1, 0, 8)] == [-1, -1, 8]
+
+
+def test_keys_may_be_written_in_any_case():
+    assert parse({"Prompt": "hi", "Options": {"Temperature": 1, "NUM_PREDICT": 4}}, "m") == options(
+        temperature=1, num_predict=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "keep"),
+    [
+        ({}, 0),
+        ({"num_keep": 4}, 4),
+        ({"n_keep": 5}, 5),
+        ({"num_keep": 4, "n_keep": 5}, 4),
+        ({"num_keep": 0, "n_keep": 5}, 5),
+        ({"num_keep": -1}, -1),
+    ],
+)
+def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, keep: int):
+    assert options(**fields).keep == keep
+
+
+@pytest.mark.parametrize(
+    ("fields", "reuse"),
+    [({}, True), ({"cache_prompt": None}, True), ({"Cache_Prompt": False}, False)],
+)
+def test_the_cache_may_be_kept_out_of_it(fields: Any, reuse: bool):
+    assert parse({"prompt": "hi", **fields}, "m").cache_prompt is reuse
+
+
+# What the client of August 2026 sends for a request that sets nothing: DefaultOptions of Ollama's
+# api/types.go, with those that are zero left out, and the fields of its CompletionRequest.
+NEWEST: dict[str, Any] = {
+    "Prompt": "hi",
+    "Format": None,
+    "Options": {
+        "num_keep": 4,
+        "seed": -1,
+        "num_predict": -1,
+        "top_k": 40,
+        "top_p": 0.9,
+        "typical_p": 1,
+        "repeat_last_n": 64,
+        "temperature": 0.8,
+        "repeat_penalty": 1.1,
+        "num_ctx": 4096,
+        "num_batch": 512,
+        "num_gpu": -1,
+        "use_mmap": None,
+        "draft_num_predict": 4,
+    },
+    "Media": None,
+    "Logprobs": False,
+    "TopLogprobs": 0,
+}
+
+
+def test_the_newest_client_is_understood(call: Any, generate: FakeGenerate):
+    assert call("POST", "/completion", NEWEST).status == 200
+    (request,) = generate.opened
+    assert (request.prompt, request.max_tokens, request.num_keep) == ("hi", None, 4)
+    assert (request.grammar, request.top_logprobs) == (None, None)
+    assert SamplingParams.merge(request.sampling) == SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.9, repeat_last_n=64, repetition_penalty=1.1
+    )
+
+
+def test_what_its_own_runner_ignores_changes_nothing():
+    """How a model is loaded, and a filter that the runner does not have."""
+    ignored = {
+        **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), 7),
+        "draft_num_predict": 4,
+        "use_mmap": False,
+        "typical_p": 0.5,
+    }
+    assert options(**ignored) == options()
+
+
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [("json", '{"type":"object"}'), ({"type": "integer"}, '{"type":"integer"}'), ("", None)],
+)
+def test_a_format_is_followed(format_: Any, text: str | None):
+    grammar = parse({"Prompt": "hi", "Format": format_}, "m").grammar
+    assert grammar == (None if text is None else JsonSchema(text=text, param="format"))
+
+
+def test_log_probabilities_come_with_the_text_of_their_tokens(call: Any, generate: FakeGenerate):
+    def scored(token: str) -> TokenLogprob:
+        rival = TopLogprob(text="?", token_bytes=b"?", logprob=-2.0)
+        return TokenLogprob(
+            text=token, token_bytes=token.encode(), logprob=-0.5, top_logprobs=(rival,)
+        )
+
+    generate.script = [text("Hel", scored("H"), scored("el")), text("", scored("l")), finish()]
+    body = {"Prompt": "hi", "Logprobs": True, "TopLogprobs": 1}
+    lines = [json.loads(line) for line in call("POST", "/completion", body).body.splitlines()]
+    assert generate.opened[0].top_logprobs == 1
+    assert [[entry["token"] for entry in line["Logprobs"]] for line in lines] == [
+        ["H", "el"],
+        ["l"],
+    ]
+    assert lines[0]["Logprobs"][0] == {
+        "token": "H",
+        "logprob": -0.5,
+        "bytes": [72],
+        "top_logprobs": [{"token": "?", "logprob": -2.0, "bytes": [63]}],
+    }
+
+
+def test_stop_strings_are_taken():
+    assert options(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "a", "images": []}, "images"),
+        ({"prompt": "a", "Media": [{"id": 1}]}, "media"),
+        ({"prompt": "a", "Format": "yaml"}, "format"),
+        ({"prompt": "a", "Format": [1]}, "format"),
+        ({"prompt": "a", "Logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "Logprobs": True, "TopLogprobs": 21}, "toplogprobs"),
+        ({"prompt": "a", "options": []}, "options"),
+        ({"prompt": "a", "options": {"num_ctx": "4096"}}, "options.num_ctx"),
+        ({"prompt": "a", "options": {"use_mmap": 1}}, "options.use_mmap"),
+        ({"prompt": "a", "options": {"typical_p": "1"}}, "options.typical_p"),
+        ({"prompt": "a", "options": {"mirostat": 0}}, "options.mirostat"),
+        ({"prompt": "a", "options": {"temperature": -1}}, "options.temperature"),
+        ({"prompt": "a", "options": {"temperature": "1"}}, "options.temperature"),
+        ({"prompt": "a", "options": {"top_p": 1.5}}, "options.top_p"),
+        ({"prompt": "a", "options": {"min_p": -1}}, "options.min_p"),
+        ({"prompt": "a", "options": {"top_k": 0.5}}, "options.top_k"),
+        ({"prompt": "a", "options": {"num_predict": 1.5}}, "options.num_predict"),
+        ({"prompt": "a", "options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
+        ({"prompt": "a", "options": {"repeat_penalty": -2}}, "options.repeat_penalty"),
+        ({"prompt": "a", "options": {"presence_penalty": 3}}, "options.presence_penalty"),
+        ({"prompt": "a", "options": {"seed": 2**63}}, "options.seed"),
+        ({"prompt": "a", "options": {"num_keep": 1.5}}, "options.num_keep"),
+        ({"prompt": "a", "options": {"n_keep": "4"}}, "options.n_keep"),
+        ({"prompt": "a", "options": {"cache_prompt": False}}, "options.cache_prompt"),
+        ({"prompt": "a", "cache_prompt": 0}, "cache_prompt"),
+        ({"prompt": "a", "options": {"stop": [""]}}, "options.stop"),
+    ],
+)
+def test_a_wrong_field_is_named(body: Any, param: str):
+    with pytest.raises(AppError) as caught:
+        parse(body, "m")
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
+
+
+def test_every_line_has_every_key_and_the_last_one_the_counters(call: Any):
+    reply = call("POST", "/completion", {"prompt": "hi"})
+    assert reply.headers["content-type"] == "application/jsonl"
+    assert [json.loads(line) for line in reply.body.splitlines()] == [
+        {**LINE, "Content": "Hel"},
+        {**LINE, "Content": "lo"},
+        {
+            **LINE,
+            "Done": True,
+            "PromptEvalCount": 7,
+            "PromptEvalDuration": 2_000_000,
+            "EvalCount": 2,
+            "EvalDuration": 30_000_000,
+        },
+    ]
+
+
+def test_running_out_of_tokens_is_reason_one(call: Any, generate: FakeGenerate):
+    generate.script = [text("a"), finish("length")]
+    last = json.loads(call("POST", "/completion", {"prompt": "hi"}).body.splitlines()[-1])
+    assert last["DoneReason"] == 1
+
+
+def test_without_a_model_there_is_nothing_to_complete(call: Any, generate: FakeGenerate):
+    generate.cards = ()
+    assert call("POST", "/completion", {"prompt": "hi"}).status == 503

@@ -1,0 +1,173 @@
+"""`make bench ARGS=hits`: how much of a prompt each policy serves, whatever a model is made of.
+
+One conversation on every tiny architecture: turns that go on, a question put in other words, an
+answer drawn again, an old prompt again, one that parts within a turn. Which ids end turns is known
+to the cache. Tensors decide nothing, the kinds of layers do, and windows: here a few ids long.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from app.core.ports import PrefixCache
+from app.engine.loop import Loop
+from app.engine.memory_profile import profile_memory
+from app.engine.policy import SchedulerLimits
+from app.engine.prefix.radix import RadixPrefixCache
+from app.engine.prefix.single import SinglePrefixCache
+from app.engine.prefix.slots import SlotPrefixCache
+from models.base import Model
+from models.kv import LayerCache
+from tests.bench.replay import UnboundedCache
+from tests.engine.harness import evaluate_layers, job, run_one
+from tests.models import parity
+from tests.models.architectures import Case, cases
+
+# ids of the system prompt, what begins a turn, a question, an answer, a text that is no chat
+SYSTEM, ROLE, QUESTION, ANSWER, RAW = 96, 3, 40, 24, 150
+POLICIES = ("single", "slots", "radix")
+PARALLEL, CHUNK, CONTEXT = 4, 64, 1024
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixHit:
+    """title: what happens in the conversation. prompt: its ids. cached: how many were cached.
+    max_cached: how many any cache could have served."""
+
+    title: str
+    prompt: int
+    cached: int
+    max_cached: int
+
+
+def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
+    """The highest id ends a turn; answers do not end before they are ANSWER ids long."""
+    loop, oracle = _make_loop(model, vocab, policy), UnboundedCache()
+    rng, end = random.Random(0), vocab - 1
+    made: list[PrefixHit] = []
+
+    def text(length: int) -> Ids:
+        return tuple(rng.randrange(end) for _ in range(length))
+
+    system, user, assistant = (*text(SYSTEM), end), text(ROLE), text(ROLE)
+
+    def question() -> Ids:
+        """As a template writes it: whose turn, the text, its end, whose turn is next."""
+        return (*user, *text(QUESTION), end, *assistant)
+
+    def ask(title: str, prompt: Ids) -> Ids:
+        """All ids of the turn, its end included."""
+        one = job(
+            title,
+            prompt,
+            max_tokens=ANSWER,
+            stop_ids=frozenset({end}),
+            logit_bias=((end, -100.0),),
+        )
+        outcome = run_one(loop, one)
+        assert len(outcome.ids) == ANSWER
+        most = oracle.longest_prefix(prompt)
+        made.append(
+            PrefixHit(title=title, prompt=len(prompt), cached=outcome.cached, max_cached=most)
+        )
+        evaluated = (*prompt, *outcome.ids)
+        # the last sampled id is reported without being evaluated
+        oracle.add(evaluated[:-1])
+        return (*evaluated, end)
+
+    first = ask("first turn", system + question())
+    second = ask("second turn", first + question())
+    third = second + question()
+    ask("third turn", third)
+    other = first + question()
+    ask("second turn, reworded", other)
+    ask("same prompt, new answer", other)
+    ask("third turn again", third)
+    ask("diverging within a turn", second[: len(first) + QUESTION // 2] + question())
+    ask("another chat, same system prompt", system + question())
+    raw = text(RAW)
+    ask("a text without turns", raw)
+    ask("the same text", raw)
+    ask("once more", raw)
+    return made
+
+
+def report() -> str:
+    """Rows that are alike are one row; columns where nothing could be served are left out."""
+    rows: dict[tuple[str, tuple[int, ...]], list[Case]] = {}
+    head: list[PrefixHit] = []
+    for case in cases():
+        with TemporaryDirectory() as place:
+            parity.saved(case, Path(place))
+            model = parity.opened(Path(place))
+        for policy in POLICIES:
+            head = [one for one in run_conversation(model, case.vocab, policy) if one.max_cached]
+            rows.setdefault((policy, tuple(one.cached for one in head)), []).append(case)
+    lines = [
+        _format_row("policy", [one.title for one in head], "models"),
+        _format_row("---", ["---"] * len(head), "---"),
+        _format_row("prompt ids", [one.prompt for one in head], ""),
+        _format_row("most that could be cached", [one.max_cached for one in head], ""),
+    ]
+    # the policies in our order, and of each what serves most first
+    for policy, served in sorted(rows, key=lambda row: (POLICIES.index(row[0]), -sum(row[1]))):
+        lines.append(_format_row(policy, served, _architecture_names(rows[policy, served])))
+    return "\n".join(lines)
+
+
+def _format_row(first: str, cells: Sequence[object], last: str) -> str:
+    return f"| {first} | {' | '.join(map(str, cells))} | {last} |"
+
+
+def _architecture_names(found: Sequence[Case]) -> str:
+    """Architectures; of one whose cases differ, the case."""
+    kinds = Counter(case.config["model_type"] for case in cases())
+    here = Counter(case.config["model_type"] for case in found)
+    names = [
+        kind if here[kind] == kinds[kind] else case.id
+        for case in found
+        for kind in [case.config["model_type"]]
+    ]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _make_loop(model: Model, vocab: int, policy: str) -> Loop:
+    """With the policies as they are served."""
+    memory = profile_memory(
+        model,
+        budget=1 << 34,
+        weights=0,
+        chunk=CHUNK,
+        max_batch_size=PARALLEL,
+        heads=0,
+        context=CONTEXT,
+    )
+    return Loop(
+        model,
+        _make_prefix_cache(model, policy),
+        vocab=vocab,
+        limits=SchedulerLimits(max_running=PARALLEL, max_prefill_tokens=CHUNK),
+        memory=memory,
+        context=CONTEXT,
+    )
+
+
+def _make_prefix_cache(model: Model, policy: str) -> PrefixCache[LayerCache]:
+    match policy:
+        case "single":
+            return SinglePrefixCache(model.make_kv)
+        case "radix":
+            return RadixPrefixCache(model.make_kv, evaluate=evaluate_layers)
+        case _:
+            return SlotPrefixCache(
+                model.make_kv,
+                slots=PARALLEL,
+                context=CONTEXT,
+                multi_user=False,
+                evaluate=evaluate_layers,
+            )

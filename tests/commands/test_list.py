@@ -1,0 +1,68 @@
+"""The table of what is here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.commands.list import ListedModel, list_models, render_table
+from app.store.hub.download import download
+from app.store.hub.download_plan import plan_download
+from app.store.model_names import HubName
+from tests import tiny
+from tests.store.ollama_store import OllamaStore, packed_folder
+from tests.store.stand_in import StandIn
+
+
+@pytest.fixture
+def stocked(hub: StandIn, tiny_model: Path, tmp_path: Path) -> Path:
+    """One whole model in each source, and one broken one in two of them."""
+    hub.add("org/tiny", tiny_model)
+    download(plan_download(HubName(repo_id="org/tiny")))
+    hub.add("org/broken", tiny.write(tmp_path / "broken", seed=1))
+    weights = download(plan_download(HubName(repo_id="org/broken"))) / "model.safetensors"
+    weights.resolve().write_bytes(b"cut off")
+    ollama = OllamaStore(tmp_path / "ollama")
+    ollama.write("tiny:4b", ollama.model(packed_folder(tmp_path / "packed")))
+    ollama.write("llama3.2", [ollama.layer("model", b"GGUF...")])
+    return tmp_path
+
+
+def test_every_source_is_listed_and_broken_models_do_not_end_the_list(
+    stocked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list_models(as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "builtin",
+        "org/tiny",
+        "tiny:4b",
+        "org/broken",
+        "llama3.2",
+    ]
+    assert "51.8 kB  llama " in lines[2]
+    assert lines[4].startswith("org/broken (hub) cannot be served: ")
+    assert lines[5].startswith("llama3.2 (ollama) cannot be served: llama3.2 is a GGUF model")
+    assert all(len(line) <= 80 for line in lines[:4])
+
+
+def test_programs_get_the_same_in_json(stocked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    list_models(as_json=True)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["org/tiny"]["architecture"] == "llama"
+    assert rows["org/tiny"]["bytes"] == sum(array.nbytes for array in tiny.weights().values())
+    assert rows["org/tiny"]["problem"] is None
+    assert Path(rows["tiny:4b"]["path"]).is_file()
+    assert "is a GGUF model" in rows["llama3.2"]["problem"]
+
+
+def test_a_long_name_has_a_line_of_its_own() -> None:
+    long = "some-organisation/" + "a-very-long-name-of-a-model-" * 2 + "8bit"
+    made = [
+        ListedModel(name=long, source="hub", path="", bytes=10**10, architecture="glm4_moe_lite")
+    ]
+    head, name, rest = render_table(made)
+    assert name == long
+    assert rest.split()[:4] == ["hub", "10.0", "GB", "glm4_moe_lite"]
+    assert max(map(len, (head, rest))) <= 80

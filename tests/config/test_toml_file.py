@@ -1,0 +1,158 @@
+"""A configuration file: what is found in it, and the line that each mistake is on."""
+
+from pathlib import Path
+
+import pytest
+
+from app.config.toml_file import read_toml_file
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import ModelSettings
+
+WHOLE = """\
+# a comment
+port = 9
+cors_origins = [
+  "https://a",
+]
+"keep_alive" = "5m"
+
+[[models]]
+name = "org/a"
+alias = "a"
+preload = true
+pinned = true
+keep_alive = "forever"
+quantize = 4
+parallel = 2
+context = 512
+memory = 1.5
+cache = "slots"
+
+[[models]]
+name = "b:4b"
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """So that a path in a message is a short one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(written: str | bytes) -> str:
+    content = written.encode() if isinstance(written, str) else written
+    Path("a.toml").write_bytes(content)
+    with pytest.raises(AppError) as caught:
+        read_toml_file("a.toml")
+    assert caught.value.kind is ErrorKind.INVALID
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_settings_and_models_are_found_with_their_lines(here: Path):
+    Path("a.toml").write_text(WHOLE)
+    found = read_toml_file("a.toml")
+    assert {name: (one.value, one.source) for name, one in found.items()} == {
+        "port": (9, "a.toml:2"),
+        "cors_origins": (("https://a",), "a.toml:3"),
+        "keep_alive": (300.0, "a.toml:6"),
+        "models": (
+            (
+                ModelSettings(
+                    name="org/a",
+                    alias="a",
+                    preload=True,
+                    pinned=True,
+                    keep_alive=float("inf"),
+                    quantize=4,
+                    parallel=2,
+                    context=512,
+                    memory=3 << 29,
+                    cache="slots",
+                ),
+                ModelSettings(name="b:4b"),
+            ),
+            "a.toml:8",
+        ),
+    }
+
+
+def test_models_of_which_there_is_nothing_to_say_are_a_list(here: Path):
+    Path("a.toml").write_text('models = ["org/a", "b:4b"]')
+    found = read_toml_file("a.toml")["models"]
+    assert found.value == (ModelSettings(name="org/a"), ModelSettings(name="b:4b"))
+    assert found.source == "a.toml:1"
+
+
+def test_a_model_may_be_called_default(here: Path):
+    Path("a.toml").write_text('models = [{name = "default", alias = "default"}]')
+    [model] = read_toml_file("a.toml")["models"].value
+    assert model == ModelSettings(name="default", alias="default")
+
+
+def test_an_empty_file_says_nothing(here: Path):
+    Path("a.toml").write_text("")
+    assert read_toml_file("a.toml") == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("\nprot = 9", "a.toml:2: prot: unknown key; did you mean port?"),
+        ("zzz = 9", "a.toml:1: zzz: unknown key"),
+        ("model = 9", "a.toml:1: model: unknown key; did you mean models?"),
+        ("port = 'x'", "a.toml:1: port: must be a whole number from 0 to 65535, not 'x'"),
+        ("port = 1.5", "a.toml:1: port: must be a whole number from 0 to 65535, not 1.5"),
+        ("debug = 1", "a.toml:1: debug: must be true or false, not 1"),
+        (
+            "x = 0\n[server]\nport = 9",
+            "a.toml:1: x: unknown key",
+        ),
+        (
+            "[server]\nport = 9",
+            "a.toml:1: [server]: unknown section; settings are top-level keys, without sections",
+        ),
+        ("[modles]", "a.toml:1: [modles]: unknown section"),
+        ("port.number = 9", "a.toml:1: port: must be a whole number from 0 to 65535, not {'nu"),
+        ("models = 7", "a.toml:1: must be [[models]] tables, or a list of names"),
+        ("models = [7]", "a.toml:1: models[0] needs a name"),
+        ("[models]\nname = 'a'", "a.toml:1: must be [[models]] tables, or a list of names"),
+        ("[[models]]\nalias = 'a'", "a.toml:1: models[0] needs a name"),
+        (
+            "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\npined = true",
+            "a.toml:5: models[1].pined: unknown key; did you mean pinned?",
+        ),
+        (
+            "[[models]]\nname = 'a'\nport = 9",
+            "a.toml:3: models[0].port: unknown key; it is a server setting: "
+            "move it above the first [[models]]",
+        ),
+        ("[[models]]\nname = 7", "a.toml:2: models[0].name: must be the name of a model, not 7"),
+        ("[[models]]\nname = 'a'\nparallel = 0", "a.toml:3: models[0].parallel: must be a whole"),
+        ("models = [{name = 'a', parallel = 0}]", "a.toml:1: models[0].parallel: must be a whole"),
+        ("port = ", "a.toml: is not valid TOML: Invalid value (at "),
+        ("port = 1\nport = 2", "a.toml: is not valid TOML: Cannot overwrite a value"),
+        (b"host = '\xff'", "a.toml: is not valid TOML: "),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(written: str | bytes, message: str, here: Path):
+    assert refusal(written).startswith(message)
+
+
+def test_a_line_within_a_text_is_not_taken_for_a_key(here: Path):
+    """As two lines may be the one that is meant, none is named."""
+    assert refusal('api_keys = """\nport = 1\n"""\nport = "x"').startswith("a.toml: port: must be")
+
+
+def test_a_file_that_is_not_there_is_told(here: Path):
+    for path, why in (("b.toml", "No such file"), (".", "Is a directory")):
+        with pytest.raises(AppError, match=why) as caught:
+            read_toml_file(path)
+        assert caught.value.message.startswith(f"{path}: ")
+
+
+def test_a_path_cannot_add_a_line(here: Path):
+    name = "a\nport = 1 #.toml"
+    Path(name).write_text("port = 9")
+    assert read_toml_file(name)["port"].source == "a?port = 1 #.toml:1"

@@ -1,0 +1,44 @@
+"""What clients are told of a model that cannot be loaded leads nowhere on the disk."""
+
+from pathlib import Path
+
+import pytest
+
+from app.core.errors import AppError, ErrorKind, redact_paths
+
+FOLDER = Path("/srv/some models/tiny")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (f"{FOLDER}: the config lacks x", "tiny: the config lacks x"),
+        (f"{FOLDER}/model.safetensors is not whole", "tiny/model.safetensors is not whole"),
+        (
+            "ImportError: /opt/py/lib/libx.so.1: failed to map",
+            "ImportError: libx.so.1: failed to map",
+        ),
+        ('File "/opt/py/a.py", line 3', 'File "a.py", line 3'),
+        ("~/models/x is gone", "x is gone"),
+        ("two\nlines", "two lines"),
+        ("12/24 layers, and/or 3 tokens/s", "12/24 layers, and/or 3 tokens/s"),
+        ("org/name is not here", "org/name is not here"),
+        ("see http://127.0.0.1:8080/health", "see http://127.0.0.1:8080/health"),
+        ("GET /v1/models lists the available models", "GET /v1/models lists the available models"),
+    ],
+)
+def test_only_the_way_there_is_left_out(message: str, told: str) -> None:
+    error = AppError(ErrorKind.MODEL_FILES, message, param="model", code="c", retry_after=3)
+    found = redact_paths(error, FOLDER, "tiny")
+    assert found.message == told
+    assert (found.kind, found.param, found.code, found.retry_after) == (
+        error.kind,
+        error.param,
+        error.code,
+        error.retry_after,
+    )
+
+
+def test_a_model_whose_folder_is_not_known_has_none_to_tell() -> None:
+    error = AppError(ErrorKind.MODEL_FILES, "/a/b/c is gone")
+    assert redact_paths(error, None, "tiny").message == "c is gone"

@@ -1,0 +1,245 @@
+"""A prompt's ids as if they had been sampled: the same numbers as by evaluating them one by one,
+however the prompt is cut, whoever is beside it, whatever is cached."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from app.engine.loop import Loop
+from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK, profile_memory
+from app.engine.sampling.logprobs import PromptLogprob, compute_prompt_logprobs
+from models.base import Model
+from tests import tiny
+from tests.engine import hybrid
+from tests.engine.harness import (
+    NEAR,
+    ScheduledJob,
+    job,
+    make_loop,
+    run,
+    run_one,
+    run_schedule,
+    tiny_model,
+)
+
+MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
+PROMPT = tuple(b"what the model thinks of a prompt that is a little longer than a chunk")
+TOP = 3
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]()
+
+
+def one_by_one(model: Model, ids: Sequence[int], top: int = TOP) -> list[PromptLogprob]:
+    """Each id evaluated alone, in float64 from the logits on."""
+    kv, found = model.make_kv(), list[PromptLogprob]()
+    for id, following in itertools.pairwise(ids):
+        hidden = model(mx.array([[id]]), kv)
+        logits = np.array(model.logits(hidden[:, -1])[0].astype(mx.float32), dtype=np.float64)
+        logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        best = np.argsort(-logprobs, kind="stable")[:top]
+        tops = tuple((int(i), float(logprobs[i])) for i in best)
+        found.append((float(logprobs[following]), tops))
+    return found
+
+
+def assert_scores(got: Sequence[PromptLogprob] | None, wanted: Sequence[PromptLogprob]) -> None:
+    assert got is not None
+    assert len(got) == len(wanted)
+    np.testing.assert_allclose([s for s, _ in got], [s for s, _ in wanted], atol=NEAR)
+    for (_, top), (_, expected) in zip(got, wanted, strict=True):
+        np.testing.assert_allclose([p for _, p in top], [p for _, p in expected], atol=NEAR)
+        assert _in_order(top)
+
+
+def _in_order(top: Sequence[tuple[int, float]]) -> bool:
+    return all(a >= b for (_, a), (_, b) in itertools.pairwise(top))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8, 9, 64, 512])
+def test_scores_are_those_of_one_id_after_the_other(model: Model, chunk: int) -> None:
+    outcome = run_one(make_loop(model, chunk=chunk), job("a", PROMPT, prompt_logprobs=TOP))
+    assert_scores(outcome.scores, one_by_one(model, PROMPT))
+    assert outcome.progress[-1] == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2, PROMPT_LOGPROBS_CHUNK, PROMPT_LOGPROBS_CHUNK + 1, PROMPT_LOGPROBS_CHUNK + 2]
+)
+def test_every_length_has_a_score_for_all_but_its_first(length: int) -> None:
+    model, ids = tiny_model(), PROMPT[:length]
+    outcome = run_one(make_loop(model, chunk=64), job("a", ids, prompt_logprobs=0))
+    assert_scores(outcome.scores, one_by_one(model, ids, top=0))
+
+
+def test_a_job_that_does_not_ask_hears_of_none() -> None:
+    assert run_one(make_loop(tiny_model()), job("a", PROMPT)).scores is None
+
+
+def test_scoring_does_not_change_the_answer(model: Model) -> None:
+    plain = run_one(make_loop(model), job("a", PROMPT))
+    scored_too = run_one(make_loop(model), job("a", PROMPT, prompt_logprobs=TOP))
+    assert scored_too.ids == plain.ids
+
+
+@pytest.mark.parametrize("policy", ["single", "slots", "radix"])
+def test_nothing_cached_serves_it(model: Model, policy: str) -> None:
+    loop = make_loop(model, policy=policy)
+    run_one(loop, job("first", PROMPT))
+    outcome = run_one(loop, job("scored", PROMPT, prompt_logprobs=TOP))
+    assert outcome.cached == 0
+    assert_scores(outcome.scores, one_by_one(model, PROMPT))
+
+
+def test_what_was_scored_serves_others() -> None:
+    loop = make_loop(tiny_model(), policy="radix")
+    run_one(loop, job("scored", PROMPT, prompt_logprobs=TOP))
+    assert run_one(loop, job("next", PROMPT)).cached == len(PROMPT) - 1
+
+
+def test_company_changes_nothing(model: Model) -> None:
+    """The same prompt beside itself, scored and not; nobody waits to share what is computed."""
+    loop = make_loop(model, running=4, policy="radix", chunk=16)
+    visits = [
+        ScheduledJob(job=job("a", PROMPT, prompt_logprobs=TOP)),
+        ScheduledJob(job=job("plain", PROMPT, max_tokens=40), at=0),
+        ScheduledJob(job=job("b", PROMPT, prompt_logprobs=TOP), at=1),
+        ScheduledJob(job=job("c", PROMPT[::-1], prompt_logprobs=0), at=2),
+    ]
+    got = run_schedule(loop, visits)
+    wanted = one_by_one(model, PROMPT)
+    assert_scores(got["a"].scores, wanted)
+    assert_scores(got["b"].scores, wanted)
+    assert_scores(got["c"].scores, one_by_one(model, PROMPT[::-1], top=0))
+    assert got["plain"].scores is None
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_a_cancelled_job_leaves_nothing_wrong_behind(model: Model, after: int) -> None:
+    loop = make_loop(model, policy="radix")
+    gone = run(loop, job("gone", PROMPT, prompt_logprobs=TOP), cancel_after=after)["gone"]
+    assert (gone.reason, gone.scores) == ("cancelled", None)
+    again = run_one(loop, job("again", PROMPT, prompt_logprobs=TOP))
+    assert_scores(again.scores, one_by_one(model, PROMPT))
+
+
+def test_who_has_to_begin_again_is_scored_once(model: Model) -> None:
+    """Preempted in the middle of its prompt, by an older one that grows, and again in its answer:
+    `Outcome` refuses a second report."""
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
+    )
+    loop = make_loop(
+        model, running=2, policy="radix", chunk=8, budget=2 * memory.kv_footprint(512), context=1024
+    )
+    young = bytes(i % 251 for i in range(400))
+    got = run_schedule(
+        loop,
+        [
+            ScheduledJob(job=job("old", [1] * 200, max_tokens=400, stop_token_ids=frozenset())),
+            ScheduledJob(
+                job=job("young", young, prompt_logprobs=TOP, stop_token_ids=frozenset()), at=300
+            ),
+        ],
+    )
+    assert loop.stats().preemptions > 0
+    assert_scores(got["young"].scores, one_by_one(model, young))
+    assert len(got["young"].tokens) == 12
+
+
+def test_who_begins_again_behind_its_prompt_may_be_served_from_the_cache() -> None:
+    model = tiny_model()
+    memory = profile_memory(
+        model, budget=0, weights=0, chunk=8, max_batch_size=1, heads=0, context=512
+    )
+    loop = make_loop(
+        model,
+        running=3,
+        policy="radix",
+        chunk=64,
+        budget=2 * memory.kv_footprint(512),
+        context=1024,
+    )
+    jobs = [
+        job(str(i), bytes([i] * 200), max_tokens=350, stop_token_ids=frozenset(), prompt_logprobs=0)
+        for i in range(3)
+    ]
+    got = run_schedule(loop, [ScheduledJob(job=one) for one in jobs])
+    stats = loop.stats()
+    assert stats.preemptions > 0
+    for one in jobs:
+        assert_scores(got[one.id].scores, one_by_one(model, one.prompt_token_ids, top=0))
+
+
+def test_a_context_that_shifts_behind_it_is_scored_once(model: Model) -> None:
+    loop = make_loop(model, policy="slots", context=48, shift=True)
+    ids = PROMPT[:30]
+    outcome = run_one(
+        loop, job("a", ids, max_tokens=90, stop_token_ids=frozenset(), prompt_logprobs=TOP)
+    )
+    assert_scores(outcome.scores, one_by_one(model, ids))
+    assert len(outcome.tokens) == 90
+
+
+def test_the_logits_of_few_places_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's would be as large as a model; the books hold room for `PROMPT_LOGPROBS_CHUNK`
+    rows."""
+    model, rows = tiny_model(), list[int]()
+    logits = model.logits
+
+    def noting(hidden: mx.array) -> mx.array:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(model, "logits", noting)
+    run_one(make_loop(model, chunk=512), job("a", PROMPT, prompt_logprobs=TOP, max_tokens=1))
+    assert max(rows) == PROMPT_LOGPROBS_CHUNK
+    assert sum(rows) == 1 + len(
+        PROMPT
+    )  # one to measure, one for each place; the last one's is drawn from
+
+
+def test_an_id_that_cannot_be_sampled_has_no_probability() -> None:
+    model, ids = tiny_model(), [5, 250, 6]
+    hidden = model(mx.array([ids]), model.make_kv())[0]
+    got = compute_prompt_logprobs(model, hidden[:-1], ids[1:], vocab=200, count=300)
+    assert got[0][0] == -math.inf
+    assert math.isfinite(got[1][0])
+    assert all(len(top) == 200 for _, top in got)
+    assert sum(math.exp(p) for _, p in got[1][1]) == pytest.approx(1, abs=1e-5)
+
+
+def test_scores_that_are_not_numbers_are_an_error() -> None:
+    """Numbers that are damaged for one id, which stands in the middle of the prompt."""
+    model = cast(Any, tiny_model())
+    model.model.embed_tokens.weight[5] = mx.array([math.nan] * tiny.CONFIG["hidden_size"])
+    window: Any = Windowless(model)
+    outcome = run_one(make_loop(window), job("a", [1, 5, *[2] * 20], prompt_logprobs=0))
+    assert (outcome.reason, outcome.scores) == ("error", None)
+    assert "NaN or infinite logits" in (outcome.error or "")
+
+
+class Windowless:
+    """A model whose positions do not see each other, so that damage does not spread."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.logits, self.make_kv = model.logits, model.make_kv
+
+    def __call__(self, tokens: mx.array, kv: Any) -> mx.array:
+        hidden = self._model(mx.where(tokens == 5, 0, tokens), kv)
+        return mx.where((tokens == 5)[..., None], mx.array(math.nan), hidden)
+
+
+def test_a_loop_remembers_no_scores_of_those_that_are_gone() -> None:
+    loop: Loop = make_loop(tiny_model())
+    first = run_one(loop, job("a", PROMPT, prompt_logprobs=1))
+    second = run_one(loop, job("a", PROMPT, prompt_logprobs=1))
+    assert first.scores == second.scores

@@ -1,0 +1,185 @@
+"""Each sampling stage against its definition, and the draws against their distribution."""
+
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.sampling.sampler import SamplerBatch
+from tests.engine.sampling.cases import LOGITS, VOCAB, P, make_state, sample_once, softmax
+
+STREAMS, TURNS = 400, 10
+DRAWS = STREAMS * TURNS
+
+Logits = st.lists(st.integers(-60, 60).map(lambda n: n / 10), min_size=VOCAB, max_size=VOCAB)
+
+
+def drawn(logits: Any, **knobs: Any) -> Any:
+    """Frequencies of the draws of many seeds."""
+    rows = SamplerBatch([make_state(seed=seed, **knobs) for seed in range(STREAMS)])
+    table = mx.array([logits] * STREAMS)
+    tokens = [rows.sample(table).tokens for _ in range(TURNS)]
+    return np.bincount(np.array(mx.concatenate(tokens)), minlength=VOCAB) / DRAWS
+
+
+def greedy(logits: Any, **knobs: Any) -> int:
+    return cast(int, sample_once(logits, make_state(temperature=0.0, **knobs)).tokens[0].item())
+
+
+def nucleus(p: Any, top_p: float) -> Any:
+    order = np.argsort(-p, kind="stable")
+    before = np.cumsum(p[order]) - p[order]
+    kept = np.zeros(len(p), bool)
+    kept[order[(before < top_p) | (np.arange(len(p)) == 0)]] = True
+    return kept
+
+
+DISTRIBUTIONS: list[tuple[dict[str, Any], Any]] = [
+    ({}, P),
+    ({"temperature": 0.5}, softmax(np.array(LOGITS) / 0.5)),
+    ({"temperature": 1.7}, softmax(np.array(LOGITS) / 1.7)),
+    ({"top_k": 3}, np.where(np.arange(VOCAB) < 3, P, 0)),
+    ({"top_k": 1}, np.where(np.arange(VOCAB) < 1, P, 0)),
+    ({"top_k": 10**6}, P),
+    ({"top_p": 0.7}, np.where(nucleus(P, 0.7), P, 0)),
+    ({"top_p": 0.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
+    ({"min_p": 0.3}, np.where(0.3 * P.max() <= P, P, 0)),
+    ({"min_p": 1.0}, np.where(np.arange(VOCAB) < 1, P, 0)),
+    (
+        {"top_k": 5, "temperature": 2.0, "top_p": 0.8, "min_p": 0.5},
+        None,  # see below: the stages in their order
+    ),
+    ({"temperature": 2.0, "top_p": 0.8, "min_p": 0.5}, None),
+    ({"logit_bias": ((4, 3.0), (0, -100.0))}, None),
+    ({"logit_bias": ((4, 3.0), (0, -100.0)), "top_k": 2}, None),
+]
+
+
+def in_order(knobs: dict[str, Any]) -> Any:
+    """bias → top_k → temperature → top_p → min_p, one after the other, in numpy."""
+    logits = np.array(LOGITS)
+    for token, bias in knobs.get("logit_bias", ()):
+        logits[token] += bias
+    if "top_k" in knobs:
+        logits[np.argsort(-logits)[knobs["top_k"] :]] = -np.inf
+    p = softmax(logits / knobs.get("temperature", 1.0))
+    p = np.where(nucleus(p, knobs.get("top_p", 1.0)), p, 0)
+    return np.where(p >= knobs.get("min_p", 0.0) * p.max(), p, 0)
+
+
+@pytest.mark.parametrize(("knobs", "wanted"), DISTRIBUTIONS, ids=lambda v: str(v)[:40])
+def test_draws_follow_the_distribution(knobs: dict[str, Any], wanted: Any) -> None:
+    wanted = in_order(knobs) if wanted is None else wanted
+    wanted = wanted / wanted.sum()
+    got = drawn(LOGITS, **knobs)
+    assert (got[wanted == 0] == 0).all(), "a filtered token was drawn"
+    # five standard deviations of a binomial share
+    assert (abs(got - wanted) <= 5 * np.sqrt(wanted / DRAWS) + 1e-9).all(), (got, wanted)
+
+
+@given(logits=Logits)
+def test_temperature_zero_is_argmax_whatever_the_filters(logits: list[float]) -> None:
+    best = max(logits)
+    for knobs in ({}, {"top_k": 2}, {"top_p": 0.1}, {"min_p": 0.9}):
+        assert logits[greedy(logits, **knobs)] == best
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert sample_once(LOGITS, make_state(temperature=1e-40)).tokens.tolist() == [0]
+
+
+@given(logits=Logits, prompt=st.lists(st.integers(0, VOCAB + 2), min_size=1, max_size=20))
+@pytest.mark.parametrize(
+    ("knobs", "last"),
+    [
+        ({"repetition_penalty": 1.7}, -1),
+        ({"presence_penalty": 1.1}, -1),
+        ({"frequency_penalty": 0.6}, -1),
+        ({"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 0.3}, -1),
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.9}, 3),
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.9}, 1),
+        ({"frequency_penalty": 0.9}, 2**31 - 1),
+        ({"presence_penalty": 2.0}, 0),
+    ],
+)
+@settings(max_examples=50)
+def test_penalties_look_at_the_window_prompt_included(
+    logits: list[float], prompt: list[int], knobs: dict[str, Any], last: int
+) -> None:
+    """The window moves over prompt and samples alike. A prompt may hold ids that are never sampled;
+    they take a place in it."""
+    rows = SamplerBatch([make_state(prompt=prompt, repeat_last_n=last, temperature=0.0, **knobs)])
+    history = list(prompt)
+    # read only afterwards: the loop is a step ahead of what it knows
+    tokens = [rows.sample(mx.array([logits])).tokens for _ in range(6)]
+    for token in tokens:
+        window = history if last < 0 else history[len(history) - min(last, len(history)) :]
+        wanted = np.array(logits)
+        for seen in {id for id in window if id < VOCAB}:
+            scale = knobs.get("repetition_penalty", 1.0)
+            wanted[seen] = wanted[seen] * scale if wanted[seen] < 0 else wanted[seen] / scale
+            wanted[seen] -= knobs.get("presence_penalty", 0.0)
+            wanted[seen] -= knobs.get("frequency_penalty", 0.0) * window.count(seen)
+        chosen = cast(int, token[0].item())
+        assert wanted[chosen] == pytest.approx(wanted.max(), abs=1e-5)
+        history.append(chosen)
+
+
+def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
+    state = make_state(repeat_last_n=2**31 - 1, frequency_penalty=0.1)
+    rows = SamplerBatch([state])
+    for _ in range(100):
+        rows.sample(mx.array([LOGITS]))
+    rows.release()
+    assert state.window is not None
+    assert state.window.shape == (101,)
+
+
+def test_a_request_draws_by_its_seed() -> None:
+    def sequence(seed: int) -> list[int]:
+        rows = SamplerBatch([make_state(seed=seed)])
+        return [cast(int, rows.sample(mx.array([LOGITS])).tokens[0].item()) for _ in range(20)]
+
+    assert sequence(1) == sequence(1)
+    assert sequence(1) != sequence(2)
+
+
+@given(logits=Logits, count=st.integers(0, 20))
+def test_logprobs_are_of_the_raw_logits_most_likely_first(logits: list[float], count: int) -> None:
+    wanted = np.log(softmax(logits))
+    state = make_state(top_k=1, repetition_penalty=5.0, prompt=(0, 1), temperature=0.5)
+    got = sample_once(logits, state, top_logprobs=count)
+    assert got.logprobs is not None
+    assert got.logprobs[0].item() == pytest.approx(wanted[got.tokens[0].item()], abs=1e-5)
+    if count == 0:
+        assert got.top_ids is None
+        return
+    assert got.top_ids is not None
+    assert got.top_logprobs is not None
+    size = min(count, VOCAB)
+    np.testing.assert_allclose(got.top_logprobs[0].tolist(), -np.sort(-wanted)[:size], atol=1e-5)
+    np.testing.assert_allclose(
+        wanted[np.array(got.top_ids[0])], got.top_logprobs[0].tolist(), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e6])
+def test_logprobs_of_large_logits_are_as_exact_as_those_of_small_ones(offset: float) -> None:
+    """The logits are exact in float32, so only our own arithmetic can lose digits."""
+    logits = [offset + value for value in LOGITS]
+    got = sample_once(logits, make_state(temperature=0.0), top_logprobs=VOCAB)
+    assert got.logprobs is not None
+    assert got.top_logprobs is not None
+    wanted = np.log(P)
+    assert got.logprobs[0].item() == pytest.approx(wanted[0], abs=1e-6)
+    np.testing.assert_allclose(got.top_logprobs[0].tolist(), wanted, atol=1e-6)
+
+
+def test_half_precision_logits_are_scored_in_float32() -> None:
+    rows = SamplerBatch([make_state()])
+    got = rows.sample(mx.array([LOGITS]).astype(mx.bfloat16), top_logprobs=1)
+    assert got.logprobs is not None
+    assert got.logprobs.dtype == mx.float32

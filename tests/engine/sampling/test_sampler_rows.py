@@ -1,0 +1,217 @@
+"""Rows against themselves alone: whoever is beside them, whatever is wrong with these, whatever a
+grammar forbids them."""
+
+import functools
+import itertools
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, SamplerState
+from tests.engine.sampling.cases import (
+    LOGITS,
+    SETTINGS,
+    VOCAB,
+    P,
+    RowOutput,
+    make_state,
+    row_output,
+    sample_once,
+    to_list,
+)
+
+WIDE = 2000  # where `most` looks at blocks
+TURNS_ALONE = 8
+
+
+@functools.cache
+def tables(name: str) -> Any:
+    """[TURNS_ALONE, WIDE + 5] logits of one request, some of them equal, a few of which pad."""
+    rng = np.random.default_rng(sum(name.encode()))
+    logits = rng.standard_normal((TURNS_ALONE, WIDE + 5)) * 2.5
+    logits[1::2] = np.round(logits[1::2] * 4) / 4
+    logits[:, WIDE:] = 100
+    return logits.astype(np.float32)
+
+
+PROMPT = (1, 2, 1, 3, 4)
+
+
+def state_of(name: str, prompt: tuple[int, ...] = PROMPT) -> SamplerState:
+    knobs = {"seed": len(name), **SETTINGS[name]}
+    return make_state(prompt=prompt, vocab=WIDE, **knobs)
+
+
+@functools.cache
+def alone(name: str) -> list[RowOutput]:
+    rows = SamplerBatch([state_of(name)])
+    return [row_output(rows.sample(mx.array(t[None]), top_logprobs=3), 0) for t in tables(name)]
+
+
+@pytest.mark.parametrize(
+    "pair", list(itertools.combinations_with_replacement(SETTINGS, 2)), ids=str
+)
+def test_any_two_requests_say_together_what_they_say_alone(pair: tuple[str, str]) -> None:
+    rows = SamplerBatch([state_of(name) for name in pair])
+    for turn in range(3):
+        logits = mx.array(np.stack([tables(name)[turn] for name in pair]))
+        sampled = rows.sample(logits, top_logprobs=3)
+        for place, name in enumerate(pair):
+            assert row_output(sampled, place) == alone(name)[turn]
+
+
+Companies = st.lists(
+    st.lists(st.sampled_from(sorted(SETTINGS)), min_size=1, max_size=6, unique=True).flatmap(
+        lambda names: st.tuples(st.permutations(names), st.integers(1, 3))
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(companies=Companies)
+@settings(max_examples=60)
+def test_whoever_joins_or_leaves_whenever_in_any_order_a_request_says_the_same(
+    companies: list[tuple[list[str], int]],
+) -> None:
+    """Each company samples a few turns together; one request may be in several, with others and in
+    another place, and sit out between. Nothing is read before all is done."""
+    states = {name: state_of(name) for name in SETTINGS}
+    turn_of = dict.fromkeys(SETTINGS, 0)
+    results: list[tuple[SamplerOutput, int, str, int]] = []
+    for company, turns in companies:
+        present = [name for name in company if turn_of[name] + turns <= TURNS_ALONE]
+        if not present:
+            continue
+        rows = SamplerBatch([states[name] for name in present])
+        for _ in range(turns):
+            logits = mx.array(np.stack([tables(name)[turn_of[name]] for name in present]))
+            sampled = rows.sample(logits, top_logprobs=3)
+            for place, name in enumerate(present):
+                results.append((sampled, place, name, turn_of[name]))
+                turn_of[name] += 1
+        rows.release()
+    for sampled, place, name, turn in results:
+        assert row_output(sampled, place) == alone(name)[turn]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_request_that_begins_again_where_it_was_goes_on_the_same(name: str) -> None:
+    """What was preempted comes back with all its ids as the prompt."""
+    said_before = [token for token, *_ in alone(name)[:4]]
+    again = state_of(name, prompt=(*PROMPT, *said_before))
+    again.num_drawn = len(said_before)
+    rows = SamplerBatch([again])
+    for turn in range(4, TURNS_ALONE):
+        sampled = rows.sample(mx.array(tables(name)[turn][None]), top_logprobs=3)
+        assert row_output(sampled, 0) == alone(name)[turn]
+
+
+def test_a_released_batch_samples_no_more() -> None:
+    rows = SamplerBatch([make_state()])
+    rows.release()
+    with pytest.raises(AssertionError):
+        rows.sample(mx.array([LOGITS]))
+
+
+def test_how_many_alternatives_others_ask_for_changes_no_alternative() -> None:
+    table = tables("plain")[1].tolist()
+    few = sample_once(table, make_state(vocab=WIDE), top_logprobs=2)
+    many = sample_once(table, make_state(vocab=WIDE), top_logprobs=20)
+    assert few.top_ids is not None
+    assert many.top_ids is not None
+    assert few.top_ids.tolist() == many.top_ids[:, :2].tolist()
+
+
+ALL_KINDS = [SETTINGS[name] for name in SETTINGS]
+
+
+def test_what_pads_the_output_layer_is_never_drawn_nor_counted_as_likely() -> None:
+    """Models round their vocabulary up; the rest of the layer was never trained."""
+    padded = mx.array([[*LOGITS, 50.0, 60.0]] * len(ALL_KINDS))
+    plain = mx.array([LOGITS] * len(ALL_KINDS))
+    with_padding = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
+    without = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
+    for _ in range(10):
+        got = with_padding.sample(padded, top_logprobs=VOCAB + 2)
+        wanted = without.sample(plain, top_logprobs=VOCAB + 2)
+        for place in range(len(ALL_KINDS)):
+            assert row_output(got, place) == row_output(wanted, place)
+            assert to_list(got.tokens)[place] < VOCAB
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [mx.nan] * VOCAB,
+        [*LOGITS[:-1], mx.nan],
+        [mx.nan, *LOGITS[1:]],
+        [-mx.inf] * VOCAB,
+        [*LOGITS[:-1], mx.inf],
+    ],
+    ids=["nan", "a nan", "first nan", "nothing", "inf"],
+)
+@pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
+def test_a_broken_row_is_told_and_its_neighbours_are_not_touched(
+    broken: list[float], knobs: dict[str, Any]
+) -> None:
+    """Whatever stands for its token is an id, for it is counted like any other."""
+    rows = SamplerBatch([make_state(**knobs), make_state(**knobs), make_state()])
+    lone = SamplerBatch([make_state(**knobs)])
+    for _ in range(2):
+        got = rows.sample(mx.array([LOGITS, broken, LOGITS]))
+        assert got.valid.tolist() == [True, False, True]
+        assert 0 <= to_list(got.tokens)[1] < VOCAB
+        assert got.tokens[0].item() == lone.sample(mx.array([LOGITS])).tokens[0].item()
+
+
+def test_a_row_with_one_finite_logit_is_sound_and_draws_it() -> None:
+    rows = SamplerBatch([make_state(**knobs) for knobs in ALL_KINDS])
+    table = mx.array([[-mx.inf] * 5 + [-3.0] + [-mx.inf] * 6] * len(ALL_KINDS))
+    got = rows.sample(table)
+    assert got.valid.all().item()
+    assert set(to_list(got.tokens)) == {5}
+
+
+@pytest.mark.parametrize("knobs", ALL_KINDS, ids=SETTINGS)
+def test_a_row_draws_only_what_it_may(knobs: dict[str, Any]) -> None:
+    """Neither a bias nor a penalty lifts what a grammar forbids; logprobs know nothing of it; and
+    a neighbour that may draw everything does not notice."""
+    may = [False] * VOCAB
+    may[3] = may[10] = may[11] = True
+    rows, free = (
+        SamplerBatch([make_state(**knobs), make_state(seed=5)]),
+        SamplerBatch([make_state(seed=5)]),
+    )
+    logits = mx.array([LOGITS, LOGITS])
+    for _ in range(20):
+        # as wide as the layer, padding included
+        allowed = mx.array([[*may, True], [True] * (VOCAB + 1)])
+        got = rows.sample(mx.pad(logits, [(0, 0), (0, 1)]), allowed=allowed, top_logprobs=2)
+        unmasked = free.sample(mx.array([LOGITS]), top_logprobs=2)
+        assert got.valid.tolist() == [True, True]
+        token = cast(int, got.tokens[0].item())
+        assert may[token]
+        _, logprob, top, _ = row_output(got, 0)
+        assert logprob == pytest.approx(np.log(P[token]), abs=1e-5)
+        assert top == [0, 1]
+        assert row_output(got, 1) == row_output(unmasked, 0)
+
+
+def test_a_row_that_may_draw_nothing_is_not_sound() -> None:
+    may = mx.array([[False] * VOCAB, [True] * VOCAB, [False] * (VOCAB - 1) + [True]])
+    logits = mx.array([LOGITS, LOGITS, [*LOGITS[:-1], -mx.inf]])
+    got = SamplerBatch([make_state(), make_state(), make_state()]).sample(logits, allowed=may)
+    assert got.valid.tolist() == [False, True, False]
+
+
+def test_a_mask_forbids_before_the_filters_count() -> None:
+    """top_k counts allowed ids, not forbidden ones."""
+    may = mx.array([[False] * 5 + [True] * 7] * 400)
+    rows = SamplerBatch([make_state(seed=seed, top_k=2) for seed in range(400)])
+    tokens = rows.sample(mx.array([LOGITS] * 400), allowed=may).tokens
+    assert set(to_list(tokens)) == {5, 6}

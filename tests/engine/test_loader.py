@@ -1,0 +1,299 @@
+"""From files to a loop, with progress, or to one clear line."""
+
+import dataclasses
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app import store
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import Settings
+from app.engine import loader as loading
+from app.engine import weights
+from app.engine.fit import Fit, estimate_fit
+from app.engine.loader import load
+from app.engine.loop import Loop
+from app.engine.memory_profile import MemoryProfile, profile_memory
+from app.engine.prefix.radix import RadixPrefixCache
+from app.engine.prefix.single import SinglePrefixCache
+from app.engine.prefix.slots import SlotPrefixCache
+from tests import tiny
+from tests.engine.harness import job, run_one
+from tests.models.switched import BOTH, computing
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def ignore(percent: int, memory: int) -> None:
+    assert 0 <= percent <= 100
+    assert memory >= 0
+
+
+def test_a_loaded_folder_generates(tiny_model: Path) -> None:
+    loop = load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert len(run_one(loop, job("a", b"hello")).ids) > 0
+
+
+def test_progress_moves_from_nothing_upwards(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
+    seen: list[int] = []
+    load(store.resolve(str(tiny_model)), Settings(), lambda percent, _: seen.append(percent))
+    assert seen[0] == 0
+    assert len(seen) > 5
+    assert seen == sorted(seen)
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "sharded")
+    whole_file = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(whole_file, dict)
+    names = sorted(whole_file)
+    (folder / "model.safetensors").unlink()
+    for i in range(3):
+        part = {name: whole_file[name] for name in names[i::3]}
+        mx.save_safetensors(str(folder / f"model-{i}.safetensors"), part)
+    whole = tiny.write(tmp_path / "whole")
+    answers = [
+        run_one(load(store.resolve(str(f)), Settings(), ignore), job("a", b"hello")).ids
+        for f in (folder, whole)
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_a_file_that_is_cut_off_is_named_before_anything_is_read(tmp_path: Path, cut: int) -> None:
+    folder = tiny.write(tmp_path / "model")
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:cut])
+    with pytest.raises(AppError, match="is not a valid safetensors file") as caught:
+        load(store.resolve(str(folder)), Settings(), ignore)
+    assert caught.value.kind is ErrorKind.MODEL_FILES
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
+    files = store.resolve(str(tiny.write(tmp_path / "model")))
+    config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
+    with pytest.raises(AppError, match=r"model: the checkpoint lacks tensors: model.layers.2"):
+        load(dataclasses.replace(files, config=config), Settings(), ignore)
+
+
+@pytest.mark.parametrize(("device", "chunk"), [(mx.cpu, 128), (mx.gpu, 512)])
+def test_the_prefill_chunk_suits_the_device(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, device: Any, chunk: int
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    loop = load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert run_one(loop, job("a", b"x" * 1000)).progress[0] == chunk
+
+
+@pytest.mark.parametrize("by_kernels", BOTH)
+def test_exact_mode_puts_prefixes_on_the_grid_where_bits_depend_on_it(
+    tiny_model: Path, by_kernels: bool
+) -> None:
+    settings = Settings(exact=True, prefill_chunk=8)
+    with computing(by_kernels=by_kernels):
+        loop = load(store.resolve(str(tiny_model)), settings, ignore)
+        prompt = b"twenty-one characters"
+        run_one(loop, job("a", prompt))
+        assert run_one(loop, job("b", prompt)).cached == (20 if by_kernels else 16)
+
+
+@pytest.mark.parametrize(("asked", "wired"), [(None, 900_000_000), (2_000_000_000, 10**9)])
+def test_memory_is_wired_on_metal_up_to_what_the_device_recommends(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, asked: int | None, wired: int
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**9})
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    load(store.resolve(str(tiny_model)), Settings(memory=asked), ignore)
+    assert limits == [wired]
+
+
+POLICIES: list[tuple[dict[str, Any], type, int]] = [
+    ({}, RadixPrefixCache, 8),
+    ({"parallel": 1}, SinglePrefixCache, 1),
+    ({"parallel": 1, "cache": "radix"}, RadixPrefixCache, 1),
+    ({"parallel": 3}, RadixPrefixCache, 3),
+    ({"cache": "single"}, SinglePrefixCache, 1),
+    ({"cache": "slots", "parallel": 2}, SlotPrefixCache, 2),
+    ({"exact": True}, SinglePrefixCache, 1),
+    ({"exact": True, "parallel": 2}, RadixPrefixCache, 2),
+]
+
+
+@pytest.mark.parametrize(("asked", "policy", "parallel"), POLICIES)
+def test_the_cache_suits_how_many_run_at_once(
+    tiny_model: Path, asked: dict[str, Any], policy: type, parallel: int
+) -> None:
+    with computing(by_kernels=False):
+        loop = load(store.resolve(str(tiny_model)), Settings(**asked), ignore)
+    assert loop.capacity.parallel == parallel
+    assert isinstance(_prefix_of(loop), policy)
+
+
+def test_fewer_run_at_once_where_memory_has_room_for_fewer(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    whole = load(files, Settings(), ignore)
+    ledger, usual = whole.stats().ledger, whole.capacity.kv_bytes_per_sequence
+    # half a sequence more: the working space is measured, and not to the byte
+    short = ledger.weights + ledger.working + 3 * usual + usual // 2
+    assert load(files, Settings(memory=short), ignore).capacity.parallel == 3
+
+
+def test_a_model_that_leaves_no_room_for_a_sequence_is_refused_before_it_is_read(
+    tiny_model: Path,
+) -> None:
+    def never(percent: int, memory: int) -> None:
+        raise AssertionError("something was read")
+
+    with pytest.raises(AppError, match=r"does not fit in memory: weights .* raise --memory"):
+        load(store.resolve(str(tiny_model)), Settings(memory=1000), never)
+
+
+def test_a_context_that_was_asked_for_is_kept_or_refused(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    ledger = load(files, Settings(context=512, parallel=1), ignore).stats().ledger
+    kv = estimate_fit(files, Settings(context=512)).kv_per_context
+    # what a step is found to take differs from load to load
+    memory = ledger.weights + 4 * ledger.working + kv
+    assert load(files, Settings(memory=memory, context=512), ignore).capacity.context_length == 512
+    unasked = load(files, Settings(memory=memory), ignore).capacity
+    assert 0 < unasked.context_length < files.context_length
+    assert unasked.limited_by_memory
+    with pytest.raises(AppError, match=r"of 4096 tokens .* the largest --context that fits is \d+"):
+        load(files, Settings(memory=memory, context=4096), ignore)
+
+
+def test_a_context_that_only_seemed_to_fit_is_refused_not_cut(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate came out below the measurement, and a server that was asked for 1500 positions
+    quietly served 1024."""
+    files = store.resolve(str(tiny_model))
+
+    for asked in (Settings(context=1500), Settings(context=1500, parallel=3)):
+        found = estimate_fit(files, asked)
+
+        def a_byte_more(*args: Any, found: Fit = found, **told: Any) -> MemoryProfile:
+            return dataclasses.replace(profile_memory(*args, **told), working=found.working + 1)
+
+        monkeypatch.setattr(loading, "profile_memory", a_byte_more)
+        enough = dataclasses.replace(asked, memory=found.needed)
+        with pytest.raises(AppError, match=r"the largest --context that fits is \d+"):
+            load(files, enough, ignore)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("[malloc] no room")])
+def test_a_model_that_the_device_cannot_run_is_one_line(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*args: object, **asked: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "profile_memory", full)
+    with pytest.raises(
+        AppError, match=rf"a trial forward pass failed: {re.escape(str(error))}$"
+    ) as said:
+        load(store.resolve(str(tiny_model)), Settings(), ignore)
+    assert said.value.kind is ErrorKind.MODEL_FILES
+
+
+def test_working_space_is_kept_for_the_context_that_fits_not_for_one_that_does_not(
+    tiny_model: Path,
+) -> None:
+    """A CPU holds the attention scores of a prompt chunk over the whole context. Of a context that
+    has no room anyway, they took the room of one that has."""
+    files = store.resolve(str(tiny_model))
+    whole = load(files, Settings(parallel=1), ignore).stats().ledger
+    tight = load(files, Settings(parallel=1, memory=whole.working), ignore)
+    assert tight.capacity.context_length >= 512
+    assert tight.stats().ledger.working < whole.working
+
+
+def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model", **SIZES)
+    files = store.resolve(str(folder))
+    ledgers = [
+        load(files, Settings(quantize=bits), ignore).stats().ledger.weights for bits in (None, 8, 4)
+    ]
+    assert ledgers[1] < 0.3 * ledgers[0]
+    assert ledgers[2] < 0.6 * ledgers[1]
+    loop = load(files, Settings(quantize=8), ignore)
+    assert len(run_one(loop, job("a", b"hello")).ids) > 0
+
+
+def test_weights_that_are_quantised_already_are_left_alone(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path / "model", **SIZES)
+    packed: dict[str, mx.array] = {}
+    for name, array in tiny.weights({**tiny.CONFIG, **SIZES}).items():
+        if array.ndim == 1:
+            packed[name] = array
+            continue
+        parts = mx.quantize(array, 64, 8)
+        path = name.removesuffix(".weight")
+        for part, packed_array in zip(("weight", "scales", "biases"), parts, strict=True):
+            packed[f"{path}.{part}"] = packed_array
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    files = store.resolve(str(folder))
+    load(files, Settings(), ignore)
+    with pytest.raises(AppError, match=r"model: the weights are already quantised"):
+        load(files, Settings(quantize=4), ignore)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a disk"), AppError(ErrorKind.MODEL_FILES, "a file")]
+)
+def test_a_load_that_fails_leaves_nothing_behind(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whoever reports the error keeps it for a while, and with it every frame that it came by."""
+    monkeypatch.setattr(weights, "_REPORT_EVERY_BYTES", 4096)
+    files = store.resolve(str(tiny_model))
+    held: list[int] = []
+
+    def fail(percent: int, memory: int) -> None:
+        held.append(memory)
+        if percent > 50:
+            raise error
+
+    gc.collect()
+    before, limit = mx.get_active_memory(), mx.set_cache_limit(12345678)
+    try:
+        with pytest.raises(type(error)) as caught:
+            load(files, Settings(), fail)
+        assert held[-1] - before > 30_000, "there was something to leave behind"
+        assert mx.get_active_memory() == before
+        assert caught.value.__traceback__ is not None
+        assert mx.set_cache_limit(limit) == 12345678
+    finally:
+        mx.set_cache_limit(limit)
+
+
+def test_a_refused_checkpoint_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    files = store.resolve(str(tiny.write(tmp_path / "model")))
+    config: dict[str, Any] = {**files.config, "num_hidden_layers": 3}
+    gc.collect()
+    before = mx.get_active_memory()
+    with pytest.raises(AppError) as caught:
+        load(dataclasses.replace(files, config=config), Settings(), ignore)
+    assert mx.get_active_memory() == before
+    assert caught.value.__cause__ is not None
+
+
+def test_a_shorter_context_can_be_asked_for_and_a_longer_one_cannot(tiny_model: Path) -> None:
+    files = store.resolve(str(tiny_model))
+    assert load(files, Settings(context=100), ignore).capacity.context_length == 100
+    assert (
+        load(files, Settings(context=10**6), ignore).capacity.context_length == files.context_length
+    )
+
+
+def _prefix_of(loop: Loop) -> object:
+    return loop._scheduler._prefix  # pyright: ignore[reportPrivateUsage]  # which one was chosen

@@ -1,0 +1,140 @@
+"""What a sequence and a step take is foretold from one token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from app.engine.memory_profile import (
+    PROMPT_LOGPROBS_CHUNK,
+    ActivationMemory,
+    MemoryProfile,
+    longest_fitting,
+    num_query_heads,
+    profile_memory,
+)
+from models import kernels
+from models.base import Model
+from models.kernels.in_place_attention import score_buffer_bytes
+from models.kv import STEP
+from tests.engine import hybrid
+from tests.engine.harness import tiny_model
+from tests.models.switched import computing
+
+MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
+CHUNK = 8
+
+
+def measure(model: Model, budget: int = 1 << 30) -> MemoryProfile:
+    return profile_memory(
+        model, budget=budget, weights=1000, chunk=CHUNK, max_batch_size=4, heads=2, context=1024
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+@pytest.mark.parametrize("length", [1, 100, 300])
+def test_a_sequence_takes_no_more_than_was_foretold(kind: str, length: int) -> None:
+    model = MODELS[kind]()
+    foretold = measure(model).kv_footprint(length)
+    kv = model.make_kv()
+    for layer in kv:
+        layer.reserve(length)
+    for start in range(0, length, CHUNK):
+        chunk = mx.zeros((1, min(CHUNK, length - start)), mx.int32)
+        mx.eval(model(chunk, kv))
+        assert sum(layer.nbytes for layer in kv) <= foretold
+
+
+def room(footprint: Callable[[int], int], budget: int, longest: int = 10_000) -> MemoryProfile:
+    return MemoryProfile(
+        budget=budget, weights=0, working=0, max_length=longest, kv_footprint=footprint
+    )
+
+
+def test_the_longest_sequence_that_fits_is_found() -> None:
+    footprint = measure(tiny_model()).kv_footprint
+    for steps in (1, 2, 3):
+        tight = room(footprint, footprint(steps * STEP))
+        assert tight.max_context(10_000) == steps * STEP
+        assert tight.max_context(100) == 100
+    assert room(footprint, footprint(1) - 1).max_context(100) == 0
+
+
+def test_no_sequence_outgrows_the_working_space() -> None:
+    footprint = measure(tiny_model()).kv_footprint
+    assert room(footprint, 1 << 40, longest=700).max_context(10_000) == 700
+    assert room(footprint, 1 << 40, longest=700).max_context(100) == 100
+
+
+def test_weights_and_working_space_come_first() -> None:
+    small = measure(tiny_model())
+    assert small.kv_budget == small.budget - 1000 - small.working
+    assert small.working > 0
+    assert measure(tiny_model(), budget=500).kv_budget == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seen"),
+    [("k", 4096), ("kwr", 4096), ("w", STEP + CHUNK), ("r", STEP), ("wr", STEP + CHUNK)],
+)
+def test_scores_are_held_for_what_a_query_sees(kinds: str, seen: int) -> None:
+    """A window with the chunk behind it, rounded up to a step; a state as if it were one step."""
+    with computing(by_kernels=False):
+        working = _working(kinds)
+        assert working(4096) == 2 * 4 * 3 * CHUNK * seen
+        assert working(100) == 2 * 4 * 3 * CHUNK * 100
+
+
+def test_our_own_attention_holds_the_scores_of_few_queries_on_each_thread() -> None:
+    if (ops := kernels.ops()) is None:
+        pytest.skip("the CPU kernels were not built")
+    each = ops.threads() * 4 * 24
+    assert _working("k")(4096) == each * (4096 + 32)
+    assert _working("w")(4096) == each * (STEP + CHUNK + 32)
+    assert score_buffer_bytes(_Stored(), 3, 4096) is None
+
+
+class _Stored:
+    """A cache that keeps something else than keys and values."""
+
+    lends = False
+
+
+def _working(kinds: str) -> ActivationMemory:
+    model = hybrid.Model(kinds=kinds)
+    layers = model.make_kv()
+    mx.eval(model(mx.array([[0]]), layers))
+    return ActivationMemory(
+        bytes_per_token=0, chunk=CHUNK, max_batch_size=0, vocab=0, heads=3, layers=layers
+    )
+
+
+def test_other_devices_hold_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    working = ActivationMemory(
+        bytes_per_token=10, chunk=CHUNK, max_batch_size=2, vocab=7, heads=3, layers=[]
+    )
+    assert working(4096) == 10 * CHUNK + 16 * (2 + PROMPT_LOGPROBS_CHUNK) * 7
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_attention_heads": 12, "n_head": 3}, 12),
+        ({"n_heads": 6}, 6),
+        ({"n_head": 5}, 5),
+        ({"num_query_heads": [12, 20, 16]}, 20),
+        ({"num_attention_heads": None, "num_heads": 4}, 4),
+        ({}, 64),
+    ],
+)
+def test_queries_are_counted_by_whatever_name_they_have(config: dict[str, Any], heads: int) -> None:
+    assert num_query_heads(config) == heads
+
+
+@pytest.mark.parametrize("most", [1, 255, 256, 257, 1000, 12345])
+def test_the_longest_is_found_to_the_step(most: int) -> None:
+    for limit in (0, 1, 255, 256, 700, 12345, 99999):
+        found = longest_fitting(lambda length, limit=limit: length <= limit, most)
+        assert found == (most if most <= limit else limit // STEP * STEP)

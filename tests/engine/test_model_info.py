@@ -1,0 +1,95 @@
+"""What is known of a model before it is loaded.
+
+What a model is made of, counted without reading it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import store
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.engine.model_info import complete_config, count_parameters
+from app.store import find
+from tests import tiny
+from tests.store.ollama_store import CONFIG, packed_folder
+
+
+def parameters(config: dict[str, object]) -> int:
+    return sum(array.size for array in tiny.weights({**tiny.CONFIG, **config}).values())
+
+
+def test_a_plain_model_is_counted(tiny_model: Path) -> None:
+    found = count_parameters(complete_config(find(str(tiny_model))))
+    assert found.parameters == parameters({})
+    assert found.nbytes == 4 * found.parameters
+    assert found.by_format == {"float32": found.parameters}
+    assert found.bits_per_parameter == 32
+
+
+def test_a_packed_model_has_the_parameters_of_the_plain_one(tmp_path: Path) -> None:
+    """4 bits, and a scale and a bias of 32 bits for each 64 of them: 5; the norms stay plain."""
+    found = count_parameters(complete_config(find(str(packed_folder(tmp_path / "packed")))))
+    assert found.parameters == parameters(CONFIG)
+    assert list(found.by_format) == ["4-bit affine", "float32"]
+    assert 5 < found.bits_per_parameter < 5.2
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path) -> ModelFiles:
+    return store.resolve(str(tiny_model))
+
+
+def configured(files: ModelFiles, **config: Any) -> ModelFiles:
+    return complete_config(replace(files, config=config))
+
+
+def test_a_config_that_says_all_is_left_as_it_is(files: ModelFiles) -> None:
+    assert complete_config(files) == files
+
+
+def test_what_a_config_leaves_to_its_architecture_is_filled_in(files: ModelFiles) -> None:
+    config = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
+    more = {"intermediate_size": 128, "num_attention_heads": 4}
+    found = configured(files, **config, **more)
+    assert (found.context_length, found.vocab_size) == (131_072, 262_208)
+    assert found.sampleable_vocab_size == tiny.VOCAB
+
+
+def test_of_a_multimodal_model_the_text_part_counts(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = configured(
+        files, model_type="whole", eos_token_id=1, vision_config={}, text_config=dict(tiny.CONFIG)
+    )
+    assert found.context_length == 4096
+    assert "loading the text model only" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": None}, "config.json has no model_type"),
+        ({"model_type": 3}, "config.json has no model_type"),
+        ({"max_position_embeddings": None}, "config.json lacks max_position_embeddings"),
+        ({"vocab_size": None}, "config.json lacks vocab_size"),
+        ({"vocab_size": 0}, "config.json: vocab_size is 0, but must be between 1 and "),
+        ({"vocab_size": "258"}, "config.json: vocab_size is '258', but must be an integer"),
+        (
+            {"max_position_embeddings": -1},
+            "max_position_embeddings is -1, but must be between 1 and ",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_is_named(
+    files: ModelFiles, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(AppError) as caught:
+        configured(files, **{**tiny.CONFIG, **change})
+    assert caught.value.kind is ErrorKind.MODEL_FILES
+    assert caught.value.message.startswith(f"{files.path}: ")
+    assert words in caught.value.message

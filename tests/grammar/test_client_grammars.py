@@ -1,0 +1,108 @@
+"""Grammars in Lark and GBNF, before they are compiled."""
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from app.grammar.llguidance_backend import MAX_GRAMMAR_LENGTH, prepare_lark
+from app.grammar.schema import UnsupportedGrammarError
+
+OVER_LINES = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+COMPACT = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
+
+
+def schemas_in(text: str) -> list[dict[str, object]]:
+    """Of a grammar that has been gone through, whose only braces begin schemas."""
+    decoder, found, end = json.JSONDecoder(), list[dict[str, object]](), 0
+    while (start := text.find("%json {", end)) >= 0:
+        value, end = decoder.raw_decode(text, start + len("%json "))
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize(("compact", "space"), [(False, OVER_LINES), (True, COMPACT)])
+def test_white_space_is_bounded_in_every_schema_whatever_it_says_itself(
+    compact: bool, space: dict[str, object]
+) -> None:
+    text = prepare_lark(
+        'start: a "x" b\n'
+        'a: %json {"type": "object", "x-guidance": {"lenient": true}}\n'
+        'b: "y" %json{"const": "%json {}"} "z"\n'
+        "c: %json true\n",
+        compact=compact,
+    )
+    found = schemas_in(text.replace('"%json {}"', '"other"').replace("%json{", "%json {"))
+    assert len(found) == 3
+    for schema in found:
+        assert schema["x-guidance"] == {**space, "lenient": False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "%json { not one"',
+        'start: /%json {"a/ "b" // %json {\n',
+        "start: <%json> # %json {",
+        'start: "\\"%json {" </think> "%json {"\n',
+        'start: "/" /"/ "a" %regex {"substring_chars": "%json"}',
+    ],
+)
+def test_what_only_looks_like_a_schema_stays(text: str) -> None:
+    assert prepare_lark(text) == text
+
+
+@given(st.text('"/<>#%{}\\ \nja', max_size=40))
+def test_any_text_is_gone_through(text: str) -> None:
+    """What is left of one without schemas is the text itself."""
+    assume("%json" not in text)
+    assert prepare_lark(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("start: %json {", "not valid JSON"),
+        ("start: %json [1]", "JSON object"),
+        # Python's parser gives up on it, or, from 3.13 on, the check of what it read
+        ("start: %json " + '{"items":' * 5000 + "{}" + "}" * 5000, "nested"),
+        ('start: %json {"multipleOf": 1000003}', "table"),
+        ("start: /(a{101}){100}/", "more than 10000 repetitions"),
+        ('start: a\na[temperature=0.5]: "x"', "the rule option temperature is not supported"),
+        ("start: a 'x'\na[capture, stop = \"x\"]: /.*/", "the rule option stop is not supported"),
+        ("start: " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
+        ("root ::= " + "a " * MAX_GRAMMAR_LENGTH, "longer than"),
+        ("root ::= nobody", "'nobody' not found"),
+        ('root ::= "a', "not valid GBNF"),
+        ('root ::= "\\ud800"', "not a character"),
+        ("root ::= " + "(" * 5000, "nested too deeply"),
+        ('other ::= "a"', "root"),
+        ("start: " + "%json {} " * MAX_GRAMMAR_LENGTH, "longer than"),
+        ("start: " + "%json {} " * (4 * MAX_GRAMMAR_LENGTH), "schemas included"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(UnsupportedGrammarError) as caught:
+        prepare_lark(text)
+    assert reason in caught.value.reason
+
+
+def test_schemas_do_not_count_as_the_grammars_text() -> None:
+    large = json.dumps({"const": "a" * MAX_GRAMMAR_LENGTH})
+    assert prepare_lark(f"start: %json {large}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' * MAX_GRAMMAR_LENGTH,
+        '"\\' * (MAX_GRAMMAR_LENGTH // 2),
+        "<" * MAX_GRAMMAR_LENGTH,
+        "/a\n" * (MAX_GRAMMAR_LENGTH // 3),
+    ],
+    ids=["quotes", "escapes", "angles", "slashes"],
+)
+def test_a_hostile_text_takes_no_longer_than_it_is_long(text: str) -> None:
+    """Each of these took seconds with a scanner that tries everything from every place."""
+    assert prepare_lark(text) == text

@@ -1,0 +1,155 @@
+"""Which keyword is to blame: planted ones are found, in few trials."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.errors import AppError
+from app.core.requests import JsonSchema
+from app.grammar.schema import Schema, SchemaPath, resolve_pointer, walk_schemas
+from app.grammar.schema_diagnosis import find_unsupported_keyword
+from tests import tiny
+from tests.engine.harness import grammar_compiler
+from tests.grammar.schemas import random_schema
+
+ENDS = frozenset({tiny.END})
+
+
+def blamed(schema: Any) -> str | None:
+    with pytest.raises(AppError) as caught:
+        grammar_compiler().compile(JsonSchema(text=json.dumps(schema), param="schema"), ENDS)
+    return caught.value.param
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"type": "dict"}, "type"),
+        ({"type": "array", "items": {"minimum": "3"}}, "items.minimum"),
+        (
+            {"properties": {"tags": {"type": "array", "uniqueItems": True}}},
+            "properties.tags.uniqueItems",
+        ),
+        ({"anyOf": [{"type": "null"}, {"not": {}}]}, "anyOf.1.not"),
+        ({"prefixItems": [True, {"contains": {}}]}, "prefixItems.1.contains"),
+        ({"patternProperties": {"^a": {"if": {}}}}, "patternProperties.^a.if"),
+        (
+            {"additionalProperties": {"propertyNames": {"maxLength": 1}}},
+            "additionalProperties.propertyNames",
+        ),
+        (
+            {"type": "object", "properties": {"a": False}, "required": ["a"]},
+            "required",
+        ),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, "properties.a.pattern"),
+        ({"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "properties.a.pattern"),
+        ({"properties": {"a": {"type": "string", "format": "iri"}}}, "properties.a.format"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"properties": {"a": 1}}, "properties.a"),
+        ({"properties": []}, "properties"),
+        ({"$schema": "colour"}, "$schema"),
+        ({"properties": {"a": {"$ref": "#/$defs/nobody"}}}, "properties.a.$ref"),
+        ({"$ref": "https://example.com/schema"}, "$ref"),
+    ],
+)
+def test_a_keyword_that_is_wrong_by_itself_is_named(schema: Any, keyword: str) -> None:
+    assert blamed(schema) == f"schema.{keyword}"
+
+
+def test_of_keywords_that_contradict_each_other_one_is_named() -> None:
+    assert blamed({"type": "integer", "minimum": 2, "maximum": 1}) == "schema.minimum"
+    assert blamed({"const": "a", "type": "integer"}) == "schema.const"
+    optional = {"properties": {"a": {}, "b": {}}, "additionalProperties": True}
+    counted = {"type": "object", "maxProperties": 1, **optional}
+    assert blamed(counted) == "schema.maxProperties"
+
+
+def test_a_fault_behind_a_reference_is_named_where_it_stands() -> None:
+    node = {
+        "type": "object",
+        "properties": {
+            "next": {"type": "array", "items": {"$ref": "#/$defs/a~1b c"}},
+            "tags": {"type": "array", "uniqueItems": True},
+        },
+    }
+    schema = {"properties": {"first": {"$ref": "#/$defs/a~1b c"}}, "$defs": {"a/b c": node}}
+    assert blamed(schema) == "schema.$defs.a/b c.properties.tags.uniqueItems"
+
+
+def test_an_anchor_does_not_mislead_the_search() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#here"}, "b": {"not": {}}},
+        "$defs": {"x": {"$anchor": "here", "type": "null"}},
+    }
+    assert blamed(schema) == "schema.properties.b.not"
+
+
+def test_references_in_a_ring_are_an_end_too() -> None:
+    ring = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    assert (blamed(ring) or "").startswith("schema.$defs.")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"not": {}, "x-guidance": {"lenient": True}}, "not is not supported: remove it"),
+        ({"oneOf": [{}, {}]}, "use anyOf"),
+        ({"$ref": "#/$defs/nobody"}, r"Pointer '/\$defs/nobody' does not exist"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, r"minimum \(2\) is greater than maximum"),
+        ({"const": "\ud800"}, "it contains an unpaired surrogate"),
+    ],
+)
+def test_the_reason_is_a_clause_about_what_was_sent(schema: Any, reason: str) -> None:
+    with pytest.raises(AppError, match=reason) as caught:
+        grammar_compiler().compile(JsonSchema(text=json.dumps(schema)), ENDS)
+    assert "\n" not in caught.value.message
+    assert "whole" not in caught.value.message
+
+
+PLANTED = [{"uniqueItems": True}, {"not": {"type": "null"}}, {"type": "dict"}, {"minimum": "3"}]
+
+
+@given(st.integers(0, 499), st.randoms(use_true_random=False), st.sampled_from(PLANTED))
+@settings(max_examples=60)
+def test_a_fault_planted_anywhere_is_found(seed: int, rng: Any, planted: Schema) -> None:
+    """In a schema of the 500: at any place that is needed, the name of the keyword is right; it may
+    also stand in a property that nobody requires."""
+    document = random_schema(seed)
+    path, schema = rng.choice([*walk_schemas(document)])
+    (keyword,) = planted
+    schema.clear()
+    schema.update(planted)
+    assert blamed(document) == ".".join(("schema", *path, keyword))
+
+
+def test_a_wide_schema_costs_the_logarithm_of_its_width() -> None:
+    trials = list[Schema]()
+    wrong: SchemaPath = ("properties", "p777")
+
+    def refusal(document: Schema) -> str | None:
+        """As one who looks at what is asked for, and sees one thing wrong."""
+        trials.append(document)
+        asked = json.dumps({key: said for key, said in document.items() if key != "$defs"})
+        return "wrong" if "p777" in asked or '"bad"' in asked else None
+
+    document = {"properties": {f"p{i}": {"type": "null"} for i in range(2000)}}
+    document["properties"]["p777"] = {"type": "bad"}
+    assert find_unsupported_keyword(document, refusal, "wrong").path == (*wrong, "type")
+    assert len(trials) < 40
+
+
+def test_a_search_that_takes_too_long_names_what_it_has_found() -> None:
+    def refusal(document: Schema) -> str | None:
+        found = resolve_pointer(document, document.get("$ref", "#/nobody"))
+        return "wrong" if found is None or "x" in json.dumps(found[1]) else None
+
+    document: Schema = {"type": "x"}
+    for _ in range(90):
+        document = {"items": document, "prefixItems": [{"a": i} for i in range(4)]}
+    blame = find_unsupported_keyword(document, refusal, "wrong")
+    assert blame.reason == "wrong"
+    assert set(blame.path) <= {"items", "prefixItems", "0", "1", "2", "3", "type"}

@@ -1,0 +1,310 @@
+"""Request bodies: what is counted before it is built, and how much memory all of them may take."""
+
+import asyncio
+import json
+import random
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.app import build_app
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import MEBIBYTE, Settings
+from app.core.thread_pools import ThreadPools
+from app.http.body import MAX_VALUES, BodyMemoryBudget, RequestBodies, ValueCounter
+from tests.api.asgi import Conversation, Reply
+from tests.fakes import CARD, FakeGenerate
+
+CHAT = "/v1/chat/completions"
+SCOPE = {"headers": [(b"content-type", b"application/json")]}
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text('a",:[{}]\\\n"ü'),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('k",:[\\'), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def built(value: Any) -> int:
+    """Objects that a parser makes of a value, keys included."""
+    if isinstance(value, dict):
+        return 1 + sum(1 + built(one) for one in value.values())
+    return 1 + sum(map(built, value)) if isinstance(value, list) else 1
+
+
+def counted(text: bytes, *cuts: int) -> int:
+    counter = ValueCounter()
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        counter.feed(text[start:end])
+    return counter.count
+
+
+@given(value=values, data=st.data(), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
+def test_never_fewer_values_are_counted_than_are_built_however_the_text_is_cut(
+    value: Any, data: st.DataObject, ascii: bool, indent: int | None
+):
+    text = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert counted(text, *cuts) == counted(text)
+    assert built(value) <= counted(text) <= 2 * built(value)
+
+
+@pytest.mark.parametrize("text", ['"a,b,[{:"', '"\\",,,\\\\"', '"\\\\\\",,,"', '"é,\\u002c,"'])
+def test_what_is_in_a_string_is_no_value(text: str):
+    raw = text.encode()
+    for cut in range(len(raw) + 1):
+        assert counted(raw, cut) == 1
+
+
+@given(text=st.text('ab",:[{\\', max_size=60), exact_from=st.integers(1, 40), data=st.data())
+def test_values_are_counted_exactly_where_it_matters(
+    text: str, exact_from: int, data: st.DataObject
+):
+    raw = json.dumps([text, 1, text]).encode()
+    cut = data.draw(st.integers(0, len(raw)))
+    counter = ValueCounter(exact_from)
+    counter.feed(raw[:cut])
+    counter.feed(raw[cut:], before=raw[:cut])
+    assert counter.count == counted(raw) or counted(raw) <= counter.count <= exact_from
+
+
+def test_a_text_with_many_commas_is_one_value():
+    async def run() -> Reply:
+        message = {"role": "user", "content": "so, it: goes [on], " * 100_000}
+        body = json.dumps({"model": "fake/model", "messages": [message]}).encode()
+        return await Conversation(build_app(FakeGenerate(), Settings()), "POST", CHAT, body).end()
+
+    assert asyncio.run(run()).status == 200
+
+
+def test_a_conversation_has_fewer_values_than_a_prompt_of_ids():
+    messages = b",".join([b'{"role":"user","content":"x"}'] * 20_000)
+    reply, _ = answered(b'{"messages": [' + messages + b"]}")
+    assert (reply.status, reply.error["code"]) == (400, "too_many_values")
+    assert "65,536" in reply.error["message"]
+
+
+def test_text_that_is_no_json_is_counted_all_the_same():
+    random.seed(1)
+    for _ in range(200):
+        counted(bytes(random.choices(b'"\\,:[]{}ax\xff\xc3', k=50)), 20)
+
+
+def chunked(body: bytes, size: int = 65536) -> list[dict[str, Any]]:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return [
+        {"type": "http.request", "body": part, "more_body": place < len(parts) - 1}
+        for place, part in enumerate(parts)
+    ]
+
+
+def answered(body: bytes, **settings: Any) -> tuple[Reply, int]:
+    """The reply, and how many parts of the body were read for it."""
+
+    async def run() -> tuple[Reply, int]:
+        app = build_app(FakeGenerate(), Settings(**settings))
+        conversation = Conversation(app, "POST", CHAT, None)
+        parts = chunked(body)
+        for part in parts:
+            conversation.incoming.put_nowait(part)
+        reply = await conversation.end()
+        left = sum(
+            conversation.incoming.get_nowait()["type"] == "http.request"
+            for _ in range(conversation.incoming.qsize())
+        )
+        return reply, len(parts) - left
+
+    return asyncio.run(run())
+
+
+def test_a_body_of_more_values_than_a_request_needs_is_refused_while_it_arrives():
+    """Ten million bytes of empty lists were built, on the event loop: 3 s for every client, and
+    2 GB of memory, of which 0.7 GB were never given back."""
+    body = b'{"messages": [' + b",".join([b"[]"] * 3_000_000) + b"]}"
+    reply, read = answered(body)
+    assert reply.status == 400
+    assert reply.error["code"] == "too_many_values"
+    assert read < len(chunked(body)) / 10
+
+
+def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
+    longest = 400_000
+    generate = FakeGenerate(cards=[CARD, type(CARD)(id="long", created=1, context_length=longest)])
+
+    async def run() -> Reply:
+        body = {"model": "fake/model", "prompt": [65] * longest, "max_tokens": 1}
+        app = build_app(generate, Settings())
+        data = json.dumps(body).encode()
+        assert counted(data) > MAX_VALUES
+        return await Conversation(app, "POST", "/v1/completions", data).end()
+
+    assert asyncio.run(run()).status == 200
+    assert len(generate.opened) == 1
+
+
+def test_2048_inputs_of_a_hundred_ids_each_are_admitted():
+    async def run() -> Reply:
+        body = {"model": "fake/model", "input": [[65] * 100] * 2048}
+        app = build_app(FakeGenerate(), Settings())
+        return await Conversation(app, "POST", "/v1/embeddings", json.dumps(body).encode()).end()
+
+    assert asyncio.run(run()).status == 200
+
+
+class Incoming:
+    """What a client sends, part by part, as a test lets it."""
+
+    def __init__(self) -> None:
+        self.parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    async def receive(self) -> Any:
+        return await self.parts.get()
+
+    def send(self, body: bytes, *, more: bool = True) -> None:
+        self.parts.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+
+def scope(caller: str = "") -> Any:
+    return {**SCOPE, "state": {"caller": caller}}
+
+
+def bodies_of(**settings: Any) -> RequestBodies:
+    return RequestBodies(Settings(**settings), ThreadPools(), lambda: 0)
+
+
+def test_bodies_in_flight_are_bounded_and_a_refused_one_counts_no_more():
+    """Fourteen bodies of ten megabytes each made the process grow by 2 GB."""
+
+    async def run() -> None:
+        bodies = bodies_of()
+        whole = b'"' + b"x" * (10 * MEBIBYTE - 2) + b'"'
+        done = asyncio.Event()
+
+        async def read() -> object:
+            incoming = Incoming()
+            incoming.send(whole, more=False)
+            async with bodies.receive_json(scope(), incoming.receive) as body:
+                await body.json()
+                await done.wait()
+            return None
+
+        reading = [asyncio.create_task(read()) for _ in range(14)]
+        while sum(task.done() for task in reading) < 2 or bodies.parsing:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        errors = [task.exception() for task in reading if task.done()]
+        assert len(errors) == 2, "of 128 MiB, twelve have 120"
+        for error in errors:
+            assert isinstance(error, AppError)
+            assert (error.kind, error.code) == (ErrorKind.OVERLOADED, "too_many_bodies")
+            assert error.retry_after == 1
+        assert bodies.in_flight == 12
+        assert bodies.reserved_bytes <= 128 * MEBIBYTE
+        small = Incoming()
+        small.send(b"[]", more=False)
+        assert await bodies.read_json(scope(), small.receive) == [], "small ones are served"
+        done.set()
+        await asyncio.gather(*reading, return_exceptions=True)
+        assert (bodies.in_flight, bodies.reserved_bytes, bodies.parsing) == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+def test_one_key_gets_half_of_the_memory_for_bodies():
+    budget = BodyMemoryBudget(100)
+    budget.reserve("anna", 50)
+    with pytest.raises(AppError, match="try again"):
+        budget.reserve("anna", 1)
+    budget.reserve("ben", 50)
+    with pytest.raises(AppError, match="try again"):
+        budget.reserve("cleo", 1)
+    budget.release("anna", 50)
+    budget.reserve("cleo", 50)
+    assert budget.used == 100
+
+
+def test_a_body_that_still_arrives_keeps_no_other_from_being_parsed():
+    async def run() -> None:
+        bodies = bodies_of()
+        slow, quick = Incoming(), Incoming()
+        large = b'"' + b"x" * 2 * MEBIBYTE + b'"'
+        slow.send(large[:-1])
+        arriving = asyncio.create_task(bodies.read_json(scope(), slow.receive))
+        await asyncio.sleep(0)
+        quick.send(large, more=False)
+        assert await bodies.read_json(scope(), quick.receive) == "x" * 2 * MEBIBYTE
+        assert not arriving.done()
+        slow.send(b'"', more=False)
+        await arriving
+
+    asyncio.run(run())
+
+
+def test_a_client_that_disconnects_while_its_body_waits_is_not_answered():
+    generate = FakeGenerate()
+
+    async def run() -> None:
+        app = build_app(generate, Settings())
+        content = "x" * 2 * MEBIBYTE
+        message = {"role": "user", "content": content}
+        data = json.dumps({"model": "fake/model", "messages": [message]}).encode()
+        several = [Conversation(app, "POST", CHAT, data) for _ in range(8)]
+        several[-1].hang_up()
+        await asyncio.gather(*(one.task for one in several), return_exceptions=True)
+        assert [one.reply.status for one in several[:-1]] == [200] * 7
+        assert several[-1].reply.status == 0
+
+    asyncio.run(run())
+    assert len(generate.opened) == 7
+
+
+def test_the_error_of_a_body_that_is_no_json_does_not_hold_the_body():
+    """The parser's error holds the whole text: as its context, it stayed in memory for as long as
+    anything remembered the request."""
+
+    async def run() -> AppError:
+        incoming = Incoming()
+        incoming.send(b"x" * 100_000, more=False)
+        with pytest.raises(AppError) as caught:
+            await bodies_of().read_json(scope(), incoming.receive)
+        return caught.value
+
+    error = asyncio.run(run())
+    assert "not valid JSON" in str(error)
+    assert (error.__context__, error.__cause__) == (None, None)
+
+
+@pytest.mark.parametrize("values", [10, 100_000])
+def test_a_body_is_read_after_its_model_was_looked_for(values: int):
+    """The values of a large one are not in memory meanwhile: of clients that wait for a thread,
+    each would hold megabytes."""
+
+    async def run() -> None:
+        incoming, found, go_on = Incoming(), asyncio.Event(), asyncio.Event()
+        numbers = ", ".join(["[]"] * values)
+        incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
+
+        async def find(model: str) -> str:
+            found.set()
+            await go_on.wait()
+            return f"found {model}"
+
+        def read(content: Any, found: str) -> tuple[int, str]:
+            return len(content["prompt"]), found
+
+        async with asyncio.timeout(10), bodies_of().receive_json(scope(), incoming.receive) as body:
+            before = sys.getallocatedblocks()
+            reading = asyncio.create_task(body.read(find, read))
+            await found.wait()
+            # the thread lets go of what it parsed a moment after it has said the name
+            while sys.getallocatedblocks() > before + 10_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            assert not reading.done()
+            go_on.set()
+            assert await reading == (values, "found a")
+
+    asyncio.run(run())

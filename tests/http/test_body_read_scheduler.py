@@ -1,0 +1,88 @@
+"""Long bodies are read in turns, and in a share of the event loop's time."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from app.http.body_read_scheduler import BodyReadScheduler, ScheduledFlowControl
+
+
+class Transport(asyncio.Transport):
+    """Delivers a piece in each turn of the loop while it is not paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self.calls: list[str] = []
+        self.resumed: Callable[[], None] = lambda: None
+
+    def pause_reading(self) -> None:
+        assert not self.paused
+        self.paused = True
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        assert self.paused
+        self.paused = False
+        self.calls.append("resume")
+        self.resumed()
+
+
+def test_reading_goes_on_when_neither_the_application_nor_a_turn_keeps_it():
+    transport = Transport()
+    flow = ScheduledFlowControl(transport)
+    flow.hold_reading()
+    flow.pause_reading()
+    flow.release_reading()
+    assert transport.paused, "the application has enough"
+    flow.hold_reading()
+    flow.resume_reading()
+    assert transport.paused, "it is another connection's turn"
+    flow.release_reading()
+    assert not transport.paused
+    flow.resume_reading()
+    flow.release_reading()
+    assert transport.calls == ["pause", "resume"], "no call is made twice"
+
+
+def test_connections_take_turns_and_get_a_share_of_the_time():
+    async def run() -> None:
+        reads = BodyReadScheduler()
+        flows: list[ScheduledFlowControl] = []
+        ready = deque(range(5))
+        for number in range(5):
+            transport = Transport()
+            transport.resumed = partial(ready.append, number)
+            flows.append(ScheduledFlowControl(transport))
+        order: list[int] = []
+        piece, seconds = 0.002, 0.4
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            while ready:
+                order.append(ready.popleft())
+                time.sleep(piece)  # noqa: ASYNC251  # reading holds the loop
+                reads.enqueue(flows[order[-1]], piece)
+            await asyncio.sleep(0.0005)
+        assert len(order) * piece < seconds / 2, "most of the time is left for others"
+        assert order == [turn % 5 for turn in range(len(order))]
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_is_closed_has_no_turn():
+    async def run() -> None:
+        reads = BodyReadScheduler()
+        transport = Transport()
+        gone, other = ScheduledFlowControl(Transport()), ScheduledFlowControl(transport)
+        reads.enqueue(gone, 0.005)
+        reads.enqueue(other, 0.005)
+        reads.remove(gone)
+        reads.remove(gone)
+        deadline = time.monotonic() + 10
+        while transport.paused:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())

@@ -1,0 +1,165 @@
+"""Bodies that are too large, broken, or of the wrong kind; and the manners of every mistake."""
+
+import asyncio
+import http.client
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from app.api.app import build_app
+from app.core.errors import AppError, ErrorKind
+from app.core.settings import Settings
+from app.http.responses import (
+    ERROR_FORMATS,
+    encode_json_line,
+    encode_long_array,
+    encode_sse_event,
+    error_response,
+    render_error,
+)
+from tests.api.asgi import Conversation, serving
+from tests.fakes import FakeGenerate
+
+CHAT = "/v1/chat/completions"
+GOOD = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
+POSTS = (CHAT, "/v1/completions", "/completion", "/v1/detokenize")
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"model": ',
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"temperature": 1e400}',
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b"{} {}",
+        b"7",
+        b"null",
+        b'"text"',
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_a_body_that_is_no_json_object_is_refused(call: Any, path: str, body: bytes):
+    reply = call("POST", path, body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
+def test_only_json_is_read_as_json(call: Any, path: str, kind: str):
+    reply = call("POST", path, GOOD, {"content-type": kind})
+    assert reply.status == 415
+    assert "-H 'Content-Type: application/json'" in reply.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_by_any_spelling_is_json(call: Any, kind: str):
+    assert call("POST", CHAT, GOOD, {"content-type": kind}).status == 200
+
+
+@pytest.mark.parametrize("path", [*POSTS, "/v1/tokenize"])
+def test_a_body_beyond_the_limit_is_refused(call: Any, path: str):
+    assert call("POST", path, b" " * 101, max_body=100).status == 413
+
+
+def test_the_limit_itself_is_allowed(call: Any):
+    body = json.dumps(GOOD).encode()
+    assert call("POST", CHAT, body, max_body=len(body)).status == 200
+
+
+@pytest.mark.parametrize("length", ["101", "9" * 5000])
+def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(length: str):
+    async def run() -> None:
+        app = build_app(FakeGenerate(), Settings(max_body=100))
+        headers = {"content-length": length}
+        reply = await Conversation(app, "POST", CHAT, None, headers).end()
+        assert reply.status == 413
+
+    asyncio.run(run())
+
+
+def test_an_endless_body_is_refused_while_it_comes():
+    async def run() -> None:
+        app = build_app(FakeGenerate(), Settings(max_body=100))
+        conversation = Conversation(app, "POST", CHAT, None)
+        for _ in range(11):
+            part = {"type": "http.request", "body": b" " * 10, "more_body": True}
+            conversation.incoming.put_nowait(part)
+        assert (await conversation.end()).status == 413
+
+    asyncio.run(run())
+
+
+def test_a_body_may_come_in_pieces():
+    async def run() -> None:
+        conversation = Conversation(build_app(FakeGenerate(), Settings()), "POST", CHAT, None)
+        body = json.dumps(GOOD).encode()
+        for n, byte in enumerate(body):
+            part = {"type": "http.request", "body": bytes([byte]), "more_body": n < len(body) - 1}
+            conversation.incoming.put_nowait(part)
+        assert (await conversation.end()).status == 200
+
+    asyncio.run(run())
+
+
+def test_the_connection_lives_on_after_a_body_that_was_too_large():
+    """The client reads its 413 although it was still sending, and asks again on the same socket."""
+    with serving(build_app(FakeGenerate(), Settings(max_body=1000))) as url:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
+        headers = {"Content-Type": "application/json"}
+        for _ in range(2):
+            connection.request("POST", CHAT, b" " * 5_000_000, headers)
+            assert connection.getresponse().read().startswith(b'{"error"')
+            socket = connection.sock
+            connection.request("POST", CHAT, json.dumps(GOOD).encode(), headers)
+            reply = connection.getresponse()
+            assert reply.status == 200
+            reply.read()
+            assert connection.sock is socket
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_every_kind_of_mistake_has_a_status(kind: ErrorKind):
+    error = AppError(kind, "what", param="where")
+    assert set(render_error(error)["error"]) == {"message", "type", "param", "code"}
+    reply = error_response(error)
+    assert reply.status_code == ERROR_FORMATS[kind].status >= 400
+    assert reply.headers.get("retry-after") == {503: "1", 429: "1"}.get(reply.status_code)
+
+
+def test_whoever_knows_how_long_to_wait_says_so():
+    assert (
+        error_response(AppError(ErrorKind.BUSY, "what", retry_after=17)).headers["retry-after"]
+        == "17"
+    )
+
+
+def test_a_more_precise_code_wins():
+    error = AppError(ErrorKind.CONTEXT_LENGTH, "what", code="prompt_alone_is_too_long")
+    assert render_error(error)["error"]["code"] == "prompt_alone_is_too_long"
+
+
+@pytest.mark.parametrize("frame", [encode_sse_event, encode_json_line])
+def test_a_frame_is_one_line_however_lines_are_cut(frame: Any):
+    """A model said U+0085, and httpx's `iter_lines` made two lines of one event."""
+    said = "a\x85b\u2028c\u2029d\x0b\x1ce"
+    [line] = frame({"text": said}).decode().rstrip("\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": said}
+
+
+@pytest.mark.parametrize("count", [0, 1, 512, 513, 2000])
+def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
+    items = [{"token": f"t{n}", "top": [n, None, "\u2028,]"]} for n in range(count)]
+    assert orjson.dumps({"a": encode_long_array(items)}) == orjson.dumps({"a": items})
+    assert isinstance(encode_long_array(items), list) == (count <= 512)

@@ -1,0 +1,114 @@
+"""Values of config.json: of the right type and a sensible size, or one line that names the key."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from models.base import Config, ModelError
+from models.config_check import matches_annotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Some(Config):
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    num_hidden_layers: int = 2
+    head_dim: int | None = None
+    first_k_dense: int = 0
+    scale: float = 1.0
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tied: bool = False
+    hidden_act: str = "silu"
+    rope_scaling: Mapping[str, Any] | None = None
+    layer_types: Sequence[str] | None = None
+    full_attention_interval: int = 4
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [
+        (int, [0, -1, 10**400], [1.0, True, "1", None, [1], {}]),
+        (float, [0.5, 3, -1e300], [True, "1", None, math.nan, math.inf, 10**400, [1.0]]),
+        (bool, [True, False], [0, 1, "true", None]),
+        (str, ["", "x"], [1, None, ["x"]]),
+        (int | None, [3, None], ["x", 1.5, False]),
+        (int | Sequence[int], [3, [3, 4]], ["x", [1.5], True]),
+        (Sequence[str], [[], ["a"], ("a", "b")], ["a", [1], {"a": 1}, None]),
+        (tuple[int, ...], [[], [1]], [["a"], 1]),
+        (Mapping[str, Any], [{}, {"a": [1]}], [[], "a", 1, None]),
+        (Mapping[str, float], [{"a": 1}], [{"a": "x"}, {"a": True}]),
+        (Literal["a", "b"], ["a"], ["c", 1]),
+        (Any, [1, "x", None], []),
+    ],
+)
+def test_a_value_fits_its_annotation(hint: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not matches_annotation(value, hint)] == []
+    assert [value for value in bad if matches_annotation(value, hint)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("hidden_size", "64", "hidden_size is '64', but must be an integer"),
+        ("hidden_size", 64.0, "must be an integer"),
+        ("hidden_size", True, "must be an integer"),
+        ("hidden_size", 0, "must be between 1 and"),
+        ("hidden_size", 1 << 40, "must be between 1 and 16777216"),
+        ("hidden_size", 10**400, "hidden_size is"),
+        ("hidden_size", 2, "which cannot be split into 4 attention heads"),
+        ("hidden_size", 1 << 24, "which cannot be split into 4 attention heads"),
+        ("head_dim", 10**6, "must be between 1 and 4096"),
+        (
+            "num_hidden_layers",
+            10**9,
+            "num_hidden_layers is 1000000000, but must be between 1 and 1024",
+        ),
+        ("num_attention_heads", 0, "must be between 1 and"),
+        ("num_key_value_heads", 3, "which does not divide 4 attention heads"),
+        ("num_key_value_heads", 0, "must be between 1 and"),
+        ("first_k_dense", 1 << 31, "must be between -1 and 2147483647"),
+        ("full_attention_interval", 0, "must be between 1 and"),
+        ("scale", "1", "must be a number"),
+        ("scale", math.nan, "must be a number"),
+        ("rms_norm_eps", 0, "rms_norm_eps is 0"),
+        ("rms_norm_eps", -1.0, "rms_norm_eps is -1.0"),
+        ("rope_theta", 0.0, "rope_theta is 0.0"),
+        ("rope_theta", -5, "rope_theta is -5"),
+        ("tied", "false", "must be true or false"),
+        ("tied", 0, "must be true or false"),
+        ("hidden_act", 3, "must be a string"),
+        ("rope_scaling", "linear", "must be an object"),
+        ("layer_types", "full", "must be a list whose items are each a string"),
+        ("layer_types", [1], "must be a list whose items are each a string"),
+        ("layer_types", ["x"] * 10_000, None),
+        ("layer_types", [["x" * 10_000]], "layer_types is [['xxx"),
+    ],
+)
+def test_a_value_beyond_all_reason_is_named(key: str, value: Any, words: str | None) -> None:
+    if words is None:
+        Some.from_dict({key: value})
+        return
+    with pytest.raises(ModelError) as caught:
+        Some.from_dict({key: value})
+    message = str(caught.value)
+    assert message.startswith(f"config.json: {key} ")
+    assert words in message
+    assert len(message) < 200
+
+
+def test_null_is_like_not_there_and_unknown_keys_are_not_looked_at() -> None:
+    assert Some.from_dict({"hidden_size": None, "other": object()}) == Some()
+
+
+def test_whole_numbers_are_numbers() -> None:
+    assert Some.from_dict({"rope_theta": 1_000_000, "scale": 3}).rope_theta == 1_000_000
+
+
+def test_a_number_that_python_does_not_write_is_told_too() -> None:
+    with pytest.raises(ModelError, match="hidden_size is a very long number"):
+        Some.from_dict({"hidden_size": 10**5000})

@@ -1,0 +1,121 @@
+"""The gated delta rule: both forms say what its three lines say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import gated_delta
+
+Form = Callable[..., tuple[mx.array, mx.array]]
+
+FORMS = pytest.mark.parametrize(
+    "form", [gated_delta.gated_delta_recurrent, gated_delta.gated_delta_chunked]
+)
+
+KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
+
+
+def inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, Any]]:
+    """Keys of length one, steps from 0 to 1, gates from hardly to nearly all forgotten, a state
+    that is there already."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((batch, length, KEY_HEADS, KEY))
+    return {
+        "queries": rng.standard_normal((batch, length, KEY_HEADS, KEY)),
+        "keys": keys / np.linalg.norm(keys, axis=-1, keepdims=True),
+        "values": rng.standard_normal((batch, length, VALUE_HEADS, VALUE)),
+        "log_gates": -np.exp(rng.uniform(-8, 2, (batch, length, VALUE_HEADS))),
+        "steps": rng.uniform(0, 1, (batch, length, VALUE_HEADS)),
+        "state": rng.standard_normal((batch, VALUE_HEADS, VALUE, KEY)),
+    }
+
+
+def formulas(
+    queries: np.ndarray[Any, Any],
+    keys: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+    log_gates: np.ndarray[Any, Any],
+    steps: np.ndarray[Any, Any],
+    state: np.ndarray[Any, Any],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """In float64, head by head and position by position."""
+    out, after = np.zeros(values.shape), state.copy()
+    for row, head in np.ndindex(values.shape[0], values.shape[2]):
+        held, key_head = state[row, head], head // (values.shape[2] // keys.shape[2])
+        for t in range(values.shape[1]):
+            key = keys[row, t, key_head]
+            held = np.exp(log_gates[row, t, head]) * held
+            correction = steps[row, t, head] * (values[row, t, head] - held @ key)
+            held = held + np.outer(correction, key)
+            out[row, t, head] = held @ queries[row, t, key_head]
+        after[row, head] = held
+    return out, after
+
+
+def assert_follows(form: Form, given: dict[str, np.ndarray[Any, Any]]) -> None:
+    wanted = formulas(**given)
+    got = form(**{name: mx.array(array.astype(np.float32)) for name, array in given.items()})
+    for ours, exact in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.array(ours), exact, atol=1e-4)
+
+
+@FORMS
+@given(
+    seed=st.integers(0, 99),
+    length=st.integers(1, 2 * gated_delta.CHUNK_LENGTH + 3),
+    batch=st.integers(1, 3),
+)
+def test_a_form_says_what_the_formulas_say(form: Form, seed: int, length: int, batch: int) -> None:
+    assert_follows(form, inputs(seed, length, batch))
+
+
+@FORMS
+@pytest.mark.parametrize("length", [1, 7, gated_delta.CHUNK_LENGTH, gated_delta.CHUNK_LENGTH + 1])
+@pytest.mark.parametrize("log_gate", [0.0, -1e-7, -90.0, -1e4])
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_extreme_gates_and_steps_are_as_exact(
+    form: Form, length: int, log_gate: float, step: float
+) -> None:
+    """exp(-90) squared is zero in float32, and a quotient of two such products is no number."""
+    given = inputs(0, length)
+    given["log_gates"][:, ::2] = log_gate
+    given["steps"][:, ::3] = step
+    assert_follows(form, given)
+
+
+@FORMS
+def test_a_prompt_that_repeats_itself_is_as_exact(form: Form) -> None:
+    """Equal keys that nothing fades between: the system's matrix is all ones under its diagonal,
+    and the series that would invert it has terms of 10^8 that cancel."""
+    given = inputs(1, 2 * gated_delta.CHUNK_LENGTH)
+    given["keys"][:] = given["keys"][:, :1]
+    given["log_gates"][:], given["steps"][:] = 0.0, 1.0
+    assert_follows(form, given)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [40, 40],
+        [1, 79],
+        [79, 1],
+        [gated_delta.MAX_RECURRENT_LENGTH, 80 - gated_delta.MAX_RECURRENT_LENGTH],
+    ],
+)
+def test_a_sequence_may_be_worked_off_in_any_pieces(pieces: list[int]) -> None:
+    given = inputs(2, 80)
+    wanted, after = formulas(**given)
+    arrays = {name: mx.array(array.astype(np.float32)) for name, array in given.items()}
+    state, start, outs = arrays.pop("state"), 0, list[mx.array]()
+    for length in pieces:
+        part = {name: array[:, start : start + length] for name, array in arrays.items()}
+        out, state = gated_delta.gated_delta(**part, state=state)
+        outs.append(out)
+        start += length
+    np.testing.assert_allclose(np.array(mx.concatenate(outs, axis=1)), wanted, atol=1e-4)
+    np.testing.assert_allclose(np.array(state), after, atol=1e-4)

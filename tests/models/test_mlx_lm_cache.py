@@ -1,0 +1,89 @@
+"""Our caches in the places of mlx-lm's."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models.cache as theirs
+import numpy as np
+import pytest
+
+from models.base import ModelError
+from models.mlx_lm_cache import (
+    MlxLmArraysCache,
+    MlxLmKVCache,
+    MlxLmLayerCache,
+    MlxLmRotatingKVCache,
+)
+
+WINDOW = 5
+
+
+@pytest.mark.parametrize("return_array", [False, True])
+@pytest.mark.parametrize("length", [1, 2, WINDOW, 9])
+@pytest.mark.parametrize("before", [0, 1, WINDOW - 1, WINDOW, 12])
+@pytest.mark.parametrize("kind", ["whole", "whole-through-a-window", "window", "its-own-window"])
+def test_masks_are_those_of_their_caches(
+    kind: str, before: int, length: int, return_array: bool
+) -> None:
+    whole = kind.startswith("whole")
+    ours: Any = MlxLmKVCache() if whole else MlxLmRotatingKVCache(WINDOW)
+    reference: Any = theirs.KVCache() if whole else theirs.RotatingKVCache(WINDOW)
+    for position in range(before):
+        array = mx.full((1, 1, 1, 2), position)
+        for cache in (ours, reference):
+            cache.update_and_fetch(array, array)
+    window = None if kind in ("whole", "window") else WINDOW
+    got, wanted = (
+        cache.make_mask(length, return_array=return_array, window_size=window)
+        for cache in (ours, reference)
+    )
+    assert type(got) is type(wanted)
+    np.testing.assert_array_equal(np.array(got), np.array(wanted))
+
+
+def test_a_window_narrower_than_its_cache_is_refused() -> None:
+    with pytest.raises(ModelError, match="a sliding window smaller than its cache"):
+        MlxLmRotatingKVCache(WINDOW).make_mask(1, window_size=WINDOW - 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [MlxLmKVCache, lambda: MlxLmRotatingKVCache(WINDOW), lambda: MlxLmArraysCache(1)],
+    ids=["whole", "window", "states"],
+)
+def test_a_copy_is_as_good_and_nobody_elses(make: Any) -> None:
+    cache = make()
+    array = mx.arange(6.0).reshape(1, 1, 3, 2)
+
+    def add(to: Any, more: mx.array) -> None:
+        if isinstance(to, MlxLmArraysCache):
+            to[0] = more
+            to.advance(3)
+        else:
+            to.update_and_fetch(more, more)
+
+    add(cache, array)
+    twin = cache.copy()
+    assert type(twin) is type(cache)
+    before = [np.array(one) for one in twin.state()]
+    add(cache, array + 100)
+    assert (twin.offset, cache.offset) == (3, 6)
+    for one, same in zip(twin.state(), before, strict=True):
+        np.testing.assert_array_equal(np.array(one), same)
+
+
+def test_several_caches_of_a_layer_are_as_divisible_as_each() -> None:
+    assert MlxLmLayerCache([MlxLmKVCache(), MlxLmKVCache()], is_cache_list=True).sliceable
+    assert not MlxLmLayerCache([MlxLmKVCache(), MlxLmArraysCache(1)], is_cache_list=True).sliceable
+    assert not MlxLmLayerCache([MlxLmRotatingKVCache(WINDOW)], is_cache_list=False).sliceable
+
+
+def test_a_state_does_not_keep_the_chunk_that_it_is_a_slice_of() -> None:
+    state = MlxLmArraysCache(1)
+    before = mx.get_active_memory()
+    chunk = mx.zeros((1, 4096, 256)) + 1
+    mx.eval(chunk)
+    state[0] = chunk[:, -3:]
+    mx.eval(state.state())
+    del chunk
+    assert mx.get_active_memory() - before < 1 << 20

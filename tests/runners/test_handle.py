@@ -1,0 +1,64 @@
+"""Counters that go on when a model's engine is replaced."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.jobs import EngineStats
+from app.runners.handle import accumulate_stats, counters_only
+
+# what says how things stand; every other number of an engine counts
+GAUGES = {"memory", "running", "waiting", "embedding"}
+COUNTERS = [
+    field.name
+    for field in fields(EngineStats)
+    if isinstance(field.default, int) and field.name not in GAUGES
+]
+
+
+def grown(stats: EngineStats, more: tuple[int, ...]) -> EngineStats:
+    """An engine that turned on, once at least."""
+    counts: dict[str, Any] = {
+        name: getattr(stats, name) + count for name, count in zip(COUNTERS, more, strict=True)
+    }
+    counts["steps"] += 1
+    hits = (stats.prefix_hit_counts[0] + more[0], *stats.prefix_hit_counts[1:])
+    misses = (("empty", dict(stats.prefix_miss_counts).get("empty", 0) + more[1]),)
+    return replace(
+        stats, **counts, prefix_hit_counts=hits, prefix_miss_counts=misses, running=more[2]
+    )
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(*[st.integers(0, 5)] * len(COUNTERS)), max_size=5),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_no_counter_ever_goes_back_and_nothing_is_lost(lives: list[list[tuple[int, ...]]]):
+    """Lives of a model's engines, each a list of what it counts from one look to the next."""
+    past = before = EngineStats()
+    expected = dict.fromkeys(COUNTERS, 0)
+    for life in lives:
+        now = EngineStats()
+        for more in (None, *life):
+            now = now if more is None else grown(now, more)
+            told = accumulate_stats(past, now)
+            for name in COUNTERS:
+                assert getattr(told, name) >= getattr(before, name)
+            assert all(map(int.__le__, before.prefix_hit_counts, told.prefix_hit_counts))
+            misses = dict(told.prefix_miss_counts)
+            assert all(misses[reason] >= count for reason, count in before.prefix_miss_counts)
+            assert {name: getattr(told, name) for name in GAUGES} == {
+                name: getattr(now, name) for name in GAUGES
+            }
+            before = told
+        for name in COUNTERS:
+            expected[name] += getattr(now, name)
+        past = counters_only(accumulate_stats(past, now))
+        assert past.running == 0
+    assert {name: getattr(past, name) for name in COUNTERS} == expected
+    assert past.prefix_hit_counts[0] == expected[COUNTERS[0]]

@@ -1,0 +1,85 @@
+"""The event loop's watchdog: lag is measured, and a loop that is blocked does not go unnoticed."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from app.core.server_stats import LAG_BUCKETS, EventLoopLag
+from app.serving.event_loop_watchdog import EventLoopWatchdog
+
+PATIENCE = 10.0
+
+
+def block(until: threading.Event) -> None:
+    assert until.wait(PATIENCE)
+
+
+def test_what_blocks_the_loop_is_measured_and_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+):
+    lag, reported = EventLoopLag(), threading.Event()
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            reported.set()
+
+    async def run() -> None:
+        async with EventLoopWatchdog(lag, watchdog=60).run():
+            await asyncio.sleep(0.2)
+            block(reported)  # until the log says so: this is what blocks
+            await asyncio.sleep(0.5)
+
+    noting = Noting()
+    logging.getLogger("app.serving.event_loop_watchdog").addHandler(noting)
+    try:
+        asyncio.run(run())
+    finally:
+        logging.getLogger("app.serving.event_loop_watchdog").removeHandler(noting)
+    assert lag.worst >= 0.9
+    assert lag.latest < 0.9
+    assert sum(lag.bucket_counts[LAG_BUCKETS.index(0.5) + 1 :]) == 1
+    assert "the event loop has been blocked for" in caplog.text
+    assert "in block" in caplog.text
+    assert "the event loop resumed after" in caplog.text
+
+
+def test_a_loop_that_stays_blocked_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.serving.event_loop_watchdog._MIN_TIMEOUT", 0.0)
+    hung = threading.Event()
+
+    async def run() -> None:
+        async with EventLoopWatchdog(EventLoopLag(), watchdog=0.5, on_hang=hung.set).run():
+            await asyncio.sleep(0.1)
+            block(hung)
+
+    asyncio.run(run())
+    assert hung.is_set()
+
+
+def test_an_idle_loop_is_not_hung(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.serving.event_loop_watchdog._MIN_TIMEOUT", 0.0)
+    hung: list[float] = []
+
+    async def run() -> None:
+        monitor = EventLoopWatchdog(
+            EventLoopLag(), watchdog=0.75, on_hang=lambda: hung.append(time.time())
+        )
+        async with monitor.run():
+            await asyncio.sleep(2)
+
+    asyncio.run(run())
+    assert hung == []
+
+
+def test_the_worst_lag_is_that_of_the_last_minute():
+    lag = EventLoopLag()
+    lag.observe(3.0)
+    assert (lag.latest, lag.worst) == (3.0, 3.0)
+    for _ in range(1200):
+        lag.observe(0.002)
+    assert (lag.latest, lag.worst) == (0.002, 0.002)
+    assert sum(lag.bucket_counts) == 1201
+    assert lag.sum_seconds == pytest.approx(3.0 + 1200 * 0.002)

@@ -1,0 +1,72 @@
+"""Several streams as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.serving.generation import merge_async_iterators
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(main(), 5))  # pyright: ignore[reportArgumentType]
+
+
+async def stream(items: list[Any], closed: list[Any] | None = None) -> AsyncGenerator[Any]:
+    """Its items, with a turn of the loop before each; an exception among them is raised."""
+    try:
+        for item in items:
+            await asyncio.sleep(0)
+            if isinstance(item, Exception):
+                raise item
+            yield item
+        if closed is not None:
+            await asyncio.Event().wait()
+    finally:
+        if closed is not None:
+            closed.append(items)
+
+
+@given(st.lists(st.lists(st.integers(), max_size=5), min_size=1, max_size=5))
+def test_everything_comes_once_and_in_the_order_of_its_stream(given: list[list[int]]) -> None:
+    async def main() -> list[tuple[int, int]]:
+        numbered = [[(n, item) for item in items] for n, items in enumerate(given)]
+        return [item async for item in merge_async_iterators([stream(items) for items in numbered])]
+
+    found = run(main)
+    assert [[item for m, item in found if m == n] for n in range(len(given))] == given
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_the_first_that_fails_ends_all(others: int) -> None:
+    closed: list[Any] = []
+
+    async def main() -> None:
+        failing = stream([1, ValueError("planted")])
+        async for _ in merge_async_iterators(
+            [failing, *(stream([7], closed) for _ in range(others))]
+        ):
+            pass
+
+    with pytest.raises(ValueError, match="planted"):
+        run(main)
+    assert len(closed) == others
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_whoever_stops_listening_closes_all(count: int) -> None:
+    closed: list[Any] = []
+
+    async def main() -> None:
+        async with aclosing(
+            merge_async_iterators([stream([1, 2], closed) for _ in range(count)])
+        ) as one:
+            seen = [await anext(one) for _ in range(count)]
+        assert seen
+        assert len(closed) == count
+
+    run(main)

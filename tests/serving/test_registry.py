@@ -1,0 +1,258 @@
+"""Which models a request may name."""
+
+import asyncio
+import math
+import os
+import shutil
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from app import store
+from app.core.errors import AppError, ErrorKind
+from app.core.model_files import ModelFiles
+from app.core.settings import ModelSettings, Settings
+from app.engine.model_info import complete_config
+from app.serving.registry import ModelRegistry, build_entry
+from tests import tiny
+
+
+def opened(settings: Settings) -> ModelRegistry:
+    models = settings.models or (None,)
+    return ModelRegistry(
+        [
+            build_entry(m, complete_config(store.find(m.name if m else None)), settings)
+            for m in models
+        ],
+        settings,
+    )
+
+
+def looked(catalogue: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[Any]]) -> list[str]:
+    """The names that can be asked for afterwards."""
+
+    async def run() -> None:
+        await look(catalogue)
+
+    asyncio.run(run())
+    return [entry.served.name for entry in catalogue.entries()]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache, and no store of Ollama's."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    return tmp_path / "hub"
+
+
+def install(hub: Path, model: Path, name: str) -> None:
+    """As the hub's own library lays it out."""
+    repo = hub / f"models--{name.replace('/', '--')}"
+    commit = "0" * 40
+    shutil.copytree(model, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+
+
+def test_without_a_name_the_built_in_model_is_served():
+    (entry,) = opened(Settings()).entries()
+    assert (entry.served.name, entry.served.source) == ("builtin", "builtin")
+    assert entry.served.keep_alive == math.inf
+
+
+def test_a_model_named_at_start_has_its_own_settings(tiny_model: Path):
+    settings = Settings(
+        models=(
+            ModelSettings(name=str(tiny_model), alias="a", parallel=3, keep_alive=60, pinned=True),
+            ModelSettings(name=str(tiny_model)),
+        ),
+        parallel=1,
+        keep_alive=900,
+    )
+    first, second = opened(settings).entries()
+    assert (first.served.name, first.files.name) == ("a", "a")
+    assert (first.served.keep_alive, first.served.pinned) == (60, True)
+    assert first.served.settings.parallel == 3
+    assert (second.served.name, second.served.keep_alive) == (tiny_model.name, 900)
+    assert second.served.settings.parallel == 1
+
+
+def test_two_models_of_one_name_are_refused(tiny_model: Path):
+    twice = Settings(models=tuple(ModelSettings(name=f"{tiny_model}{end}") for end in ("", "/")))
+    with pytest.raises(AppError, match="alias") as caught:
+        opened(twice)
+    assert caught.value.kind is ErrorKind.INVALID
+
+
+def test_the_tag_that_ollamas_clients_write_out_is_none():
+    catalogue = opened(Settings())
+    assert catalogue.find("builtin:latest") is catalogue.find("builtin")
+    assert catalogue.find("builtin:other") is None
+
+
+def test_what_is_installed_is_only_served_where_that_was_asked_for(hub: Path, tiny_model: Path):
+    install(hub, tiny_model, "org/tiny")
+    look = lambda c: c.discover("org/tiny")  # noqa: E731
+    assert looked(opened(Settings()), look) == ["builtin"]
+    assert looked(opened(Settings(installed=True)), look) == ["builtin", "org/tiny"]
+
+
+def test_a_model_that_was_installed_meanwhile_is_found_by_its_name(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
+    catalogue = opened(Settings(installed=True))
+
+    async def look(catalogue: ModelRegistry) -> None:
+        await catalogue.discover("org/tiny")
+        assert catalogue.find("org/tiny") is None
+        install(hub, tiny_model, "org/tiny")
+        await asyncio.gather(*(catalogue.discover("org/tiny") for _ in range(5)))
+
+    assert looked(catalogue, look) == ["builtin", "org/tiny"]
+    entry = catalogue.find("org/tiny")
+    assert entry is not None
+    assert entry.served.keep_alive == 300
+    assert asyncio.run(catalogue.load_verified_files(entry.served)).name == "org/tiny"
+
+
+def test_a_name_is_never_a_path(hub: Path, tiny_model: Path):
+    """Whatever is installed, a request opens nothing that has no name of its own."""
+    install(hub, tiny_model, "org/tiny")
+    catalogue = opened(Settings(installed=True))
+    relative = os.path.relpath(tiny_model)
+    for name in (str(tiny_model), relative, "./", "..", "org/../org/tiny", "/etc/passwd", "~"):
+        looked(catalogue, lambda c, name=name: c.discover(name))
+        assert catalogue.find(name) is None
+
+
+def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
+    install(hub, tiny_model, "org/tiny")
+    install(hub, tiny_model, "org/broken")
+    (config,) = (hub / "models--org--broken").rglob("config.json")
+    config.write_text("{")
+    catalogue = opened(Settings(installed=True))
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+
+
+def test_a_disk_that_cannot_be_read_takes_nothing_away(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
+    install(hub, tiny_model, "org/tiny")
+    catalogue = opened(Settings(installed=True))
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+
+    def broken() -> Iterator[store.InstalledModel]:
+        raise AppError(ErrorKind.MODEL_FILES, "the cache cannot be read: Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list_installed", broken)
+        for _ in range(2):
+            names = looked(catalogue, lambda c: c.discover("org/other"))
+        assert names == ["builtin", "org/tiny"]
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+    assert "Input/output error" in caplog.text
+    shutil.rmtree(hub)
+    assert looked(catalogue, lambda c: c.rescan()) == ["builtin"]
+
+
+def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model: Path):
+    install(hub, tiny_model, "org/tiny")
+    mine = ModelSettings(name=str(tiny_model), alias="org/tiny")
+    catalogue = opened(Settings(installed=True, models=(mine,)))
+    assert looked(catalogue, lambda c: c.rescan()) == ["org/tiny", "builtin"]
+    entry = catalogue.find("org/tiny")
+    assert entry is not None
+    assert entry.served.source == str(tiny_model)
+
+
+def test_an_entry_is_the_same_as_long_as_its_files_are(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
+    install(hub, tiny_model, "org/tiny")
+    catalogue = opened(Settings(installed=True))
+    seen: list[object] = []
+    for _ in range(2):
+        looked(catalogue, lambda c: c.rescan())
+        seen.append(catalogue.find("org/tiny"))
+    [config] = (hub / "models--org--tiny").rglob("config.json")
+    (config.parent / "generation_config.json").write_text('{"top_k": 7}')
+    looked(catalogue, lambda c: c.rescan())
+    assert seen[0] is seen[1] is not catalogue.find("org/tiny")
+
+
+def test_clients_that_come_and_go_have_files_read_once_at_a_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Digests of a large model take minutes the first time, and a thread cannot be ended."""
+    (entry,) = (
+        catalogue := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
+    ).entries()
+    let, reading, begun = threading.Event(), threading.Event(), list[str | None]()
+
+    def slow(source: str | None) -> ModelFiles:
+        begun.append(source)
+        reading.set()
+        let.wait(10)
+        if len(begun) == 1:
+            raise AppError(ErrorKind.MODEL_FILES, "a digest is wrong")
+        return entry.files
+
+    monkeypatch.setattr("app.serving.registry._resolve_verified", slow)
+
+    async def run() -> None:
+        for _ in range(5):
+            asking = asyncio.create_task(catalogue.load_verified_files(entry.served))
+            assert await asyncio.to_thread(reading.wait, 10)
+            asking.cancel()
+        assert len(begun) == 1
+        waiting = [
+            asyncio.create_task(catalogue.load_verified_files(entry.served)) for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        let.set()
+        assert {str(e) for e in await asyncio.gather(*waiting, return_exceptions=True)} == {
+            "a digest is wrong"
+        }
+        assert (await catalogue.load_verified_files(entry.served)).name == entry.served.name
+
+    asyncio.run(run())
+
+
+def test_files_are_read_anew_for_each_load(tmp_path: Path):
+    folder = tiny.write(tmp_path / "model")
+    catalogue = opened(Settings(models=(ModelSettings(name=str(folder)),)))
+    (entry,) = catalogue.entries()
+    assert asyncio.run(catalogue.load_verified_files(entry.served)) == entry.files
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(AppError) as caught:
+        asyncio.run(catalogue.load_verified_files(entry.served))
+    assert caught.value.kind is ErrorKind.MODEL_FILES
+    shutil.rmtree(folder)
+    with pytest.raises(AppError, match="the files of model no longer exist") as caught:
+        asyncio.run(catalogue.load_verified_files(entry.served))
+    assert caught.value.kind is ErrorKind.MODEL_FILES, "it is still served, and listed"
+
+
+def test_that_installed_models_are_broken_is_told_once(
+    hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Whoever misses one in GET /v1/models finds no other trace of it."""
+    monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
+    caplog.set_level("INFO", logger="app.serving.registry")
+    install(hub, tiny_model, "org/tiny")
+    install(hub, tiny_model, "org/broken")
+    [config] = (hub / "models--org--broken").rglob("config.json")
+    config.write_text("{")
+    catalogue = opened(Settings(installed=True))
+    for _ in range(3):
+        assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    told = "1 installed models cannot be served: `mlxrunner list` shows why"
+    assert caplog.messages == [told]

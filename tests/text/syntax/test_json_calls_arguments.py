@@ -1,0 +1,37 @@
+"""Arguments as JSON between markers."""
+
+import pytest
+
+from app.text.family import ChatFamily
+from app.text.syntax.json_calls import parse_json_arguments
+from tests.text.families.reading import calls, check_text, content
+
+
+class Marked(ChatFamily):
+    """One call of f; `.` or `!` ends it."""
+
+    def body(self, reader, pieces, tools):
+        pieces.start_tool_call("f")
+        yield from parse_json_arguments(reader, pieces, ".end", "!")
+        yield from reader.read_until(on_text=pieces.add_content)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "rest"),
+    [
+        ('{"a": 1}!', '{"a": 1}', "!"),
+        (' {"a": 1} .end', '{"a": 1}', ".end"),
+        ('{"a": ".end!"}!', '{"a": ".end!"}', "!"),
+        ('{"a": b} c!', '{"a": b} c', "!"),
+        ('{"a": 1}} .enough!', '{"a": 1}} .enough', "!"),
+        ("!", "{}", "!"),
+        (" .end", "{}", ".end"),
+        ("", "", ""),
+        ('{"a": "b', '{"a": "b', ""),
+        ('{"a": 1', '{"a": 1', ""),
+    ],
+)
+def test_arguments_end_at_a_marker_that_no_string_holds(text, arguments, rest):
+    pieces = check_text(Marked(), text, tools=())
+    assert [call.arguments for call in calls(pieces)] == [arguments]
+    assert content(pieces) == rest

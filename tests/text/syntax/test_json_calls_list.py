@@ -1,0 +1,51 @@
+"""Tool calls written as one JSON array."""
+
+import pytest
+
+from app.text.syntax.json_calls import CallOutcome, parse_call_list
+from app.text.syntax.output_parser import OutputBuilder
+from app.text.syntax.reader import Reader, Resumable
+from tests.text.families.reading import calls
+from tests.text.syntax.test_reader import run
+
+
+def called(*chunks: str) -> tuple[CallOutcome, list[str], str]:
+    """The outcome, the calls as `name(arguments)`, and what was left."""
+    pieces = OutputBuilder()
+
+    def parse(reader: Reader) -> Resumable[CallOutcome]:
+        start = reader.hold()
+        outcome = yield from parse_call_list(reader, pieces)
+        if outcome == "none":
+            reader.rewind(start)
+        reader.release()
+        return outcome
+
+    outcome, rest = run(chunks, parse)
+    return outcome, [f"{call.name}({call.arguments})" for call in calls(pieces.drain())], rest
+
+
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"[{F}]", ("whole", ['f({"a": 1})'], "")),
+        (f" [ {F} ,\n{G}\n] !", ("whole", ['f({"a": 1})', "g({})"], " !")),
+        ("[]", ("none", [], "[]")),
+        ("[1]", ("none", [], "[1]")),
+        (F, ("none", [], F)),
+        ('[{"name": "f"', ("none", [], '[{"name": "f"')),
+        # what follows a call and is none is left
+        (f"[{F}, 1]", ("whole", ['f({"a": 1})'], ", 1]")),
+        (f"[{F} {G}]", ("whole", ['f({"a": 1})'], f" {G}]")),
+        (f"[{F},]", ("whole", ['f({"a": 1})'], ",]")),
+        (f"[{F}", ("whole", ['f({"a": 1})'], "")),
+        ('[{"name": "f", "arguments": {oh}}]', ("broken", ["f({)"], "oh}}]")),
+        (f'[{G}, {{"name": "f", "arguments": [', ("broken", ["g({})", "f([)"], "")),
+    ],
+)
+def test_calls_stand_in_brackets(text, expected):
+    assert called(text) == expected
+    assert called(*text) == expected

@@ -1,0 +1,114 @@
+"""Calls of earlier turns in the text of those turns."""
+
+from pathlib import Path
+
+import pytest
+
+from app.core.errors import AppError
+from app.core.requests import Message, ToolCall
+from app.text.families import (
+    deepseek_v31,
+    gigachat_31,
+    granite,
+    harmony,
+    hermes,
+    lfm2,
+    mistral_v13,
+    qwen_coder,
+)
+from app.text.family import ChatFamily
+from app.text.generic_tool_calls import inline_tool_calls
+from app.text.syntax.output_parser import ToolCallArguments, ToolCallStart
+from tests.text.families.rows import template
+from tests.text.templates import USER, WEATHER, calls, conversations, result, written
+
+TWO = (
+    ToolCall(id="a", name="get_weather", arguments='{"city": "Os\\"lo", "in": [1, null, true]}'),
+    ToolCall(id="b", name="now", arguments=""),
+)
+
+
+@pytest.mark.parametrize(
+    "family", [hermes.Family(), granite.Family(), lfm2.Family(), mistral_v13.Family()]
+)
+def test_what_a_family_writes_it_reads_back(family: ChatFamily) -> None:
+    text = family.render_calls(TWO)
+    assert text is not None
+    splitter = family.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
+    pieces = [*splitter.feed(text), *splitter.flush()]
+    assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == [
+        "get_weather",
+        "now",
+    ]
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolCallArguments))
+    assert arguments == f"{TWO[0].arguments}{{}}"
+
+
+def test_calls_are_written_as_the_models_write_them() -> None:
+    assert deepseek_v31.Family().render_calls(TWO[1:]) == (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    assert lfm2.Family().render_calls(TWO) == (
+        '<|tool_call_start|>[get_weather(city="Os\\"lo", in=[1, None, True]), now()]'
+        "<|tool_call_end|>"
+    )
+
+
+@pytest.mark.parametrize("family", [harmony.Family(), qwen_coder.Family(), gigachat_31.Family()])
+def test_what_cannot_be_written_so_is_told(family: ChatFamily) -> None:
+    """A header is no content; values between tags are not JSON; one call is all of a turn."""
+    assert family.render_calls(TWO) is None
+    turns = inline_tool_calls(
+        [USER, calls("Oslo", "Rome"), result("Oslo")], family, keep_results=True
+    )
+    assert [turn.role for turn in turns] == ["user", "assistant", "user"]
+    assert (turns[1].content or "").startswith('{"name": "get_weather"')
+
+
+def test_text_before_the_calls_stays_before_them() -> None:
+    history = [USER, calls("Oslo", content="Let me see."), result("Oslo")]
+    turns = inline_tool_calls(history, hermes.Family(), keep_results=True)
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
+    assert (turns[1].content or "").startswith("Let me see.\n<tool_call>\n")
+    assert not turns[1].tool_calls
+
+
+def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
+    call = ToolCall(id="a", name="now", arguments="[1]")
+    turn = Message(role="assistant", content=None, tool_calls=(call,))
+    with pytest.raises(AppError) as caught:
+        inline_tool_calls([USER, turn], lfm2.Family(), keep_results=True)
+    assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "told"),
+    [
+        (
+            "LFM2-8B-A1B.jinja",
+            '<|tool_call_start|>[get_weather(city="Oslo")]<|tool_call_end|><|im_end|>',
+            "<|im_start|>tool\n<|tool_response_start|>sun over olsO<|tool_response_end|>",
+        ),
+        (
+            "ibm-granite-granite-3.3-2B-Instruct.jinja",
+            '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|end_of_text|>',
+            "<|start_of_role|>tool<|end_of_role|>sun over olsO",
+        ),
+        (
+            "hfjinja-HuggingFaceTB_SmolLM3-3B.jinja",
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+            "<|im_start|>user\nsun over olsO",
+        ),
+    ],
+)
+def test_templates_without_words_for_calls_get_them_written(
+    shared: Path, name: str, call: str, told: str
+) -> None:
+    """Told as plain JSON, the model went on in plain JSON, which its family does not read: the
+    second call of a conversation came out as text."""
+    talk = conversations(template(shared, name))
+    prompt = written(talk, USER, calls("Oslo"), result("Oslo"), tools=(WEATHER,)).text
+    assert call in prompt
+    assert told in prompt
+    assert prompt.index(call) < prompt.index(told)

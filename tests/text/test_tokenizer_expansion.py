@@ -1,0 +1,192 @@
+"""How much longer a tokenizer can make a text: the bound, against what the library does."""
+
+import base64
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, normalizers, pre_tokenizers
+
+from app.core.errors import LibraryPanic, PanicGuard
+from app.text.tokenizer_expansion import ExpansionFactors
+from tests.text.conftest import KINDS, REAL
+
+
+def of(normalizer=None, pre_tokenizer=None, decoder=None) -> ExpansionFactors:
+    parts = (normalizer, pre_tokenizer, decoder)
+    described = [{} if part is None else json.loads(part.__getstate__()) for part in parts]
+    return ExpansionFactors.from_config(*described)
+
+
+def replace(pattern: str, content: str) -> normalizers.Normalizer:
+    return normalizers.Replace(pattern, content)
+
+
+def expression(pattern: str, content: str) -> normalizers.Normalizer:
+    return normalizers.Replace(tokenizers.Regex(pattern), content)
+
+
+def test_a_chain_that_multiplies_is_refused():
+    bomb = normalizers.Sequence([replace("a", "a" * 1000)] * 6)
+    with pytest.raises(ValueError, match=r"its normalizers can make a text 1e\+18 times as long"):
+        of(bomb)
+    # however deep it lies, and whichever letter it is that grows
+    nested = normalizers.Sequence([bomb, normalizers.NFC()])
+    with pytest.raises(ValueError, match="the limit is 1000 times"):
+        of(nested)
+
+
+def test_a_factor_that_no_float_holds_is_refused():
+    chain = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 10_000}
+    with pytest.raises(ValueError, match="times as long"):
+        ExpansionFactors.from_config({"type": "Sequence", "normalizers": [chain] * 200}, {}, {})
+
+
+def test_pre_tokenizers_and_decoders_are_limited_too():
+    each_byte = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    with pytest.raises(ValueError, match=r"its pre-tokenizers can make a text 1\.07e\+09 times"):
+        of(pre_tokenizer=pre_tokenizers.Sequence([each_byte] * 30))
+    with pytest.raises(ValueError, match=r"its decoders can make a text 1e\+06 times"):
+        of(decoder=decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2))
+
+
+def test_a_kind_that_the_library_adds_one_day_counts_too():
+    assert ExpansionFactors.from_config({"type": "Novel"}, {}, {}).normalizer == 4
+    with pytest.raises(ValueError, match="times as long"):
+        ExpansionFactors.from_config(
+            {"type": "Sequence", "normalizers": [{"type": "Novel"}] * 5}, {}, {}
+        )
+
+
+def test_a_precompiled_table_counts_by_its_longest_text():
+    table = (8).to_bytes(4, "little") + bytes(8) + b"a\0" + b"b" * 70 + b"\0c\0"
+    described = {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode(table).decode(),
+    }
+    assert ExpansionFactors.from_config(described, {}, {}).normalizer == 70
+    assert (
+        ExpansionFactors.from_config(
+            {**described, "precompiled_charsmap": "abc"}, {}, {}
+        ).normalizer
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "factor"),
+    [
+        (" {2,}", 7),
+        (r"\s+", 7),
+        ("[!-~]", 7),
+        ("x", 7),
+        # these may match nothing, or look as if they could
+        ("x*", 15),
+        ("x?", 15),
+        ("x{2}?", 15),
+        ("(?=x)", 15),
+        (r"x\K", 15),
+        ("x|", 15),
+        ("[[:alpha:]]*", 15),
+        (r"\b", 15),
+    ],
+)
+def test_an_expression_counts_fully_where_it_may_match_nothing(pattern, factor):
+    assert of(expression(pattern, "1234567")).normalizer == factor
+
+
+def test_those_of_published_models_pass(request):
+    for name in KINDS:
+        made = request.getfixturevalue("made")[name]
+        of(made.normalizer, made.pre_tokenizer, made.decoder)
+    shared = request.getfixturevalue("shared")
+    for name in REAL:
+        inner = tokenizers.Tokenizer.from_file(str(shared / name / "tokenizer.json"))
+        found = of(inner.normalizer, inner.pre_tokenizer, inner.decoder)
+        assert found.normalizer <= 12
+    albert = normalizers.Sequence(
+        [
+            replace("``", '"'),
+            replace("''", '"'),
+            normalizers.NFKD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            expression(" {2,}", " "),
+        ]
+    )
+    assert of(albert).normalizer * 33 < 1000  # its table's longest text has 33 bytes
+
+
+# one of each kind, and what of it is drawn
+NORMALIZERS = st.one_of(
+    st.sampled_from(
+        [
+            normalizers.BertNormalizer(),
+            normalizers.ByteLevel(),
+            normalizers.Lowercase(),
+            normalizers.NFC(),
+            normalizers.NFD(),
+            normalizers.NFKC(),
+            normalizers.NFKD(),
+            normalizers.Nmt(),
+            normalizers.Strip(),
+            normalizers.StripAccents(),
+        ]
+    ),
+    st.builds(normalizers.Prepend, st.text(max_size=4)),
+    st.builds(replace, st.text("ab é\u0130\ufdfa", max_size=3), st.text(max_size=4)),
+    st.builds(
+        expression,
+        st.sampled_from(["a", "a*", "a?", "[ab]+", "b{2}?", r"a\K", "(?=a)", r"\s", "é|"]),
+        st.text(max_size=4),
+    ),
+)
+# of which some grow the most that Unicode has
+LETTERS = st.text(
+    st.sampled_from("ab  é\u0130\u0390\u1d160\ufdfa日\u0344"), min_size=1, max_size=12
+)
+
+
+@given(parts=st.lists(NORMALIZERS, min_size=1, max_size=3), text=LETTERS)
+def test_no_text_grows_by_more(parts, text):
+    chain = normalizers.Sequence(parts)
+    try:
+        most = of(chain).normalizer
+    except ValueError:
+        return
+    try:
+        with PanicGuard():
+            normalized = chain.normalize_str(text)
+    except LibraryPanic:  # it does over what an expression writes where it matched nothing
+        return
+    assert len(normalized.encode()) <= most * len(text.encode())
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [
+                pre_tokenizers.ByteLevel(add_prefix_space=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+                pre_tokenizers.Metaspace(),
+                pre_tokenizers.Metaspace("日", split=True),
+                pre_tokenizers.Split("", "isolated"),
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.BertPreTokenizer(),
+            ]
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    text=LETTERS,
+)
+def test_no_pre_tokenized_text_grows_by_more(parts, text):
+    chain = pre_tokenizers.Sequence(parts)
+    try:
+        most = of(pre_tokenizer=chain).pre_tokenizer
+    except ValueError:
+        return
+    pieces = chain.pre_tokenize_str(text)
+    assert sum(len(piece.encode()) for piece, _ in pieces) <= most * len(text.encode())
