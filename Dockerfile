@@ -34,12 +34,13 @@ RUN if [ "$CUDA" != 1 ]; then \
         apt-get update && apt-get install --yes --no-install-recommends g++; \
     fi
 COPY pyproject.toml README.md LICENSE ./
+COPY deploy/wheel deploy/wheel
 COPY models models
 COPY app app
 # An install goes on without kernels; an image that is many times too slow is not worth having.
 RUN pip install --no-build-isolation --no-deps . && \
     pip uninstall --yes cmake nanobind ninja pathspec scikit-build-core setuptools && \
-    cd /opt/mlxrunner/lib/python3*/site-packages/models/kernels && \
+    cd /opt/mlxrunner/lib/python3*/site-packages/mlxrunner/models/kernels && \
     if [ "$CUDA" != 1 ] && ! ls _kernels.*.so; then cat not_built.txt; exit 1; fi
 
 FROM ${BASE}

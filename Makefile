@@ -12,7 +12,7 @@
 # has an environment of its own: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test clients check fix bench bench-cpu parity builtin transcripts wheel lock size clean
+.PHONY: help venv serve test clients check fix bench bench-cpu parity builtin transcripts wheel lock size trace clean
 
 # Not taken from the shell, where HOST and PYTHON often mean something else.
 MODEL =
@@ -62,7 +62,7 @@ test: venv $(DEV) $(if $(filter-out tests/clients%,$(t)),,$(CLIENTS))  ## all te
 clients: venv $(DEV) $(CLIENTS)  ## run examples/ against a real server: clients in Python, Node and a browser
 	@$(BIN)/python -m pytest tests/clients $(ARGS)
 
-check: venv $(DEV)  ## format, lint, types, walls, documents; changes nothing
+check: venv $(DEV)  ## format, lint, types, import rules, documents; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
@@ -104,8 +104,11 @@ lock: $(DEV)  ## resolve pyproject.toml again into requirements/; ARGS=--upgrade
 	$(LOCKED) models/builtin/training/requirements.in -c requirements/serve.txt -o models/builtin/training/requirements.txt
 	$(LOCKED) requirements/parity.in -c requirements/serve.txt -c requirements/dev.txt -o requirements/parity.txt
 
-size:  ## lines of each file, longest last
-	@git ls-files --cached --others --exclude-standard '*.py' | xargs wc -l | sort -n
+size: venv  ## the largest files and functions, and modules that are fragments
+	@$(BIN)/python -m tests.code_size
+
+trace: venv  ## the files that a streamed request runs through
+	@$(BIN)/python -m tests.trace 2>/dev/null
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-3.* .venv-builtin .venv-clients .venv-parity examples/node/node_modules build dist *.egg-info .coverage* htmlcov \

@@ -1,4 +1,4 @@
-"""`python -m app` is the `mlxrunner` command."""
+"""Runs the `mlxrunner` command as `python -m app`."""
 
 import sys
 

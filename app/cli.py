@@ -1,7 +1,7 @@
-"""The command line: argv -> Settings -> a command.
+"""The command line: parses argv, resolves the settings and runs a command.
 
-Knows: commands and their words. Must not know: how anything is done, how settings are written.
-Heavy imports wait until the arguments are known to be good.
+Knows: the commands and their arguments. Must not know: how commands work, how settings are written.
+Heavy imports are deferred until the arguments have been validated.
 """
 
 import argparse
@@ -20,8 +20,10 @@ COMMANDS = ("serve", "pull", "list", "show", "doctor", "config", "key")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 with one line on stderr. A command line that cannot be read exits at
-    once, with 2 and one line."""
+    """Runs a command and returns the exit status: 0, 1 with one line on stderr, or 130 after
+    Ctrl-C.
+
+    An invalid command line exits immediately, with status 2 and one line on stderr."""
     arguments = flags.parse_arguments(_build_parser(), argv, COMMANDS)
     try:
         status = _run_command(arguments)
@@ -30,21 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AppError as error:
         print(f"mlxrunner: {error.message}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `list | head`: whoever reads has seen enough
+    except BrokenPipeError:  # `list | head`: the reader has closed the pipe
         _discard_stdout()
         return 0
-    except OSError as error:  # `config > /full/disk`: the machine's answer, and no fault of ours
+    except OSError as error:  # `config > /full/disk`: an error of the machine, not of mlxrunner
         _discard_stdout()
         print(f"mlxrunner: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:  # the server has its own way to end, once it listens
-        # the interrupted part may have added how to continue
+    except KeyboardInterrupt as interrupt:  # once the server listens, it handles SIGINT itself
+        # the interrupted command may have added how to continue
         print("; ".join(["mlxrunner: interrupted", *interrupt.args]), file=sys.stderr)
         return 130
 
 
 def _discard_stdout() -> None:
-    """Or Python tries to write the rest when it ends, and complains."""
+    """Redirects stdout to /dev/null; else Python fails to flush the rest at exit and reports it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -102,7 +104,7 @@ def _build_parser() -> flags.CommandLineParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, words: str) -> argparse.ArgumentParser:
-        # a flag that is cut short could mean another one in the next version
+        # an abbreviated flag could match a different one in the next version
         return commands.add_parser(name, help=words, allow_abbrev=False)
 
     serve = add("serve", "serve models over HTTP")

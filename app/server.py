@@ -1,6 +1,6 @@
-"""The composition root: settings in, a running server out.
+"""The composition root: builds a server from settings and runs it.
 
-Knows: every room, and how they are plugged together. Must not know: anything that they do.
+Knows: every package, how they are connected. Must not know: what they do.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
 from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.event_loop_watchdog import EventLoopWatchdog
-from app.serving.limits import LimitedGenerate
+from app.serving.limits import RequestLimits
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
 from app.serving.tracing import create_tracing
@@ -46,24 +46,24 @@ from app.store import is_builtin
 
 log = logging.getLogger(__name__)
 
-# Building a decode step holds the interpreter for milliseconds at a time, and so does reading a
-# long request, or a template that never ends; at Python's default of 5 ms the event loop gets each
-# token that much later (DECISIONS.md, 2026-11-21).
+# Building a decode step holds the GIL for milliseconds at a time, and so does parsing a long
+# request, or a template that never ends; at Python's default of 5 ms the event loop gets each token
+# that much later (docs/decisions/engine.md).
 _SWITCH_INTERVAL = 0.0005
 
-# Connections that are accepted in one turn of the event loop, which asyncio makes one with those
-# that may wait to be: with uvicorn's 2048, opening 1200 held everybody else up for a second.
+# Maximum number of connections accepted in one iteration of the event loop; asyncio uses the listen
+# backlog for both. With uvicorn's 2048, opening 1200 blocked all other requests for a second.
 _BACKLOG = 128
 
-# Seconds that a connection may wait for its next request; at the bound of connections the idle give
-# way. Clients that keep theirs for longer than we do lose a request now and then: httpx has the
-# same 5 s as uvicorn, nginx 60.
+# Seconds that an idle connection stays open; at the connection limit, idle connections are closed
+# earlier. A client that keeps connections longer than the server occasionally loses a request:
+# httpx has 5 s, like uvicorn, and nginx 60.
 _KEEP_ALIVE_TIMEOUT = 75
 
 
 def serve(settings: Settings) -> int:
-    """Serve until told to stop; the exit status. Raises AppError for what is not there, or would
-    not be safe."""
+    """Serves until a stop signal, and returns the exit status. Raises AppError for missing models
+    and insecure or unusable settings."""
     launch = detect_launch(os.environ)
     if launch is not None:
         settings = restrict_to_one_model(settings)
@@ -87,8 +87,8 @@ def serve(settings: Settings) -> int:
 
 
 class _RunningServer:
-    """A server from its beginning to its end. make_runner: what runs a model. ranks: ranks that
-    compute with this one."""
+    """A server from start to shutdown. make_runner: creates the runner of a model. ranks: the other
+    ranks, if several run the model together."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class _RunningServer:
         self._failure: AppError | None = None
         self._systemd = SystemdNotifier.from_environment(os.environ, os.getpid())
         self._tracing = create_tracing(settings)
-        catalogue = ModelRegistry(entries, settings)
+        registry = ModelRegistry(entries, settings)
         self._pool = ModelPool(
             make_runner,
-            catalogue.load_verified_files,
+            registry.load_verified_files,
             estimate_memory if settings.multi_model else None,
             total_bytes=settings.memory,
             max_loaded=settings.max_loaded,
@@ -115,19 +115,20 @@ class _RunningServer:
         workers, lag = ThreadPools(), EventLoopLag()
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
         self._router = ModelRouter(
-            catalogue,
+            registry,
             self._pool,
             preload,
             workers,
             load_wait=settings.load_wait,
             check_tokenizer=TokenizerChecker(is_builtin).check,
         )
-        limited = LimitedGenerate(self._router, settings)
+        limited = RequestLimits(self._router, self._router, settings)
         watch = None if self._tracing is None else self._tracing.observe
         generate = limited if watch is None else ObservedGenerate(limited, watch)
         traffic = ConnectionStats()
         app = build_app(
             generate,
+            limited,
             settings,
             lifespan=self._lifespan,
             keyring=keyring,
@@ -135,20 +136,20 @@ class _RunningServer:
             workers=workers,
             lag=lag,
         )
-        hall = ConnectionLimiter(settings, traffic)
+        limiter = ConnectionLimiter(settings, traffic)
         self._server = UvicornServer(
-            _build_uvicorn_config(app, settings, hall), limited, settings, hall
+            _build_uvicorn_config(app, settings, limiter), limited, settings, limiter
         )
 
     def run(self) -> int:
-        """The exit status; raises AppError for what ended it too early."""
+        """Runs the server and returns the exit status. Raises the AppError that ended it early."""
         if self._ranks is not None:
             self._ranks.add_failure_listener(
                 lambda why: self._fail(AppError(ErrorKind.ENGINE, why))
             )
             watch_launcher(os.environ, self._request_exit)
-        # uvicorn raises the signal again once it has shut down, and exits where it cannot bind,
-        # which it has logged by then
+        # uvicorn raises the signal again after the shutdown, and SystemExit if it cannot bind,
+        # which it has logged
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             self._server.run()
         if self._failure is not None:
@@ -158,7 +159,7 @@ class _RunningServer:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         await self._pool.start()
-        # not awaited: /v1/status tells the progress while models load
+        # not awaited: /v1/status reports the progress while models load
         loading = asyncio.create_task(self._preload_models())
         async with (
             self._watchdog.run(),
@@ -173,7 +174,7 @@ class _RunningServer:
             await self._tracing.stop()
 
     async def _preload_models(self) -> None:
-        """A server whose one model cannot be loaded is of no use to anybody."""
+        """Preloads models. A server exits if its only model cannot be loaded."""
         try:
             await self._router.preload_models()
         except Exception as error:
@@ -196,7 +197,7 @@ class _RunningServer:
 
 
 def _resolve_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:
-    """Found, and downloaded first where somebody wants that."""
+    """Finds a model, and downloads it first if it is missing and a download is requested."""
     own = settings if model is None else settings.for_model(model)
     files = complete_config(resolve_or_download(own))
     if own.context is not None and own.context > files.context_length:
@@ -210,18 +211,18 @@ def _resolve_entry(model: ModelSettings | None, settings: Settings) -> Registere
 
 
 def _list_preload_names(entries: Sequence[RegisteredModel], settings: Settings) -> list[str]:
-    """Those that were marked so or are to stay for ever, else the first."""
+    """The names of the models marked as preloaded or pinned; if there are none, the first model."""
     marked = {n for n, model in enumerate(settings.models) if model.preload or model.pinned}
     return [entry.served.name for n, entry in enumerate(entries) if n in (marked or {0})]
 
 
 def _pin(entry: RegisteredModel) -> RegisteredModel:
-    """One that ranks load together is loaded once."""
+    """Pins a model that ranks load together, since it can be loaded only once."""
     return replace(entry, served=replace(entry.served, keep_alive=math.inf, pinned=True))
 
 
 class _OtherRanks(Protocol):
-    """The other ranks."""
+    """The interface of the other ranks."""
 
     def add_failure_listener(self, listener: Callable[[str], None]) -> None: ...
 
@@ -231,17 +232,18 @@ class _OtherRanks(Protocol):
 def _start_rank_zero(
     launch: Launch, entry: RegisteredModel
 ) -> tuple[Callable[[Settings], Runner], _OtherRanks]:
-    """Rank 0 has its engine here: what ranks compute together is begun by one process each."""
+    """Connects to the other ranks. Rank 0 runs its engine on a thread of the server process, since
+    each rank is a process."""
     from app.runners.ranks.leader import gather_ranks
     from app.runners.thread_runner import ThreadRunner
 
     os.environ.update(prepare_compile_dir())
-    crew = gather_ranks(launch, entry.files, entry.served.settings)
-    return partial(ThreadRunner, rank_group=crew), crew
+    rank_group = gather_ranks(launch, entry.files, entry.served.settings)
+    return partial(ThreadRunner, rank_group=rank_group), rank_group
 
 
 def _run_follower(launch: Launch, settings: Settings) -> int:
-    """What a rank does that serves nobody."""
+    """Runs a follower rank, which serves no HTTP."""
     from app.runners.ranks.follower import run_follower
 
     os.environ.update(prepare_compile_dir())
@@ -251,7 +253,8 @@ def _run_follower(launch: Launch, settings: Settings) -> int:
 
 
 def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
-    """Only one of the two is imported: the engine takes a while, and is the other process's."""
+    """The factory of runners. Only the selected module is imported: importing the engine takes a
+    while, and only model processes or a thread runner need it."""
     if settings.runner == "thread":
         from app.runners.thread_runner import ThreadRunner
 
@@ -263,12 +266,12 @@ def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
 
 
 def _build_uvicorn_config(
-    app: Starlette, settings: Settings, hall: ConnectionLimiter
+    app: Starlette, settings: Settings, limiter: ConnectionLimiter
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # with TLS, where there is a certificate
-        http=make_protocol_factory(settings, limiter=hall),
+        # with TLS, if there is a certificate
+        http=make_protocol_factory(settings, limiter=limiter),
         host=settings.host,
         port=settings.port,
         ws="none",

@@ -1,6 +1,6 @@
-"""MLX architectures: a config and tensors in, a model out.
+"""MLX model architectures: builds a model from a config and its tensors.
 
-Knows: tensors. Must not know: servers, disks, text. Entered through `build`.
+Knows: tensors. Must not know: servers, disks, text. The entry point is `build`.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# for what it settles, which must be before MLX is imported
+# selects the compute backend, which must be done before MLX is imported
 from models import cpu_backend as cpu_backend
 
 # isort: split
@@ -23,7 +23,7 @@ from models.multimodal import get_text_config, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
 
-# model_types that are another architecture under a new name
+# model_types that are names of another architecture
 ALIASES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "lfm2-vl": "lfm2",
@@ -43,8 +43,7 @@ _MAX_NAMED = 5
 
 
 class TensorError(ModelError):
-    """Something is wrong with the tensors that are named, by the names that the model has for
-    them."""
+    """Some tensors are missing, unexpected or invalid. tensors: their names in the model."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
@@ -53,16 +52,16 @@ class TensorError(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a server must know of a model before there is one. context_length: positions that it
-    was made for. vocab_size: ids that it scores; a tokenizer may have fewer."""
+    """Facts that a server needs before it builds a model. context_length: positions that the model
+    was trained for. vocab_size: size of its output layer; a tokenizer may have fewer ids."""
 
     context_length: int
     vocab_size: int
 
 
 def read_info(config: Mapping[str, Any]) -> ModelInfo:
-    """From config.json, or where that is silent from the architecture's defaults. Raises
-    ModelError, also for weights that are known to be quantised in a way that is not here."""
+    """Read from config.json, with the architecture's defaults. Raises ModelError, also for weights
+    in an unsupported quantization."""
     config = get_text_config(config)
     check_quant_method(config)
     read = _find_architecture(config).Config.from_dict(config)
@@ -72,20 +71,23 @@ def read_info(config: Mapping[str, Any]) -> ModelInfo:
 def build(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
 ) -> Model:
-    """The model that `config` describes, holding `weights`; nothing is evaluated yet. Of a
-    multimodal one, the text part. weights: named as by their makers, by MLX or in Ollama's store;
-    what they say of how they are packed counts, whatever stands beside them. bits: what plain
-    weights are to be brought to.
+    """The model that `config` describes, with `weights`; nothing is evaluated yet. Of a multimodal
+    checkpoint, the text model.
 
-    Raises ModelError, naming what is wrong: an architecture or a quantisation that is not here, a
-    config key that is missing, a tensor that is missing, extra, misshapen or of a wrong type.
+    weights: with the names of the original checkpoint, of MLX or of Ollama's store; their packing
+    is inferred from the tensors, not from the config. bits: quantize plain weights to this; None
+    leaves them as they are.
+
+    Raises ModelError for an unsupported architecture or quantization, a missing config key, or a
+    tensor that is missing, unexpected, or of a wrong shape or type.
     """
     config = get_text_config(config)
     check_quant_method(config)
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
     architecture = _find_architecture(config)
-    # a trunk alone has no head, and some say that it has one of its own (Qwen3-Embedding-8B)
+    # a checkpoint of the backbone alone has no head, though some configs declare one
+    # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
     model = _build_architecture(architecture, config)
@@ -102,8 +104,8 @@ def build(
 
 
 def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
-    """Layers refuse widths that no key alone is wrong for; what is evaluated so far is numbers of
-    config.json, so it is these that are wrong."""
+    """Build the model. Layers may raise for a combination of sizes that is invalid although each
+    key is valid; only values of config.json are computed with here, so the config is at fault."""
     read = architecture.Config.from_dict(config)
     try:
         return architecture.Model(read)
@@ -114,13 +116,13 @@ def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _find_architecture(config: Mapping[str, Any]) -> Any:
-    """The module of that name: one that has a Config of its own and a Model. Else mlx-lm's class,
-    where that library is installed."""
+    """The module named after the model type, with a Config and a Model of its own; else mlx-lm's
+    class, if that library is installed."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError("config.json has no model_type")
     name = ALIASES.get(kind, kind)
-    # the name goes into an import: letters only
+    # the name is used in an import, so its characters are restricted
     if re.fullmatch(r"[a-z][a-z0-9_]*", name):
         try:
             found = importlib.import_module(f"models.{name}")
@@ -134,7 +136,8 @@ def _find_architecture(config: Mapping[str, Any]) -> Any:
 
 
 def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """The checkpoint must hold exactly the tensors of the model, in its shapes and types."""
+    """Raises TensorError unless the checkpoint has exactly the tensors of the model, in its shapes
+    and types."""
     flat: Any = tree_flatten(model.parameters())
     wanted: dict[str, mx.array] = dict(flat)
     extra = sorted(weights.keys() - wanted.keys())
@@ -164,7 +167,7 @@ def _check_tensors(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
 
 
 def _dtype_kind(array: mx.array) -> str:
-    """Floating point of any size is as good as any other."""
+    """All floating point types are equivalent."""
     if mx.issubdtype(array.dtype, mx.floating):
         return "floating point"
     return str(array.dtype).removeprefix("mlx.core.")

@@ -1,6 +1,6 @@
-"""Grouped-query attention as most decoders have it (Ainslie et al. 2023).
+"""Grouped-query attention (Ainslie et al. 2023), as used by most decoders.
 
-Knows: the names of its parts in checkpoints, what it asks of a cache. Must not know: the block
+Knows: the parameter names in checkpoints, the interface of a layer cache. Must not know: the block
 around it, which architectures there are.
 """
 
@@ -17,12 +17,12 @@ from models.sharding import ATTENTION_SHARDS, ShardSpec
 
 
 class GroupedQueryAttention(nn.Module):
-    """Where a device has one operation for this and what is around it, it stands in the block
-    (models/kernels/fused_blocks.py); a descendant with a `__call__` of its own is computed as that says.
+    """On a device with a fused operation for this and the surrounding block, the block uses that
+    instead (models/kernels/fused_blocks.py), unless a subclass overrides `__call__`.
 
-    bias, o_bias: of queries, keys and values, and of what comes out. qk_norm: each head's query and
-    key has the length that a weight gives it, before it is rotated (Dehghani et al. 2023). sinks:
-    each head has one, as `models.sdpa.scaled_dot_product_attention` takes them.
+    bias, o_bias: whether the input projections and the output projection have biases. qk_norm:
+    normalize each head's query and key before the rotation (Dehghani et al. 2023). sinks: whether
+    each head has an attention sink, see `models.sdpa.scaled_dot_product_attention`.
     """
 
     shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS

@@ -1,9 +1,9 @@
-"""The contract between an architecture and everybody else.
+"""The interface of an architecture.
 
 Knows: what a model is (ids and layer caches in, hidden states out, logits on demand). Must not
 know: which architectures there are, where weights come from, who calls.
 
-An architecture is one file, named as `model_type` in config.json, that exports `Config` and
+An architecture is one file, named after the `model_type` in config.json, that exports `Config` and
 `Model`. It reads top-down: Attention, MLP, Block, Model. Parameter names are those of the
 checkpoint.
 """
@@ -19,19 +19,19 @@ from models.kv import LayerCache
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot become a model; the message names what is wrong with it."""
+    """A checkpoint that cannot be loaded as a model; the message says why."""
 
 
 class Config:
-    """Base of the frozen dataclass in which an architecture lists the keys that it reads."""
+    """Base class of the frozen dataclass that lists the config keys of an architecture."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Take the keys that the architecture knows; null is like not there. Raises ModelError,
-        naming the key, for a missing one without default and for a value of the wrong type or
-        beyond all reason."""
+        """Read the keys that the architecture uses; null counts as missing. Raises ModelError,
+        naming the key, for a missing key without a default and for a value of the wrong type or out
+        of range."""
         known = fields(cls)
         given = {f.name: config[f.name] for f in known if config.get(f.name) is not None}
         missing = [
@@ -52,28 +52,28 @@ class Config:
 class Model(Protocol):
     """What `models.build` returns. Implementations are mlx.nn.Module.
 
-    batch_invariant: whether a position's logits are the same to the bit in a batch and alone, in
-    one piece with others and after them, where that holds of each operation (`models.cpu_layout`).
-    False where two ways lead to the same numbers, and how many positions there are decides.
+    batch_invariant: whether a position's logits are bitwise equal alone and in a batch, and however
+    the prompt is split, provided that each operation is (`models.cpu_layout`). False if the model
+    chooses between two equivalent computations by the number of positions.
     """
 
     batch_invariant: ClassVar[bool]
 
     def __call__(self, tokens: mx.array, kv: Sequence[object]) -> mx.array:
-        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], final norm applied.
+        """[B, L] ids, appended to `kv` -> hidden states [B, L, D], after the final norm.
 
-        kv: what `make_kv` made, for one sequence; or, for one new token of each of B sequences,
-        what `LayerCache.make_batch` made of theirs. The layers cannot tell the difference.
+        kv: for one sequence, what `make_kv` returned; for one new token of each of B sequences,
+        what `LayerCache.make_batch` made of their caches. Layers use both in the same way.
         """
         ...
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[..., D] hidden states -> [..., V] logits. Apart from __call__, so that a prefill never
-        pays for logits that nobody reads."""
+        """[..., D] hidden states -> [..., V] logits. Separate from __call__, so that prefill does
+        not compute logits that are not used."""
         ...
 
     def make_kv(self) -> list[LayerCache]:
-        """Empty caches, one a layer, each of the kind that the layer needs."""
+        """Empty caches, one per layer, each of the kind that the layer needs."""
         ...
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -81,6 +81,6 @@ class Model(Protocol):
         ...
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
-        """Forget positions [start, end) of one sequence; those behind move up, keys re-rotated.
-        False, and nothing has changed, where a layer cannot."""
+        """Remove positions [start, end) of one sequence; the later ones move up, with their keys
+        rotated accordingly. Returns False, with nothing changed, if a layer does not support it."""
         ...

@@ -1,10 +1,13 @@
-"""Several sequences as one batch: what a layer is given in place of a single cache.
+"""Batches of layer caches: what a layer gets in place of one cache when it evaluates several
+sequences.
 
-Knows: that every row keeps a cache of its own. Must not know: what the caches are, who is in a
-row. Weights are applied to all rows at once, which is what a batch is for; attention and states
-are each row's own (on a CPU one operation attends for all rows), over buffers that belong to the
-row alone. So a row can join or leave between any two steps without anybody copying anything
-(measured against padded and paged layouts: DECISIONS.md, 2026-11-21).
+Knows: that every row has a cache of its own. Must not know: kinds of caches, which sequences they
+belong to.
+
+Weights are applied to all rows at once; attention and states are computed for each row (on a CPU
+one operation attends for all rows), on buffers that belong to that row alone. So a row can join or
+leave between any two steps without copying (measured against padded and paged layouts:
+docs/decisions/engine.md).
 
 Every row evaluates exactly one new position.
 """
@@ -39,7 +42,7 @@ class _RecurrentRow(Protocol):
 
 
 class BatchKVCache:
-    """Attention caches side by side. offset: [B]."""
+    """The attention caches of a batch. offset: [B]."""
 
     def __init__(self, rows: Sequence[_AttentionRow], offsets: mx.array) -> None:
         self._rows = rows
@@ -75,7 +78,7 @@ class BatchKVCache:
 
 
 class BatchRecurrentCache:
-    """Recurrent states side by side, each [B, ...]. offset: [B]."""
+    """The recurrent states of a batch, each [B, ...]. offset: [B]."""
 
     def __init__(self, rows: Sequence[_RecurrentRow], offsets: mx.array) -> None:
         self._rows = rows

@@ -1,9 +1,9 @@
-"""Values of config.json against what an architecture's `Config` says it reads.
+"""Checks the values of config.json against the types that an architecture's `Config` declares.
 
-Knows: annotations, and what the usual keys may sensibly be. Must not know: architectures, tensors.
+Knows: annotations, plausible ranges of the usual keys. Must not know: architectures, tensors.
 
-A config can lie. Where it disagrees with the tensors, the tensors tell (`models.build`); here is
-stopped what would not get that far: a text where a number belongs, a billion layers to be made.
+A config may be wrong. Where it disagrees with the tensors, `models.build` reports that; this module
+rejects values that would fail earlier: a string instead of a number, or a billion layers to build.
 """
 
 import math
@@ -11,8 +11,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-# of layers, of what else there is in numbers (heads, experts) and of what has a width: several
-# times what anybody has trained, and little enough to be tried
+# limits of layers, of other counts (heads, experts) and of widths: several times those of any
+# trained model, and small enough to be allocated
 _MAX_LAYERS = 1024
 _MAX_COUNT = 4096
 _MAX_WIDTH = 1 << 24
@@ -21,7 +21,7 @@ _MAX_HEAD_DIM = 1 << 12
 # every dimension of an array, and every position, is an int32 in MLX
 _MAX_INT32 = (1 << 31) - 1
 
-# of these nothing works with none
+# keys that must be at least 1
 _POSITIVE_KEYS = frozenset(
     {
         "head_dim",
@@ -35,14 +35,14 @@ _POSITIVE_KEYS = frozenset(
     }
 )
 
-# "every so many layers": each is divided by
+# periods in layers, which are used as divisors
 _PERIOD_SUFFIXES = ("_freq", "_interval", "_pattern", "_step")
 
-_MAX_SHOWN_CHARS = 60  # characters of a foreign value in a message
+_MAX_SHOWN_CHARS = 60  # characters of a config value in a message
 
 
 def find_invalid_value(values: Mapping[str, Any], annotations: Mapping[str, Any]) -> str | None:
-    """What is wrong with config.json, as a clause that names the key; None if nothing is.
+    """The first invalid value, as a clause that names its key; None if all are valid.
 
     values: values by key, none of them null. annotations: annotations by key.
     """
@@ -63,8 +63,8 @@ def find_invalid_value(values: Mapping[str, Any], annotations: Mapping[str, Any]
 
 
 def find_inconsistency(values: Mapping[str, Any]) -> str | None:
-    """Which keys cannot be true together, as a clause. values: all that the architecture reads,
-    defaults included, each of which is fine by itself."""
+    """A combination of keys that is invalid, as a clause; None if there is none. values: all values
+    that the architecture reads, defaults included, each valid by itself."""
     heads, shared = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if heads is None:
         return None
@@ -77,8 +77,8 @@ def find_inconsistency(values: Mapping[str, Any]) -> str | None:
 
 
 def matches_annotation(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value is what the annotation says. A whole number is also a float; true and
-    false are no numbers."""
+    """Whether a JSON value has the annotated type. An integer is also a float; true and false are
+    not numbers."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(matches_annotation(value, choice) for choice in inner)
@@ -111,12 +111,12 @@ def _all_match(values: Any, annotation: tuple[Any, ...]) -> bool:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number with hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return False
 
 
 def _bounds(key: str, value: float) -> tuple[float, float]:
-    """The least and the most that the key may be, told by how it is called."""
+    """The smallest and the largest valid value of the key, by its name."""
     if key.endswith("_theta"):
         return 1e-3, math.inf
     if key.endswith("_eps"):
@@ -124,7 +124,7 @@ def _bounds(key: str, value: float) -> tuple[float, float]:
     if isinstance(value, float):
         return -math.inf, math.inf
     needed = key in _POSITIVE_KEYS or key.endswith(_PERIOD_SUFFIXES)
-    low = 1 if needed else -1  # a few say -1 for "none"
+    low = 1 if needed else -1  # some configs use -1 for "none"
     if key.endswith("head_dim"):
         return low, _MAX_HEAD_DIM
     if key.endswith("_layers"):
@@ -137,7 +137,7 @@ def _bounds(key: str, value: float) -> tuple[float, float]:
 
 
 def _describe_annotation(annotation: Any) -> str:
-    """The annotation in words that whoever wrote the JSON understands."""
+    """The type as a phrase for users."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(
@@ -164,6 +164,6 @@ def _describe_annotation(annotation: Any) -> str:
 def _format_value(value: Any) -> str:
     try:
         told = repr(value)
-    except ValueError:  # Python writes no whole number of thousands of digits
+    except ValueError:  # Python does not format integers of thousands of digits
         return "a very long number"
     return told if len(told) <= _MAX_SHOWN_CHARS else told[:_MAX_SHOWN_CHARS] + "…"

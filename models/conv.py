@@ -1,7 +1,6 @@
-"""The short causal convolution in front of a recurrent layer, one filter a channel.
+"""The short causal depthwise convolution before a recurrent layer.
 
-Knows: tensors, the two layouts in which checkpoints keep the filters. Must not know: layers,
-caches.
+Knows: tensors, the two layouts of the filters in checkpoints. Must not know: layers, caches.
 """
 
 from collections.abc import Mapping
@@ -21,8 +20,8 @@ class CausalConv(nn.Module):
             self.bias = mx.zeros((channels,))
 
     def __call__(self, x: mx.array, tail: mx.array | None) -> tuple[mx.array, mx.array]:
-        """x [B, L, D] and the width - 1 positions before it, None at the start of a sequence -> (y
-        [B, L, D], the tail for what follows)."""
+        """x [B, L, D], and tail: the width - 1 positions before it, None at the start of a sequence
+        -> (y [B, L, D], the tail for the next call)."""
         batch, length, channels = x.shape
         width = self.weight.shape[1]
         if tail is None:
@@ -35,7 +34,7 @@ class CausalConv(nn.Module):
         )
         if "bias" in self:
             y = y + self.bias
-        # contiguous: a mere slice would keep all of x alive
+        # contiguous: a slice would keep all of x in memory
         return y, mx.contiguous(x[:, length:])
 
 
@@ -44,16 +43,16 @@ def _on_cpu() -> bool:
 
 
 def _conv_by_taps(x: mx.array, weight: mx.array) -> mx.array:
-    """Filter by filter: up to seven times as fast as MLX's convolution for CPUs, and added up in
-    the same order for one position as for many."""
+    """Adds up the taps one by one: up to seven times as fast as MLX's CPU convolution, and summed
+    in the same order for one position as for many."""
     length = x.shape[1] - weight.shape[1] + 1
     parts = (x[:, j : j + length] * weight[:, j, 0] for j in range(weight.shape[1]))
     return reduce(mx.add, parts)
 
 
 def is_channels_first(weights: Mapping[str, mx.array], suffix: str) -> bool:
-    """Whether the filters so named are laid out as their makers do, [D, 1, width]; converters for
-    MLX write [D, width, 1]."""
+    """Whether these filters have the original layout, [D, 1, width]; converters for MLX write [D,
+    width, 1]."""
     return any(
         name.endswith(suffix) and array.shape[1] == 1 and array.shape[2] > 1
         for name, array in weights.items()
@@ -61,7 +60,7 @@ def is_channels_first(weights: Mapping[str, mx.array], suffix: str) -> bool:
 
 
 def channels_last(weights: Mapping[str, mx.array], suffix: str) -> dict[str, mx.array]:
-    """The same with the filters so named as [D, width, 1]."""
+    """The same weights with these filters as [D, width, 1]."""
     if not is_channels_first(weights, suffix):
         return dict(weights)
     return {

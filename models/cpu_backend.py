@@ -1,15 +1,14 @@
-"""Which BLAS MLX computes with on a CPU, settled before `mlx.core` is first imported.
+"""Selects the BLAS and the number of threads that MLX computes with on a CPU, before `mlx.core` is
+first imported.
 
 Knows: wheels, shared libraries, environment variables. Must not know: arrays, models.
 
-On Linux, MLX's wheel for the CPU brings the reference BLAS, which is fifty times slower than the
-machine. Names that are global in the process before libmlx.so is loaded are taken instead: those of
-our own little library, which hands on to a good BLAS (kernels/src/blas_shim.c), or where that was
-not built, those of the good BLAS itself. On macOS and with CUDA, MLX has what it needs.
-`MLXRUNNER_BLAS` is "stock" for the one that MLX brought, "openblas", "mkl" or the path of a library
-for that one.
-
-How many threads compute at once.
+On Linux, MLX's CPU wheel contains the reference BLAS, which is fifty times slower than an optimized
+one. Symbols that are global in the process before libmlx.so is loaded take precedence: those of our
+own small library, which forwards to a fast BLAS (kernels/src/blas_shim.c), or, if that was not
+built, those of the fast BLAS itself. On macOS and with CUDA, MLX has what it needs.
+`MLXRUNNER_BLAS` is "stock" for MLX's own BLAS, or "openblas", "mkl" or the path of a library.
+`MLXRUNNER_THREADS` is the number of threads.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ from typing import Any
 
 THREADS_VARIABLE = "MLXRUNNER_THREADS"
 
-# the most that our own operations are shared among (kernels/src/pool.hpp)
+# the most threads of our own operations (kernels/src/thread_pool.hpp)
 MAX_THREADS = 256
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -33,8 +32,8 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class ThreadsError(OSError):
-    """MLXRUNNER_THREADS is not a number of threads. An OSError: the machine was asked for what it
-    does not have, and whoever reports those reports this one too."""
+    """MLXRUNNER_THREADS is not a valid number of threads. An OSError, because callers already
+    report OSErrors of the backend."""
 
 
 def get_num_threads(
@@ -45,9 +44,12 @@ def get_num_threads(
     proc_cgroup: Path = _PROC_CGROUP,
     cgroup_root: Path = _CGROUP_ROOT,
 ) -> int:
-    """From one to MOST: MLXRUNNER_THREADS, else the cores, or what the cgroups around this process
-    give of them. allowed_cpus: the CPUs that it may run on. proc_cgroup: which groups it is in.
-    Raises ThreadsError."""
+    """The number of threads, from 1 to MAX_THREADS: MLXRUNNER_THREADS, else the number of cores,
+    limited by the CPU quotas of this process's cgroups.
+
+    allowed_cpus: the CPUs that the process may run on; None asks the system. proc_cgroup: the file
+    that lists its cgroups. Raises ThreadsError.
+    """
     if said := environ.get(THREADS_VARIABLE, "").strip():
         if not (said.isascii() and said.isdecimal() and int(said) > 0):
             raise ThreadsError(f"{THREADS_VARIABLE}: {said!r} is not a number of threads")
@@ -68,7 +70,7 @@ def _allowed_cpus() -> frozenset[int]:
 
 
 def _count_cores(cpus: frozenset[int], topology: Path) -> int:
-    """CPUs of which nobody says what core they are of count as one each."""
+    """The number of distinct cores. A CPU without topology information counts as a core."""
     cores = {
         "".join(_read_lines(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"))
         or f"cpu{cpu}"
@@ -78,7 +80,7 @@ def _count_cores(cpus: frozenset[int], topology: Path) -> int:
 
 
 def _cpu_quotas(proc_cgroup: Path, cgroup_root: Path) -> Iterator[float]:
-    """CPUs' worth of time, of each group that limits it."""
+    """The quota of each cgroup that has one, in CPUs."""
     for folder in _cgroup_folders(proc_cgroup, cgroup_root):
         # cgroup v2 in one file, v1 in two; "max" and -1 are no limit
         told = " ".join(_read_lines(folder / "cpu.max")).split() or [
@@ -90,8 +92,8 @@ def _cpu_quotas(proc_cgroup: Path, cgroup_root: Path) -> Iterator[float]:
 
 
 def _cgroup_folders(proc_cgroup: Path, cgroup_root: Path) -> Iterator[Path]:
-    """The groups that this process is in, and all around them. In a container of its own, the
-    outermost of these is the container's."""
+    """The folders of this process's cgroups and of their ancestors. In a container with its own
+    cgroup namespace, the outermost is the container's."""
     tops = {"": cgroup_root, "cpu": cgroup_root / "cpu", "cpu,cpuacct": cgroup_root / "cpu,cpuacct"}
     yield from tops.values()
     for line in _read_lines(proc_cgroup):
@@ -116,34 +118,34 @@ BLAS_VARIABLE = "MLXRUNNER_BLAS"
 
 _SHIM_LIBRARY = Path(__file__).with_name("kernels") / "libmlxrunner_blas.so"
 
-# the names under which distributions install it, the variant with threads of its own first
+# library names in Linux distributions, the multi-threaded variant first
 _OPENBLAS_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
 _MKL_NAMES = ("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so")
 
-# what PyPI's scipy-openblas32 puts before each name
+# the symbol prefix of PyPI's scipy-openblas32
 _SCIPY_PREFIX = "scipy_"
 
-# log2 of the cycles that a thread of OpenBLAS looks for work before it sleeps: a tenth of a
-# millisecond. By default 26, which takes a core from whoever computes next.
+# log2 of the cycles that an idle OpenBLAS thread spins before it sleeps: a tenth of a millisecond.
+# The default of 26 keeps a core busy that other threads need.
 _OPENBLAS_THREAD_TIMEOUT = "18"
 
 
-# `CpuBackend.why` where a machine lacks what it could have; of the second, only how it begins
+# values of `CpuBackend.why` for a machine without a fast BLAS; of the second, the beginning
 NOT_FOUND = "no OpenBLAS or MKL was found"
 NOT_BUILT = "OpenBLAS is installed, but the BLAS shim that MLX calls it through was not built"
 USES_CUDA = "MLX uses CUDA"
 
 
 class CpuBackendError(OSError):
-    """The BLAS that was asked for cannot be had. An OSError, as whatever else the machine denies:
-    who reports those reports this one too."""
+    """The requested BLAS cannot be used. An OSError, because callers already report OSErrors of the
+    backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuBackend:
-    """threads: that compute, those of BLAS or ours. blas: the library that MLX's products on the
-    CPU go to, None where that is the one MLX was built with. path: where it lies. why: a sentence,
-    where nothing was put in the place of MLX's own."""
+    """threads: of BLAS and of our kernels. blas: the library that computes MLX's matrix products on
+    the CPU; None for the one that MLX was built with. path: of that library. why: why MLX's own
+    BLAS was not replaced, as a sentence."""
 
     threads: int
     blas: str | None = None
@@ -158,14 +160,14 @@ class _BlasCandidate:
 
 
 def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY) -> CpuBackend:
-    """Make a good BLAS visible, and write into `environ` what makes it suit its neighbours. Raises
-    BackendError for one that was asked for and cannot be opened, ThreadsError."""
+    """Load a fast BLAS, and set environment variables of these libraries in `environ`. Raises
+    CpuBackendError for a requested BLAS that cannot be loaded, and ThreadsError."""
     threads = get_num_threads(environ)
     asked = environ.get(BLAS_VARIABLE, "").strip()
     if why := _unsupported_reason():
         return CpuBackend(threads=threads, why=why)
     everything = ctypes.CDLL(None)
-    if hasattr(everything, "cblas_sgemm"):  # LD_PRELOAD: what was there first is found first
+    if hasattr(everything, "cblas_sgemm"):  # LD_PRELOAD: symbols loaded first are found first
         return CpuBackend(
             threads=threads, blas=_describe_library(everything, "", "a preloaded library")
         )
@@ -191,8 +193,8 @@ def select_blas(environ: MutableMapping[str, str], *, shim: Path = _SHIM_LIBRARY
 
 
 def read_not_built_reason(folder: Path) -> str:
-    """Why nothing was compiled into models/kernels, and what to do, as the install wrote it down
-    (kernels/CMakeLists.txt)."""
+    """Why the extension in models/kernels was not compiled, and what to do, as the build recorded
+    it (kernels/CMakeLists.txt)."""
     try:
         line = (folder / "not_built.txt").read_text("utf-8").strip()
     except OSError:
@@ -203,7 +205,8 @@ def read_not_built_reason(folder: Path) -> str:
 
 
 def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
-    """Products that went through our library so far; None where it is not what MLX calls."""
+    """Number of matrix products computed through our library so far; None if MLX does not call
+    it."""
     if not hasattr(ctypes.CDLL(None), "mlxrunner_blas_calls"):
         return None
     counted = ctypes.CDLL(str(shim)).mlxrunner_blas_calls
@@ -212,7 +215,7 @@ def count_blas_calls(shim: Path = _SHIM_LIBRARY) -> int | None:
 
 
 def _unsupported_reason() -> str | None:
-    """A sentence where MLX is not the one that lacks a BLAS."""
+    """Why no other BLAS is needed or supported here, as a sentence; None if one can be selected."""
     if sys.platform != "linux":
         return "MLX needs no other BLAS on this platform"
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -227,7 +230,8 @@ def _unsupported_reason() -> str | None:
 
 
 def _blas_variables(environ: Mapping[str, str], threads: int) -> Mapping[str, str]:
-    """What the libraries read when they are opened, but for what somebody has said already."""
+    """The environment variables that the libraries read when they are loaded, except those that are
+    already set."""
     wanted = {"OPENBLAS_THREAD_TIMEOUT": _OPENBLAS_THREAD_TIMEOUT, "KMP_BLOCKTIME": "0"}
     if not any(environ.get(name) for name in ("OMP_NUM_THREADS", "GOTO_NUM_THREADS")):
         wanted["OPENBLAS_NUM_THREADS"] = str(threads)
@@ -237,7 +241,7 @@ def _blas_variables(environ: Mapping[str, str], threads: int) -> Mapping[str, st
 
 
 def _blas_candidates(asked: str) -> Iterator[_BlasCandidate]:
-    """Best first."""
+    """The libraries to try, best first."""
     if asked not in ("", "openblas", "mkl"):
         yield _BlasCandidate(path=asked)
         yield _BlasCandidate(path=asked, prefix=_SCIPY_PREFIX)
@@ -247,13 +251,13 @@ def _blas_candidates(asked: str) -> Iterator[_BlasCandidate]:
             yield _BlasCandidate(path=path, prefix=_SCIPY_PREFIX)
         yield from (_BlasCandidate(path=name) for name in _OPENBLAS_NAMES)
     if asked != "openblas":
-        # pip puts it beside Python's own libraries
+        # pip installs it into the lib folder of sys.prefix
         yield from (_BlasCandidate(path=str(Path(sys.prefix, "lib", name))) for name in _MKL_NAMES)
         yield from (_BlasCandidate(path=name) for name in _MKL_NAMES)
 
 
 def _find_scipy_openblas() -> str | None:
-    """The library of scipy-openblas32, which is not imported for it."""
+    """The path of the library in scipy-openblas32, found without importing the package."""
     found = importlib.util.find_spec("scipy_openblas32")
     for place in (found and found.submodule_search_locations) or ():
         path = Path(place, "lib", "libscipy_openblas.so")
@@ -263,7 +267,8 @@ def _find_scipy_openblas() -> str | None:
 
 
 def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
-    """Its name, once MLX will find it. Raises OSError, having made nothing global."""
+    """Load a library so that MLX finds it, and return its name. On OSError, nothing was made
+    global."""
     path, prefix = candidate.path, candidate.prefix
     library = ctypes.CDLL(path)
     if not hasattr(library, f"{prefix}cblas_sgemm"):
@@ -286,7 +291,7 @@ def _load_library(candidate: _BlasCandidate, shim: Path) -> str:
 
 
 def _describe_library(library: ctypes.CDLL, prefix: str, default: str) -> str:
-    """As it calls itself, with the kernels that it has chosen."""
+    """The name that the library reports, with the kernels that it has chosen."""
     if told := _openblas_config(library, prefix):
         core = _call_string_function(library, f"{prefix}openblas_get_corename")
         return " ".join([*told.split()[:2], *([f"({core})"] if core else [])])
@@ -298,7 +303,7 @@ def _openblas_config(library: ctypes.CDLL, prefix: str) -> str:
 
 
 def _call_string_function(library: ctypes.CDLL, name: str) -> str:
-    """What a function without arguments returns; nothing where there is none."""
+    """What a function without arguments returns; "" if there is no such function."""
     if not hasattr(library, name):
         return ""
     function = library[name]
@@ -306,5 +311,5 @@ def _call_string_function(library: ctypes.CDLL, name: str) -> str:
     return (function() or b"").decode(errors="replace")
 
 
-# the one time that it can be settled: whoever imports `models` imports MLX next
+# selected at import, because importers of `models` import MLX next
 ACTIVE = select_blas(os.environ)

@@ -1,18 +1,21 @@
-"""How a model's weights lie in memory, and which operations they meet, on this device.
+"""Prepares a model for the device: the memory layout of its weights, and the operations that use
+them.
 
-Knows: modules of weights, the device, what our own kernels can do. Must not know: architectures.
-This is the one seam between architectures, which are written in mlx.nn, and the kernels. Nothing is
-evaluated here, so whether a model fits can be asked of what it will be.
+Knows: modules of weights, the device, what our own kernels support. Must not know: architectures.
 
-On a CPU activations and layer caches are float32, whatever the checkpoint holds:
+This is the only connection between architectures, which are written in mlx.nn, and the kernels.
+Nothing is evaluated, so the memory that a model will need can be computed first.
+
+On a CPU activations and layer caches are float32, whatever the checkpoint's types are:
 
     weights           with the kernels         without them
-    float32           in strips                [in, out], where BLAS is fastest for few rows
-    bfloat16, float16 in strips                float32, then as above
-    4 and 8 bits      in strips                as it is, scales float32
+    float32           packed panels            [in, out], where BLAS is fastest for few rows
+    bfloat16, float16 packed panels            float32, then as above
+    4 and 8 bits      packed panels            as they are, scales float32
     all others        float32                  float32
 
-Strips are sixteen rows side by side, in the type that they had (models/kernels/src/matmul_float.hpp).
+A packed panel holds sixteen interleaved rows in their own type
+(models/kernels/src/matmul_float.hpp).
 """
 
 from collections.abc import Sequence
@@ -28,8 +31,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.quant import replace_leaves
 
-# a weight is held twice while it is laid out: a larger one is left as it is, so that a load takes
-# little more than the weights
+# a weight is in memory twice while it is transposed; larger ones are left as they are, so that
+# loading needs little more memory than the weights
 MAX_TRANSPOSED_BYTES = 192 << 20
 
 _KERNEL_LAYERS: layers.KernelLayerTable = {
@@ -39,8 +42,8 @@ _KERNEL_LAYERS: layers.KernelLayerTable = {
 
 
 def apply_cpu_layout(model: nn.Module) -> None:
-    """In place. On other devices than a CPU the model stays as it is: MLX has kernels for all types
-    there."""
+    """Modify the model in place. On other devices than a CPU it stays as it is: MLX has kernels for
+    all types there."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return
     ops = kernels.ops()
@@ -64,9 +67,9 @@ def apply_cpu_layout(model: nn.Module) -> None:
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Whether a position's logits depend on nothing but its sequence, to the bit: not on who else
-    is in the batch, nor on what was cached, nor on how the prompt was cut. The kernels promise it
-    of each of their operations; a layer whose weights they cannot read computes with MLX's own."""
+    """Whether a position's logits depend bitwise on its sequence only: not on the other rows of the
+    batch, nor on what was cached, nor on how the prompt was split. The kernels guarantee this for
+    each of their operations; layers with weights that they do not support use MLX's operations."""
     assert isinstance(model, nn.Module)
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     return (
@@ -77,20 +80,20 @@ def is_batch_invariant(model: Model) -> bool:
 
 
 def _override_method(module: nn.Module, method: str, operation: Any) -> None:
-    """One operation in the place of a method, where there is one."""
+    """Replace a method by a fused operation, if there is one."""
     if operation is not None:
         setattr(module, method, operation)
 
 
 def _to_float32(module: Any) -> None:
-    """What the module itself holds; its children are modules of their own."""
+    """Convert the module's own arrays, but not those of its children."""
     for name, array in list(module.items()):
         if isinstance(array, mx.array) and array.dtype in (mx.bfloat16, mx.float16):
             module[name] = array.astype(mx.float32)
 
 
 def _transpose(module: Any) -> None:
-    """MLX hands `x @ weight.T` to BLAS, and OpenBLAS takes a weight stored [in, out] 5 to 10 %
-    faster than one stored [out, in] while rows are few (`make bench ARGS=weights`)."""
+    """MLX passes `x @ weight.T` to BLAS, and OpenBLAS multiplies by a weight stored [in, out] 5 to
+    10 % faster than by one stored [out, in] if there are few rows (`make bench ARGS=weights`)."""
     if module.weight.nbytes <= MAX_TRANSPOSED_BYTES:
         module.weight = mx.contiguous(module.weight.T).T

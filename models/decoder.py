@@ -1,7 +1,7 @@
-"""What all decoder-only models have around their blocks: embeddings, a stack, a norm, a head.
+"""The common parts of decoder-only models around their blocks: embeddings, layer stack, norm, head.
 
-Knows: the names of Llama-like checkpoints (`model.embed_tokens`, `model.layers`, `model.norm`,
-`lm_head`), what a block must offer. Must not know: what is in a block.
+Knows: parameter names of Llama-like checkpoints (`model.embed_tokens`, `model.layers`,
+`model.norm`, `lm_head`), the interface of a block. Must not know: what a block contains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from models.kv import KVCache, LayerCache
 from models.layers import ACTIVATIONS, Activation
 from models.rope import Rope, Scaling, make_rope, rope_settings
 
-# what `layer_types` in config.json may say of a layer that attends
+# values of `layer_types` in config.json for attention layers
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -52,8 +52,8 @@ class Config(base.Config):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """Rotates as `rope_theta`, `rope_scaling`, `rope_parameters` and `partial_rotary_factor`
-        say; layer_type: as `rope_settings` takes it."""
+        """The rotary embedding that `rope_theta`, `rope_scaling`, `rope_parameters` and
+        `partial_rotary_factor` define. layer_type: see `rope_settings`."""
         theta, scaling = self.rope_settings(layer_type)
         share = (scaling or {}).get("partial_rotary_factor", self.partial_rotary_factor)
         if not isinstance(share, int | float) or not 0 < share <= 1:
@@ -67,11 +67,11 @@ class Config(base.Config):
         )
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """(theta, scaling); for an architecture to override that spells them its own way."""
+        """(theta, scaling); architectures with other config keys override it."""
         return rope_settings(self, layer_type)
 
     def layer_type(self, layer: int) -> str:
-        """What `layer_types` calls the layer, else what the architecture makes of it."""
+        """The layer's entry in `layer_types`, else the architecture's default."""
         if self.layer_types is None:
             return self.default_layer_type(layer)
         if len(self.layer_types) != self.num_hidden_layers:
@@ -79,12 +79,12 @@ class Config(base.Config):
         return self.layer_types[layer]
 
     def default_layer_type(self, layer: int) -> str:
-        """For the architecture to override, where not all layers see everything."""
+        """Overridden by architectures in which some layers do not use full attention."""
         return FULL
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of the layer sees, its own included; None for all. Raises
-        ModelError for a type of layer that is neither full nor sliding attention."""
+        """How many positions a query of the layer attends to, its own included; None for all.
+        Raises ModelError for a layer type that is neither full nor sliding attention."""
         kind = self.layer_type(layer)
         if kind == FULL:
             return None
@@ -92,12 +92,12 @@ class Config(base.Config):
             raise base.ModelError(f"a layer of type {kind!r} is not supported")
         if self.sliding_window is None or self.sliding_window < 1:
             raise base.ModelError(f"config.json's sliding_window is {self.sliding_window}")
-        # one that no sequence outgrows is none, and whole caches are shared more freely
+        # a window that no sequence outgrows is no window; full caches can be shared more freely
         acts = self.sliding_window < self.max_position_embeddings
         return self.sliding_window if acts else None
 
     def activation(self) -> Activation:
-        """Between the halves of an MLP. Raises ModelError for one that is not here."""
+        """The activation of an MLP. Raises ModelError for an unsupported one."""
         if self.hidden_act not in ACTIVATIONS:
             raise base.ModelError(
                 f"hidden_act {self.hidden_act!r} is not supported (known: {', '.join(ACTIVATIONS)})"
@@ -105,7 +105,7 @@ class Config(base.Config):
         return ACTIVATIONS[self.hidden_act]
 
     def norm(self) -> nn.RMSNorm:
-        """Over hidden states."""
+        """A norm over hidden states."""
         return nn.RMSNorm(self.hidden_size, self.rms_norm_eps)
 
 
@@ -121,8 +121,8 @@ class Block(Protocol):
         ...
 
     def rerotate(self, keys: mx.array, positions: int) -> mx.array:
-        """Keys as they lie in the cache, as if each stood `positions` positions further on; asked
-        only of a layer whose cache is a `KVCache`."""
+        """Cached keys, rotated as if each were at a position that is higher by `positions`. Called
+        only for layers whose cache is a `KVCache`."""
         ...
 
 
@@ -141,7 +141,7 @@ class Backbone(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The part of `models.base.Model` that does not depend on what a block is."""
+    """The part of `models.base.Model` that does not depend on the kind of block."""
 
     batch_invariant: ClassVar[bool] = True
 
@@ -171,7 +171,8 @@ class CausalLM(nn.Module):
         return True
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Old checkpoints store the rotation's frequencies, tied ones sometimes the head."""
+        """Drops the rotary frequencies of old checkpoints, and a stored head if embeddings are
+        tied."""
         tied = self.config.tie_word_embeddings
         return {
             name: array

@@ -1,8 +1,8 @@
-"""Layers of which each token passes through a few: mixtures of experts (Shazeer et al. 2017;
+"""Mixture-of-experts layers, in which each token passes through a few experts (Shazeer et al. 2017;
 Switch, Fedus et al. 2021).
 
-Knows: weights stacked over experts, how a router chooses, how checkpoints lay experts out. Must
-not know: architectures, caches.
+Knows: weights stacked over experts, routing, the layouts of experts in checkpoints. Must not know:
+architectures, caches.
 """
 
 import re
@@ -17,10 +17,11 @@ from models.base import ModelError
 from models.layers import GatedMLP, QuantizedStack, apply_glu
 from models.sharding import MLP_SHARDS, REPLICATED, ShardSpec
 
-# gate, up -> what the down projection takes
+# gate, up -> the input of the down projection
 Gating = Callable[[mx.array, mx.array], mx.array]
 
-# so many rows are worth the sorting by which each expert's weights are read once
+# from this many rows on, sorting them by expert pays, because each expert's weights are then read
+# once
 MIN_SORTED_ROWS = 64
 
 _PROJECTION_NAMES: Mapping[str, str] = {
@@ -34,14 +35,14 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def select_top_experts(scores: mx.array, count: int) -> mx.array:
-    """[..., E] -> [..., count], the indices of the highest, in no order."""
+    """[..., E] -> [..., count], the indices of the highest scores, in no particular order."""
     return mx.argpartition(scores, kth=-count, axis=-1)[..., -count:]
 
 
 class ExpertLinear(nn.Module):
     """One linear map per expert. weight: [E, out, in], bias: [E, out].
 
-    prefers_sorted: whether many rows are better brought to it in the order of their experts.
+    prefers_sorted: whether it is faster if many rows are sorted by expert.
     """
 
     prefers_sorted: ClassVar[bool] = True
@@ -55,8 +56,8 @@ class ExpertLinear(nn.Module):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        """x [..., 1, in], chosen [..., k], leading axes that broadcast -> [..., k, 1, out].
-        sorted_indices: `expert_ids` is flat and ascending."""
+        """x [..., 1, in], expert_ids [..., k], leading axes that broadcast -> [..., k, 1, out].
+        sorted_indices: whether `expert_ids` is flat and ascending."""
         product = mx.gather_mm(
             x, self.weight.swapaxes(-1, -2), rhs_indices=expert_ids, sorted_indices=sorted_indices
         )
@@ -65,7 +66,7 @@ class ExpertLinear(nn.Module):
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> "QuantizedExpertLinear":
-        """What `nn.quantize` asks of a layer."""
+        """Called by `nn.quantize`."""
         return QuantizedExpertLinear(self, group_size, bits, mode)
 
 
@@ -94,9 +95,9 @@ class QuantizedExpertLinear(QuantizedStack):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, of which each token passes through those that were chosen for it."""
+    """Gated MLPs; each token passes through the ones chosen for it."""
 
-    # what they say is added up first, so that ranks sum one vector a token
+    # the experts' outputs are added first, so that ranks sum one vector per token
     shard_spec: ClassVar[ShardSpec] = replace(MLP_SHARDS, partial_sum=True)
 
     def __init__(
@@ -115,8 +116,8 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(inner, hidden, experts, bias=bias)
 
     def __call__(self, x: mx.array, expert_ids: mx.array, expert_weights: mx.array) -> mx.array:
-        """x [..., D], chosen [..., k] experts and their shares [..., k] -> [..., D], the sum of
-        what the experts say, each times its share."""
+        """x [..., D], expert_ids [..., k], expert_weights [..., k] -> [..., D], the weighted sum of
+        the experts' outputs."""
         if expert_ids.size < MIN_SORTED_ROWS or not self.gate_proj.prefers_sorted:
             said = self._apply(x[..., None, None, :], expert_ids, sorted_indices=False)
         else:
@@ -131,7 +132,7 @@ class Experts(nn.Module):
         ).squeeze(-2)
 
     def _apply_sorted(self, x: mx.array, expert_ids: mx.array) -> mx.array:
-        """The same with all rows of one expert side by side."""
+        """The same with the rows sorted by expert."""
         flat, each = expert_ids.flatten(), expert_ids.shape[-1]
         order = mx.argsort(flat)
         rows = x.reshape(-1, 1, x.shape[-1])[order // each]
@@ -140,13 +141,13 @@ class Experts(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """Qwen's mixture: a softmax over all experts, the best `top_k` of them, and for some models
-    one more expert that every token passes through, behind a gate of its own.
+    """Qwen's mixture of experts: a softmax over all experts, of which the best `top_k` are used; in
+    some models also a shared expert for every token, with a gate of its own.
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
 
     def __init__(
         self,
@@ -158,8 +159,8 @@ class SparseMoeBlock(nn.Module):
         norm_topk_prob: bool,
         shared_width: int | None = None,
     ) -> None:
-        """norm_topk_prob: the shares of the chosen are scaled to a sum of 1. shared_width: the
-        inner width of the shared expert, None for no such expert."""
+        """norm_topk_prob: normalize the weights of the chosen experts to a sum of 1. shared_width:
+        inner width of the shared expert; None for no shared expert."""
         super().__init__()
         if not 0 < top_k <= experts:
             raise ModelError(f"num_experts_per_tok {top_k} must be between 1 and {experts}")
@@ -188,12 +189,12 @@ def stack_experts(
     projections: Mapping[str, str] = _PROJECTION_NAMES,
     module_name: str = "switch_mlp",
 ) -> dict[str, mx.array]:
-    """Makers' names of experts -> `….{into}.gate_proj.weight` and so on, [E, out, in].
+    """Original expert names -> `….{module_name}.gate_proj.weight` and so on, [E, out, in].
 
-    `….experts.7.gate_proj.weight` are stacked (scales, biases and bias alike), the fused
-    `….experts.gate_up_proj` [E, 2 inner, hidden] of newer checkpoints cut in halves; what is named
-    otherwise stays. projections: the maker's names of the three, where they differ. Raises
-    ModelError where an expert is missing.
+    Stacks `….experts.7.gate_proj.weight` (also scales, biases and bias), and splits the fused
+    `….experts.gate_up_proj` [E, 2 inner, hidden] of newer checkpoints; other tensors are returned
+    unchanged. projections: the original names of the three projections, if they differ. Raises
+    ModelError if an expert is missing.
     """
     found: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
@@ -218,7 +219,7 @@ def stack_experts(
 def _split_gate_up(path: str, projection: str, kind: str, array: mx.array) -> dict[str, mx.array]:
     if projection == "down_proj":
         return {f"{path}.down_proj.{kind}": array}
-    # contiguous: a product of gathered matrices would copy a mere slice at every call
+    # contiguous: gather_mm would copy a slice at every call
     gate, up = (mx.contiguous(half) for half in mx.split(array, 2, axis=1))
     return {f"{path}.gate_proj.{kind}": gate, f"{path}.up_proj.{kind}": up}
 

@@ -1,9 +1,9 @@
 """Gemma 2 (Gemma Team 2024).
 
-Blocks whose attention and gated MLP (GELU, its tanh form) have a norm in front and one behind;
-every other layer sees through a window; scores and logits are squashed to a cap. Norms store how
-far their weight is from one. Of the reference implementations transformers knows the windows,
-mlx-lm (0.32) lets all layers see everything.
+Blocks have norms before and after attention and the gated MLP (tanh-approximated GELU); every other
+layer uses sliding window attention; attention scores and logits are soft-capped. Norm weights are
+stored minus one. Of the reference implementations, transformers implements the windows; mlx-lm
+(0.32) uses full attention in all layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,17 +45,17 @@ class Config(decoder.Config):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """A cap that is null is none, not the usual one."""
+        """A null cap disables capping instead of selecting the default."""
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
         off = {cap: 0.0 for cap in caps if config.get(cap, 1.0) is None}
-        # a class with slots is not the one that `super()` would look for
+        # `super()` without arguments fails here, because `slots=True` creates a new class
         return super(Config, cls).from_dict({**config, **off})
 
     def default_layer_type(self, layer: int) -> str:
         return decoder.FULL if layer % 2 else decoder.SLIDING
 
     def check_supported(self) -> None:
-        """Raises ModelError for what the architecture allows and nobody has implemented here."""
+        """Raises ModelError for variants of the architecture that are not implemented."""
         if self.hidden_activation != _ACTIVATION:
             raise base.ModelError(f"hidden_activation {self.hidden_activation!r} is not supported")
         if self.use_bidirectional_attention:
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """attention: this architecture's, or a descendant's."""
+    """attention: this architecture's, or a subclass."""
 
     def __init__(self, config: Config, attention: Attention) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class ScaledBackbone(decoder.Backbone):
-    """scale: of the embeddings; rounded to the type of the activations."""
+    """scale: factor of the embeddings, rounded to the type of the activations."""
 
     def __init__(self, config: Config, layers: Sequence[Block], scale: float) -> None:
         super().__init__(config, layers)
@@ -143,7 +143,7 @@ class CausalLM(decoder.CausalLM):
         return self._softcap * mx.tanh(logits / self._softcap)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Norms become ordinary ones here, once, rather than in each step."""
+        """Adds one to norm weights once, instead of in each step."""
         return {
             name: array + 1 if name.endswith("norm.weight") else array
             for name, array in super().sanitize(weights).items()
@@ -160,8 +160,8 @@ class Model(CausalLM):
 
 
 def _add_clipped(x: mx.array, residual: mx.array) -> mx.array:
-    """x + more. Gemma's residuals grow beyond what float16 can hold: there they stop at its ends,
-    as in mlx-lm's gemma3."""
+    """x + residual. Gemma's residuals exceed the range of float16; there they are clipped, as in
+    mlx-lm's gemma3."""
     if x.dtype != mx.float16:
         return x + residual
     most = mx.finfo(mx.float16).max

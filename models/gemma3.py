@@ -1,7 +1,7 @@
-"""The text part of Gemma 3 (Gemma Team 2025), of every size.
+"""The text model of Gemma 3 (Gemma Team 2025), in all sizes.
 
-What Gemma 2 is, with norms of queries and keys instead of capped scores, five windowed layers for
-each that sees everything, and a rotation of its own for either kind.
+Like Gemma 2, with norms of queries and keys instead of soft-capping, five sliding window layers for
+each full attention layer, and separate rotary settings for the two.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from models.rope import Rope, make_rope
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(gemma2.Config):
     """The keys of config.json that this architecture reads, with the defaults of Hugging Face's
-    Gemma3TextConfig: published ones leave most of them out."""
+    Gemma3TextConfig: published configs omit most of them."""
 
     vocab_size: int = 262208
     max_position_embeddings: int = 131072
@@ -34,9 +34,8 @@ class Config(gemma2.Config):
         return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
 
     def rope(self, layer_type: str | None = None) -> Rope:
-        """`rope_parameters` holds one object for each type of layer. Its older spelling is
-        `rope_theta` and `rope_scaling` for layers that see everything, `rope_local_base_freq` for
-        the others."""
+        """`rope_parameters` has an object for each layer type. The older form is `rope_theta` and
+        `rope_scaling` for full attention layers, `rope_local_base_freq` for the others."""
         theta, scaling = self.rope_theta, self.rope_scaling
         if layer_type == decoder.SLIDING:
             theta, scaling = self.rope_local_base_freq, None
@@ -76,6 +75,6 @@ class Model(gemma2.CausalLM):
             gemma2.Block(config, Attention(config, layer))
             for layer in range(config.num_hidden_layers)
         ]
-        # a bfloat16 when Gemma 3 was trained, and so in mlx-lm, whatever the activations are
+        # bfloat16 as in Gemma 3's training and in mlx-lm, whatever the activations are
         scale = mx.array(config.hidden_size**0.5, mx.bfloat16).astype(mx.float32)
         super().__init__(config, gemma2.ScaledBackbone(config, blocks, cast(float, scale.item())))

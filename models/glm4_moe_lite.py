@@ -1,8 +1,8 @@
 """GLM-4 MoE Lite (GLM-4.7-Flash): multi-head latent attention, many small experts.
 
-Latent attention is DeepSeek-V2's (2024), of which models/mla.py tells; the router is that of
-DeepSeek-V3 (2024), section 2.1.2: sigmoid scores, and a bias that steers the choice of experts but
-not their shares.
+Latent attention is DeepSeek-V2's (2024), see models/mla.py; the router is that of DeepSeek-V3
+(2024), section 2.1.2: sigmoid scores, and a bias that affects the choice of experts but not their
+weights.
 """
 
 import math
@@ -27,8 +27,8 @@ from models.sharding import REPLICATED, ShardSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. q_lora_rank, n_shared_experts: None
-    for none of these."""
+    """The keys of config.json that this architecture reads. q_lora_rank: None for a full query
+    projection. n_shared_experts: None for no shared experts."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -55,14 +55,14 @@ class Config(decoder.Config):
 
     @property
     def head_size(self) -> int:
-        """Of the rotary part, which is all that has positions."""
+        """Size of the rotary part, the only part with positions."""
         return self.qk_rope_head_dim
 
     def rope(self, layer_type: str | None = None) -> Rope:
         return replace(decoder.Config.rope(self, layer_type), traditional=self.rope_interleave)
 
     def scale(self) -> float:
-        """Of scores; yarn's second temperature lies here."""
+        """The scale of attention scores; includes yarn's second temperature."""
         scaling = rope_settings(self)[1] or {}
         size, factor = self.qk_nope_head_dim + self.qk_rope_head_dim, scaling.get("factor", 1.0)
         temperature = 1.0
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
     @property
     def shard_spec(self) -> ShardSpec:
-        """Latents are every head's, and so whole."""
+        """Latents are shared by all heads, so they are not divided."""
         return ShardSpec(
             column_parallel=("q_proj" if "q_proj" in self else "q_b_proj",),
             row_parallel=("o_proj",),
@@ -128,14 +128,15 @@ class Attention(nn.Module):
         return self.o_proj(merge_heads(seen))
 
     def _queries(self, x: mx.array) -> mx.array:
-        """[B, L, D] -> [B, H, L, plain + rotary]."""
+        """[B, L, D] -> [B, H, L, nope + rope]."""
         if "q_proj" in self:
             return split_heads(self.q_proj(x), self.heads)
         return split_heads(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.heads)
 
     def _prefers_expanded(self, length: int, past_length: int | mx.array) -> bool:
-        """Which way takes fewer multiplications, per head, for `length` queries behind
-        `past_length` positions, with width = plain + values and total = before + length:
+        """Whether the expanded form takes fewer multiplications per head, for `length` queries
+        after `past_length` positions, with width = nope + value dimensions and total = past_length
+        + length:
 
             absorbed   width * latent * length + (2 * latent + rotary) * length * total
             expanded   width * latent * total  + (width + rotary)      * length * total
@@ -197,7 +198,7 @@ class Router(nn.Module):
         self.e_score_correction_bias = mx.zeros((experts,))
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """[..., D] -> [..., k] experts and their shares, in float32 as the makers have it."""
+        """[..., D] -> [..., k] experts and their weights, in float32 as in the original."""
         found = mx.sigmoid(router_logits(x, self.weight))
         wanted = found + self.e_score_correction_bias
         chosen = select_top_experts(self._mask_to_top_groups(wanted), self.top_k)
@@ -207,7 +208,7 @@ class Router(nn.Module):
         return chosen, shares * self.routed_scaling_factor
 
     def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
-        """Rules out all but the groups whose two best experts are the best."""
+        """Mask all groups but those whose two best experts have the highest sum of scores."""
         if self.topk_group == self.n_group:
             return scores
         grouped = mx.unflatten(scores, -1, (self.n_group, -1))
@@ -218,7 +219,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -246,7 +247,7 @@ class Block(PreNormBlock):
 
 
 class Model(decoder.CausalLM):
-    # latent attention: expanded for a prompt, absorbed in a decode step
+    # latent attention is expanded for a prompt, absorbed in a decode step
     batch_invariant: ClassVar[bool] = False
 
     def __init__(self, config: Config) -> None:
@@ -265,13 +266,13 @@ class Model(decoder.CausalLM):
         self.config: Config = config
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also: no layers for guessing ahead, stacked experts, and the map from latents to keys and
-        values cut in two."""
+        """Also drops the layers for multi-token prediction, stacks experts, and splits the
+        projection from latents to keys and values."""
         kept = {name: array for name, array in weights.items() if not self._is_mtp_weight(name)}
         return super().sanitize(self._split_kv_b_projs(stack_experts(kept)))
 
     def _is_mtp_weight(self, name: str) -> bool:
-        """Layers behind the last predict the token after the next (num_nextn_predict_layers)."""
+        """Layers after the last predict the token after the next (num_nextn_predict_layers)."""
         number = name.removeprefix("model.layers.").partition(".")[0]
         return number.isdecimal() and int(number) >= self.config.num_hidden_layers
 

@@ -1,8 +1,8 @@
 """gpt-oss (OpenAI 2025): a mixture of experts with attention sinks.
 
-Layers see a short window and everything, in turns; each head has a sink, the logit of a key that
-is not there (Xiao et al. 2023). The experts' gate is clamped from above, their linear part on both
-sides and lifted by one. Nearly everything has a bias.
+Layers alternate between sliding window and full attention; each head has a sink, the logit of a
+virtual key (Xiao et al. 2023). In the experts, the gate is clamped from above, the linear part on
+both sides, and one is added to the linear part. Nearly all layers have biases.
 
 Source of the layouts: the released checkpoints and their model card.
 """
@@ -59,7 +59,7 @@ class Attention(GroupedQueryAttention):
 
 
 class MLP(nn.Module):
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also parts the makers' fused experts."""
+        """Also splits the fused experts of the original checkpoint."""
         found: dict[str, mx.array] = {}
         for name, array in weights.items():
             found.update(_convert_tensor(name, array))
@@ -103,12 +103,12 @@ _FUSED_NAME = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(blocks|sc
 
 
 def _convert_tensor(name: str, array: mx.array) -> Mapping[str, mx.array]:
-    """One of the makers' tensors -> ours. Rows of gate and up alternate:
+    """A tensor of the original checkpoint -> ours. Rows of gate and up alternate:
 
     X_blocks  [E, rows, groups, 16] bytes of two 4-bit numbers   X.weight [E, rows, groups * 4]
     X_scales  [E, rows, groups] bytes                            X.scales, the same
     X_bias    [E, rows]                                          X.bias,   the same
-    X         [E, in, rows], where it was dequantised            X.weight [E, rows, in]
+    X         [E, in, rows], if it was dequantized               X.weight [E, rows, in]
     """
     match = _FUSED_NAME.fullmatch(name)
     if match is None:

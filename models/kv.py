@@ -1,9 +1,11 @@
-"""What a layer remembers of one sequence: the contract, and the cache of every position.
+"""Layer caches: the interface, and the cache of all positions.
 
-Knows: tensors of shape [batch, heads, length, head_dim] and how to keep them as a sequence grows
-and is cut back. Must not know: tokens, requests, policies. A cache holds one sequence (or several
-of equal length, in the batch axis); `offset` is the number of positions it has seen. A cache is
-cut back only when what remains is exactly what a shorter run would have left behind.
+Knows: tensors of shape [batch, heads, length, head_dim], and how to store them as a sequence grows
+and is trimmed. Must not know: tokens, requests, policies.
+
+A cache holds one sequence (or several of equal length, in the batch axis); `offset` is the number
+of positions evaluated so far. A cache may only be trimmed if the result is exactly what a shorter
+run would have produced.
 
 Other kinds: models/rotating_kv.py, models/recurrent.py. Rows of a batch: models/batch_cache.py.
 """
@@ -22,30 +24,30 @@ STEP = 256
 
 
 class LayerCache(Protocol):
-    """The part of the contract that the prefix cache and the engine need. What `sliceable`,
-    `piece`, `append` and `reserve` mean is told in app/core/ports.py, for those who use them."""
+    """The part of the interface that the prefix cache and the engine use. app/core/ports.py
+    documents `sliceable`, `slice`, `append` and `reserve`."""
 
     @property
     def offset(self) -> int: ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, free room included."""
+        """Bytes held, spare capacity included."""
         ...
 
     @property
     def sliceable(self) -> bool:
-        """Whether any range of positions can be taken out and appended to another cache."""
+        """Whether any range of positions can be copied out and appended to another cache."""
         ...
 
     def can_trim(self, count: int) -> bool: ...
 
     def trim(self, count: int) -> None:
-        """Forget the last `count` positions. Only after `can_trim(count)`."""
+        """Remove the last `count` positions. Only valid if `can_trim(count)`."""
         ...
 
     def copy(self) -> Self:
-        """An independent cache with the same content and no free room."""
+        """An independent cache with the same content and no spare capacity."""
         ...
 
     def slice(self, start: int, end: int) -> Self: ...
@@ -55,31 +57,31 @@ class LayerCache(Protocol):
     def reserve(self, length: int) -> None: ...
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
-        """Bytes that it takes to evaluate `length` positions, at most `chunk` of them at a time.
-        Known once something has been evaluated."""
+        """Bytes needed to evaluate `length` positions, at most `chunk` of them at a time. Available
+        once something has been evaluated."""
         ...
 
     def state(self) -> list[mx.array]:
-        """The arrays that must be evaluated for the cache to be real."""
+        """The arrays to evaluate in order to evaluate the cache."""
         ...
 
     def make_batch(self, rows: Sequence[Self], offsets: mx.array) -> object:
-        """What the layer is given in place of one cache when it evaluates one new position of
-        several sequences at once; asked of the first. offsets: [B], those of the rows."""
+        """The cache that the layer gets when it evaluates one new position of several sequences at
+        once; called on the first row. offsets: [B], those of the rows."""
         ...
 
 
 class AttentionCache(Protocol):
-    """What an attention layer asks of its cache, be it one sequence's or a batch's."""
+    """The interface that an attention layer uses, for one sequence or a batch."""
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the first new token; [B] in a batch."""
+        """Position of the first new token; [B] for a batch."""
         ...
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
-        """The caches that are here, one a sequence, where they lend their buffers; else none."""
+        """The caches, one per sequence, if their buffers can be written in place; else empty."""
         ...
 
     def attend(
@@ -92,26 +94,26 @@ class AttentionCache(Protocol):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """Append new keys and values [B, Hkv, L, D]; what the queries [B, Hq, L, D] of the same
-        positions see of all that is here: [B, Hq, L, D]. scale, sinks, softcap: as
-        `models.sdpa.scaled_dot_product_attention` takes them."""
+        """Append new keys and values [B, Hkv, L, D], and attend from the queries [B, Hq, L, D] of
+        the same positions to all that is cached: [B, Hq, L, D]. scale, sinks, softcap: see
+        `models.sdpa.scaled_dot_product_attention`."""
         ...
 
 
 def round_up_to_step(length: int) -> int:
-    """Up to whole steps, in which buffers grow."""
+    """Round up to a multiple of STEP, by which buffers grow."""
     return -(-length // STEP) * STEP
 
 
 def grow_buffer(
     buffer: mx.array | None, template: mx.array, length: int, capacity: int
 ) -> mx.array:
-    """A buffer with room for `capacity` positions, whose first `length` are those of `buffer`."""
+    """A buffer for `capacity` positions, of which the first `length` are copied from `buffer`."""
     batch, heads, _, dim = template.shape
     room = capacity - length
     if buffer is None or length == 0:
         return mx.zeros((batch, heads, room, dim), template.dtype)
-    # what is in free room is never read: anything will do, and a view costs no memory
+    # spare capacity is never read, so its content does not matter, and a view needs no memory
     filler = buffer[..., :room, :]
     if room > buffer.shape[2]:
         filler = mx.zeros((batch, heads, room, dim), template.dtype)
@@ -119,10 +121,10 @@ def grow_buffer(
 
 
 class KVBuffers(ABC):
-    """The keys and values of one layer, and how many positions it has seen.
+    """The keys and values of one layer, and the number of positions evaluated.
 
-    supports_in_place: whether what they hold are keys and values as attention takes them, so that
-    it may write to the buffers itself.
+    supports_in_place: whether the buffers hold keys and values in the form that the attention
+    kernel uses, so that it may write to them.
     """
 
     supports_in_place = True
@@ -134,23 +136,24 @@ class KVBuffers(ABC):
 
     @abstractmethod
     def mask(self, length: int) -> Mask:
-        """What `length` new queries may see of the keys that `update` will return."""
+        """The mask of `length` new queries over the keys that `update` will return."""
 
     @abstractmethod
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; return all that the L queries may need."""
+        """Append [B, H, L, D] keys and values; returns all that the L queries may attend to."""
 
     @abstractmethod
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
-        """Room for positions like these, [1, H, L, D], which count as here from now on: who asks
-        writes them there before anybody reads. Of these arrays only shape and type matter."""
+        """Allocate slots for positions of these shapes, [1, H, L, D]. They count as cached from now
+        on: the caller must write them before they are read. Only shapes and types of the arrays are
+        used."""
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
         return (self,) if self.supports_in_place else ()
 
     def take_buffers(self) -> tuple[mx.array, mx.array]:
-        """The buffers, which nobody else holds then, to be written to and given back by `give`."""
+        """The only references to the buffers, to be written to and passed to `return_buffers`."""
         keys, values = self._keys, self._values
         assert keys is not None
         assert values is not None
@@ -195,10 +198,10 @@ class KVBuffers(ABC):
 
 
 class KVCache(KVBuffers):
-    """Every position since the first.
+    """All positions of a sequence.
 
-    keys, values: [B, H, capacity, D]; positions offset.. are free room. Writing is in place
-    as long as nobody else holds the buffer.
+    keys, values: [B, H, capacity, D]; slots from offset on are spare. Writes are in place unless
+    another reference to the buffer exists.
     """
 
     sliceable = True
@@ -211,7 +214,7 @@ class KVCache(KVBuffers):
         return None if length == 1 else "causal"
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; return all that there are."""
+        """Append [B, H, L, D] keys and values; returns all of them."""
         place = self.allocate_slots(keys, values)
         assert self._keys is not None
         assert self._values is not None
@@ -228,7 +231,7 @@ class KVCache(KVBuffers):
         )
 
     def reserve(self, length: int) -> None:
-        # taken up by the next write, which knows the shapes
+        # applied by the next write, which has the shapes
         self._reserved = max(self._reserved, round_up_to_step(length))
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
@@ -249,7 +252,7 @@ class KVCache(KVBuffers):
         twin = type(self)()
         twin.offset = end - start
         if self._keys is not None and self._values is not None and start < end:
-            # contiguous: a mere slice would keep this cache's whole buffer alive
+            # contiguous: a slice would keep this cache's whole buffer in memory
             twin._keys = mx.contiguous(self._keys[..., start:end, :])
             twin._values = mx.contiguous(self._values[..., start:end, :])
         return twin
@@ -262,8 +265,8 @@ class KVCache(KVBuffers):
             self.update(other._keys[..., start:end, :], other._values[..., start:end, :])
 
     def remove(self, start: int, end: int, rerotate: Callable[[mx.array, int], mx.array]) -> None:
-        """Forget positions [start, end); those behind move up to `start`. turn(keys, n): rotates
-        keys [B, H, L, D] by n positions, since a rotary key carries the position it stands at."""
+        """Remove positions [start, end); the later ones move up to `start`. rerotate(keys, n):
+        rotates keys [B, H, L, D] by n positions, since rotary keys contain their position."""
         assert 0 <= start <= end <= self.offset
         if start == end or self._keys is None or self._values is None:
             return
@@ -280,8 +283,9 @@ class KVCache(KVBuffers):
         return BatchKVCache(rows, offsets)
 
     def _grow(self, kept: int, keys: mx.array, values: mx.array) -> None:
-        """Room for all `offset` positions, of which the first `kept` are here. Half as much again
-        unless told how much: n appended tokens copy O(n) tokens in all."""
+        """Grow the buffers to hold `offset` positions, of which the first `kept` are copied. They
+        grow by half unless a capacity is reserved, so that appending n tokens copies O(n) tokens in
+        total."""
         needed = self.offset
         current = 0 if self._keys is None else self._keys.shape[2]
         capacity = self._reserved
@@ -289,3 +293,7 @@ class KVCache(KVBuffers):
             capacity = round_up_to_step(max(needed, current + current // 2))
         self._keys = grow_buffer(self._keys, keys, kept, capacity)
         self._values = grow_buffer(self._values, values, kept, capacity)
+
+
+def evaluate_caches(layers: Sequence[LayerCache]) -> None:
+    mx.eval([layer.state() for layer in layers])

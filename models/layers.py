@@ -1,4 +1,4 @@
-"""Small parts that several architectures are made of.
+"""Small building blocks that several architectures share.
 
 Knows: tensors. Must not know: architectures, caches, checkpoints.
 """
@@ -15,7 +15,7 @@ from models.sharding import MLP_SHARDS, ShardSpec
 
 Activation = Callable[[mx.array], mx.array]
 
-# by the names that `hidden_act` in config.json goes by
+# activations by the value of `hidden_act` in config.json
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": nn.silu,
     "gelu": nn.gelu,
@@ -46,7 +46,7 @@ def apply_glu(activation: Activation, gate: mx.array, up: mx.array) -> mx.array:
 
 
 def router_logits(x: mx.array, weight: mx.array) -> mx.array:
-    """[..., in] times [out, in] -> [..., out], in float32: where small differences decide."""
+    """[..., in] times [out, in] -> [..., out], in float32: routing depends on small differences."""
     ops = kernels.ops()
     if ops is None:
         return x.astype(mx.float32) @ weight.T.astype(mx.float32)
@@ -54,8 +54,8 @@ def router_logits(x: mx.array, weight: mx.array) -> mx.array:
 
 
 class QuantizedStack(nn.Module):
-    """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantised in any
-    of MLX's modes. layer: the layer as it was; its bias, if any, stays."""
+    """The parameters of a layer whose weight is a stack of matrices, [N, out, in], quantized in any
+    of MLX's modes. layer: the unquantized layer; its bias, if any, is kept."""
 
     def __init__(self, layer: Any, group_size: int | None, bits: int | None, mode: str) -> None:
         super().__init__()
@@ -71,8 +71,7 @@ class QuantizedStack(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: those of gate, up and
-    down."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: of gate, up and down."""
 
     shard_spec: ClassVar[ShardSpec] = MLP_SHARDS
     projection_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
@@ -91,7 +90,7 @@ class GatedMLP(nn.Module):
         return self[self.projection_names[-1]](self.gate_up(x))
 
     def gate_up(self, x: mx.array) -> mx.array:
-        """What goes down. Where a device has one operation for all of this, it stands here instead
-        (models/cpu_layout.py)."""
+        """The input of the down projection. models/cpu_layout.py replaces this method by a fused
+        operation on devices that have one."""
         gate, up, _ = self.projection_names
         return apply_glu(self.activation, self[gate](x), self[up](x))

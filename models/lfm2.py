@@ -1,6 +1,6 @@
-"""LFM2 (Liquid AI 2025): short gated convolutions, with attention in between.
+"""LFM2 (Liquid AI 2025): short gated convolutions, with attention layers in between.
 
-Its last norm goes by the name of `embedding_norm`.
+Checkpoints call the final norm `embedding_norm`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from models.layers import GatedMLP, merge_heads, split_heads
 from models.recurrent import RecurrentCache
 from models.sharding import ShardSpec
 
-# what `layer_types` calls a layer with a convolution
+# value of `layer_types` for a convolution layer
 CONV = "conv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. Which layers attend is told by
-    `layer_types` or `full_attn_idxs`; block_ff_dim is the older name of intermediate_size."""
+    """The keys of config.json that this architecture reads. `layer_types` or `full_attn_idxs` says
+    which layers use attention; block_ff_dim is the older name of intermediate_size."""
 
     intermediate_size: int = 0
     block_ff_dim: int | None = None
@@ -38,7 +38,7 @@ class Config(decoder.Config):
     full_attn_idxs: Sequence[int] | None = None
 
     def default_layer_type(self, layer: int) -> str:
-        """Where config.json names no layer, all attend."""
+        """Without `layer_types` and `full_attn_idxs`, all layers use attention."""
         attends = self.full_attn_idxs is None or layer in self.full_attn_idxs
         return decoder.FULL if attends else CONV
 
@@ -47,8 +47,9 @@ class Config(decoder.Config):
 
     @property
     def inner_size(self) -> int:
-        """Of an MLP: what config.json says, or the two thirds of it that give three matrices the
-        weights of two, rounded up (as Llama's first code did)."""
+        """Inner width of an MLP: the configured width, or, with block_auto_adjust_ff_dim, two
+        thirds of it, rounded up, so that three matrices have as many weights as two (as in Llama's
+        first code)."""
         inner = self.block_ff_dim or self.intermediate_size
         if inner < 1:
             raise base.ModelError("config.json lacks block_ff_dim or intermediate_size")
@@ -87,7 +88,7 @@ class Attention(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """c * conv(b * x), all three projected from what comes in."""
+    """c * conv(b * x), where b, c and x are projections of the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class ShortConv(nn.Module):
         )
 
     def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
-        """The cache's slot: the convolution's tail."""
+        """Slot 0 of the cache: the convolution's tail."""
         before, after, x = mx.split(self.in_proj(x), 3, axis=-1)
         mixed, kv[0] = self.conv(before * x, kv[0])
         kv.advance(x.shape[1])
@@ -115,7 +116,7 @@ class ShortConv(nn.Module):
 
 
 class MLP(GatedMLP):
-    """Under the names that LFM2 gives its parts."""
+    """A gated MLP with LFM2's parameter names."""
 
     shard_spec: ClassVar[ShardSpec] = ShardSpec(column_parallel=("w1", "w3"), row_parallel=("w2",))
     projection_names: ClassVar[tuple[str, str, str]] = ("w1", "w3", "w2")
@@ -151,12 +152,12 @@ class Block(nn.Module):
 
 
 class CausalLM(decoder.CausalLM):
-    """What LFM2's models have in common."""
+    """The common part of LFM2 models."""
 
     def __init__(
         self, config: Config, make_mlp: Callable[[int], Callable[[mx.array], mx.array]]
     ) -> None:
-        """make_mlp: makes that of a layer."""
+        """make_mlp: makes the MLP of a layer."""
         blocks = [
             Block(config, layer, make_mlp(layer)) for layer in range(config.num_hidden_layers)
         ]

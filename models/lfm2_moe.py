@@ -1,4 +1,4 @@
-"""LFM2 with experts (Liquid AI 2025): an LFM2 of which all but the first layers are mixtures."""
+"""LFM2-MoE (Liquid AI 2025): an LFM2 in which all but the first layers are mixtures of experts."""
 
 import re
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from models.experts import Experts, select_top_experts, stack_experts
 from models.layers import GatedMLP
 from models.sharding import REPLICATED, ShardSpec
 
-# the makers' names of an MLP's parts -> those that converters for MLX give them
+# original names of the projections -> those of MLX checkpoints
 _PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(lfm2.Config):
-    """num_dense_layers: so many layers at the beginning have no experts."""
+    """num_dense_layers: number of layers at the beginning without experts."""
 
     num_dense_layers: int
     num_experts: int
@@ -31,9 +31,9 @@ class Config(lfm2.Config):
 
 
 class MoE(nn.Module):
-    """Each expert is scored by itself; the bias has a say in who is chosen, not in the shares."""
+    """Sigmoid scores per expert; the bias affects the choice of experts but not their weights."""
 
-    shard_spec: ClassVar[ShardSpec] = REPLICATED  # but for the experts in it
+    shard_spec: ClassVar[ShardSpec] = REPLICATED  # except for its experts
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class Config(decoder.Config):
     mlp_bias: bool = False
 
     def layer_rope(self, layer: int) -> Rope | NoRope:
-        """For an architecture to override, whose layers are not all alike."""
+        """Overridden by architectures whose layers differ."""
         return self.rope()
 
 

@@ -1,8 +1,7 @@
-"""Ministral 3 (Mistral AI 2025): a Mistral that asks the louder the further along it is.
+"""Ministral 3 (Mistral AI 2025): a Mistral whose queries are scaled by position.
 
-With thousands of keys to choose from, a softmax spreads thin. So queries grow with their position
-by steps, one each time the context that the model was first trained with is full, as those of
-Llama 4 do (Meta 2025; Nakanishi 2025).
+With thousands of keys, a softmax becomes flat. So queries are scaled up with their position, by one
+step per original context length, as in Llama 4 (Meta 2025; Nakanishi 2025).
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class Config(mistral.Config):
     head_dim: int | None = 128
 
     def query_scaling(self) -> tuple[float, int]:
-        """(how much a step weighs, positions in a step), from `rope_parameters`."""
+        """(weight of a step, positions per step), from `rope_parameters`."""
         _, found = self.rope_settings()
         said = found or {}
         try:
@@ -48,12 +47,13 @@ class Attention(llama.Attention):
         queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
         keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
         values = split_heads(self.v_proj(x), self.kv_heads)
-        # before they are appended: it moves the offset on
+        # before `attend`, which advances the offset
         queries = queries * self._query_scales(x.shape[1], kv.offset).astype(queries.dtype)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 
     def _query_scales(self, count: int, offset: int | mx.array) -> mx.array:
-        """[B or 1, 1, L, 1]: 1 + beta * log(1 + steps taken) at the positions from `offset` on."""
+        """[B or 1, 1, L, 1]: 1 + beta * log(1 + number of steps) at the positions from `offset`
+        on."""
         positions = mx.array(offset).reshape(-1, 1) + mx.arange(count)
         return (1 + self.beta * mx.log1p(positions // self.original_length))[:, None, :, None]
 

@@ -1,7 +1,7 @@
-"""Mistral (Jiang et al. 2023): a Llama whose queries may see only so far back.
+"""Mistral (Jiang et al. 2023): a Llama with sliding window attention.
 
-The first release has a window in all layers, later ones in none, and Ministral in those that
-`layer_types` names.
+The first release has a window in all layers, later ones in none, and Ministral in the layers that
+`layer_types` lists.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from models import decoder, llama
 class Config(llama.Config):
     """The keys of config.json that this architecture reads."""
 
-    # a multimodal checkpoint leaves out what transformers assumes
+    # multimodal checkpoints omit it if it has transformers' default
     num_attention_heads: int = 32
 
     def default_layer_type(self, layer: int) -> str:

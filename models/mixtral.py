@@ -9,7 +9,7 @@ from models.base import ModelError
 from models.experts import SparseMoeBlock, stack_experts
 from models.prenorm import PreNormBlock
 
-# the makers' names of an expert's parts -> those of everybody else
+# original names of the projections -> the usual ones
 _PROJECTION_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -23,7 +23,7 @@ class Config(mistral.Config):
 
 class Block(PreNormBlock):
     def __init__(self, config: Config, layer: int) -> None:
-        # a softmax over the chosen is one over all, scaled to a sum of 1
+        # a softmax over the chosen experts is one over all experts, normalized to a sum of 1
         mlp = SparseMoeBlock(
             config.hidden_size,
             config.intermediate_size,
@@ -42,7 +42,7 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that were stored one by one, under whatever names."""
+        """Also stacks experts that are stored one by one, under either set of names."""
         named = {
             name.replace(".block_sparse_moe.", ".mlp."): array for name, array in weights.items()
         }

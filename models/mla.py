@@ -1,15 +1,15 @@
-"""Multi-head latent attention's own parts: what it remembers, and maps with a matrix per head.
+"""Parts of multi-head latent attention: its cache, and linear maps with a matrix per head.
 
-Knows: tensors. Must not know: tokens, requests, policies, architectures. The contract of the cache
-is models/kv.py's.
+Knows: tensors. Must not know: tokens, requests, policies, architectures. The cache implements the
+interface of models/kv.py.
 
-Source: DeepSeek-V2 (2024), section 2.1. Of a position only a latent of a few hundred numbers is
-kept, from which each head could make its key and value, and one rotary key for all heads. There
-are two ways to attend, equal but for rounding:
+Source: DeepSeek-V2 (2024), section 2.1. For each position only a latent of a few hundred numbers is
+cached, from which each head's key and value can be computed, and one rotary key for all heads.
+Attention has two forms, equal but for rounding:
 
-    expanded   keys and values of all heads are made from the latents of all positions
-    absorbed   queries are mapped to where the latents are, the heads' maps being linear: all heads
-               then read the same keys, and what they mix is mapped back afterwards
+    expanded   keys and values of all heads are computed from the latents of all positions
+    absorbed   queries are mapped into the space of the latents, since the heads' maps are linear:
+               all heads then use the same keys, and the result is mapped back afterwards
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ from models.quant import Packing, infer_packing
 
 
 class LatentCache(KVCache):
-    """Every position since the first: its rotary key [B, 1, L, R] in the place of keys, its latent
-    [B, 1, L, C] in that of values. So a removal turns what is rotary and moves the rest."""
+    """All positions of a sequence: rotary keys [B, 1, L, R] in place of keys, latents [B, 1, L, C]
+    in place of values. So `remove` rotates the rotary keys and only moves the latents."""
 
     supports_in_place = False
 
@@ -41,14 +41,14 @@ class LatentCache(KVCache):
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        """The absorbed way: append rotary keys [B, 1, L, R] and latents [B, 1, L, C]; what queries
-        [B, H, L, C + R], mapped to latents in their first C dimensions, see of all that is here:
-        [B, H, L, C], still to be mapped back."""
+        """The absorbed form: append rotary keys [B, 1, L, R] and latents [B, 1, L, C], and attend
+        from queries [B, H, L, C + R], whose first C dimensions are mapped to the space of the
+        latents, to all that is cached: [B, H, L, C], not mapped back yet."""
         assert sinks is None
         assert softcap is None
         batch, heads, length, _ = queries.shape
         rotary, latents = self.update(keys, values)
-        # all heads read the same keys: they are rows of one product, which reads these once
+        # all heads use the same keys, so they are rows of one product, which reads the keys once
         rows = (queries * scale).reshape(batch, 1, heads * length, -1)
         content, turned = mx.split(rows, [latents.shape[-1]], axis=-1)
         scores = content @ latents.swapaxes(-1, -2) + turned @ rotary.swapaxes(-1, -2)
@@ -72,14 +72,14 @@ class MultiLinear(nn.Module):
         return x @ self.weight.swapaxes(-1, -2)
 
     def apply_transposed(self, x: mx.array) -> mx.array:
-        """[B, H or 1, L, out] -> [B, H, L, in]: not the inverse, but what makes
-        q · transposed(x) = map(q) · x."""
+        """[B, H or 1, L, out] -> [B, H, L, in]: the transpose, not the inverse: q ·
+        apply_transposed(x) = map(q) · x."""
         return x @ self.weight
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> "QuantizedMultiLinear":
-        """What `nn.quantize` asks of a layer."""
+        """Called by `nn.quantize`."""
         return QuantizedMultiLinear(self, group_size, bits, mode)
 
 
@@ -88,13 +88,13 @@ class QuantizedMultiLinear(QuantizedStack):
 
     def __call__(self, x: mx.array) -> mx.array:
         """As `MultiLinear`."""
-        return self._matmul(x, transpose=True)
+        return self._quantized_matmul(x, transpose=True)
 
     def apply_transposed(self, x: mx.array) -> mx.array:
         """As `MultiLinear`."""
-        return self._matmul(x, transpose=False)
+        return self._quantized_matmul(x, transpose=False)
 
-    def _matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
+    def _quantized_matmul(self, x: mx.array, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
             x,
             self.weight,
@@ -110,12 +110,12 @@ class QuantizedMultiLinear(QuantizedStack):
 def split_kv_b_proj(
     path: str, weights: Mapping[str, mx.array], *, heads: int, key_dim: int, latent_dim: int
 ) -> dict[str, mx.array]:
-    """The makers' one map from latents to keys and values -> the two that we have.
+    """Split the original projection from latents to keys and values into our two.
 
-    weights: among others `{path}.weight` [heads * (keys + values), latent], with scales and biases
-    where it is quantised. Returns `embed_q.weight` [heads, latent, keys], by which queries are
-    absorbed, and `unembed_out.weight` [heads, values, latent], as mlx-lm 0.32 converts them.
-    Raises ModelError.
+    weights: contains `{path}.weight` [heads * (keys + values), latent], with scales and biases if
+    it is quantized. Returns `embed_q.weight` [heads, latent, keys], which maps queries into the
+    space of the latents, and `unembed_out.weight` [heads, values, latent], as mlx-lm 0.32 converts
+    them. Raises ModelError.
     """
     if weights[f"{path}.weight"].shape[0] % heads:
         raise ModelError(f"{path}.weight cannot be divided among {heads} heads")
@@ -124,7 +124,7 @@ def split_kv_b_proj(
         for kind in ("weight", "scales", "biases")
         if f"{path}.{kind}" in weights
     }
-    # between rows anything can be cut
+    # rows can be split anywhere, quantized or not
     found = {f"unembed_out.{kind}": mx.contiguous(a[:, key_dim:]) for kind, a in maps.items()}
     rows = {kind: array[:, :key_dim] for kind, array in maps.items()}
     if "scales" in rows:
@@ -135,8 +135,9 @@ def split_kv_b_proj(
 
 
 def _transpose_quantized(rows: Mapping[str, mx.array], packing: Packing) -> dict[str, mx.array]:
-    """Groups lie along rows, so that what is quantised cannot simply be transposed: it is
-    quantised again, as mlx-lm does, or left plain where columns are no whole groups."""
+    """Quantization groups lie along rows, so a quantized matrix cannot be transposed directly: it
+    is quantized again, as in mlx-lm, or left unquantized if columns are no multiple of the group
+    size."""
     settings: Any = asdict(packing)
     plain = mx.dequantize(rows["weight"], rows["scales"], rows.get("biases"), **settings)
     plain = plain.swapaxes(1, 2)

@@ -1,13 +1,16 @@
-"""Architectures that have no file here, run through the classes of the library mlx-lm.
+"""Runs architectures that are not implemented here through the classes of the library mlx-lm.
 
-Knows: how that library names and makes its models; the contract of models/base.py. Must not know:
-any one architecture. The only module that imports it, and only when such a model is loaded: it
-brings transformers along and takes about a second. Nothing is downloaded, and no code from a
-model's folder runs.
+Knows: how that library names and makes its models; the interface of models/base.py. Must not know:
+any one architecture.
 
-What is lost against a file of our own: the rows of a batch are evaluated one by one, so a batch
-saves nothing; a context cannot shift; and a prompt's last chunk computes the logits of all its
-positions, though only the last are read (those of the chunks before are never computed).
+This is the only module that imports mlx-lm, and only when such a model is loaded: the import takes
+about a second, because it imports transformers. Nothing is downloaded, and no code from a model's
+folder runs.
+
+Disadvantages compared with our own architectures: the rows of a batch are evaluated one by one, so
+batching saves nothing; context shift is not supported; and a prompt's last chunk computes the
+logits of all its positions, though only the last are used (those of earlier chunks are never
+computed).
 """
 
 import contextlib
@@ -29,10 +32,10 @@ from models.kv import LayerCache
 from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_cache
 
 _LIBRARY = "mlx_lm"
-# by the library's own name: what an index has under ours may be anybody's
+# not our extra: on a package index, our name may belong to another project
 _INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
 
-# how config.json names the positions that a model was made for; the first that is there
+# config keys of the context length, in order of preference
 _CONTEXT_LENGTH_KEYS = (
     "max_position_embeddings",
     "max_sequence_length",
@@ -48,13 +51,13 @@ _CONTEXT_LENGTH_KEYS = (
 _MAX_INT32 = 1 << 31
 _VOCAB_SIZE_KEYS = ("vocab_size", "padded_vocab_size", "n_vocab")
 
-# where classes for text and pictures keep the text part; see models/multimodal.py
+# prefixes of the text model in multimodal classes; see models/multimodal.py
 _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What a server asks of config.json; the rest is between it and mlx-lm."""
+    """The config values that the server needs; mlx-lm reads the others."""
 
     max_position_embeddings: int
     vocab_size: int
@@ -71,7 +74,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What `models.build` finds in a file of ours: a Config and a Model."""
+    """Has the same attributes as an architecture module: Config and Model."""
 
     Config: type[AdapterConfig]
     Model: Callable[[AdapterConfig], Model]
@@ -79,8 +82,8 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModelClasses:
-    """Of one architecture in mlx-lm. wraps: whether they want the text part's config inside of that
-    of a whole."""
+    """The classes of an architecture in mlx-lm. wraps: whether they expect the text config inside
+    the config of a multimodal model."""
 
     kind: str
     model: Any
@@ -89,8 +92,8 @@ class _ModelClasses:
 
 
 def find_architecture(config: Mapping[str, Any]) -> Architecture:
-    """mlx-lm's class for config["model_type"]. Raises ModelError where there is none, or where
-    the library is not installed."""
+    """mlx-lm's class for config["model_type"]. Raises ModelError if there is none, or if the
+    library is not installed."""
     kind: str = config["model_type"]
     found = importlib.util.find_spec(_LIBRARY)
     if found is None:
@@ -102,7 +105,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
             "config.json's model_file would run code from the model folder, which is not allowed"
         )
     folders = found.submodule_search_locations or ()
-    # a second of imports only for what is not there by its own name
+    # import the library, which takes a second, only if no file has that name
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
         _resolve_classes(config)
 
@@ -113,7 +116,7 @@ def find_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
-    # theirs may write into what they are given
+    # mlx-lm's classes may modify the config
     given: dict[str, Any] = copy.deepcopy(dict(config))
     if classes.wraps:
         given = {"model_type": classes.kind, "text_config": given}
@@ -128,19 +131,19 @@ def _build_model(classes: _ModelClasses, config: Mapping[str, Any]) -> Model:
         raise ModelError(f"config.json lacks {', '.join(lacking)}")
     with _as_model_error(f"mlx-lm cannot build its {classes.kind} from this config.json"):
         made: Any = _subclass_model(classes)(classes.arguments.from_dict(given))
-    # refuses here rather than at the first request
+    # fails here rather than at the first request
     with _as_model_error(f"mlx-lm cannot make caches for its {classes.kind} from this config.json"):
         made.make_kv()
     return made
 
 
 def _subclass_model(classes: _ModelClasses) -> Any:
-    """Their class with our contract, as a subclass: so parameters keep the names that they have in
-    checkpoints."""
+    """mlx-lm's class with our interface. It is a subclass so that parameters keep their checkpoint
+    names."""
     theirs, cache = classes.model, _import_cache()
 
     class MlxLmModel(theirs):
-        # its norms and its attention are MLX's, whose order suits the shape
+        # MLX's norms and attention choose the summation order by shape
         batch_invariant: ClassVar[bool] = False
 
         def __call__(self, tokens: mx.array, kv: Sequence[Any]) -> mx.array:
@@ -178,22 +181,25 @@ def _subclass_model(classes: _ModelClasses) -> Any:
                 logits: mx.array = super().__call__(tokens, cache=lent)
             for layer, given in zip(kv, lent, strict=True):
                 if not layer.update_from_mlx_lm(given, tokens.shape[1]) or layer.offset != end:
-                    raise ModelError(
-                        f"mlx-lm's {classes.kind} has a cache that does not advance by "
-                        "one entry per "
-                        "position, which is not supported"
-                    )
+                    raise _unsupported_cache_error(classes.kind)
             return logits
 
     return MlxLmModel
+
+
+def _unsupported_cache_error(kind: str) -> ModelError:
+    return ModelError(
+        f"mlx-lm's {kind} has a cache that does not advance by one entry per position, which is "
+        "not supported"
+    )
 
 
 # names
 
 
 def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[str, mx.array]:
-    """Tensors under the names that the class has for them: of a multimodal checkpoint we have the
-    text part alone, named as if it were all."""
+    """The tensors under the names that the class uses: the text model of a multimodal checkpoint is
+    passed to it with the names of a text-only one."""
     for nested, plain in _TEXT_PREFIXES:
         inner: Any = parameters
         for key in nested.split(".")[:-1]:
@@ -209,7 +215,7 @@ def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[s
 def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning: str) -> int:
     for name in names:
         value = config.get(name)
-        if type(value) is int and 0 < value < _MAX_INT32:  # True is one, too
+        if type(value) is int and 0 < value < _MAX_INT32:  # not isinstance: True is an int
             return value
     raise ModelError(f"config.json does not give the {meaning}: add {names[0]}")
 
@@ -218,7 +224,7 @@ def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning
 
 
 def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
-    """Found as mlx-lm finds them: by architecture, by another name for the same, by name."""
+    """Looks up the classes as mlx-lm does: by architecture, by alias, by name."""
     utils = _import_utils()
     kind: str = config["model_type"]
     said: Any = config.get("architectures")
@@ -228,7 +234,7 @@ def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
     name = found[0] if found else utils.MODEL_REMAPPING.get(kind, kind)
     if (module := _import_model_module(name)) is not None:
         return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs)
-    # some have a class for the whole only, not for its text part
+    # some models have a class for the multimodal model only
     whole = name.removesuffix("_text")
     if whole != name and (module := _import_model_module(whole)) is not None:
         return _ModelClasses(kind=whole, model=module.Model, arguments=module.ModelArgs, wraps=True)
@@ -236,8 +242,9 @@ def _resolve_classes(config: Mapping[str, Any]) -> _ModelClasses:
 
 
 def _import_model_module(name: str) -> Any:
-    """Of an architecture; None for anything else that is there, or is not."""
-    # the name goes into an import
+    """The module of an architecture; None if there is no module of that name, or if it is not an
+    architecture."""
+    # the name is used in an import, so its characters are restricted
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         return None
     whole = f"{_LIBRARY}.models.{name}"
@@ -266,8 +273,8 @@ def _import_cache() -> Any:
 
 @contextlib.contextmanager
 def _keep_open_file_limit() -> Generator[None]:
-    """When it is imported, mlx-lm (0.32) sets how many files the process may open: too few for a
-    busy server, and no way back up. Nobody else sets anything meanwhile."""
+    """mlx-lm (0.32) sets the limit of open files when it is imported: too low for a busy server,
+    and it cannot be raised again. No other code sets a limit at the same time."""
     setrlimit = resource.setrlimit
 
     def ignore(limited: int, limits: tuple[int, int], /) -> None:
@@ -282,12 +289,12 @@ def _keep_open_file_limit() -> Generator[None]:
 
 @contextlib.contextmanager
 def _as_model_error(message: str) -> Generator[None]:
-    """Whatever their code raises over a checkpoint becomes one line."""
+    """Converts any exception of mlx-lm's code to a ModelError of one line."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
-        # what MLX says of wrong arguments goes on for lines
+        # MLX's messages for wrong arguments have many lines
         said = str(error).partition("\n")[0]
         raise ModelError(f"{message}: {type(error).__name__}: {said}") from error

@@ -1,8 +1,8 @@
-"""Our layer caches, as mlx-lm's model classes want to be given them.
+"""Our layer caches with the interface that mlx-lm's model classes expect.
 
-Knows: what those classes ask of a cache (mlx_lm/models/cache.py), and the contract of models/kv.py.
-Must not know: architectures. That library's module of caches is handed in where its classes are
-needed, and not imported here.
+Knows: that interface (mlx_lm/models/cache.py), and the one of models/kv.py. Must not know:
+architectures. mlx-lm's cache module is passed as an argument where its classes are needed, and not
+imported here.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from models.sdpa import Mask
 
 
 class _MlxLmKVMixin(KVBuffers):
-    """The methods that both kinds of attention cache have there."""
+    """The methods that mlx-lm's two kinds of attention caches share."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self.update(keys, values)
@@ -30,7 +30,7 @@ class _MlxLmKVMixin(KVBuffers):
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Some replace a buffer by the same one, bound to others (`mx.depends`)."""
+        """Some classes replace a buffer by the same one with added dependencies (`mx.depends`)."""
         self._keys = keys
 
     @property
@@ -60,8 +60,8 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
-        """Raises ModelError for a window that is narrower than the cache: a single query would
-        need a mask, and the buffer is not in order then."""
+        """Raises ModelError for a window that is narrower than the cache: a single query would need
+        a mask, and the buffer is not in order then."""
         if window_size is not None and window_size < self.window:
             raise ModelError("a sliding window smaller than its cache is not supported")
         if return_array and length > 1:
@@ -81,15 +81,15 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
 
 
 class MlxLmArraysCache(RecurrentCache):
-    """What is an ArraysCache there. Some classes ask for that very type, so for each step one of
-    these is filled from here."""
+    """Corresponds to mlx-lm's ArraysCache. Some classes require that very type, so each step copies
+    its slots to an ArraysCache and back."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self.slots = slots
 
     def __setitem__(self, slot: int, value: mx.array) -> None:
-        # often a slice, which would keep a whole chunk's activations in memory
+        # contiguous: it is often a slice, which would keep a whole chunk's activations in memory
         super().__setitem__(slot, mx.contiguous(value))
 
     def copy(self) -> "MlxLmArraysCache":
@@ -99,8 +99,8 @@ class MlxLmArraysCache(RecurrentCache):
 
 
 class MlxLmLayerCache:
-    """All that one layer remembers: one cache, or several where mlx-lm has a CacheList. They stand
-    at the same position. is_cache_list: which of the two."""
+    """The cache of one layer: one of ours, or several if mlx-lm has a CacheList. All have the same
+    offset. is_cache_list: which of the two."""
 
     def __init__(self, caches: Sequence[LayerCache], *, is_cache_list: bool) -> None:
         assert caches
@@ -150,13 +150,13 @@ class MlxLmLayerCache:
         return MlxLmBatch(rows)
 
     def to_mlx_lm(self, library: Any) -> Any:
-        """What the layer is given in its place for one step."""
+        """The cache that the mlx-lm layer gets for one step."""
         given = [_to_mlx_lm(part, library) for part in self.caches]
         return library.CacheList(*given) if self.is_cache_list else given[0]
 
     def update_from_mlx_lm(self, cache: Any, length: int) -> bool:
-        """cache: what was lent, `length` positions later. Whether all parts stand where the first
-        does."""
+        """Read back the state after a step. cache: what `to_mlx_lm` returned, `length` positions
+        later. Returns whether all parts have the same offset."""
         for part, one in zip(
             self.caches, cache.caches if self.is_cache_list else [cache], strict=True
         ):
@@ -173,14 +173,14 @@ class MlxLmLayerCache:
 
 @dataclass(frozen=True, slots=True)
 class MlxLmBatch:
-    """One layer's caches of several sequences, side by side."""
+    """One layer's caches of several sequences."""
 
     rows: Sequence[MlxLmLayerCache]
 
 
 def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
-    """An empty one of ours for an empty one of theirs. library: mlx_lm.models.cache. Raises
-    ModelError for a kind that has no like here."""
+    """Our empty cache for an empty one of mlx-lm. library: mlx_lm.models.cache. Raises ModelError
+    for an unsupported kind."""
     if type(cache) is library.CacheList:
         return MlxLmLayerCache(
             [_wrap_one(one, library) for one in cache.caches], is_cache_list=True
@@ -189,7 +189,7 @@ def wrap_cache(cache: Any, library: Any) -> MlxLmLayerCache:
 
 
 def _wrap_one(cache: Any, library: Any) -> LayerCache:
-    # by the very type: a descendant may keep what we would lose
+    # exact types only: a subclass may have more state
     kind: Any = type(cache)
     if kind is library.KVCache:
         return MlxLmKVCache()
@@ -201,7 +201,7 @@ def _wrap_one(cache: Any, library: Any) -> LayerCache:
 
 
 def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
-    """A cache of ours that speaks as theirs do; of states an object of theirs."""
+    """Our attention caches are used directly; states are copied to an ArraysCache."""
     if not isinstance(cache, MlxLmArraysCache):
         return cache
     given = library.ArraysCache(cache.slots)
@@ -211,7 +211,7 @@ def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
 
 
 def _window_mask(past_length: int, length: int, window: int | None) -> mx.array:
-    """[length, before + length], of keys that begin `past_length` positions ahead of the
+    """[length, past_length + length], for keys that begin `past_length` positions before the
     queries."""
     queries = mx.arange(past_length, past_length + length)[:, None]
     keys = mx.arange(past_length + length)[None]

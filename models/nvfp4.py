@@ -1,15 +1,15 @@
-"""Layers in nvfp4 whose whole weight has one more scale.
+"""nvfp4 layers with a global scale per weight.
 
-Knows: what MLX means by a global scale. Must not know: architectures, checkpoints.
+Knows: MLX's definition of a global scale. Must not know: architectures, checkpoints.
 
-nvfp4 (NVIDIA 2025) keeps a scale for each 16 weights in eight bits. So that these reach far enough,
-a weight may have one more scale of its own: the magnitude g of its largest entry, which stands for
-the largest that can be written, 6 (E2M1) times 448 (E4M3). A weight is then
+nvfp4 (NVIDIA 2025) has an eight-bit scale for each 16 weights. To extend their range, a weight may
+have a global scale: the magnitude g of its largest entry, which corresponds to the largest
+representable value, 6 (E2M1) times 448 (E4M3). A weight is then
 
     w = q * s * g / (6 * 448)
 
-MLX's product with a quantised matrix takes no g for plain layers, and for experts only on a GPU. It
-is a common factor, so what comes out of the product is scaled instead.
+MLX's quantized matmul supports no g for plain layers, and for experts only on a GPU. It is a common
+factor, so the result of the product is scaled instead.
 """
 
 from typing import Any, Protocol
@@ -26,10 +26,10 @@ _GROUP, _BITS, _MODE = 16, 4, "nvfp4"
 
 
 class GloballyScaled(Protocol):
-    """A quantised layer with a parameter `global_scale`."""
+    """A quantized layer with a parameter `global_scale`."""
 
     def reshape_scale(self, scale: mx.array) -> mx.array:
-        """A checkpoint's global scale in the shape of the layer's, where it can have that."""
+        """A checkpoint's global scale in the layer's shape, if it can be reshaped."""
         ...
 
 
@@ -53,7 +53,7 @@ class Nvfp4Linear(nn.QuantizedLinear):
 
 
 class Nvfp4ExpertLinear(QuantizedExpertLinear):
-    """global_scale: [E], each expert's."""
+    """global_scale: [E], one per expert."""
 
     def __init__(self, plain: ExpertLinear) -> None:
         super().__init__(plain, _GROUP, _BITS, _MODE)
@@ -79,13 +79,13 @@ class Nvfp4ExpertLinear(QuantizedExpertLinear):
         return scaled + self.bias[expert_ids][..., None, :] if "bias" in self else scaled
 
     def reshape_scale(self, scale: mx.array) -> mx.array:
-        """One for all experts is each one's."""
+        """A single scale applies to all experts."""
         flat = scale.reshape(-1)
         return mx.broadcast_to(flat, (self.experts,)) if flat.size == 1 else flat
 
 
 def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
-    """The `GloballyScaled` twin of a plain layer. Raises ModelError where there is none."""
+    """The `GloballyScaled` counterpart of a plain layer. Raises ModelError if there is none."""
     if mode != _MODE:
         raise ModelError(f"{path} has a global scale, which {mode} weights do not have")
     match layer:
@@ -98,5 +98,5 @@ def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
 
 
 def _widen_float16(x: mx.array) -> mx.array:
-    """Before they are scaled down, sums outgrow float16."""
+    """Sums may overflow float16 before they are scaled down."""
     return x.astype(mx.float32) if x.dtype == mx.float16 else x

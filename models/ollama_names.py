@@ -1,7 +1,7 @@
-"""Tensors as Ollama's store names them -> as MLX's layers do.
+"""Converts tensor names of Ollama's store to MLX's names.
 
-Knows: the suffixes that the store gives to the parts of a quantised tensor. Must not know: where
-blobs lie, architectures.
+Knows: the suffixes that the store uses for the parts of a quantized tensor. Must not know: where
+blobs are stored, architectures.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from models.nvfp4 import MAX_NVFP4
 
-# behind the name X of a packed tensor; each as it is stored, and as the runner renames it
+# suffixes after the name of a packed tensor, as stored and as Ollama's runner renames them
 _SUFFIXES: Mapping[str, str] = {
     ".scale": "scales",
     "_scale": "scales",
@@ -23,12 +23,12 @@ _SUFFIXES: Mapping[str, str] = {
 
 def to_mlx_names(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """`q_proj.weight.scale` -> `q_proj.scales`, `q_proj.weight.bias` -> `q_proj.biases` and so on,
-    but only of a tensor that is packed: `q_proj.bias` is a bias like any other.
+    for packed tensors only: `q_proj.bias` is an ordinary bias.
 
     The store's global scale is a factor of the weight; MLX's is the magnitude of the weight's
     largest entry.
     """
-    # all names first: whether a bias is a quantisation's is known by the scale beside it
+    # first find the packed tensors: a bias belongs to a quantization if there is a scale beside it
     packed = {name for name in weights if _is_quantized(name, weights)}
     found: dict[str, mx.array] = {}
     for name, array in weights.items():
@@ -46,7 +46,7 @@ def _is_quantized(name: str, weights: Mapping[str, mx.array]) -> bool:
 
 
 def _split_name(name: str, packed: set[str]) -> tuple[str, str | None]:
-    """The packed tensor that `name` belongs to, and as what."""
+    """(the packed tensor that `name` belongs to, its part); (name, None) for other tensors."""
     if name in packed:
         return name, "weight"
     for suffix, part in _SUFFIXES.items():

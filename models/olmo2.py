@@ -1,8 +1,8 @@
-"""OLMo 2 (OLMo Team 2024): a Llama with norms behind attention and MLP, and none in front of them.
+"""OLMo 2 (OLMo Team 2024): a Llama with norms after attention and MLP instead of before.
 
-What is added to the residual stream is normalised, the stream itself only before the head:
-equations 1 and 2 of the paper. Queries and keys are normalised before they are rotated, all heads
-of a position as one vector.
+The outputs that are added to the residual stream are normalized, the stream itself only before the
+head: equations 1 and 2 of the paper. Queries and keys are normalized before the rotation, over all
+heads of a position together.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Config(llama.Config):
 
 
 class Attention(llama.Attention):
-    # a norm over all heads needs all of them
+    # a norm over all heads needs all of them on each rank
     shard_spec: ClassVar[ShardSpec] = REPLICATED
 
     def __init__(self, config: Config, layer: int) -> None:

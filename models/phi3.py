@@ -1,7 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): a Llama with its projections fused.
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): a Llama with fused projections.
 
-Queries, keys and values come out of one matrix, gate and up of another. Long contexts are reached
-by longrope, and Phi-4-mini rotates only part of each head.
+Queries, keys and values are one projection, gate and up another. Long contexts use longrope, and
+Phi-4-mini rotates only part of each head.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Config(decoder.Config):
     original_max_position_embeddings: int = 4096
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """The original length stands beside the object that the other architectures have it in."""
+        """The original context length is a key beside the scaling object instead of inside it."""
         theta, scaling = decoder.Config.rope_settings(self, layer_type)
         original = self.original_max_position_embeddings
         return theta, scaling and {**scaling, "original_max_position_embeddings": original}
@@ -51,7 +51,7 @@ class Attention(nn.Module):
             column_parallel=("qkv_proj",),
             row_parallel=("o_proj",),
             segments={"qkv_proj": tuple(self.split_points)},
-            counts=("heads", "kv_heads", "ends"),
+            counts=("heads", "kv_heads", "split_points"),
         )
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:

@@ -1,7 +1,8 @@
-"""The block of most decoders: attention, then an MLP, each behind a norm and added to what it saw.
+"""The pre-norm block of most decoders: attention, then an MLP, each with a norm before it and a
+residual connection.
 
-Knows: the names such a block has in checkpoints, the cache that its attention needs. Must not
-know: how attention or MLP are made.
+Knows: the parameter names of such a block in checkpoints, the cache that its attention needs. Must
+not know: how attention and MLP are implemented.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ from models.rotating_kv import RotatingKVCache
 
 
 class AttentionLayer(Protocol):
-    """Implementations are mlx.nn.Module."""
+    """The interface of the block's attention. Implementations are mlx.nn.Module."""
 
     @property
     def rope(self) -> Rope | NoRope:
-        """What has rotated the keys that are in the cache."""
+        """The rotary embedding of the cached keys."""
         ...
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
@@ -32,7 +33,7 @@ class AttentionLayer(Protocol):
 class PreNormBlock(nn.Module):
     """h = x + attention(norm(x)); h + mlp(norm(h)) (Xiong et al. 2020).
 
-    window: how many positions a query sees, its own included; None for all.
+    window: how many positions a query attends to, its own included; None for all.
     """
 
     def __init__(
@@ -53,8 +54,7 @@ class PreNormBlock(nn.Module):
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return self.mlp_residual(self.attention_residual(x, kv))
 
-    # Where a device has one operation for all of one of these, it stands here instead
-    # (models/cpu_layout.py).
+    # models/cpu_layout.py replaces these methods by fused operations on devices that have them.
 
     def attention_residual(self, x: mx.array, kv: AttentionCache) -> mx.array:
         return x + self.self_attn(self.input_layernorm(x), kv)

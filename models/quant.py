@@ -1,13 +1,13 @@
-"""Quantised weights: which layers have them, how they are packed, and how plain ones become so.
+"""Quantized weights: detects how layers are packed, and quantizes plain ones.
 
 Knows: MLX's packing, the names of its parts (`weight`, `scales`, `biases`, `global_scale`). Must
 not know: architectures, files.
 
-What is read is what the tensors say. Of a layer's input width, the words that a row is packed in
-and the scales that it has, exactly one number of bits and one group follow, and of the scales' type
-the mode; so layers of one model may differ as they like, and neither config.json nor what stands
-beside the tensors can make anybody misread them. (Without the width it is ambiguous: 4 bits in
-groups of 128 have the shapes of 8 bits in groups of 64.)
+The packing is inferred from the tensors. A layer's input width, the number of words in a row and
+the number of scales determine the bits and the group size uniquely, and the type of the scales
+determines the mode. So the layers of a model may differ, and a wrong config.json has no effect.
+(Without the width it would be ambiguous: 4 bits in groups of 128 have the shapes of 8 bits in
+groups of 64.)
 """
 
 from collections.abc import Callable, Mapping
@@ -21,23 +21,23 @@ from mlx.utils import tree_map_with_path
 from models.base import ModelError
 from models.nvfp4 import make_nvfp4_layer
 
-# what MLX can compute with; the other modes have one packing each
+# packings that MLX supports; modes other than affine have one packing each
 _AFFINE_BITS, _AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)
 _MODES: Mapping[tuple[int, int], str] = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
-# methods whose tensors MLX computes with as they are, once they have MLX's names
+# methods whose tensors MLX can use unchanged, apart from their names
 _SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 
-# plain weights are brought to affine ones in groups of this many
+# group size in which plain weights are quantized (affine)
 GROUP_SIZE = 64
 
-# which experts a token passes through hangs on small differences of few numbers
+# not quantized: the choice of experts depends on small differences
 _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How one layer's weight is packed; the names are those of `mx.quantize`."""
+    """The packing of a layer's weight; fields as in `mx.quantize`."""
 
     group_size: int
     bits: int
@@ -45,10 +45,9 @@ class Packing:
 
 
 def check_quant_method(config: Mapping[str, Any]) -> None:
-    """Raises ModelError where config.json says that the weights were quantised with something that
-    is not MLX's."""
+    """Raises ModelError if config.json declares a quantization method that MLX does not support."""
     told = config.get("quantization_config")
-    # mlx-lm writes both; of a checkpoint that it converted, the second may be its source's
+    # mlx-lm writes both keys; in a converted checkpoint the second may be that of its source
     if config.get("quantization") or not isinstance(told, Mapping):
         return
     method = told.get("quant_method")
@@ -61,8 +60,9 @@ def check_quant_method(config: Mapping[str, Any]) -> None:
 
 
 def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> bool:
-    """Swap in quantised layers wherever the checkpoint has scales for one, in place; whether there
-    are any. Global scales in `weights` get the layer's shape. Raises ModelError."""
+    """Replace layers for which the checkpoint has scales by quantized ones, in place. Returns
+    whether there are any. Global scales in `weights` are reshaped to the layer's shape. Raises
+    ModelError."""
     found: list[str] = []
 
     def packed(path: str, layer: Any) -> Any:
@@ -74,7 +74,7 @@ def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> 
         if scale not in weights:
             return layer.to_quantized(**asdict(packing))
         scaled = make_nvfp4_layer(path, layer, packing.mode)
-        weights[scale] = scaled.fitted(weights[scale])
+        weights[scale] = scaled.reshape_scale(weights[scale])
         return scaled
 
     replace_leaves(model, packed)
@@ -82,8 +82,8 @@ def replace_quantized_layers(model: nn.Module, weights: dict[str, mx.array]) -> 
 
 
 def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Packing:
-    """Of the layer at `path`, which takes `width` inputs. Raises ModelError where the tensors are
-    packed in no way that MLX knows."""
+    """The packing of the layer at `path`, which has `width` inputs. Raises ModelError for a packing
+    that MLX does not support."""
     weight, scales = weights.get(f"{path}.weight"), weights[f"{path}.scales"]
     if weight is None:
         raise ModelError(f"the checkpoint has {path}.scales without a weight")
@@ -109,12 +109,11 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
 
 
 def quantize_model(model: nn.Module, bits: int) -> None:
-    """Bring the model's plain weights to `bits`, in groups of 64, in place; nothing is evaluated.
-    Raises ModelError where there is none that can be.
+    """Quantize the model's plain weights to `bits`, in groups of 64, in place; nothing is
+    evaluated. Raises ModelError if no weight can be quantized.
 
-    All of linear layers, embeddings, the head and experts whose width is a multiple of 64. Routers
-    stay as they are, and so do norms, convolutions and whatever else is not a product with a
-    matrix.
+    Quantizes linear layers, embeddings, the head and experts whose width is a multiple of 64.
+    Routers, norms, convolutions and all other layers stay as they are.
     """
 
     found: list[str] = []
@@ -135,7 +134,7 @@ def quantize_model(model: nn.Module, bits: int) -> None:
 
 
 def replace_leaves(model: nn.Module, replace: Callable[[str, Any], Any]) -> None:
-    """By what `replace` makes of a path and the layer there, in place."""
+    """Replace each leaf module by `replace(path, module)`, in place."""
     is_leaf: Any = nn.Module.is_module
     leaves: Any = tree_map_with_path(replace, model.leaf_modules(), is_leaf=is_leaf)
     model.update_modules(leaves)

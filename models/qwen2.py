@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama whose queries, keys and values have biases."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases in queries, keys and values."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """max_window_layers: so many layers see everything; those above have the window, in a model
-    that uses one."""
+    """max_window_layers: number of layers with full attention; layers above use the sliding window
+    if the model has one."""
 
     use_sliding_window: bool = False
     max_window_layers: int = 28

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): a Qwen2 with experts, one of which all share."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): a Qwen2 with experts, one of them shared."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(qwen2.Config):
-    """decoder_sparse_step: every so manieth layer has experts, but for mlp_only_layers."""
+    """decoder_sparse_step: every n-th layer has experts, except those in mlp_only_layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -52,5 +52,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that were stored one by one."""
+        """Also stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

@@ -1,7 +1,6 @@
-"""Qwen3 (Yang et al. 2025): a Qwen2 without biases, whose queries and keys are normalised.
+"""Qwen3 (Yang et al. 2025): a Qwen2 without biases, with norms of queries and keys.
 
-Each head's query and key has the length that a weight gives it (Dehghani et al. 2023), before it
-is rotated.
+Each head's query and key is normalized before the rotation (Dehghani et al. 2023).
 """
 
 from dataclasses import dataclass

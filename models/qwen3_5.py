@@ -1,7 +1,7 @@
-"""Qwen3.5 (Qwen team 2026): a Qwen3-Next whose delta nets have a matrix for each projection.
+"""Qwen3.5 (Qwen team 2026): a Qwen3-Next with separate projections in its delta nets.
 
-Dense, or with experts in all layers (qwen3_5_moe). Published ones see pictures too; positions of a
-text are what they always were, whatever `mrope_section` says of those of a picture.
+Dense, or with experts in all layers (qwen3_5_moe). Published models are multimodal; positions of
+text are the usual ones, because `mrope_section` only affects those of images.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025): a Qwen3 most of whose MLPs are mixtures of experts."""
+"""Qwen3-MoE (Yang et al. 2025): a Qwen3 in which most MLPs are mixtures of experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from models.prenorm import PreNormBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(qwen3.Config):
-    """decoder_sparse_step: every so manieth layer has experts, but for mlp_only_layers."""
+    """decoder_sparse_step: every n-th layer has experts, except those in mlp_only_layers."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -26,9 +26,9 @@ class Config(qwen3.Config):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """transformers 5 writes the number of experts by Mixtral's name for it."""
+        """transformers 5 writes the number of experts under Mixtral's key."""
         named = {"num_experts": config.get("num_local_experts"), **config}
-        # a class with slots is not the one that `super()` would look for
+        # `super()` without arguments fails here, because `slots=True` creates a new class
         return super(Config, cls).from_dict(named)
 
     def make_mlp(self, layer: int) -> Callable[[mx.array], mx.array]:
@@ -58,5 +58,5 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Also stacks experts that were stored one by one."""
+        """Also stacks experts that are stored one by one."""
         return super().sanitize(stack_experts(weights))

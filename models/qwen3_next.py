@@ -1,8 +1,7 @@
-"""Qwen3-Next (Qwen team 2025): most layers remember in a gated delta net (Yang et al. 2024), every
-fourth attends to everything; mixtures of experts behind both.
+"""Qwen3-Next (Qwen team 2025): most layers are gated delta nets (Yang et al. 2024), every fourth
+uses full attention; both with mixtures of experts.
 
-Norms are stored around zero by the makers, who add one when they use them; converters for MLX store
-what is used.
+Original checkpoints store norm weights minus one; converters for MLX store the weights themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
 
-# what `layer_types` calls a layer with a gated delta net
+# value of `layer_types` for a gated delta net
 LINEAR = "linear_attention"
 
-# the norms that the makers store around zero; that of the delta net is not one of them
+# norms whose weights are stored minus one; the delta net's norm is not one of them
 _ZERO_CENTRED = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
@@ -37,8 +36,8 @@ _ZERO_CENTRED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
-    """The keys of config.json that this architecture reads. intermediate_size is that of the
-    layers without experts."""
+    """The keys of config.json that this architecture reads. intermediate_size: of layers without
+    experts."""
 
     intermediate_size: int = 0
     linear_num_key_heads: int
@@ -84,7 +83,7 @@ class Config(decoder.Config):
 
 
 class Attention(nn.Module):
-    """Each head's query comes with a gate for what the head will say."""
+    """The query projection also returns a gate for the output of each head."""
 
     shard_spec: ClassVar[ShardSpec] = ATTENTION_SHARDS
 
@@ -117,14 +116,14 @@ class GatedRMSNorm(nn.Module):
         self.weight = mx.ones((size,))
 
     def __call__(self, x: mx.array, gates: mx.array) -> mx.array:
-        """x in float32, gates in the type of the activations, which the result has."""
+        """x: float32. gates: in the type of the activations, which is also that of the result."""
         x = mx.fast.rms_norm(x, self.weight, self.eps) * nn.silu(gates.astype(mx.float32))
         return x.astype(gates.dtype)
 
 
 class GatedDeltaNet(nn.Module):
-    """Keys, values and queries through a short convolution, then the gated delta rule. How they are
-    projected is the subclass's. projections: the names of those linear layers."""
+    """Queries, keys and values pass through a short convolution, then the gated delta rule.
+    Subclasses define the input projections. projections: the names of those linear layers."""
 
     projections: ClassVar[Sequence[str]]
 
@@ -152,7 +151,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def shard_spec(self) -> ShardSpec:
-        """Into key heads with all that belongs to them."""
+        """Divided by key heads, with all that belongs to them."""
         kinds = (self.key_width, 2 * self.key_width)
         return ShardSpec(
             column_parallel=self.projections,
@@ -163,12 +162,12 @@ class GatedDeltaNet(nn.Module):
         )
 
     def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """[B, L, D] -> queries, keys and values side by side [B, L, 2 keys + values]; gates of what
-        is said [B, L, values]; logits of the steps and of the fading, each [B, L, Hv]."""
+        """[B, L, D] -> queries, keys and values concatenated [B, L, 2 keys + values]; output gates
+        [B, L, values]; logits of the step sizes and of the decay, each [B, L, Hv]."""
         raise NotImplementedError
 
     def __call__(self, x: mx.array, kv: RecurrentCache) -> mx.array:
-        """The cache's slots: the convolution's tail, the state of the delta rule."""
+        """Slots of the cache: the convolution's tail, and the state of the delta rule."""
         batch, length, _ = x.shape
         mixed, gates, steps, fading = self.project(x)
         mixed, kv[0] = self.conv1d(mixed, kv[0])
@@ -193,8 +192,8 @@ class GatedDeltaNet(nn.Module):
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
-    """One matrix for queries, keys, values and gates, one for steps and fading; in each, key head
-    after key head with all that belongs to it."""
+    """One projection for queries, keys, values and gates, and one for steps and decay; the outputs
+    of each are grouped by key head."""
 
     projections: ClassVar[Sequence[str]] = ("in_proj_qkvz", "in_proj_ba")
 
@@ -242,7 +241,7 @@ class LinearAttentionBlock(nn.Module):
 
 
 class Model(decoder.CausalLM):
-    # the delta rule: in chunks for a prompt, a position at a time in a decode step
+    # the delta rule is computed in chunks for a prompt, position by position in a decode step
     batch_invariant: ClassVar[bool] = False
 
     def __init__(
@@ -260,8 +259,8 @@ class Model(decoder.CausalLM):
         super().__init__(config, decoder.Backbone(config, blocks))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Leaves out the heads that predict further tokens (`mtp`). A checkpoint is taken as its
-        makers wrote it where its convolutions are laid out their way: then norms lack their one."""
+        """Drops the heads for multi-token prediction (`mtp`). A checkpoint whose convolutions have
+        the original layout is an original one, so one is added to its norm weights."""
         weights = {name: a for name, a in weights.items() if "mtp" not in name.split(".")}
         if is_channels_first(weights, ".conv1d.weight"):
             weights = {
@@ -272,6 +271,6 @@ class Model(decoder.CausalLM):
 
 
 def _l2_normalize(x: mx.array, norm: float) -> mx.array:
-    """Each [D] to that length."""
+    """Scales each vector [D] to length `norm`."""
     size = x.shape[-1]
     return mx.fast.rms_norm(x, None, 1e-6 / size) * (norm * size**-0.5)

@@ -1,6 +1,6 @@
-"""The cache of a layer that sums up its past.
+"""The cache of a recurrent layer.
 
-Knows: tensors. Must not know: tokens, requests, policies. The contract is models/kv.py's.
+Knows: tensors. Must not know: tokens, requests, policies. Implements the interface of models/kv.py.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from models.batch_cache import BatchRecurrentCache
 
 
 class RecurrentCache:
-    """States that sum up the whole past (convolution tails, delta-rule matrices), by slot.
+    """States that summarize the whole past (convolution tails, delta-rule matrices), by slot.
 
-    They cannot be cut back, only copied before they move on. Accumulating states belong in
-    float32, whatever the activations are.
+    They cannot be trimmed, only copied before they advance. Accumulating states should be float32,
+    whatever the activations are.
     """
 
     sliceable = False
@@ -31,7 +31,7 @@ class RecurrentCache:
         self._slots[slot] = value
 
     def advance(self, length: int) -> None:
-        """The slots now stand for `length` more positions."""
+        """The slots now include `length` more positions."""
         self.offset += length
 
     @property
@@ -45,7 +45,7 @@ class RecurrentCache:
         assert self.can_trim(count)
 
     def reserve(self, length: int) -> None:
-        """A state does not grow."""
+        """Does nothing: a state does not grow."""
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         return self.nbytes
@@ -64,8 +64,8 @@ class RecurrentCache:
     def copy(self) -> "RecurrentCache":
         twin = RecurrentCache(len(self._slots))
         twin.offset = self.offset
-        # states are replaced, never written into, so that the copy may share them; but one that is
-        # a view of a whole batch's would keep the others alive, and contiguous takes it out
+        # states are replaced, never modified, so the copy may share them; contiguous copies a state
+        # that is a view of a whole batch, which it would keep in memory
         twin._slots = [None if state is None else mx.contiguous(state) for state in self._slots]
         return twin
 

@@ -1,6 +1,6 @@
-"""Rotary position embeddings and the ways to stretch them.
+"""Rotary position embeddings and their scaling methods.
 
-Knows: config.json's `rope_scaling` / `rope_parameters` vocabulary. Must not know: layers.
+Knows: the keys of config.json's `rope_scaling` / `rope_parameters`. Must not know: layers.
 
 Source of the formulas: Su et al. 2021 (RoPE); position interpolation, Chen et al. 2023 (linear);
 Peng et al. 2023 (yarn); Ding et al. 2024 (longrope); Llama 3.1's released config (llama3); Wang et
@@ -23,11 +23,11 @@ Scaling = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotates the first `dims` of each head: halves against each other (as HF Llama does), or, if
-    traditional, neighbours (as the paper does).
+    """Rotates the first `dims` dimensions of each head: pairs of dimensions half a head apart (as
+    HF Llama does), or, if traditional, adjacent ones (as in the paper).
 
-    periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: what yarn and longrope
-    multiply cosine and sine with.
+    periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: the factor of cosine and
+    sine in yarn and longrope.
     """
 
     dims: int
@@ -36,14 +36,14 @@ class Rope:
     traditional: bool = False
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        """x [B, H, L, D], whose first position is `offset` (or [B], one each) -> the same,
+        """x [B, H, L, D], with its first position at `offset` (or [B], one per row) -> x,
         rotated."""
         return self._rotate(x, offset, self.magnitude)
 
     def rerotate(self, x: mx.array, positions: int) -> mx.array:
-        """x [B, H, L, D], rotated already -> as if each had stood `positions` positions further
-        on."""
-        # every position alone, as the first of a sequence that begins at `by`
+        """x [B, H, L, D], already rotated -> rotated as if each position were higher by
+        `positions`."""
+        # each position as a sequence of its own that begins at `positions`
         each = x.reshape(-1, 1, 1, x.shape[-1])
         return self._rotate(each, positions, 1.0).reshape(x.shape)
 
@@ -75,8 +75,7 @@ class Rope:
 
 
 class NoRope:
-    """Stands where a `Rope` would, in layers that know nothing of positions (Kazemnejad et al.
-    2023)."""
+    """Replaces `Rope` in layers without positions (Kazemnejad et al. 2023)."""
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
         return x
@@ -93,8 +92,8 @@ def make_rope(
     scaling: Scaling | None = None,
     traditional: bool = False,
 ) -> Rope:
-    """dims: how many of a head's are rotated. scaling: the object in config.json, or None. Raises
-    ModelError for a kind that is not known here, or one that lacks what it needs."""
+    """dims: number of rotated dimensions per head. scaling: the object in config.json, or None.
+    Raises ModelError for an unsupported scaling type, or one with missing keys."""
     if dims < 2 or dims % 2:
         raise ModelError(
             f"cannot rotate {dims} dimensions of a head: the number must be even and positive"
@@ -118,11 +117,11 @@ def make_rope(
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-    """(theta, scaling) from either spelling: `rope_theta` + `rope_scaling`, or the newer
-    `rope_parameters`, which holds both, or which holds one such object for each type of layer.
+    """(theta, scaling) from either form of config: `rope_theta` + `rope_scaling`, or the newer
+    `rope_parameters`, which contains both, or one such object per layer type.
 
-    layer_type: whose, "full_attention" for example; None for a model whose layers are all alike.
-    Raises ModelError where `rope_parameters` says nothing of that type.
+    layer_type: "full_attention", for example; None for a model whose layers are all alike. Raises
+    ModelError if `rope_parameters` has no entry for that type.
     """
     parameters = config.rope_parameters or {}
     if any(isinstance(own, Mapping) for own in parameters.values()):
@@ -156,16 +155,16 @@ def _linear(
 
 
 def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
-    """Dynamic NTK leaves positions below max_position_embeddings alone and changes all angles
-    with each one beyond. We serve the context that the config names, so it never acts: keys
-    rotated at different lengths would not be comparable (DECISIONS.md, 2026-11-21)."""
+    """Dynamic NTK does not change positions below max_position_embeddings, and changes all angles
+    with each position above. We serve at most the context in the config, so it never applies: keys
+    rotated for different lengths would not be comparable (docs/decisions/models.md)."""
     return inverse, 1.0
 
 
 def _llama3(
     inverse: InverseFrequencies, _d: int, _t: float, _m: int, scaling: Scaling
 ) -> ScaledFrequencies:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Divides low frequencies by the factor, keeps high ones, and interpolates between."""
     factor = scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -185,8 +184,8 @@ def _llama3(
 def _yarn(
     inverse: InverseFrequencies, dims: int, theta: float, max_positions: int, scaling: Scaling
 ) -> ScaledFrequencies:
-    """Interpolate the dimensions that turn less than beta_slow times over the original context,
-    keep those that turn more than beta_fast times, ramp between."""
+    """Interpolates the dimensions that turn less than beta_slow times over the original context,
+    keeps those that turn more than beta_fast times, with a linear ramp between."""
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or max_positions
 
@@ -220,11 +219,11 @@ def _magnitude(factor: float, scaling: Scaling) -> float:
 def _longrope(
     inverse: InverseFrequencies, _d: int, _t: float, max_positions: int, scaling: Scaling
 ) -> ScaledFrequencies:
-    """Each dimension has its own stretch: a list for contexts up to the original length, another
-    for longer ones. We take the long one for all, as mlx-lm does: a key in the cache was rotated
-    by one of the two, and queries rotated by the other could not be compared with it.
-    transformers rotates each forward pass by the list for the length it has reached, and so differs
-    while a sequence is short (DECISIONS.md)."""
+    """Each dimension has its own factor: one list for contexts up to the original length, another
+    for longer ones. We use the long list for all lengths, as mlx-lm does: cached keys rotated by
+    one list could not be compared with queries rotated by the other. transformers chooses the list
+    by the current length in each forward pass, so results differ while a sequence is short
+    (docs/decisions/models.md)."""
     stretches, original = scaling["long_factor"], scaling["original_max_position_embeddings"]
     if len(stretches) != len(inverse):
         raise ValueError(f"long_factor has {len(stretches)} numbers, expected {len(inverse)}")
@@ -239,7 +238,7 @@ _ROPE_TYPES: Mapping[
     str, Callable[[InverseFrequencies, int, float, int, Scaling], ScaledFrequencies]
 ] = {
     "default": _default,
-    # a picture's patches have three positions; a text's are one and the same
+    # image patches have three positions; those of text are equal
     "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,

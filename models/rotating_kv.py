@@ -1,6 +1,6 @@
-"""The cache of a layer whose queries see only so far back.
+"""The cache of a layer with sliding window attention.
 
-Knows: tensors. Must not know: tokens, requests, policies. The contract is models/kv.py's.
+Knows: tensors. Must not know: tokens, requests, policies. Implements the interface of models/kv.py.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from models.sdpa import Mask
 
 
 class RotatingKVCache(KVBuffers):
-    """The last `window` positions, for layers whose queries see no further back.
+    """The last `window` positions.
 
-    A query at position p sees p-window+1 .. p. The buffer is in one of two shapes:
+    A query at position p attends to p-window+1 .. p. The buffer has one of two layouts:
 
-        in order   [ oldest ................ newest | free room ]   head = 0, any length
+        in order   [ oldest ................ newest | spare     ]   head = 0, any length
         ring       [ .... newest | oldest ......... ]               head = slot of the oldest,
                                                                      length = window
 
-    One new position overwrites the oldest slot; several are appended behind the last window-1
-    positions in order, so that the first of them still sees its whole window, and the excess is
-    dropped by the next single write. Order does not matter to attention (positions are in the
-    keys' rotation), only the mask needs it, and a mask is needed only in order.
+    A single new position overwrites the oldest slot. Several are appended after the last window-1
+    positions in order, so that the first of them can attend to its whole window; the next single
+    write drops the excess. Attention does not depend on the order (positions are in the keys'
+    rotation); only masks do, and a mask is only needed for a buffer in order.
     """
 
     sliceable = False
@@ -49,7 +49,7 @@ class RotatingKVCache(KVBuffers):
         return (keys <= queries) & (keys > queries - self.window)
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [B, H, L, D] keys and values; return all that the L queries may need."""
+        """Append [B, H, L, D] keys and values; returns all that the L queries may attend to."""
         count = keys.shape[2]
         slot = self.allocate_slots(keys, values).write_slot
         assert self._keys is not None
@@ -71,14 +71,14 @@ class RotatingKVCache(KVBuffers):
         )
 
     def reserve(self, length: int) -> None:
-        """It never holds more than its window for long, whatever the length."""
+        """Does nothing: the size is bounded by the window."""
 
     def estimate_nbytes(self, length: int, chunk: int) -> int:
         most = min(round_up_to_step(length + length // 2), round_up_to_step(self.window) + chunk)
         return self.position_bytes() * most
 
     def can_trim(self, count: int) -> bool:
-        """Whether the positions that a query after the cut may see are still here.
+        """Whether all positions that a query after the trim may attend to are still stored.
 
         held:   [offset - length, offset)
         needed: [max(0, cut - (window - 1)), cut)     where cut = offset - count
@@ -112,7 +112,7 @@ class RotatingKVCache(KVBuffers):
         return BatchKVCache(rows, offsets)
 
     def _allocate_one(self, keys: mx.array, values: mx.array) -> int:
-        """The slot of one position more."""
+        """The slot of one more position."""
         if self._length > self.window:
             self._keep_last(self.window)
         if self._length < self.window:
@@ -126,7 +126,7 @@ class RotatingKVCache(KVBuffers):
         return slot
 
     def _allocate_many(self, keys: mx.array, values: mx.array) -> int:
-        """The slot of the first of several."""
+        """The first slot of several more positions."""
         self._keep_last(self.window - 1)
         slot = self._length
         self._length += keys.shape[2]
@@ -136,7 +136,7 @@ class RotatingKVCache(KVBuffers):
         return slot
 
     def _shrink_to_window(self) -> None:
-        """A ring has no free room behind its last slot."""
+        """A ring has no spare capacity after its last slot."""
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] != self.window:
@@ -158,7 +158,7 @@ class RotatingKVCache(KVBuffers):
             return
         assert self._keys is not None
         assert self._values is not None
-        # a ring is always full, so there is no free room to mind
+        # a ring is always full, so there is no spare capacity to keep
         self._keys = mx.roll(self._keys[..., : self._length, :], -self._head, 2)
         self._values = mx.roll(self._values[..., : self._length, :], -self._head, 2)
         self._head = 0
@@ -168,7 +168,7 @@ class RotatingKVCache(KVBuffers):
         drop = self._length - count
         if drop <= 0 or self._keys is None or self._values is None:
             return
-        # contiguous: a mere slice would keep the long buffer alive
+        # contiguous: a slice would keep the long buffer in memory
         self._keys = mx.contiguous(self._keys[..., drop : self._length, :])
         self._values = mx.contiguous(self._values[..., drop : self._length, :])
         self._length = count

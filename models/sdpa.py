@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, the masks it takes and the two ways in which it is bent.
+"""Scaled dot-product attention, with masks, attention sinks and soft-capping.
 
 Knows: tensors. Must not know: caches, layers.
 """
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from models import kernels
 
-# nothing to hide · lower-right causal · [L, keys] of bool
+# no mask · lower-right causal · [L, keys] bool
 Mask = Literal["causal"] | mx.array | None
 
 
@@ -25,11 +25,11 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """softmax(scale * Q K^T + mask) V.
 
-    queries [B, Hq, L, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv], Hq a multiple of Hkv
-    -> [B, Hq, L, Dv]. "causal" aligns the last query with the last key. sinks: [Hq], the logit of
-    a key that every query sees and whose value is nothing (Xiao et al. 2023; gpt-oss). softcap:
-    scores are squashed to softcap * tanh(score / softcap) before the mask (Gemma 2); not together
-    with sinks.
+    queries [B, Hq, L, D], keys [B, Hkv, S, D] and values [B, Hkv, S, Dv], Hq a multiple of Hkv ->
+    [B, Hq, L, Dv]. mask: "causal" aligns the last query with the last key. sinks: [Hq], the logit
+    of a virtual key that every query attends to and whose value is zero (Xiao et al. 2023;
+    gpt-oss). softcap: scores become softcap * tanh(score / softcap) before the mask (Gemma 2); not
+    together with sinks.
     """
     ops = kernels.ops(queries, keys, values)
     if ops is not None and not isinstance(mask, mx.array):

@@ -1,22 +1,22 @@
-"""One model on several machines: which weights are divided among ranks, and where parts are added.
+"""Tensor parallelism: divides a model's weights among ranks.
 
-Knows: modules, the axes of their parameters, what a part says of how it is cut. Must not know: how
-ranks reach each other, architectures.
+Knows: modules, the axes of their parameters, how a module declares its sharding. Must not know: how
+ranks communicate, architectures.
 
-Tensor parallel (Shoeybi et al. 2019, "Megatron-LM", section 3): each rank has some of an
-attention's heads and some of an MLP's inner width, and so a whole layer takes two sums.
+As in Shoeybi et al. 2019 ("Megatron-LM", section 3), each rank has some of the attention heads and
+part of an MLP's inner width, so a layer needs two sums.
 
     x ──> rows of W ──> own heads, own inner width ──> columns of W ──> all_sum ──> y
-    whole               1/n                            a summand                    whole
+    whole               1/n                            partial sum                  whole
 
-Embeddings, norms, routers and the head are whole on every rank, and so is the residual stream. A
-bias behind a sum is added by rank 0 alone.
+Embeddings, norms, routers, the head and the residual stream are replicated. A bias after a sum is
+added by rank 0 only.
 
-A part says with an attribute `cut` how it is divided, so an architecture made of such parts needs
-no line here. Weights need not have been read: cut is what will be read, and what is quantised is
-cut between groups. (mlx.nn.layers.distributed has divided twins of two kinds of layers only, each
-with a sum of its own: not of experts, which are added up before they are summed, nor of layers with
-a global scale. Here layers stay what they are.)
+A module declares with the attribute `shard_spec` how it is divided, so architectures made of such
+modules need no code here. Weights need not be loaded: only a rank's part will be read, and
+quantized weights are split between groups. (mlx.nn.layers.distributed has sharded versions of two
+kinds of layers only, each with a sum of its own: not of experts, whose outputs are added before the
+sum, nor of layers with a global scale. Here layers keep their types.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,16 @@ import mlx.nn as nn
 
 from models.base import Model, ModelError
 
-# a linear layer's parameters that have its outputs, and its inputs or groups of them, as last axes
+# parameters of a linear layer whose last two axes are its outputs and its inputs (or groups of
+# inputs)
 _MATRIX_PARAMETERS = ("weight", "scales", "biases")
 
-# of one layer of the stack, what is whole without having to say so
+# modules of a block that are replicated without a declaration
 _REPLICATED_TYPES = (nn.RMSNorm, nn.LayerNorm)
 
 
 class TensorParallelGroup(Protocol):
-    """Which of `size` ranks this is, from 0, and how they add."""
+    """The group of ranks. rank: of this process, from 0. size: number of ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -45,20 +46,21 @@ class TensorParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks, the same to the bit on each. Lazy; all ranks must evaluate it."""
+        """The sum over all ranks, bitwise equal on each. Lazy; all ranks must evaluate it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """How a module is divided, by the names of what it holds; the rest of it is whole.
+    """How a module is divided, by the names of its children and parameters; the others are
+    replicated.
 
-    column_parallel: linear layers of which a rank has some outputs. row_parallel: of which it has
-    some inputs, and whose outputs are summands. first_axis: modules and parameters of which it has
-    a part of the first axis. segments: where in one of these several things lie behind each other,
-    each to be divided by itself: their ends, as `mx.split` takes them. counts: numbers, or lists of
-    such, that are divided. partial_sum: what the module itself returns is a summand, so its columns
-    need no sum.
+    column_parallel: linear layers whose outputs are divided. row_parallel: linear layers whose
+    inputs are divided, and whose outputs are partial sums. first_axis: modules and parameters whose
+    first axis is divided. segments: for those of these that are concatenations, each part of which
+    is divided separately: the split points, as in `mx.split`. counts: attributes that are numbers,
+    or lists of numbers, to divide. partial_sum: the module's output is the partial sum, so its
+    row-parallel layers are not summed.
     """
 
     column_parallel: Sequence[str] = ()
@@ -69,7 +71,7 @@ class ShardSpec:
     partial_sum: bool = False
 
 
-# parts that say of themselves that every rank has all of them
+# for modules that are replicated
 REPLICATED = ShardSpec()
 
 # grouped-query attention under the usual names
@@ -84,7 +86,7 @@ MLP_SHARDS = ShardSpec(column_parallel=("gate_proj", "up_proj"), row_parallel=("
 
 
 class AllSum(nn.Module):
-    """A module whose results are summands, one on each rank."""
+    """Sums the outputs of a module over all ranks."""
 
     def __init__(self, part: nn.Module, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -97,11 +99,10 @@ class AllSum(nn.Module):
 
 
 def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> None:
-    """Leave of `model` what this rank has, in place; nothing is evaluated. model_type: its
-    model_type.
+    """Reduce `model` to this rank's part, in place; nothing is evaluated.
 
-    Raises ModelError for a model of which some part does not say how it is cut, and for numbers
-    that cannot be divided among so many ranks.
+    Raises ModelError for a model with a module that does not declare its sharding, and for sizes
+    that are not divisible by the number of ranks.
     """
     layers: Any = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, list):
@@ -116,7 +117,7 @@ def shard_model(model: Model, group: TensorParallelGroup, model_type: str) -> No
 
 
 def _shard_block(block: Any, group: TensorParallelGroup, path: str) -> None:
-    """Each part of one layer of the stack."""
+    """Shard each child of one layer of the stack."""
     for name, part in list(block.children().items()):
         if isinstance(part, _REPLICATED_TYPES):
             continue
@@ -126,25 +127,25 @@ def _shard_block(block: Any, group: TensorParallelGroup, path: str) -> None:
 
 
 def _shard_module(part: Any, group: TensorParallelGroup, path: str) -> Any:
-    """The part, or what sums it up."""
-    # asked before anything changes: it may be derived from counts
-    cut: ShardSpec = part.cut
-    # and counted first, because heads say more to a reader than rows
-    counts = {name: _divide_count(getattr(part, name), group, path, name) for name in cut.counts}
+    """The sharded module, wrapped in AllSum if its output is a partial sum."""
+    # read before anything changes: it may be computed from counts
+    spec: ShardSpec = part.shard_spec
+    # counts first, because an error about heads is clearer than one about rows
+    counts = {name: _divide_count(getattr(part, name), group, path, name) for name in spec.counts}
     for name, inner in list(part.children().items()):
         if getattr(inner, "shard_spec", None) is not None:
             part[name] = _shard_module(inner, group, f"{path}.{name}")
-    for name in cut.column_parallel:
-        _shard_outputs(part[name], group, f"{path}.{name}", cut.segments.get(name, ()))
-    for name in cut.row_parallel:
+    for name in spec.column_parallel:
+        _shard_outputs(part[name], group, f"{path}.{name}", spec.segments.get(name, ()))
+    for name in spec.row_parallel:
         _shard_inputs(part[name], group, f"{path}.{name}")
-        if not cut.partial_sum:
+        if not spec.partial_sum:
             part[name] = AllSum(part[name], group)
-    for name in cut.first_axis:
-        _shard_first_axis(part, name, group, f"{path}.{name}", cut.segments.get(name, ()))
+    for name in spec.first_axis:
+        _shard_first_axis(part, name, group, f"{path}.{name}", spec.segments.get(name, ()))
     for name, count in counts.items():
         setattr(part, name, count)
-    return AllSum(part, group) if cut.partial_sum else part
+    return AllSum(part, group) if spec.partial_sum else part
 
 
 def _shard_outputs(
@@ -159,7 +160,7 @@ def _shard_outputs(
 
 
 def _shard_inputs(layer: Any, group: TensorParallelGroup, path: str) -> None:
-    """[.., out, in] -> [.., out, in / n], what is quantised in whole groups."""
+    """[.., out, in] -> [.., out, in / n], quantized weights in whole groups."""
     groups = layer.get("scales")
     if groups is not None and groups.shape[-1] % group.size:
         width = groups.shape[-1] * layer.group_size
@@ -189,19 +190,19 @@ def _shard_first_axis(
 def _take_shard(
     array: mx.array, axis: int, group: TensorParallelGroup, path: str, split_points: Sequence[int]
 ) -> mx.array:
-    """This rank's part of each of the segments that end there, along the axis."""
+    """This rank's part of each segment of the axis."""
     what = "inputs" if axis == -1 else "outputs"
     parts = list[mx.array]()
     for segment in mx.split(array, list(split_points), axis=axis):
         length = _divide_count(segment.shape[axis], group, path, what)
         start = group.rank * length
         parts.append(mx.split(segment, [start, start + length], axis=axis)[1])
-    # contiguous: a mere slice would keep all of it in memory
+    # contiguous: a slice would keep the whole array in memory
     return mx.contiguous(mx.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0])
 
 
 def _divide_count(count: Any, group: TensorParallelGroup, path: str, unit: str) -> Any:
-    """A rank's part of a number of things, or of each of a list of such."""
+    """A rank's part of a number, or of each number of a list."""
     if isinstance(count, list):
         return [_divide_count(each, group, path, unit) for each in count]
     if count % group.size:

@@ -1,7 +1,7 @@
-"""SmolLM3 (Hugging Face 2025): a Llama in which every fourth layer knows nothing of positions.
+"""SmolLM3 (Hugging Face 2025): a Llama in which every fourth layer has no rotary positions.
 
-Layers without a rotation still see what comes before what, by the causal mask (Kazemnejad et al.
-2023; Yang et al. 2025).
+The causal mask still gives these layers information about order (Kazemnejad et al. 2023; Yang et
+al. 2025).
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from models.rope import NoRope, Rope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(llama.Config):
-    """no_rope_layers: for each layer whether it rotates, in spite of the name: 0 for those that do
-    not."""
+    """no_rope_layers: for each layer, 1 if it has rotary positions and 0 if not, despite the
+    name."""
 
     rope_theta: float = 2_000_000.0
     no_rope_layers: Sequence[int] | None = None

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tokenizers
+from starlette.applications import Starlette
 from tokenizers import models, pre_tokenizers
 
+from app.api.app import build_app
 from app.api.front_end import FrontendStats
 from app.core.embeddings import Embeddings, EmbedRequest
 from app.core.errors import AppError, ErrorKind
@@ -25,7 +27,7 @@ from app.core.events import (
 )
 from app.core.jobs import Capacity, EngineStats, Ledger
 from app.core.model_state import ModelState
-from app.core.ports import ModelCard, RunnerStatus
+from app.core.ports import ModelCard, ResolvedModel, RunnerStatus
 from app.core.requests import Conversation, GenerateRequest, PromptBatch
 from app.core.server_stats import EventLoopLag
 from app.core.settings import Settings
@@ -117,14 +119,21 @@ def script_greetings(request: GenerateRequest) -> Script:
     ]
 
 
+@dataclass(frozen=True)
+class FakeModel:
+    """Implements `ResolvedModel`."""
+
+    card: ModelCard = CARD
+
+
 @dataclass
 class FakeGenerate:
-    """`app.core.ports.Generate` from a script: its events happen, its pauses pass, its errors are
-    raised. The vocabulary is the 256 bytes.
+    """`app.core.ports.Generate` and `Models` from a script: its events happen, its pauses pass, its
+    errors are raised. The vocabulary is the 256 bytes.
 
     script: what every answer does, or a function of the request. open_error: raised by `open`.
     opened, num_closed: requests whose context was entered, and how many of these contexts were
-    left.
+    left. resolved: names given to `resolve`. rescans: calls of `rescan`.
     """
 
     script: Script | Callable[[GenerateRequest], Script] = script_greetings
@@ -134,7 +143,8 @@ class FakeGenerate:
     opened: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
     num_closed: int = 0
     embedded: list[EmbedRequest] = field(default_factory=list[EmbedRequest])
-    discovered: list[str] = field(default_factory=list[str])
+    resolved: list[str | None] = field(default_factory=list[str | None])
+    rescans: int = 0
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
     tokenized: list[tuple[str, str | None, bool]] = field(
@@ -142,14 +152,32 @@ class FakeGenerate:
     )
     tokenized_chats: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
 
+    async def resolve(self, name: str | None) -> "FakeModel":
+        self.resolved.append(name)
+        if name is None:
+            if not self.cards:
+                message = "no model is available yet: try again in a moment"
+                raise AppError(ErrorKind.LOADING, message)
+            return FakeModel(self.cards[0])
+        for spelled in (name, name.removesuffix(":latest")):
+            for card in self.cards:
+                if card.id == spelled:
+                    return FakeModel(card)
+        message = (
+            f"the model {name[:200]!r} does not exist: GET /v1/models lists the available models"
+        )
+        raise AppError(ErrorKind.MODEL_NOT_FOUND, message, param="model")
+
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+    async def open(
+        self, request: GenerateRequest, model: ResolvedModel
+    ) -> AsyncGenerator[AsyncIterator[Event]]:
         if self.open_error is not None:
             raise self.open_error
         asked = request.prompt
         for prompt in asked.prompts if isinstance(asked, PromptBatch) else (asked,):
             if isinstance(prompt, tuple):
-                await self.detokenize(prompt)
+                await self.detokenize(model, prompt)
         self.opened.append(request)
         script = self.script(request) if callable(self.script) else self.script
         events = _run_script(script)
@@ -160,13 +188,13 @@ class FakeGenerate:
             await events.aclose()
             self.num_closed += 1
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         """Of each input a vector of four numbers, which say where it stands and how long it is."""
         if self.open_error is not None:
             raise self.open_error
         for one in request.inputs:
             if isinstance(one.content, tuple):
-                await self.detokenize(one.content)
+                await self.detokenize(model, one.content)
         self.embedded.append(request)
         vectors = [
             struct.pack("<4f", place, len(one.content), 0.5, -0.25)[: 4 * (request.dimensions or 4)]
@@ -176,12 +204,12 @@ class FakeGenerate:
         return Embeddings(vectors=tuple(vectors), prompt_tokens=tokens)
 
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
+        self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
-        self.tokenized.append((text, model, add_special_tokens))
+        self.tokenized.append((text, model.card.id, add_special_tokens))
         return list(text.encode())
 
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+    async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         """One for each character of the messages."""
         if self.open_error is not None:
             raise self.open_error
@@ -189,21 +217,22 @@ class FakeGenerate:
         assert isinstance(request.prompt, Conversation)
         return list("".join(m.content or "" for m in request.prompt.messages).encode())
 
-    async def get_token_bytes(
-        self, ids: Sequence[int], model: str | None = None
-    ) -> Sequence[bytes]:
+    async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return [bytes([id_]) for id_ in ids]
 
-    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+    async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
         return {"tokenizer_class": "Bytes", "eos_token": None, "bos_token": None}
 
-    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+    async def detokenize(self, model: ResolvedModel, ids: Sequence[int]) -> str:
         if any(id_ > 255 for id_ in ids):
             raise AppError(ErrorKind.INVALID, "there are only 256 tokens", param="tokens")
         return bytes(ids).decode(errors="replace")
 
-    async def discover(self, model: str) -> None:
-        self.discovered.append(model)
+    async def rescan(self) -> None:
+        self.rescans += 1
+
+    def model_state(self, model: ResolvedModel) -> ModelState:
+        return next(s for s in self.list_model_states() if s.name == model.card.id)
 
     def list_model_states(self) -> Sequence[ModelState]:
         """Every model stands as the whole does."""
@@ -225,24 +254,28 @@ class FakeGenerate:
             for card in self.cards
         ]
 
-    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
+    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
         if self.open_error is not None:
             raise self.open_error
-        self.loaded.append((model, keep_alive))
-        return next(state for state in self.list_model_states() if state.name == model)
+        self.loaded.append((model.card.id, keep_alive))
+        return self.model_state(model)
 
-    async def unload(self, model: str) -> ModelState:
+    async def unload(self, model: ResolvedModel) -> ModelState:
         if self.open_error is not None:
             raise self.open_error
-        self.unloaded.append(model)
-        state = next(state for state in self.list_model_states() if state.name == model)
-        return replace(state, phase="unloaded")
+        self.unloaded.append(model.card.id)
+        return replace(self.model_state(model), phase="unloaded")
 
     def list_models(self) -> Sequence[ModelCard]:
         return self.cards
 
     def status(self) -> RunnerStatus:
         return self.runner_status
+
+
+def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlette:
+    """`build_app` with one object that implements `Generate` and `Models`."""
+    return build_app(generate, generate, settings, **options)
 
 
 async def _run_script(script: Script) -> AsyncGenerator[Event]:

@@ -22,7 +22,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from app import store
-from app.api.app import build_app
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config
@@ -36,6 +35,7 @@ from app.text.family import ChatFamily
 from tests import tiny
 from tests.bfcl import questions
 from tests.conftest import SHARED
+from tests.fakes import build_fake_app
 from tests.server_process import TIMEOUT
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
@@ -134,10 +134,10 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     model = ModelSettings(name=str(folder))
     settings = Settings(models=(model,), parallel=AT_ONCE, memory=1 << 30)
     entry = build_entry(model, complete_config(store.resolve(str(folder))), settings)
-    catalogue = ModelRegistry([entry], settings)
-    pool = ModelPool(ThreadRunner, catalogue.load_verified_files, None, total_bytes=None)
-    front = ModelRouter(
-        catalogue,
+    registry = ModelRegistry([entry], settings)
+    pool = ModelPool(ThreadRunner, registry.load_verified_files, None, total_bytes=None)
+    router = ModelRouter(
+        registry,
         pool,
         [entry.served.name],
         ThreadPools(),
@@ -146,8 +146,8 @@ async def serving(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     )
     await pool.start()
     try:
-        await front.preload_models()
-        transport = httpx.ASGITransport(build_app(front, settings))
+        await router.preload_models()
+        transport = httpx.ASGITransport(build_fake_app(router, settings))
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=TIMEOUT
         ) as http:

@@ -1,6 +1,6 @@
 """Everything at once, for a little while: `python -m tests.chaos` is the same for ten minutes.
 
-First, that the judge would see what it is there to see.
+First, that the checks would see what they are there to see.
 """
 
 import signal
@@ -38,36 +38,36 @@ WELL = ChaosReport(
     log="",
 )
 
-# what the judge must say of a report that is changed so
+# what the checks must say of a report that is changed so
 WRONG = {
-    "a wrong answer": ({"asked": [replace(ANSWER, text="nonsense")]}, "expected 'from anna'"),
+    "a wrong answer": ({"outcomes": [replace(ANSWER, text="nonsense")]}, "expected 'from anna'"),
     "another model's answer": (
-        {"asked": [replace(ANSWER, text="from bert")]},
+        {"outcomes": [replace(ANSWER, text="from bert")]},
         "got the answer of bert",
     ),
-    "half an answer": ({"asked": [replace(ANSWER, text="from a")]}, "expected 'from anna'"),
+    "half an answer": ({"outcomes": [replace(ANSWER, text="from a")]}, "expected 'from anna'"),
     "a stream that broke off": (
-        {"asked": [ANSWER, replace(ANSWER, text=None, failure="silence")]},
+        {"outcomes": [ANSWER, replace(ANSWER, text=None, failure="silence")]},
         "ended in silence",
     ),
     "an error without a cause": (
-        {"asked": [ANSWER, replace(ERROR, message="internal error")]},
+        {"outcomes": [ANSWER, replace(ERROR, message="internal error")]},
         "with no cause",
     ),
     "an error of another kind": (
-        {"asked": [ANSWER, replace(ERROR, code="internal_error")]},
+        {"outcomes": [ANSWER, replace(ERROR, code="internal_error")]},
         "which no fault explains",
     ),
-    "nobody answered": ({"asked": [ERROR]}, "no request was answered"),
+    "nobody answered": ({"outcomes": [ERROR]}, "no request was answered"),
     "no answer afterwards": ({"afterwards": [ERROR]}, "after the faults had ended"),
-    "an orphan": ({"orphans": [7]}, "outlived the server: [7]"),
+    "an orphan": ({"orphan_pids": [7]}, "outlived the server: [7]"),
     "a socket left": (
         {"after": replace(FRONT, descriptors=("pipe", "socket", "socket"))},
         "left open: {'socket': 1}",
     ),
     "memory that grew": ({"after": replace(FRONT, rss=FRONT.rss + MAX_RSS_GROWTH + 1)}, "grew"),
     "threads that grew": ({"after": replace(FRONT, threads=99)}, "threads grew"),
-    "a bad end": ({"status": 1}, "status 1"),
+    "a bad end": ({"exit_status": 1}, "status 1"),
     "a traceback": ({"log": "x\nTraceback (most recent call last)"}, "a traceback"),
 }
 
@@ -77,16 +77,16 @@ def test_a_run_in_which_all_is_well_gives_no_cause_for_complaint() -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG.values(), ids=WRONG)
-def test_the_judge_sees_what_is_wrong(change: dict[str, object], said: str) -> None:
+def test_the_checks_see_what_is_wrong(change: dict[str, object], said: str) -> None:
     [complaint] = find_violations(replace(WELL, **change), EXPECTED)
     assert said in complaint
 
 
 def test_five_models_sixteen_clients_and_whatever_can_happen(tmp_path: Path) -> None:
-    asked = make_questions(3, seed=6)
+    questions = make_questions(3, seed=6)
     write_models(tmp_path)
-    expected = compute_answers(tmp_path, asked)
-    assert len(set(expected.values())) == len(asked), "else a wrong answer could go unseen"
-    report = run_chaos(tmp_path, asked, seconds=6, clients=16, pause=(0.2, 0.8), seed=6)
+    expected = compute_answers(tmp_path, questions)
+    assert len(set(expected.values())) == len(questions), "else a wrong answer could go unseen"
+    report = run_chaos(tmp_path, questions, seconds=6, clients=16, pause=(0.2, 0.8), seed=6)
     assert find_violations(report, expected) == [], report.counts()
     assert report.faults.total() > 3

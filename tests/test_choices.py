@@ -262,7 +262,7 @@ class TestEcho:
             spelled.append(threading.get_ident())
             return build_token_logprob(tokenizer, token)
 
-        monkeypatch.setattr(generation, "compute_prompt_logprobs", noting)
+        monkeypatch.setattr(generation, "build_token_logprob", noting)
         events(files, Lines("xy"), prompt="abc", echo=True, top_logprobs=1)
         assert len(spelled) == 3
         assert threading.get_ident() not in spelled

@@ -44,7 +44,7 @@ def test_without_options_the_settings_are_the_defaults(served: list[Settings]) -
 
 
 def test_options_reach_their_settings(served: list[Settings]) -> None:
-    """That each does is shown in tests/configuration; here, that the command asks all of them."""
+    """That each does is shown in tests/config; here, that the command asks all of them."""
     line = (
         "serve folder --pull --quantize 4 --host ::1 --port 9 "
         "--cors-origin https://a --cors-origin https://b "
@@ -258,7 +258,7 @@ def test_a_command_interrupted_before_a_download_does_not_mention_one(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server, "serve", interrupted)
-    monkeypatch.setattr("app.commands.pull.look", interrupted)
+    monkeypatch.setattr("app.commands.pull.plan_download", interrupted)
     assert cli.main(command.split()) == 130
     assert capsys.readouterr().err == "mlxrunner: interrupted\n"
 

@@ -1,7 +1,7 @@
-"""Documents that fail: what they say about the code has to be so.
+"""The documents agree with the code.
 
-Options, rooms, targets, links and versions are held against the sources, and no file that we
-publish names a machine's own folders or a package registry.
+Options, packages, paths, targets, links and versions are compared with the sources, and no
+published file names a machine's own folders or a package registry.
 """
 
 import json
@@ -30,15 +30,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 DOCUMENTS = (
     "README.md",
-    "API.md",
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
-    "DECISIONS.md",
     "CHANGELOG.md",
     "SECURITY.md",
     "deploy/README.md",
-    "deploy/several-machines.md",
+    "examples/README.md",
     "models/builtin/MODEL_CARD.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
 )
 
 # Spelled in pieces, so that this file does not hold what it forbids.
@@ -73,7 +72,7 @@ def published() -> list[Path]:
 
 
 def code(markdown: str) -> str:
-    """What stands in fences and between backquotes."""
+    """The contents of fences and of backquotes."""
     fences = re.findall(r"^```.*?\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`([^`\n]+)`", markdown)
     return "\n".join([*fences, *spans])
@@ -86,16 +85,28 @@ def anchors(markdown: str) -> set[str]:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_the_readme_tells_each_setting_with_its_default(option):
-    """The words may be other ones than those of --help."""
-    words = option.flag if option.is_boolean else f"{option.flag} {option.form.metavar}"
-    default = option.shown(option.default)
+def test_each_option_has_a_row_with_its_default(option):
+    """The description may differ from --help."""
+    words = option.flag if option.is_boolean else f"{option.flag} {option.value_type.metavar}"
+    default = option.format_value(option.default)
     words, default = words.replace("|", r"\|"), "" if default == "none" else default
-    assert f"\n| `{words}` | {default} | " in read("README.md")
+    assert f"\n| `{words}` | {default} | " in read("docs/configuration.md")
 
 
-def test_the_readme_tells_no_option_that_there_is_not():
-    section = read("README.md").split("\n## Options of `mlxrunner serve`\n")[1].split("\n## ")[0]
+def test_the_options_in_the_readme_have_the_same_defaults():
+    rows = re.findall(r"^\| `--[^`]+` \| [^|]* \| ", read("README.md"), re.MULTILINE)
+    assert len(rows) == 10
+    options = read("docs/configuration.md")
+    assert [row for row in rows if f"\n{row}" not in options] == []
+
+
+def test_the_readme_is_short():
+    assert len(read("README.md").splitlines()) <= 200
+
+
+def test_no_row_names_an_unknown_option():
+    page = read("docs/configuration.md")
+    section = page.split("\n## Options of `mlxrunner serve`\n")[1].split("\n## ")[0]
     known = {option.flag for option in OPTIONS} | {"--config", "--no", "--no-access-log"}
     of_config = {"--toml", "--json"}
     assert set(re.findall(r"--[a-z][a-z-]*[a-z]", code(section))) == known | of_config
@@ -105,8 +116,9 @@ def test_the_readme_tells_no_option_that_there_is_not():
     assert told >= set(BACKEND_VARIABLES)
 
 
-def test_the_example_in_the_readme_can_be_used(tmp_path):
-    [example] = re.findall(r"^```toml\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
+def test_the_example_configuration_is_valid(tmp_path):
+    page = read("docs/configuration.md")
+    [example] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "a.toml").write_text(example)
     assert len(resolve_config({}, str(tmp_path / "a.toml"), {}).settings.models) == 2
 
@@ -132,66 +144,64 @@ def test_the_example_file_names_every_key_with_its_default(tmp_path):
     resolve_config({}, str(tmp_path / "a.toml"), {})
 
 
-COMMANDS = [
-    line
-    for fence in re.findall(r"^```sh\n(.*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
-    for line in fence.splitlines()
-    if line.startswith(".venv/bin/mlxrunner ")
-]
+COMMANDS = sorted(
+    {
+        line
+        for document in DOCUMENTS
+        for fence in re.findall(r"^```sh\n(.*?)^```", read(document), re.MULTILINE | re.DOTALL)
+        for line in fence.splitlines()
+        if line.startswith(".venv/bin/mlxrunner ")
+    }
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_in_the_readme_is_one(command):
+def test_each_command_is_valid(command):
     words = shlex.split(command, comments=True)[1:]
     assert flags.parse_arguments(_build_parser(), words).command == words[0]
 
 
-# The column of the tree at which it says what a file is.
-WHAT = 24
+# The column of the tree at which descriptions begin.
+DESCRIPTION_COLUMN = 24
 
 
 def tree() -> set[str]:
-    """The paths that are drawn at the end of README.md."""
-    [drawn] = re.findall(r"^```\n(models/ .*?)^```", read("README.md"), re.MULTILINE | re.DOTALL)
+    """The paths of the tree in ARCHITECTURE.md."""
+    page = read("ARCHITECTURE.md")
+    [drawn] = re.findall(r"^```\n(models/ .*?)^```", page, re.MULTILINE | re.DOTALL)
     found: set[str] = set()
     above: list[str] = []
     for line in drawn.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        names = line[:WHAT].split()
+        names = line[:DESCRIPTION_COLUMN].split()
         found |= {"/".join([*above[:depth], name.rstrip("/")]) for name in names}
         above[depth:] = [names[0].rstrip("/")]
     return found
 
 
-def test_the_tree_in_the_readme_is_that_of_the_repository():
-    told = tree()
-    assert [path for path in told if not (ROOT / path).exists()] == []
-    rooms = {f"app/{path.name}" for path in (ROOT / "app").iterdir() if path.name[0] not in "_."}
-    assert rooms <= told
-
-
-def test_the_architecture_tells_each_room():
-    rooms = {
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        for path in [ROOT / "models", *(ROOT / "app").iterdir()]
-        if not path.name.startswith("__")
+def test_the_tree_has_each_package_and_only_existing_paths():
+    drawn = tree()
+    assert [path for path in drawn if not (ROOT / path).exists()] == []
+    packages = {
+        file.parent.relative_to(ROOT).as_posix()
+        for top in ("app", "models")
+        for file in (ROOT / top).rglob("__init__.py")
     }
-    text = code(read("ARCHITECTURE.md"))
-    told = {room for room in rooms if room in text or room.replace(".", "/") in text}
-    assert told == rooms
+    modules = {f"app/{file.name}" for file in (ROOT / "app").glob("*.py") if file.name[0] != "_"}
+    assert packages | modules <= drawn
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_each_make_target_that_is_told_exists(document):
+def test_each_make_target_exists(document):
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
-    told = set(re.findall(r"\bmake ([a-z-]+)\b", code(read(document))))
-    assert told <= targets
+    named = set(re.findall(r"\bmake ([a-z-]+)\b", code(read(document))))
+    assert named <= targets
 
 
-def test_the_readme_or_contributing_tells_each_target():
+def test_the_readme_or_contributing_names_each_target():
     targets = set(re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE))
-    told = set(re.findall(r"\bmake ([a-z-]+)\b", code(read("README.md") + read("CONTRIBUTING.md"))))
-    assert targets <= told
+    text = code(read("README.md") + read("CONTRIBUTING.md"))
+    assert targets <= set(re.findall(r"\bmake ([a-z-]+)\b", text))
 
 
 def test_each_target_is_phony():
@@ -201,7 +211,7 @@ def test_each_target_is_phony():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_each_relative_link_leads_somewhere(document):
+def test_each_relative_link_has_a_target(document):
     text = read(document)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -213,11 +223,11 @@ def test_each_relative_link_leads_somewhere(document):
             assert fragment in anchors(file.read_text("utf-8")), target
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
-def test_each_module_and_function_that_is_told_exists(document):
-    """As a path, or as path:name; foo stands for what is yet to be written."""
-    told = re.findall(r"\b((?:app|models|tests)/[\w/]+\.py)(?::([\w.]*\w))?", code(read(document)))
-    for path, name in told:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_each_path_and_name_exists(document):
+    """As a path, or as path:name; foo is a file that a reader would write."""
+    pattern = r"\b((?:app|models|tests)/[\w/]+\.(?:py|[ch]pp|c)\b)(?::([\w.]*\w))?"
+    for path, name in re.findall(pattern, code(read(document))):
         if "foo" in path:
             continue
         assert (ROOT / path).is_file(), path
@@ -238,7 +248,7 @@ def test_no_file_names_a_package_registry():
         assert [name for name in REGISTRIES if name in text] == [], file
 
 
-def test_no_file_names_a_folder_of_somebodys_machine():
+def test_no_file_names_a_private_folder():
     for file in published():
         assert PRIVATE_FOLDER.findall(file.read_text("utf-8")) == [], file
 

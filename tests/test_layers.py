@@ -1,7 +1,7 @@
 """The walls between rooms: which room may import which, and who may name which package.
 
-The two tables below are the law; ARCHITECTURE.md tells the reasons. A room's row counts for
-everything below it, unless something below has a row of its own: the longest match wins.
+The two tables below define the rules; docs/internals.md describes the packages. A room's row
+counts for everything below it, unless something below has a row of its own: the longest match wins.
 Imports inside functions count like all others.
 """
 
@@ -25,20 +25,26 @@ OURS: Mapping[str, frozenset[str]] = {
     "models": frozenset(),
     "models.builtin": frozenset(),
     "app.core": frozenset(),
-    "app.text": frozenset({"app.core"}),
+    "app.text": frozenset({"app.core", "app.grammar"}),
     "app.store": frozenset({"app.core"}),
-    "app.engine": frozenset({"app.core", "models"}),
+    # structured output: what a schema, a pattern or a grammar allows next
+    "app.grammar": frozenset({"app.core"}),
+    "app.engine": frozenset({"app.core", "app.grammar", "models"}),
     "app.engine.policy": frozenset({"app.core"}),
     "app.runners": frozenset({"app.core"}),
-    "app.runners.thread_runner": frozenset({"app.core", "app.engine", "app.runners"}),
+    "app.runners.thread_runner": frozenset(
+        {"app.core", "app.engine", "app.grammar", "app.runners"}
+    ),
     # what runs in the process that `app.runners.process_runner` starts
-    "app.runners.worker_server": frozenset({"app.core", "app.engine", "app.runners"}),
+    "app.runners.worker_server": frozenset(
+        {"app.core", "app.engine", "app.grammar", "app.runners"}
+    ),
     # what runs in the process that `app.runners.preflight` starts
     "app.runners.preflight_main": frozenset({"app.core", "app.engine.fit", "app.runners"}),
     # what runs in the process that `app.runners.tokenizer_check` starts
     "app.runners.tokenizer_check_main": frozenset({"app.core", "app.runners", "app.text"}),
     # one engine on several ranks: like local, it holds one
-    "app.runners.ranks": frozenset({"app.core", "app.engine", "app.runners.codec"}),
+    "app.runners.ranks": frozenset({"app.core", "app.engine", "app.grammar", "app.runners.codec"}),
     "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
     "app.serving.embeddings": frozenset({"app.core", "app.text"}),
     "app.serving.generation": frozenset(
@@ -54,20 +60,14 @@ OURS: Mapping[str, frozenset[str]] = {
             "app.runners.pool",
         }
     ),
-    "app.api": frozenset({"app.core"}),
-    # puts together what a request passes on its way in
-    "app.api.app": frozenset({"app.api", "app.core", "app.http"}),
-    # its refusals look like all others
-    "app.http": frozenset({"app.http.responses", "app.core"}),
-    "app.http.connection": frozenset(
-        {"app.http.request_id", "app.http.responses", "app.core", "app.http"}
-    ),
+    # dialects, over HTTP without one
+    "app.api": frozenset({"app.core", "app.http"}),
+    "app.http": frozenset({"app.core"}),
     "app.serving.limits": frozenset({"app.core"}),
     "app.serving.event_loop_watchdog": frozenset({"app.core"}),
     # options, environment and file; commands and the root get the Settings
     "app.config": frozenset({"app.core"}),
-    "app.serving.logs": frozenset({"app.core", "app.serving.logs"}),
-    "app.serving.logs": frozenset(),
+    "app.serving.logs": frozenset({"app.core"}),
     "app.serving.otel_tracing": frozenset({"app.core"}),
     "app.serving.tracing": frozenset({"app.core", "app.serving.otel_tracing"}),
     "app.commands": EVERYTHING,
@@ -93,8 +93,8 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.engine": frozenset({"mlx"}),
     "app.engine.weights": frozenset({"mlx", "safetensors"}),
     # a grammar says which ids may come next, and needs no tensor for it
+    "app.grammar": frozenset(),
     "app.grammar.compiler": frozenset({"llguidance"}),
-    "app.grammar.llguidance_backend": frozenset({"llguidance"}),
     "app.grammar.llguidance_backend": frozenset({"llguidance"}),
     # pure policy, so that its properties are tested without a model
     "app.engine.policy": frozenset(),
@@ -111,11 +111,11 @@ THEIRS: Mapping[str, frozenset[str]] = {
     # sse-starlette replaces uvicorn's exit handler when it is imported: one module names it
     "app.http.responses": frozenset({"starlette", "orjson", "sse_starlette"}),
     "app.http": frozenset({"starlette"}),
+    "app.http.body": frozenset({"starlette", "orjson"}),
     # the few modules that know what carries HTTP, besides who starts it
     "app.http.connection": frozenset({"h11", "starlette", "uvicorn"}),
-    "app.http.body_read_scheduler": frozenset({"uvicorn"}),
-    "app.http.uvicorn_server": frozenset({"uvicorn"}),
     "app.http.h11_connection": frozenset({"h11", "starlette"}),
+    "app.http.uvicorn_internals": frozenset({"uvicorn"}),
     "app.http.uvicorn_server": frozenset({"uvicorn"}),
     "app.serving.limits": frozenset(),
     "app.serving.event_loop_watchdog": frozenset(),
@@ -123,7 +123,6 @@ THEIRS: Mapping[str, frozenset[str]] = {
     "app.api.metrics": frozenset({"starlette", "prometheus_client"}),
     # what `mlxrunner config --toml` writes with
     "app.config": frozenset({"tomli_w"}),
-    "app.serving.logs": frozenset(),
     "app.serving.logs": frozenset(),
     # an optional dependency, imported where traces are asked for
     "app.serving.otel_tracing": frozenset({"opentelemetry"}),
@@ -138,10 +137,18 @@ THEIRS: Mapping[str, frozenset[str]] = {
 SEALED = frozenset({"models.builtin"})
 
 # packages whose __init__ may say something; every other one is empty
-SPEAKING = frozenset({"models", "models.kernels", "app.api", "app.engine", "app.store"})
+SPEAKING = frozenset({"models", "models.kernels", "app.engine", "app.store"})
 
 # who may find modules by their names at run time
-DISCOVERING = frozenset({"models", "models.mlx_lm_adapter", "app.api", "app.text.family"})
+DISCOVERING = frozenset(
+    {
+        "models",
+        "models.mlx_lm_adapter",
+        "app.api.app",
+        "app.engine.prefix.policy",
+        "app.text.family",
+    }
+)
 
 # who may name, for type checkers alone, types of an extension that need not have been built
 UNBUILT = frozenset({"models.kernels.layers"})

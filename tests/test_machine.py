@@ -13,8 +13,8 @@ from tests.server_process import ROOT, TIMEOUT
 WORKER = """
 import sys, time
 from pathlib import Path
-from tests.machine import Machine
-machine, log = Machine(Path(sys.argv[1])), Path(sys.argv[2])
+from tests.machine_lock import MachineLock
+machine, log = MachineLock(Path(sys.argv[1])), Path(sys.argv[2])
 def note(what):
     with log.open("a") as file:
         file.write(what + "\\n")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from starlette.routing import Route
 
-from app.api import build_routes
+from app.api.app import build_routes
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import Settings
@@ -48,8 +48,9 @@ def documented() -> set[tuple[str, str]]:
 
 def served() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
+    generate = FakeGenerate()
     for route in build_routes(
-        FakeGenerate(), Settings(), ConnectionStats(), ThreadPools(), EventLoopLag()
+        generate, generate, Settings(), ConnectionStats(), ThreadPools(), EventLoopLag()
     ):
         assert isinstance(route, Route)
         assert route.methods is not None

@@ -1,6 +1,10 @@
 """What `pip install` gets: a wheel built from a copy of the sources holds the built-in model and
 the command, and nothing of the tests; and what the serving lock installs is enough to serve."""
 
+import base64
+import csv
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -11,10 +15,14 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+import venv
 import zipfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from app.api.health import OLLAMA_STATUS_CODES
@@ -32,9 +40,10 @@ def built(tmp_path_factory) -> Path:
     for name in ("app", "models", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "models/kernels/_kernels.elsewhere.so").touch()
-    build = "from scikit_build_core.setuptools.build_meta import build_sdist, build_wheel as build"
+    shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
+    build = "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import *"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"{build}; build('dist'); build_sdist('dist')"],
+        [sys.executable, "-W", "error", "-c", f"{build}; build_wheel('dist'); build_sdist('dist')"],
         cwd=copy,
         env={**os.environ, "MLXRUNNER_BUILD_KERNELS": "0"},
         capture_output=True,
@@ -61,18 +70,23 @@ def sdist(built) -> set[str]:
 
 def test_every_module_is_in_it(wheel):
     modules = {
-        path.relative_to(ROOT).as_posix()
+        f"mlxrunner/{path.relative_to(ROOT).as_posix()}"
         for top in ("app", "models")
         for path in (ROOT / top).rglob("*.py")
+        if "training" not in path.parts
     }
     assert modules <= set(wheel.namelist())
 
 
+def test_the_training_of_the_built_in_model_is_not_in_it(wheel):
+    assert not [name for name in wheel.namelist() if "training" in name]
+
+
 def test_the_built_in_model_is_in_it(wheel):
     held = {
-        name.removeprefix("models/builtin/")
+        name.removeprefix("mlxrunner/models/builtin/")
         for name in wheel.namelist()
-        if name.startswith("models/builtin/")
+        if name.startswith("mlxrunner/models/builtin/")
     }
     assert {
         "config.json",
@@ -84,16 +98,16 @@ def test_the_built_in_model_is_in_it(wheel):
     } <= held
 
 
-def test_the_tests_are_not(wheel):
+def test_its_only_top_level_name_is_ours(wheel):
     tops = {name.partition("/")[0] for name in wheel.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"app", "models"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mlxrunner"}
 
 
 def test_neither_are_the_sources_of_the_kernels_nor_what_was_compiled_among_them(wheel):
-    kernels = {name for name in wheel.namelist() if name.startswith("models/kernels/")}
+    kernels = {name for name in wheel.namelist() if name.startswith("mlxrunner/models/kernels/")}
     assert kernels
     strange = {name for name in kernels if not name.endswith((".py", ".pyi"))}
-    assert strange <= {"models/kernels/not_built.txt"}
+    assert strange <= {"mlxrunner/models/kernels/not_built.txt"}
 
 
 def test_an_sdist_has_all_that_a_wheel_is_built_from(wheel, sdist):
@@ -104,14 +118,54 @@ def test_an_sdist_has_all_that_a_wheel_is_built_from(wheel, sdist):
         if path.is_file()
     }
     assert {"models/kernels/CMakeLists.txt", *sources} <= sdist
-    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    packed = {
+        name.removeprefix("mlxrunner/")
+        for name in wheel.namelist()
+        if name.startswith(("mlxrunner/app/", "mlxrunner/models/"))
+    }
     assert packed - {"models/kernels/not_built.txt"} <= sdist
+    assert {"deploy/wheel/backend.py", "deploy/wheel/launcher.py"} <= sdist
     assert not [name for name in sdist if name.endswith(".so")]
 
 
 def test_it_brings_the_command(wheel):
     [points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "mlxrunner = app.cli:main" in wheel.read(points).decode()
+    assert "mlxrunner = mlxrunner:main" in wheel.read(points).decode()
+
+
+def test_its_record_is_right(wheel):
+    [record] = [name for name in wheel.namelist() if name.endswith("RECORD")]
+    rows = list(csv.reader(io.StringIO(wheel.read(record).decode())))
+    assert {name for name, _, _ in rows} == set(wheel.namelist())
+    for name, digest, size in rows:
+        if name != record:
+            content = wheel.read(name)
+            expected = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
+            assert digest == f"sha256={expected.rstrip('=')}"
+            assert int(size) == len(content)
+
+
+def test_an_installed_wheel_answers_beside_foreign_packages_of_the_same_names(wheel, tmp_path):
+    """Of its own process and of the worker process alike: both names are common."""
+    site, foreign, home = tmp_path / "site", tmp_path / "foreign", tmp_path / "home"
+    wheel.extractall(site)
+    home.mkdir()
+    for folder in (foreign, home):
+        for name in ("app", "models"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "__init__.py").write_text("raise ImportError('a foreign package')")
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    [packages] = environment.glob("lib/python*/site-packages")
+    # a path in a .pth file is searched without the .pth files there, so not for our source tree
+    dependencies = Path(orjson.__file__).parents[1]
+    (packages / "test.pth").write_text(f"{foreign}\n{site}\n{dependencies}\n")
+    with serving(
+        [environment / "bin/python", "-m", "mlxrunner", "serve", "--runner", "process"],
+        cwd=home,
+        log=tmp_path / "log",
+    ) as url:
+        ask(url)
 
 
 # Hides every distribution that the serving lock does not name. Coverage, which watches this
@@ -162,29 +216,40 @@ def until_ready(url: str, server: subprocess.Popen[bytes], seconds: float = 30) 
     raise AssertionError(f"not ready within {seconds} s")
 
 
-def test_the_serving_lock_is_enough_to_answer(tmp_path):
-    """Once `safetensors` asked for numpy when a file was opened, and only tests had numpy."""
+@contextmanager
+def serving(command: Sequence[str | Path], *, cwd: Path, log: Path) -> Generator[str]:
+    """The address of a server that is ready. command: without the port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    log = tmp_path / "log"
     with log.open("wb") as out:
         server = subprocess.Popen(
-            [sys.executable, "-c", SERVING_ONLY, "serve", "--port", str(port)],
-            cwd=ROOT,
+            [*map(str, command), "--port", str(port)],
+            cwd=cwd,
             stdout=out,
             stderr=subprocess.STDOUT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
     try:
-        until_ready(url, server)
-        [model] = fetch(f"{url}/v1/models")["data"]
-        question = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}]}
-        answer = fetch(f"{url}/v1/chat/completions", {**question, "max_tokens": 8})
-        assert answer["choices"][0]["message"]["content"]
+        until_ready(f"http://127.0.0.1:{port}", server)
+        yield f"http://127.0.0.1:{port}"
     except AssertionError:
         print(log.read_text())
         raise
     finally:
         server.terminate()
         server.wait(20)
+
+
+def ask(url: str) -> None:
+    [model] = fetch(f"{url}/v1/models")["data"]
+    question = {"model": model["id"], "messages": [{"role": "user", "content": "Hello!"}]}
+    answer = fetch(f"{url}/v1/chat/completions", {**question, "max_tokens": 8})
+    assert answer["choices"][0]["message"]["content"]
+
+
+def test_the_serving_lock_is_enough_to_answer(tmp_path):
+    """Once `safetensors` asked for numpy when a file was opened, and only tests had numpy."""
+    command = [sys.executable, "-c", SERVING_ONLY, "serve"]
+    with serving(command, cwd=ROOT, log=tmp_path / "log") as url:
+        ask(url)

@@ -68,7 +68,7 @@ DESCRIBED = schemathesis.openapi.from_dict(document("tiny", tiny.VOCAB))
 def test_the_real_server_answers_as_documented(case: Any, small: ServerProcess) -> None:
     """Nothing faked. What is given for each field, each left out, each made wrong, and ten drawn at
     random for each operation come to some 2,500 requests; the fake of tests/api takes more."""
-    case.call_and_validate(base_url=small.url, check_invariants=CHECKS)
+    case.call_and_validate(base_url=small.url, checks=CHECKS)
     assert small.status()["Status"] == 0
 
 

@@ -23,14 +23,18 @@ BIN = Path(sys.executable).parent
 # Run in the new environment. Products of whole numbers this small are exact in every format.
 CHECK_SCRIPT = """
 import shutil
+import sys
 
-from models import backend, kernels
+import mlxrunner
+
+sys.path.insert(0, mlxrunner.__path__[0])
+from models import cpu_backend, kernels
 
 import mlx.core as mx
 
 told = kernels.describe()
-assert told.on, told.why
-assert backend.IN_USE.blas, backend.IN_USE.why
+assert told.enabled, told.why
+assert cpu_backend.ACTIVE.blas, cpu_backend.ACTIVE.why
 assert not any(map(shutil.which, ["cc", "c++", "gcc", "g++", "clang"]))
 weight = mx.random.randint(-8, 8, (96, 256)).astype(mx.float32)
 x = mx.random.randint(-8, 8, (5, 256)).astype(mx.float32)
@@ -43,7 +47,8 @@ for bits in (4, 8):
     ours = ops.Product(*laid, group_size=64, bits=bits)(x)
     theirs = mx.quantized_matmul(x, *packed, group_size=64, bits=bits)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-2), bits
-print(f"there: {told.isa}, {told.threads} threads, BLAS {backend.IN_USE.blas}; products as MLX's")
+blas = cpu_backend.ACTIVE.blas
+print(f"there: {told.isa}, {told.threads} threads, BLAS {blas}; products as MLX's")
 """
 
 
@@ -67,8 +72,10 @@ def run(*command: str | Path, **options) -> None:
 
 def build_wheel(folder: Path) -> Path:
     """A wheel for this machine, made from an sdist."""
-    hook = "from scikit_build_core.setuptools.build_meta import build_sdist as build"
-    run(sys.executable, "-c", f"{hook}; build({str(folder)!r})", cwd=ROOT)
+    hook = (
+        "import sys; sys.path.insert(0, 'deploy/wheel'); from backend import build_sdist as build"
+    )
+    run(sys.executable, "-c", f"{hook}; build_sdist({str(folder)!r})", cwd=ROOT)
     [sources] = folder.glob("*.tar.gz")
     run(
         *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"),
@@ -77,9 +84,9 @@ def build_wheel(folder: Path) -> Path:
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
-        if "models/kernels/not_built.txt" in names:
-            raise WheelError(opened.read("models/kernels/not_built.txt").decode())
-    if not any(name.startswith("models/kernels/_kernels.") for name in names):
+        if "mlxrunner/models/kernels/not_built.txt" in names:
+            raise WheelError(opened.read("mlxrunner/models/kernels/not_built.txt").decode())
+    if not any(name.startswith("mlxrunner/models/kernels/_kernels.") for name in names):
         raise WheelError("the wheel has no kernels: they are built on Linux with mlx[cpu] only")
     return wheel
 

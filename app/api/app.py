@@ -1,10 +1,16 @@
-"""The ASGI application: routes, what surrounds them, and the shape of every error.
+"""The ASGI application: routes, middleware and error responses.
 
-Knows starlette's handlers and middlewares, and in which order a request passes those of app/door.
-Must not know: dialects, who builds `generate`, where keys come from.
+Knows: Starlette's exception handlers, the order of the middleware in app/http, where dialects are
+found. Must not know: what a dialect reads or writes, how `generate` is built, where keys come from.
+
+A dialect is a module below app/api with a function `routes(generate, models, settings, bodies)`.
+Dialects are discovered by this name; they are not listed anywhere.
 """
 
+import pkgutil
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,22 +22,27 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Lifespan
 
-from app.api import build_routes
+from app.api import health
 from app.api.fields import quote_value
+from app.api.front_end import FrontendStats
+from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
-from app.core.ports import Generate
+from app.core.observers import ObservedGenerate
+from app.core.ports import Generate, Models
+from app.core.request_context import RequestContextObserver
 from app.core.server_stats import ConnectionStats, EventLoopLag
 from app.core.settings import LOOPBACK_ORIGIN_REGEX, Settings
 from app.core.thread_pools import ThreadPools
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
+from app.http.body import RequestBodies
 from app.http.host import AllowedHosts, HostCheckMiddleware
 from app.http.origin import AllowedOrigins, OriginCheckMiddleware
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware
 from app.http.responses import ClientDisconnected, error_response
 
-# The headers of OpenAI's SDK for browsers, which a page may only send if a preflight allows them,
-# and the one by which a request names itself.
+# Headers that OpenAI's SDK sends from browsers, which a page may send only if the preflight allows
+# them, and the request id header.
 SDK_HEADERS = (
     "Authorization",
     "Content-Type",
@@ -58,14 +69,17 @@ SDK_HEADERS = (
 )
 
 
-# What of an answer's headers a page may read: the SDK looks at both.
+# Response headers that a page may read. OpenAI's SDK reads both.
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, "Retry-After")
 
 
 class _Application(Starlette):
-    """outer_middleware: middlewares that every reply passes. Starlette's own list stands within its
-    handler of faults, whose replies would reach nobody of another origin, and would have no
-    name."""
+    """Starlette with middleware outside its error handler.
+
+    outer_middleware: middleware that every response passes through. Starlette's own middleware list
+    runs inside its error handler, so error responses would lack the CORS headers and the request
+    id.
+    """
 
     def __init__(
         self,
@@ -85,8 +99,22 @@ class _Application(Starlette):
         return app
 
 
+def _cors_middleware(settings: Settings) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_origin_regex=LOOPBACK_ORIGIN_REGEX,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=SDK_HEADERS,
+        expose_headers=EXPOSED_HEADERS,
+        # an allowed page may call this server from another network
+        allow_private_network=True,
+    )
+
+
 def build_app(
     generate: Generate,
+    models: Models,
     settings: Settings,
     lifespan: Lifespan[Starlette] | None = None,
     keyring: Keyring | None = None,
@@ -94,31 +122,25 @@ def build_app(
     workers: ThreadPools | None = None,
     lag: EventLoopLag | None = None,
 ) -> Starlette:
-    """keyring: None is one without keys. traffic: where answers are counted; None is nowhere.
-    workers: None makes some. lag: the event loop's; None is one that nothing measures.
-    Raises AppError(INVALID) for names and origins in settings that are none."""
+    """Builds the application.
+
+    keyring: API keys; None disables authentication. traffic: counters of responses; None creates
+    new ones. workers: thread pools; None creates new ones. lag: lag of the event loop; None creates
+    one that is never updated. Raises AppError(INVALID) for invalid host names or origins in the
+    settings.
+    """
     origins = AllowedOrigins.from_settings(settings)
     counted = ConnectionStats() if traffic is None else traffic
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.cors_origins,
-        allow_origin_regex=LOOPBACK_ORIGIN_REGEX,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=SDK_HEADERS,
-        expose_headers=EXPOSED_HEADERS,
-        # a page that may call us may do so from a network that is not ours
-        allow_private_network=True,
-    )
     app = _Application(
         routes=build_routes(
-            generate, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
+            generate, models, settings, counted, workers or ThreadPools(), lag or EventLoopLag()
         ),
-        # CORS before the keys: browsers send none with a preflight, and a page that may call us
-        # may also read why it was refused
+        # CORS before authentication: browsers send no key with a preflight, and an allowed page may
+        # also read the error response
         outer_middleware=[
             Middleware(RequestIdMiddleware, counted),
             Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
-            cors,
+            _cors_middleware(settings),
             Middleware(OriginCheckMiddleware, origins),
             Middleware(AuthMiddleware, Keyring() if keyring is None else keyring),
         ],
@@ -130,7 +152,7 @@ def build_app(
         },
         lifespan=lifespan,
     )
-    # A path with a slash too many is an unknown path: a redirect would lose most clients' bodies.
+    # A path with a trailing slash is unknown: most clients would lose the body on a redirect.
     app.router.redirect_slashes = False
     return app
 
@@ -141,12 +163,12 @@ async def _handle_app_error(request: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:
-    """Never sent to anyone; the status, nginx's for a client that left, is for the access log."""
+    """Builds a response that is never sent; the access log uses its status, nginx's 499."""
     return Response(status_code=499)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, the only two that the router raises by itself."""
+    """Handles unknown paths and wrong methods, the only two cases that the router raises itself."""
     assert isinstance(error, HTTPException)
     where = f"{request.method[:20]} {quote_value(request.url.path)}"
     if error.status_code == 405:
@@ -163,7 +185,35 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 
 
 async def _handle_unexpected(request: Request, error: Exception) -> Response:
-    """A fault of ours. Starlette raises it again for the server to log, so nothing is told here
-    that could only be of use to someone who may read the log."""
+    """Handles an unexpected exception. Starlette raises it again for the server to log, so the
+    response contains no details."""
     told = "internal error: see the server's log"
     return error_response(AppError(ErrorKind.ENGINE, told, code="internal_error"))
+
+
+def build_routes(
+    generate: Generate,
+    models: Models,
+    settings: Settings,
+    traffic: ConnectionStats,
+    workers: ThreadPools,
+    lag: EventLoopLag,
+) -> list[BaseRoute]:
+    bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
+    front_end = FrontendStats(bodies, workers, lag)
+    metrics = Metrics(models, traffic, front_end)
+    watched = ObservedGenerate(generate, metrics.observe, RequestContextObserver)
+    found: list[BaseRoute] = [
+        *health.health_routes(models, settings, front_end),
+        *metrics.routes(),
+    ]
+    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
+        dialect = import_module(module.name)
+        if callable(getattr(dialect, "routes", None)):
+            found += dialect.routes(watched, models, settings, bodies)
+    return found
+
+
+def _max_context_length(models: Models) -> int:
+    """Returns the largest context length of all models, in tokens."""
+    return max((card.context_length for card in models.list_models()), default=0)

@@ -1,13 +1,13 @@
-"""OpenAI's embeddings: POST /v1/embeddings.
+"""OpenAI's embeddings endpoint: POST /v1/embeddings.
 
-Knows every field that OpenAI documents for it, and how vectors are written. Must not know: how
-vectors are made, or what the model's vocabulary and context are (that is checked where they are
-known). Wire format: OpenAI's API reference, "Create embeddings".
+Knows: every field that OpenAI documents for it, the encodings of vectors. Must not know: how
+vectors are computed, the model's vocabulary and context length (both are checked by the engine).
+
+Wire format: OpenAI's API reference, "Create embeddings".
 """
 
 import base64
 from array import array
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -25,15 +25,15 @@ from app.api.fields import (
     invalid_request,
     quote_value,
 )
-from app.api.openai.common_fields import read_keep_alive, read_model
+from app.api.openai.common_fields import check_model, read_keep_alive
 from app.api.openai.compat_fields import check_compat_fields
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest, PoolingType
-from app.core.ports import Generate
+from app.core.ports import Generate, Models, ResolvedModel
 from app.core.settings import Settings
 from app.http.body import Body, RequestBodies
 from app.http.responses import JsonObject, cancel_on_disconnect, get_caller, is_admin, send_json
 
-# OpenAI's bound
+# OpenAI's limit
 MAX_INPUTS = 2048
 
 Encoding = Literal["float", "base64"]
@@ -41,70 +41,72 @@ Encoding = Literal["float", "base64"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedEmbedRequest:
-    """A valid request, and how its vectors are to be written."""
+    """A valid request and the encoding of its vectors."""
 
     request: EmbedRequest
     encoding: Encoding
 
 
-def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    return [Route("/v1/embeddings", EmbedEndpoint(generate, bodies), methods=["POST"])]
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
+    return [Route("/v1/embeddings", EmbedEndpoint(generate, models, bodies), methods=["POST"])]
 
 
 class EmbedEndpoint:
-    """An ASGI application. A client that hangs up cancels what it asked for."""
+    """An ASGI application for the endpoint. Cancels the request when the client disconnects."""
 
-    def __init__(self, generate: Generate, bodies: RequestBodies) -> None:
+    def __init__(self, generate: Generate, models: Models, bodies: RequestBodies) -> None:
         self._generate = generate
+        self._models = models
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                wish = await self._parse_body(body)
-                request = replace(wish.request, caller=get_caller(scope), admin=is_admin(scope))
-                found = await self._generate.embed(request)
+                model, parsed = await self._parse_body(body)
+                request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
+                found = await self._generate.embed(request, model)
                 size = sum(map(len, found.vectors))
                 reply = await self._bodies.workers.run(
-                    partial(render_embeddings, wish, found), size=size
+                    partial(render_embeddings, parsed, found), size=size
                 )
                 await send_json(reply, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)
 
-    async def _parse_body(self, body: Body) -> ParsedEmbedRequest:
-        return await body.read(self._find, parse_embeddings)
+    async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedEmbedRequest]:
+        return await body.read(
+            self._models.resolve,
+            lambda content, model: (model, parse_embeddings(content, model.card.id)),
+        )
 
-    async def _find(self, model: str) -> Collection[str]:
-        await self._generate.discover(model)
-        return {card.id for card in self._generate.list_models()}
 
-
-def parse_embeddings(body: object, models: Collection[str]) -> ParsedEmbedRequest:
-    """The body of POST /v1/embeddings. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
+    """Parses the body of POST /v1/embeddings. Raises AppError(INVALID)."""
     fields = Fields.from_value(body)
-    model = read_model(fields, models)
+    check_model(fields)
     inputs = _inputs(fields)
-    wish = ParsedEmbedRequest(
+    parsed = ParsedEmbedRequest(
         request=EmbedRequest(
             model=model,
             inputs=inputs,
-            pooling=_pooling(fields),
+            pooling=_read_pooling(fields),
             dimensions=fields.integer("dimensions", 1, INT32_MAX),
             keep_alive=read_keep_alive(fields),
         ),
-        encoding=_encoding(fields),
+        encoding=_read_encoding(fields),
     )
-    fields.string("user")  # accepted, as documented: there is nobody here to tell about it
+    fields.string("user")  # accepted, as documented, but not used
     check_compat_fields(fields, "embeddings")
     fields.reject_unknown()
-    return wish
+    return parsed
 
 
 def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
-    """The answer's body; each vector is already JSON, so that writing all of them never holds the
-    others up for longer than one takes."""
+    """Builds the response body. Each vector is encoded to JSON separately, so that encoding blocks
+    other threads for no longer than one vector takes."""
     write = _as_base64 if parsed.encoding == "base64" else _as_floats
     return {
         "object": "list",
@@ -131,7 +133,8 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
 
 
 def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
-    """One text, one list of ids, or a list of texts or of lists of ids."""
+    """Reads `input`: one text, one list of token ids, or a list of texts or of lists of token
+    ids."""
     value = fields.required("input")
     if isinstance(value, str):
         return (_input(value, "input"),)
@@ -158,14 +161,14 @@ def _input(value: Any, at: str) -> EmbedInput:
     )
 
 
-def _pooling(fields: Fields) -> PoolingType | None:
+def _read_pooling(fields: Fields) -> PoolingType | None:
     value = fields.string("pooling")
     if value is None or value == "mean" or value == "last":
         return value
     raise invalid_request("pooling", f'pooling must be "mean" or "last", not {quote_value(value)}')
 
 
-def _encoding(fields: Fields) -> Encoding:
+def _read_encoding(fields: Fields) -> Encoding:
     value = fields.string("encoding_format")
     if value is None or value == "float":
         return "float"

@@ -1,7 +1,9 @@
-"""Reading a JSON object field by field, so that each field is either understood or refused.
+"""Readers for the fields of a JSON object; every field is either read or rejected.
 
-Knows: JSON types, ranges, how to say what is wrong with a value and where it stands. Must not
-know: any dialect's fields. Everywhere null means absent.
+Knows: JSON types, ranges, how to describe an invalid value and its path. Must not know: the fields
+of any dialect.
+
+Null means absent everywhere.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,7 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 INT32_MAX = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
 
-# Integers which every JSON writer can spell as a float and every reader gets back exactly.
+# Integers up to this size survive a conversion to a float and back.
 _MAX_EXACT_INTEGER = 2**53
 
 _MAX_ECHO_CHARS = 200
@@ -25,8 +27,8 @@ def invalid_request(param: str | None, message: str) -> AppError:
 
 
 def quote_value(value: object) -> str:
-    """A value as a message may repeat it: short, and never walking into nested containers. Marked
-    as the client's, unless it is JSON's own word or a number."""
+    """Formats a value for an error message: short, without walking into nested containers. Strings
+    are marked as client data; null, booleans and numbers are not."""
     match value:
         case None:
             return "null"
@@ -45,10 +47,10 @@ def quote_value(value: object) -> str:
 
 
 class Fields:
-    """One JSON object. Read every field that is known, then `close`.
+    """The fields of one JSON object. Read every known field, then call `reject_unknown`.
 
-    Every reader returns None for a field that is absent or null and raises AppError(INVALID) with
-    the dotted path of the field otherwise wrong.
+    Every reader returns None for a field that is absent or null, and raises AppError(INVALID) with
+    the dotted path of the field if it is invalid.
     """
 
     def __init__(self, values: Mapping[str, object], at: str = "") -> None:
@@ -58,7 +60,7 @@ class Fields:
 
     @staticmethod
     def from_value(value: object, at: str = "") -> "Fields":
-        """Raises AppError(INVALID) if the value is no object."""
+        """Raises AppError(INVALID) if the value is not an object."""
         if not isinstance(value, dict):
             raise invalid_request(
                 at, f"{at or 'the body'} must be an object, not {quote_value(value)}"
@@ -69,15 +71,17 @@ class Fields:
         return f"{self._at}.{name}" if self._at else name
 
     def reject_unknown(self) -> None:
-        """Raises AppError(INVALID) for a field that is not null and that no reader asked for."""
+        """Raises AppError(INVALID) for a field that is not null and was not read."""
         for name, value in self._values.items():
             if name not in self._known and value is not None:
                 path = self.path(name[:_MAX_ECHO_CHARS])
                 raise invalid_request(path, f"unknown field {quote_value(path)}")
 
     def reject(self, name: str, *neutral: object, instead: str = "leave it out") -> None:
-        """A field that we know and do not offer: only values without any effect may stand.
-        instead: what to do, where that is not to leave it out."""
+        """Rejects a known but unsupported field, unless its value has no effect.
+
+        neutral: values without an effect. instead: what the error message recommends.
+        """
         value = self.value(name)
         if value is None or any(_json_equal(value, allowed) for allowed in neutral):
             return
@@ -119,7 +123,7 @@ class Fields:
         return value
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:
-        """One of these."""
+        """Reads a string that must be one of `choices`."""
         value = self.value(name)
         if value is None or value in choices:
             return value
@@ -136,7 +140,7 @@ class Fields:
     def number(
         self, name: str, low: float, high: float, *, exclusive_low: bool = False
     ) -> float | None:
-        """low..high, both included; with `exclusive_low`, low itself is excluded."""
+        """Reads a number from `low` to `high`, both included; `exclusive_low` excludes `low`."""
         value = self.value(name)
         if value is None:
             return None
@@ -151,7 +155,8 @@ class Fields:
         return number
 
     def integer(self, name: str, low: int, high: int = INT64[1]) -> int | None:
-        """low..high, both included. 3.0 is an integer, as JSON has only one kind of number."""
+        """Reads an integer from `low` to `high`, both included. 3.0 is an integer, because JSON has
+        only one number type."""
         value = self.value(name)
         if value is None:
             return None
@@ -168,7 +173,7 @@ class Fields:
         return array
 
     def strings(self, name: str, max_items: int) -> tuple[str, ...]:
-        """One string or an array of them, at most `max_items` and none empty; () when absent."""
+        """Reads a string or an array of strings, at most `max_items`, none empty; () if absent."""
         value = self.value(name)
         if value is None:
             return ()
@@ -190,18 +195,19 @@ class Fields:
         return None if value is None else Fields.from_value(value, self.path(name))
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """An object whose keys are data, nested no deeper than whoever walks it may recurse."""
+        """Reads an object with arbitrary keys; its nesting is limited, so that recursion is
+        safe."""
         value = self.value(name)
         return None if value is None else as_mapping(value, self.path(name))
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        """All fields that are not null, for objects whose keys are data."""
+        """Yields all fields that are not null, for objects with arbitrary keys."""
         self._known.update(self._values)
         return [(name, value) for name, value in self._values.items() if value is not None]
 
     def case_insensitive(self) -> "Fields":
-        """The same object with its names in lower case; of two that then agree, the later one that
-        is not null."""
+        """Returns the same object with lower-case names. If two names become equal, the last value
+        that is not null wins."""
         return Fields({name.lower(): value for name, value in self.items()}, self._at)
 
     def _invalid_value(self, name: str, expected: str, value: object) -> AppError:
@@ -210,7 +216,7 @@ class Fields:
 
 
 def drop_nulls(value: Any) -> Any:
-    """JSON without the fields that are null, which are absent."""
+    """Returns the JSON value without fields that are null."""
     match value:
         case dict():
             held = cast("dict[str, Any]", value)
@@ -222,15 +228,15 @@ def drop_nulls(value: Any) -> Any:
 
 
 def as_number(value: object) -> float | None:
-    """A finite JSON number. The parser lets through neither NaN nor infinities."""
+    """Returns a finite JSON number or None. The parser rejects NaN and infinities."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)
 
 
 def as_integer(value: object) -> int | None:
-    """Integers beyond 64 bits reach us as floats, and so are None here, like every float whose
-    digits cannot all be trusted."""
+    """Returns an integer or None. The parser converts integers beyond 64 bits to floats; these and
+    other floats that are not exact integers give None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -245,19 +251,20 @@ def as_array(value: object) -> list[object] | None:
 
 
 def as_mapping(value: object, path: str) -> dict[str, Any]:
-    """Raises AppError(INVALID) for what is no object, or is nested more deeply than whoever walks
-    it may recurse."""
+    """Returns the object. Raises AppError(INVALID) if the value is not an object or is nested too
+    deeply for recursion."""
     Fields.from_value(value, path)
     try:
-        orjson.dumps(value)  # gives up at 254 levels
+        orjson.dumps(value)  # fails at 254 levels
     except orjson.JSONEncodeError as error:
         raise invalid_request(path, f"{path} is nested too deeply") from error
     return cast("dict[str, Any]", value)
 
 
 def as_token_ids(values: list[object], path: str) -> tuple[int, ...]:
-    """Token ids, not yet held against a vocabulary. Raises AppError(INVALID)."""
-    # a prompt may have a million: in C where nothing is wrong, one by one to say what is
+    """Returns token ids, not yet checked against a vocabulary. Raises AppError(INVALID)."""
+    # A prompt may have a million ids: valid ones are checked in C, and the loop only finds the
+    # invalid one.
     if set(map(type, values)) == {int}:
         numbers = cast("list[int]", values)
         if min(numbers) >= 0 and max(numbers) <= INT32_MAX:

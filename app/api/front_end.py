@@ -1,7 +1,7 @@
-"""What the process that answers HTTP is busy with, besides connections: bodies, work on threads,
-and how late its event loop is.
+"""Load figures of the HTTP process: request bodies, work on threads, event loop lag.
 
-Knows: where these figures are kept, and how /v1/status spells them. Must not know: how they arise.
+Knows: where these figures are kept, their names in /v1/status. Must not know: how they are
+measured.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from app.http.responses import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class FrontendStats:
-    """Of one server."""
+    """The figures of one server."""
 
     bodies: RequestBodies
     workers: ThreadPools
     lag: EventLoopLag
 
     def render(self) -> JsonObject:
-        """LoopLag and LoopLagWorst in seconds, now and in the last minute; BodyBytes as far as they
-        count against the budget."""
+        """Returns the JSON object. LoopLag and LoopLagWorst are in seconds, current and maximum of
+        the last minute; BodyBytes are the bytes that count against the memory budget."""
         return {
             "LoopLag": round(self.lag.latest, 4),
             "LoopLagWorst": round(self.lag.worst, 4),

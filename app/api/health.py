@@ -1,10 +1,12 @@
-"""How the server is: /v1/status for programs that wait for a model and for people who wonder where
-their memory is, /health for whoever watches.
+"""Health endpoints: /v1/status reports state and memory, /health reports readiness.
 
-Both answer at once, from what is known, also while a model is loading or an engine is busy. So
-/v1/status is for a probe of liveness: whoever gets a 200 has a front door that runs, and restarting
-it would help nobody. /health is for one of readiness: 200 if requests that are sent now will be
-answered, 503 with the reason if they had better go elsewhere. Both are free without a key.
+Knows: the states of models and runners, Ollama's status codes. Must not know: how states and
+figures are measured.
+
+Both respond immediately with known values, also while a model is loading or an engine is busy.
+/v1/status suits a liveness probe: a 200 means that the HTTP process runs and a restart would not
+help. /health suits a readiness probe: 200 if new requests will be served, otherwise 503 with the
+reason. Neither requires a key.
 """
 
 from collections.abc import Mapping
@@ -19,12 +21,12 @@ from app.api.front_end import FrontendStats
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import PREFIX_HIT_BUCKETS, EngineStats
 from app.core.model_state import ModelState
-from app.core.ports import Generate, RunnerState, RunnerStatus
+from app.core.ports import Models, RunnerState, RunnerStatus
 from app.core.settings import Settings
 from app.http.responses import JsonObject, error_response, json_response
 
-# Of the numbers that Ollama's llm.ServerStatus gives to states, those which we can be in. The
-# fourth is its "not responding", which is what a stalled engine is: loaded, alive, and no answer.
+# The states of Ollama's llm.ServerStatus that apply to this server. 4 is "not responding", which
+# matches a stalled engine: loaded and alive, but without responses.
 OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
     "ready": 0,
     "loading": 3,
@@ -33,17 +35,17 @@ OLLAMA_STATUS_CODES: Mapping[RunnerState, int] = {
 }
 
 
-def health_routes(generate: Generate, settings: Settings, frontend: FrontendStats) -> list[Route]:
+def health_routes(models: Models, settings: Settings, frontend: FrontendStats) -> list[Route]:
     async def status(request: Request) -> Response:
-        now = generate.status()
-        cards = generate.list_models()
+        now = models.status()
+        cards = models.list_models()
         told: JsonObject = {
             "Status": OLLAMA_STATUS_CODES[now.state],
             "Progress": now.progress if now.state in ("loading", "failed") else 100,
             "ContextLength": cards[0].context_length if cards else 0,
             "Memory": now.stats.allocated_bytes,
         }
-        # app/http/auth.py says it; where nobody did, it is not so
+        # set by app/http/auth.py; absent means not an admin
         if getattr(request.state, "admin", False):
             told |= {
                 "Error": now.error,
@@ -51,18 +53,18 @@ def health_routes(generate: Generate, settings: Settings, frontend: FrontendStat
                 **_render_engine(now.stats),
             }
             told["FrontEnd"] = frontend.render()
-            told["Models"] = [_render_model(state) for state in generate.list_model_states()]
+            told["Models"] = [_render_model(state) for state in models.list_model_states()]
         return json_response(told)
 
     async def health(request: Request) -> Response:
-        now = generate.status()
+        now = models.status()
         if now.state == "ready":
             return json_response({"status": "ok"})
         if now.state == "loading":
             return error_response(
                 AppError(ErrorKind.LOADING, f"the model is loading ({now.progress} %)")
             )
-        # 503 whatever the kind: to those who ask, a server without an engine is an absent one.
+        # 503 for every error kind: for a probe, a server without an engine is unavailable
         return error_response(
             AppError(ErrorKind.ENGINE, now.error or "the engine failed"), status=503
         )
@@ -74,7 +76,7 @@ def health_routes(generate: Generate, settings: Settings, frontend: FrontendStat
 
 
 def _render_requests(now: RunnerStatus, max_queue: int) -> JsonObject:
-    """Ollama's client reads the four fields before these, and no others."""
+    """Ollama's client reads only the four fields before these."""
     return {
         "Parallel": 0 if now.capacity is None else now.capacity.parallel,
         "Running": now.stats.running,
@@ -112,7 +114,7 @@ def _render_engine(stats: EngineStats) -> JsonObject:
 
 
 def _render_model(state: ModelState) -> JsonObject:
-    """One of those that a request may name."""
+    """Renders one model that a request may name."""
     return {
         "Name": state.name,
         "Phase": state.phase,
@@ -139,7 +141,7 @@ def _render_model(state: ModelState) -> JsonObject:
 
 
 def hit_bucket_labels() -> list[str]:
-    """Names of the classes that `EngineStats.prefix_hit_counts` counts: "0", "1-16", …,
+    """Returns the labels of the buckets in `EngineStats.prefix_hit_counts`: "0", "1-16", …,
     "65537+"."""
     between = [f"{low + 1}-{high}" for low, high in pairwise(PREFIX_HIT_BUCKETS)]
     return [str(PREFIX_HIT_BUCKETS[0]), *between, f"{PREFIX_HIT_BUCKETS[-1] + 1}+"]

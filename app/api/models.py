@@ -1,7 +1,7 @@
-"""Models in memory: /v1/models/load and /v1/models/unload, for whoever runs the server.
+"""Model management: /v1/models/load and /v1/models/unload, for administrators.
 
-Knows the two bodies and what a model's state looks like in JSON. Must not know: how models are
-loaded, who may ask (that is decided before a request gets here).
+Knows: the two request bodies, the JSON form of a model's state. Must not know: how models are
+loaded, who is authorized (checked before a request arrives here).
 """
 
 from starlette.requests import Request
@@ -11,25 +11,27 @@ from starlette.routing import Route
 from app.api.fields import Fields
 from app.api.openai.common_fields import read_keep_alive
 from app.core.model_state import ModelState
-from app.core.ports import Generate
+from app.core.ports import Generate, Models
 from app.core.settings import Settings
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
 
-def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
     async def load(request: Request) -> Response:
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
         fields.reject_unknown()
-        await generate.discover(model)
-        return json_response(render_model_state(await generate.load(model, keep_alive)))
+        state = await models.load(await models.resolve(model), keep_alive)
+        return json_response(render_model_state(state))
 
     async def unload(request: Request) -> Response:
         fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
         model = fields.required_string("model")
         fields.reject_unknown()
-        return json_response(render_model_state(await generate.unload(model)))
+        return json_response(render_model_state(await models.unload(await models.resolve(model))))
 
     return [
         Route("/v1/models/load", load, methods=["POST"]),
@@ -38,8 +40,8 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
 
 
 def render_model_state(state: ModelState) -> JsonObject:
-    """What `GET /v1/models` says beside what OpenAI does. expires_at: Unix time, null while the
-    model is in use, not loaded, or stays for ever."""
+    """Returns the fields that `GET /v1/models` adds to OpenAI's. expires_at: Unix time; null while
+    the model is in use, is not loaded, or stays loaded indefinitely."""
     return {
         "id": state.name,
         "object": "model",

@@ -1,27 +1,33 @@
-"""The runner's own dialect: what the Go client of Ollama's MLX runner speaks.
+"""The runner dialect: the protocol of the Go client of Ollama's MLX runner.
 
-POST /completion answers in JSON lines; what it calls to tokenize is in tokenization.py. Knows that
-client's habits: it writes zero for "not set", keeps all defaults to itself (so the model's own must
-not show through here) and prints the body of every reply that is not 200.
+Knows: POST /completion, which responds with JSON lines, the client's conventions. Must not know:
+how tokens are generated, the model's own sampling defaults.
+
+The client writes zero for "not set", applies all defaults itself (so the model's own must not apply
+here) and prints the body of every response that is not 200. Its tokenization endpoints are in
+app/api/tokenization.py.
+
 Wire format: ollama x/mlxrunner/client.go of March 2026 (bbbad9768), and of August 2026 (0436b37a8),
-which sends the options of api/types.go, whatever they are, and may ask for a format and for
-log-probabilities.
+which sends the options of api/types.go unchanged and may request a format and log-probabilities.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from http import HTTPStatus
 
 import orjson
 from starlette.routing import Route
 
-from app.api.fields import INT32_MAX, INT64, Fields, invalid_request, quote_value
+from app.api.fields import INT64, Fields, invalid_request, quote_value
 from app.api.generate_endpoint import GenerateEndpoint, JsonLines, ParsedRequest
 from app.api.openai.logprobs import render_token_logprobs
+from app.api.openai.sampling import read_knob
 from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError
 from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
-from app.core.ports import Generate
-from app.core.requests import GenerateRequest, JsonSchema, SamplingValue
+from app.core.ports import Generate, ModelCard, Models
+from app.core.requests import GenerateRequest, JsonSchema
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
 from app.core.settings import Settings
 from app.http.body import RequestBodies
 from app.http.responses import ERROR_FORMATS, JsonObject, encode_json_line
@@ -30,8 +36,8 @@ MAX_LOGPROBS = 20
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
-# Options that the client sends with every request and that its own runner does not look at either:
-# how a model is loaded, and one filter.
+# Options that the client sends with every request and that its own runner ignores as well: load
+# options and one filter.
 IGNORED_INTEGERS = (
     "num_ctx",
     "num_batch",
@@ -42,12 +48,11 @@ IGNORED_INTEGERS = (
 )
 
 
-def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    def prepare(body: object, _caller: str) -> ParsedRequest:
-        cards = generate.list_models()
-        if not cards:
-            raise AppError(ErrorKind.LOADING, "no model is available yet: try again in a moment")
-        request = parse(body, cards[0].id)
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
+    def prepare(body: object, _caller: str, card: ModelCard) -> ParsedRequest:
+        request = parse(body, card.id)
         return ParsedRequest(
             request=request,
             reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
@@ -55,24 +60,26 @@ def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> lis
 
     return [
         Route(
-            "/completion", GenerateEndpoint(prepare, generate, settings, bodies), methods=["POST"]
+            "/completion",
+            GenerateEndpoint(prepare, generate, models, settings, bodies),
+            methods=["POST"],
         ),
     ]
 
 
 def parse(body: object, model: str) -> GenerateRequest:
-    """The body of POST /completion. Raises AppError(INVALID)."""
+    """Parses the body of POST /completion. Raises AppError(INVALID)."""
     # Go's decoder ignores case, and later versions of the client send capitals.
     fields = Fields.from_value(body).case_insensitive()
     prompt = fields.required_string("prompt")
     if not prompt:
         raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
-    fields.reject("media", [])  # models here read text
+    fields.reject("media", [])  # models here accept text only
     options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
     request = GenerateRequest(
         model=model,
         prompt=prompt,
-        sampling=_sampling(options),
+        sampling=_read_sampling(options),
         max_tokens=_max_tokens(options),
         stop=options.strings("stop", 16),
         cache_prompt=fields.boolean("cache_prompt") is not False,
@@ -86,29 +93,23 @@ def parse(body: object, model: str) -> GenerateRequest:
     return request
 
 
-def _sampling(options: Fields) -> dict[str, SamplingValue]:
-    """Every knob, set or not: whoever sends this has defaults of its own."""
-    top_p = options.number("top_p", 0, 1)
-    top_k = options.integer("top_k", -1, INT32_MAX)
-    repeat_last_n = options.integer("repeat_last_n", -1, INT32_MAX)
+def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
+    """Returns every sampling parameter, set or not: the client applies its own defaults, so the
+    model's do not apply. 0 means "not set"; for the seed, a negative number does."""
+    read: dict[str, SamplingValue] = {"logit_bias": ()}
+    for knob in SAMPLING_KNOBS:
+        name = knob.runner_name or knob.name
+        # 0 is accepted, though it is not in the range of every knob
+        value = read_knob(options, replace(knob, exclusive_low=False), name, knob.trusted_high)
+        default = knob.default if knob.runner_default is None else knob.runner_default
+        read[knob.name] = value or default
     seed = options.integer("seed", *INT64)
-    return {
-        "temperature": options.number("temperature", 0, 100) or 0.0,
-        "top_p": top_p or 1.0,
-        "top_k": max(0, top_k or 0),
-        "min_p": options.number("min_p", 0, 1) or 0.0,
-        "repetition_penalty": options.number("repeat_penalty", 0, 10) or 1.0,
-        "presence_penalty": options.number("presence_penalty", -2, 2) or 0.0,
-        "frequency_penalty": options.number("frequency_penalty", -2, 2) or 0.0,
-        "repeat_last_n": repeat_last_n or -1,
-        "logit_bias": (),
-        # The client's way to say "any" is a negative seed.
-        "seed": None if seed is None or seed < 0 else seed,
-    }
+    read["seed"] = None if seed is None or seed < 0 else seed
+    return read
 
 
 def _max_tokens(options: Fields) -> int | None:
-    """None is the rest of the context, which is what every number below one means."""
+    """Returns None for the rest of the context, which every number below one means."""
     max_tokens = options.integer("max_tokens", *INT64)
     num_predict = options.integer("num_predict", *INT64)
     limit = max_tokens or num_predict or 0
@@ -116,14 +117,15 @@ def _max_tokens(options: Fields) -> int | None:
 
 
 def _keep(options: Fields) -> int:
-    """Negative is the whole prompt; zero is what "not set" comes to here."""
+    """Returns the number of tokens to keep. Negative means the whole prompt; zero also means "not
+    set"."""
     num_keep = options.integer("num_keep", *INT64)
     n_keep = options.integer("n_keep", *INT64)
     return num_keep or n_keep or 0
 
 
 def _format(fields: Fields) -> JsonSchema | None:
-    """Ollama's `format`: "json", or a JSON schema."""
+    """Reads Ollama's `format`: "json" or a JSON schema."""
     value = fields.value("format")
     if value is None or value == "":
         return None
@@ -150,8 +152,8 @@ def _check_ignored(options: Fields) -> None:
 
 
 class CompletionLineEncoder:
-    """Frames of an answer: one line per piece of text, then one with the counters. logprobs: each
-    line has those of the tokens since the line before."""
+    """Encodes a response: one line per piece of text, then one line with the counters. logprobs:
+    add the log-probabilities of the tokens since the previous line."""
 
     def __init__(self, logprobs: bool = False) -> None:
         self._finished = False
@@ -162,7 +164,7 @@ class CompletionLineEncoder:
         if isinstance(event, TextDelta):
             self._pending_logprobs += event.logprobs
             return self._line(Content=event.text) if event.text else b""
-        # a plain prompt is answered by nothing but text
+        # a plain prompt yields only text
         assert isinstance(event, Finish)
         self._finished = True
         return self._line(
@@ -197,7 +199,7 @@ class CompletionLineEncoder:
 
 
 def _line(**said: object) -> JsonObject:
-    """All keys stand in every line, as Go's encoder writes them."""
+    """Writes all keys in every line, as Go's encoder does."""
     return {
         "Content": "",
         "Done": False,

@@ -1,7 +1,7 @@
-"""`mlxrunner config`: what is in force, and where each value was said.
+"""`mlxrunner config`: shows the effective settings and the source of each value.
 
-Knows: how a table looks. Must not know: sources, and any key: of variables that hold some, only
-the names are known here.
+Knows: the layout of the table. Must not know: how sources are read, any API key: of the variables
+that hold keys, only the names are known here.
 """
 
 import json
@@ -22,8 +22,11 @@ SettingRow = tuple[str, str, str]
 def show_config(
     configuration: ResolvedConfig, output_format: Literal["json", "toml"] | None
 ) -> int:
-    """The exit status. Raises AppError(INVALID) for settings that `serve` would not start with."""
-    # a copy: check_door removes the keys from it
+    """Prints the settings and returns the exit status.
+
+    output_format: None prints a table. Raises AppError(INVALID) for settings with which `serve`
+    would not start."""
+    # a copy: check_security_settings removes the keys from it
     check_security_settings(configuration.settings, dict(os.environ))
     check_tracing(configuration.settings)
     match output_format:
@@ -38,8 +41,8 @@ def show_config(
 
 
 def build_report(configuration: ResolvedConfig) -> Mapping[str, Any]:
-    """settings: value as it would stand in a file, null where nothing was said and nothing can be;
-    unit; and where it was said. secrets: variables with keys that are set."""
+    """The JSON report. settings: per setting its value as written in a file (null if unset), its
+    unit and its source. secrets: names of the variables with keys that are set."""
     settings, places = configuration.settings, configuration.sources
     return {
         "models": {

@@ -1,6 +1,6 @@
-"""`mlxrunner doctor`: what models are computed with on this machine, and what is lost.
+"""`mlxrunner doctor`: reports the compute backend of this machine and problems that slow it down.
 
-Knows: words for what the rooms tell, what to do about it. Must not know: how they found out.
+Knows: the wording of the findings, remedies. Must not know: how other packages detect them.
 """
 
 import dataclasses
@@ -23,17 +23,20 @@ from app.engine.device import detect_backend, device_budget, measure_gigaflops
 from app.runners.compile_dir import prepare_compile_dir
 from models import cpu_backend, kernels
 
-# bytes with which hardly any model is served
+# bytes; with less, hardly any model can be served
 _MIN_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """gigaflops: that a product reaches through MLX. blas: None for the one that MLX brought, and
-    blas_why says why; kernels: None where MLX's own operations do the work, and kernels_why says
-    why. called: whether MLX went through `blas`; None where nobody counts. memory: bytes that may
-    be used. scratch: where MLX may compile to; None where nowhere. models: how many, by source;
-    stores: what is wrong with these."""
+    """What `mlxrunner doctor` found.
+
+    gigaflops: throughput of a matrix product through MLX, in GFLOP/s. blas: the BLAS library; None
+    for the one that MLX ships, and blas_why is the reason. called: whether MLX called `blas`; None
+    if calls are not counted. kernels: the CPU kernels in use; None if MLX's own operations are
+    used, and kernels_why is the reason. memory: bytes that may be used. scratch: folder for MLX's
+    compiled code; None if there is none. models: number of models by source. stores: error message
+    of the model stores."""
 
     python: str
     mlx: str
@@ -53,7 +56,7 @@ class Findings:
 
 
 def diagnose(*, as_json: bool) -> int:
-    """The exit status: 1 where something is lost that this machine could have."""
+    """Prints the findings and returns the exit status: 1 if a problem was found."""
     found = _examine()
     lost = list(find_problems(found, os.environ))
     if as_json:
@@ -67,7 +70,7 @@ def diagnose(*, as_json: bool) -> int:
 
 
 def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
-    """A word and what is to be said of it."""
+    """Yields the lines of the report as (label, value)."""
     yield "Python", f"{found.python}, {platform.system()} {platform.machine()}"
     yield "MLX", f"{found.mlx}, on the {found.device.upper()}"
     yield "processor", f"{found.cpu}, {found.threads} threads"
@@ -84,8 +87,8 @@ def render_lines(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:
-    """What this machine could have and has not, each with what to do. What somebody has turned off
-    is no loss."""
+    """Yields one message per problem, each with a remedy. A feature that the user has turned off is
+    not a problem."""
     if found.device == "cpu" and found.blas_why == cpu_backend.USES_CUDA:
         yield "MLX was installed for CUDA but found no GPU: check nvidia-smi"
     elif found.device == "cpu" and sys.platform == "linux":
@@ -113,7 +116,7 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
         )
     if found.called is False:
         yield f"{found.blas} is loaded, but MLX does not call it: check LD_PRELOAD"
-    # what the install was asked to leave out is turned off too
+    # kernels that the install was told not to build count as turned off, too
     off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
     if found.kernels is None and not off:
         yield f"the CPU kernels are not in use, so decoding is slower: {found.kernels_why}"
@@ -144,7 +147,7 @@ def _examine() -> Findings:
 
 
 def _read_cpu_name() -> str:
-    """As it calls itself; what tells that on Linux is silent on most arm64 machines."""
+    """The CPU's model name. /proc/cpuinfo has no model name on most arm64 machines."""
     try:
         pairs = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
@@ -154,7 +157,7 @@ def _read_cpu_name() -> str:
 
 
 def _find_compile_dir() -> str | None:
-    """As a runner's process finds it."""
+    """The folder that a model process would compile in; None if there is none."""
     found = prepare_compile_dir()
     if "MLX_DISABLE_COMPILE" in found:
         return None
@@ -162,7 +165,7 @@ def _find_compile_dir() -> str | None:
 
 
 def _count_models() -> tuple[Mapping[str, int], str | None]:
-    """How many each source has, broken ones too, and what is wrong with the sources."""
+    """The number of models by source, including broken ones, and an error message or None."""
     try:
         found = Counter(entry.source for entry in store.list_installed())
     except AppError as error:

@@ -1,7 +1,7 @@
-"""`mlxrunner key`: makes an API key, shows it once, and writes down what the server needs of it.
+"""`mlxrunner key`: creates an API key, prints it once and stores its digest for the server.
 
-Knows: the file's permissions, how lines are added to it. Must not know: the file's format, what
-keys are good for.
+Knows: the permissions of the key file, how entries are appended to it. Must not know: the file's
+format, what keys permit.
 """
 
 import datetime
@@ -16,9 +16,11 @@ from app.http import api_keys
 
 
 def make_key(name: str, *, admin: bool, file: Path | None) -> int:
-    """The exit status. The key goes to stdout and everything else to stderr, so that a program may
-    take it. Raises AppError(INVALID) for a name that is none, and for a file that cannot be used;
-    then there is no key."""
+    """Creates a key and returns the exit status. The key goes to stdout and everything else to
+    stderr, so that a program can read the key.
+
+    file: key file to append the digest to; None prints the entry instead. Raises AppError(INVALID)
+    for an invalid name or an unusable file; then no key is printed."""
     fresh = api_keys.generate_key()
     key = api_keys.ApiKey(
         name=api_keys.validate_name(name), digest=api_keys.hash_key(fresh), admin=admin
@@ -37,14 +39,14 @@ def make_key(name: str, *, admin: bool, file: Path | None) -> int:
 
 
 def append_key(file: Path, table: str) -> tuple[api_keys.ApiKey, ...]:
-    """Adds a table to the file, which is made where there is none; the keys that it held before.
+    """Appends a table to the key file and returns the keys that the file held before.
 
-    It is written in one piece behind what stands there, and taken back if that fails, so that a
-    server which looks at it just now reads all of it or nothing; and under a lock, so that two
-    commands at once lose no key. It keeps its owner, its comments, and what links to it. Raises
-    AppError(INVALID)."""
+    The file is created if it is missing. The table is appended by a single write, which is undone
+    if it fails, so that a server that reads the file at this moment sees all of the table or none
+    of it. A lock ensures that two concurrent commands lose no key. The file keeps its owner, its
+    comments and its links. Raises AppError(INVALID)."""
     try:
-        # a pipe would wait for its reader
+        # O_NONBLOCK: opening a pipe would wait for its reader
         line = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise _write_error(file, error) from None

@@ -1,6 +1,6 @@
-"""`mlxrunner list`: every model that is here and has a name.
+"""`mlxrunner list`: lists the models installed on this machine.
 
-Knows: how a table looks. Must not know: where models lie.
+Knows: the layout of the table. Must not know: where models are stored.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from models.multimodal import get_text_config
 
 _HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
 
-# the widest name that still leaves room for the other columns on a line of 80
+# the widest name with which the other columns fit in 80 characters
 _MAX_NAME_WIDTH = 33
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedModel:
-    """bytes: of all tensors. modified: Unix time. problem: why it cannot be served, in which case
-    the rest is not known."""
+    """A row of the list. bytes: size of all tensors. modified: Unix time. problem: why the model
+    cannot be served, or None; if set, bytes, architecture and modified are unknown."""
 
     name: str
     source: str
@@ -37,7 +37,7 @@ class ListedModel:
 
 
 def list_models(*, as_json: bool) -> int:
-    """The exit status, 0 also where some model is broken: the list is what was asked for."""
+    """Prints the list and returns the exit status, which is 0 even if a model is broken."""
     rows = list(_collect_models())
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
@@ -48,8 +48,8 @@ def list_models(*, as_json: bool) -> int:
 
 
 def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
-    """Lines of at most 80 columns, but for a long name, which has a line of its own, and for what
-    is wrong with a model."""
+    """Yields the lines of the table. They have at most 80 characters, except for long names, which
+    get a line of their own, and for the problems of broken models."""
     rows = list(rows)
     width = min(_MAX_NAME_WIDTH, max([len(row.name) for row in rows] + [len(_HEADER[0])]))
     yield _format_line(_HEADER, width)
@@ -67,7 +67,7 @@ def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
 
 
 def get_architecture(files: ModelFiles) -> str:
-    """The model_type, of a multimodal model that of its text."""
+    """The model_type; for a multimodal model, that of its text model."""
     return str(get_text_config(files.config).get("model_type"))
 
 

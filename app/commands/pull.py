@@ -1,8 +1,7 @@
-"""`mlxrunner pull`: a model from the hub, because a person said so.
+"""`mlxrunner pull`: downloads a model from the hub. `serve` uses it for models that are missing.
 
-Knows: what is told before and after. Must not know: how files get here.
-
-The model that `serve` is to serve, downloaded first where a person wants that.
+Knows: the messages before and after a download, the question at the terminal. Must not know: how
+files are downloaded.
 """
 
 import sys
@@ -21,16 +20,15 @@ from models.base import ModelError
 
 
 def resolve_or_download(settings: Settings) -> ModelFiles:
-    """settings: of one model, as `Settings.for_model` gives them. What is not here is downloaded
-    where --pull says so, or a person at the terminal. Raises AppError."""
+    """Finds a model, and downloads a missing one if --pull is set or the user confirms it.
+
+    settings: the settings of one model, as `Settings.for_model` returns them. Raises AppError."""
     try:
         return store.resolve(settings.models[0].name if settings.models else None)
     except ModelNotFoundError as missing:
-        # nothing is asked, of a person or of the hub, where nobody sits
+        # without a terminal, neither prompt the user nor query the hub
         if missing.hub is None or not (settings.pull or _is_interactive()):
             raise
-        # huggingface_hub takes a sixth of a second to import, which most starts need not spend
-
         offer = plan_model_download(missing.hub)
         question = f"download {offer.name} ({format_bytes(offer.missing_bytes)})?"
         if not settings.pull and not _confirm(missing.message, question):
@@ -48,7 +46,9 @@ def _confirm(reason: str, question: str) -> bool:
 
 
 def pull(name: str, revision: str | None) -> int:
-    """Download a model, or what is missing of it, and check all of it. The exit status; raises
+    """Downloads the missing files of a model, verifies all files and returns the exit status.
+
+    revision: a branch, tag or commit; None is the one in `name`, or the main branch. Raises
     AppError."""
     wanted = _parse_hub_name(name, revision)
     files = download_model(plan_model_download(wanted))
@@ -57,8 +57,8 @@ def pull(name: str, revision: str | None) -> int:
 
 
 def plan_model_download(name: HubName) -> DownloadPlan:
-    """What the hub has. Raises AppError for what could not be served: better now than after the
-    download."""
+    """Plans the download of a model. Raises AppError for a model that could not be served, so that
+    it is rejected before the download, not after it."""
     offer = plan_download(name)
     try:
         models.read_info(offer.config)
@@ -68,7 +68,7 @@ def plan_model_download(name: HubName) -> DownloadPlan:
 
 
 def download_model(offer: DownloadPlan) -> ModelFiles:
-    """Download it, telling what and how far. Raises AppError."""
+    """Downloads the files of a plan and reports the progress on stderr. Raises AppError."""
     name = offer.name
     left = (
         f"{format_bytes(offer.missing_bytes)} to download"

@@ -1,6 +1,6 @@
-"""`mlxrunner show`: what a model is, and whether it fits, without reading it.
+"""`mlxrunner show`: describes a model and whether it fits in memory, without loading its weights.
 
-Knows: words for what the rooms tell. Must not know: how they found out.
+Knows: the wording and layout of the description. Must not know: how other packages compute it.
 """
 
 import dataclasses
@@ -19,13 +19,15 @@ from app.engine.model_info import ParameterCount, complete_config, count_paramet
 
 
 def show(settings: Settings, *, as_json: bool) -> int:
-    """The exit status. settings: the models, and with what they would be served; in JSON one object
-    for each. Raises AppError for a model that could not be."""
+    """Prints a description of each model and returns the exit status.
+
+    settings: the models and the settings with which they would be served. as_json: print one JSON
+    object per model. Raises AppError for a model that could not be served."""
     if not settings.models:
         _show(None, settings, as_json=as_json)
     for model in settings.models:
         own = settings.for_model(model)
-        # of the others nothing is asked here: alone, it may have what all may
+        # the other models are ignored here: this one may use the memory budget of all models
         alone = dataclasses.replace(own, memory=own.memory or settings.memory)
         _show(model.name, alone, as_json=as_json)
     return 0
@@ -88,14 +90,14 @@ def _render_lines(
 
 
 def _find_template_file(files: ModelFiles) -> str | None:
-    """The file that it is in."""
+    """The name of the file with the chat template, or None."""
     if files.chat_template is not None:
         return "chat_template.jinja"
     return "tokenizer_config.json" if files.tokenizer_config.get("chat_template") else None
 
 
 def _list_defaults(files: ModelFiles) -> Mapping[str, Any]:
-    """What the model's makers recommend, which a request may change."""
+    """The defaults that the model's authors recommend; a request may override them."""
     found = read_generation_defaults(files)
     told: dict[str, Any] = dict(found.sampling)
     if found.max_tokens is not None:

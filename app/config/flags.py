@@ -1,6 +1,6 @@
-"""The command line's flags, made from the table of options.
+"""The command-line flags, generated from the table of options.
 
-Knows: argparse. Must not know: commands, the other sources.
+Knows: argparse. Must not know: commands, the other sources of settings.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from app.core.settings import ModelSettings
 
 
 def add_setting_flags(command: argparse.ArgumentParser) -> None:
-    """Every setting. What is not given leaves no trace, so that another source may give it."""
+    """Adds a flag for every setting. A flag that is not given sets no attribute, so that another
+    source can provide the value."""
     command.add_argument(
         "models",
         nargs="*",
@@ -48,7 +49,8 @@ def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """Exits with status 2 and one line for a bad command line; argparse would print all options."""
+    """A parser that exits with status 2 and one line for an invalid command line; argparse would
+    print all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"mlxrunner: {message.removeprefix('argument ')}\n")
@@ -57,9 +59,11 @@ class CommandLineParser(argparse.ArgumentParser):
 def parse_arguments(
     parser: CommandLineParser, argv: Sequence[str] | None, commands: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Models may stand between flags, which argparse does not allow for; a flag that there is not
-    is refused with the one that was perhaps meant, and so is a command. Exits with 2 for what
-    cannot be read. commands: the known ones; the first word must be one of them or a flag."""
+    """Parses the command line. Models may be given between flags, which argparse does not support.
+
+    An unknown flag or command is rejected, with the most similar one as a suggestion. Exits with
+    status 2 for an invalid command line. commands: known commands; the first argument must be one
+    of them or a flag."""
     argv = sys.argv[1:] if argv is None else argv
     first = next(iter(argv), "")
     if commands and not first.startswith("-") and first not in commands:

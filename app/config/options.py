@@ -1,12 +1,10 @@
-"""Every setting, once: how it is written, and what is told of it.
+"""The table of all settings: how each is written, its default and its help text.
 
 Knows: the fields of Settings and ModelSettings. Must not know: argparse, TOML, the environment.
 
 A setting has one name, spelled as each source spells names: `max_queue` in a file, `--max-queue` on
-the command line, `MLXRUNNER_MAX_QUEUE` in the environment. What may be given several times is in
-the singular on the command line.
-
-What is known of one setting, whatever source it is read from.
+the command line, `MLXRUNNER_MAX_QUEUE` in the environment. The flag of a repeatable setting is in
+the singular.
 """
 
 import dataclasses
@@ -28,14 +26,16 @@ from app.core.settings import (
 
 ENV_PREFIX = "MLXRUNNER_"
 
-# what undoes a setting of a source that counts less, in every form
+# resets a setting that a source of lower precedence has set; accepted for every type of value
 DEFAULT_WORD = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """field: of Settings, and the key in a file. default: its value there. help: what it does.
-    unset_label: what holds where the default is None. env_var: in the environment."""
+    """One setting, independent of the source it is read from.
+
+    field: name of the field in Settings, and key in a file. default: default of that field. help:
+    help text. unset_label: text displayed for None. env_var: name of the environment variable."""
 
     field: str
     value_type: ValueType
@@ -54,19 +54,19 @@ class Option:
         return "--" + name.replace("_", "-")
 
     def parse_text(self, word: str) -> Any:
-        """Raises Misread."""
+        """Parses text from the command line or the environment. Raises InvalidOptionValue."""
         return self.default if word == DEFAULT_WORD else self.value_type.parse_text(word)
 
     def from_toml(self, value: object) -> Any:
-        """From a file. Raises Misread."""
+        """Converts a value from a file. Raises InvalidOptionValue."""
         return self.default if value == DEFAULT_WORD else self.value_type.from_toml(value)
 
     def to_toml(self, value: Any) -> Any:
-        """For a file, where nothing stands for None."""
+        """Converts a value for a file. TOML has no null, so None becomes "default"."""
         return DEFAULT_WORD if value is None else self.value_type.to_toml(value)
 
     def format_value(self, value: Any) -> str:
-        """For people."""
+        """Formats a value for display."""
         if value is None:
             return self.unset_label
         given = self.value_type.to_toml(value)
@@ -108,14 +108,13 @@ def make_option(
 
 GIBIBYTE = 1 << 30
 
-# which file to read; not a setting, for a file cannot say it
+# path of the configuration file; not a setting, since a file cannot name itself
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 
-# read by those who check keys, and never told
+# read by app/http/api_keys.py; their values are never displayed
 SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
 
-# read where arrays are computed, before there are settings: models/cpu_backend.py, models/cpu_backend.py,
-# models/kernels
+# read by models/cpu_backend.py and models/kernels, before the settings exist
 BACKEND_VARIABLES = (
     f"{ENV_PREFIX}BLAS",
     f"{ENV_PREFIX}ISA",
@@ -123,7 +122,7 @@ BACKEND_VARIABLES = (
     f"{ENV_PREFIX}THREADS",
 )
 
-# read by the install (models/kernels/CMakeLists.txt); a shell in which it is set may start a server
+# read by the install (models/kernels/CMakeLists.txt); may still be set when a server is started
 BUILD_VARIABLE = f"{ENV_PREFIX}BUILD_KERNELS"
 
 MODELS_VARIABLE = f"{ENV_PREFIX}MODELS"
@@ -193,7 +192,7 @@ GROUPS = (
                 "api_keys",
                 value_types.path(),
                 "file of hashed API keys, written by `mlxrunner key`",
-                # the rule's own name holds keys themselves
+                # MLXRUNNER_API_KEYS holds the keys themselves
                 variable=f"{ENV_PREFIX}API_KEYS_FILE",
             ),
             make_option(
@@ -364,7 +363,8 @@ OPTIONS = tuple(one for group in GROUPS for one in group.options)
 
 
 def _make_model_option(field: str) -> Option:
-    """What may be set for all models too, and there means the same."""
+    """The option of one model for a setting that also exists for all models, with the same
+    meaning."""
     [of_all] = [one for one in OPTIONS if one.field == field]
     return dataclasses.replace(of_all, default=None, unset_label="as for all models")
 

@@ -1,9 +1,9 @@
-"""Which source counts: flags before the environment, that before a file, that before the defaults.
+"""Precedence of the sources of settings: flags, then the environment, a file, and the defaults.
 
-Knows: the order, and where each setting came from. Must not know: how any source is written.
+Knows: the order, the source of each setting. Must not know: how any source is written.
 
-No file is looked for that nobody named: what a server does, and whom it lets in, must not depend
-on the folder in which it was started or on what somebody left in a home.
+Only an explicitly named file is read: the behaviour and the access control of a server must not
+depend on the working directory or on a file left in a home directory.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ DEFAULT_SOURCE = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """sources: where the value of each field was said, in words. secret_variables: variables that
-    hold keys; their names."""
+    """sources: description of the source of each field's value. secret_variables: names of the set
+    environment variables that hold keys."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -31,8 +31,10 @@ class ResolvedConfig:
 def resolve_config(
     flags: SourcedValues, config_path: str | None, environment: Mapping[str, str]
 ) -> ResolvedConfig:
-    """config_path: the one that the command line names; else the environment may name one. Raises
-    AppError(INVALID)."""
+    """Merges the settings of all sources.
+
+    config_path: configuration file given on the command line; None uses the one that the
+    environment names, if any. Raises AppError(INVALID)."""
     of_environment = read_environment(environment)
     config_path = config_path or environment.get(CONFIG_VARIABLE)
     of_file: SourcedValues = read_toml_file(config_path) if config_path else {}
@@ -49,7 +51,8 @@ def resolve_config(
 
 
 def _add_source(error: AppError, sources: Mapping[str, str]) -> AppError:
-    """What excludes something else, and was not typed just now, is told with its place."""
+    """Adds the source of the conflicting setting to the message, unless it is a flag or the
+    default."""
     place = sources.get(error.param or "", DEFAULT_SOURCE)
     if place == DEFAULT_SOURCE or place.startswith("-"):
         return error

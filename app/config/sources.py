@@ -1,6 +1,6 @@
-"""What the environment says, and what a value found somewhere looks like.
+"""Settings from environment variables, and the type of a value with its source.
 
-Knows: how our variables are spelled. Must not know: the other sources, who reads the secrets.
+Knows: the names of mlxrunner's variables. Must not know: the other sources, who reads the secrets.
 """
 
 from collections.abc import Mapping
@@ -23,20 +23,22 @@ from app.core.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedValue:
-    """value: of a field of Settings. source: where it was said, in words."""
+    """value: value of a field of Settings. source: description of where it was set."""
 
     value: Any
     source: str
 
 
 SourcedValues = Mapping[str, SourcedValue]
-"""By the name of the field."""
+"""Values by field name."""
 
 
 def read_environment(environment: Mapping[str, str]) -> SourcedValues:
-    """An empty variable is none: that is how compose files and units write one that is not set.
-    Raises AppError(INVALID) for a variable of ours that there is not, without its value, which may
-    be a key; and for a value that cannot be read."""
+    """Reads the settings from the environment.
+
+    An empty variable counts as unset, since compose files and systemd units write unset variables
+    that way. Raises AppError(INVALID) for an invalid value, and for an unknown MLXRUNNER_ variable;
+    that message omits the value, which may be a key."""
     ours = {
         name: word for name, word in environment.items() if name.startswith(ENV_PREFIX) and word
     }
@@ -71,14 +73,16 @@ def read_environment(environment: Mapping[str, str]) -> SourcedValues:
 
 
 def find_secret_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of those that are there; never what they hold."""
+    """The names of the secret variables that are set, never their values."""
     return tuple(name for name in SECRET_VARIABLES if environment.get(name))
 
 
 def _reject_kubernetes_service_links(ours: Mapping[str, str]) -> None:
-    """Kubernetes tells every container the address of each service, in variables called after the
-    service ("Service environment variables" in its documentation): of one called mlxrunner, in
-    ours."""
+    """Raises AppError(INVALID) for variables that Kubernetes has set.
+
+    Kubernetes passes the address of each service to every container, in variables named after the
+    service ("Service environment variables" in its documentation). Those of a service named
+    mlxrunner collide with mlxrunner's own variables."""
     for name in (f"{ENV_PREFIX}SERVICE_HOST", f"{ENV_PREFIX}PORT"):
         if name in ours and (name != f"{ENV_PREFIX}PORT" or "://" in ours[name]):
             raise AppError(

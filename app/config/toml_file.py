@@ -1,14 +1,14 @@
-"""A configuration file, read and written: TOML 1.0 (toml.io), one key for each setting.
+"""Reads and writes the configuration file: TOML 1.0 (toml.io), one key per setting.
 
-Knows: where in the file a key stands. Must not know: the other sources.
+Knows: the line of each key. Must not know: the other sources of settings.
 
     port = 8080                 the settings, without sections
 
-    [[models]]                  then the models, each with what holds for it alone
+    [[models]]                  then the models, each with its own settings
     name = "org/name"
     pinned = true
 
-Where there is nothing to say of the models, `models = ["org/name", …]` does.
+For models without settings of their own, `models = ["org/name", …]` suffices.
 """
 
 import re
@@ -29,17 +29,18 @@ _TABLE_LINE = re.compile(r"\s*\[\[?\s*[\"']?([\w-]+)")
 _KEY_LINE = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*[=.]")
 
 TomlKey = tuple[int | None, str]
-"""A model's place among the models, None at the top; and a key there, "" for the table itself."""
+"""(index of the model, or None at the top level; key, or "" for the table itself)."""
 
 
 def read_toml_file(path: str) -> SourcedValues:
-    """Raises AppError(INVALID) for a file that cannot be read, with the line where it is known."""
-    # only who has a file pays for it
+    """Reads a configuration file. Raises AppError(INVALID) for an unreadable or invalid file, with
+    the line number if it is known."""
+    # imported here, so that a start without a file does not pay for the import
     import tomllib
 
     try:
         written = Path(path).read_bytes().decode("utf-8")
-        # a document's values, whose types are looked at one by one
+        # untyped values, whose types are checked one by one
         document: Mapping[str, object] = tomllib.loads(written)
     except OSError as error:
         raise _config_error(_make_printable(path), error.strerror or str(error), path) from None
@@ -49,7 +50,7 @@ def read_toml_file(path: str) -> SourcedValues:
 
 
 class _TomlReader:
-    """One file, of which the places are known."""
+    """Converts a parsed file to settings, and knows the line of each key."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path = _make_printable(path)
@@ -100,7 +101,8 @@ class _TomlReader:
                     ),
                     _model_key(index, key),
                 )
-            # a model may well be called "default", and what is not said of it needs no word
+            # not Option.from_toml: here "default" may be the name of a model, and a key that is
+            # left out already means the default
             take = _MODEL_OPTIONS_BY_KEY[key].value_type.from_toml
             fields[key] = _convert(take, value, place, _model_key(index, key))
         return ModelSettings(**fields)
@@ -121,7 +123,7 @@ class _TomlReader:
         return _config_error(place, f"{key}: unknown key{near}", key)
 
     def _locate(self, *keys: TomlKey) -> str:
-        """The line of the first of `keys` that has one."""
+        """The path, with the line of the first of `keys` whose line is known."""
         for key in keys:
             if line := self._lines.get(key):
                 return f"{self._path}:{line}"
@@ -129,9 +131,10 @@ class _TomlReader:
 
 
 def render_toml(settings: Settings, sources: Mapping[str, str]) -> str:
-    """A file that says what `settings` do, however little of it differs from the defaults.
-    sources: where each was said, for comments."""
-    # only `mlxrunner config --toml` needs it
+    """Renders a file with every setting, including those that equal the default.
+
+    sources: description of each setting's source, added as a comment."""
+    # imported here: only `mlxrunner config --toml` needs it
     import tomli_w
 
     def line(option: Option, value: Any) -> str:
@@ -148,7 +151,7 @@ def render_toml(settings: Settings, sources: Mapping[str, str]) -> str:
 
 
 def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
-    """What is said of it beyond what holds for all."""
+    """Yields the options of a model that differ from their defaults, with their values."""
     for option in MODEL_OPTIONS:
         value = getattr(model, option.field)
         if value != option.default:
@@ -156,8 +159,8 @@ def iter_model_overrides(model: ModelSettings) -> Iterator[tuple[Option, Any]]:
 
 
 def _find_key_lines(text: str) -> Mapping[TomlKey, int]:
-    """Where each key stands. Two lines that look like one key are none: one of them is part of a
-    text."""
+    """The line number of each key. A key that seems to occur on two lines is left out, since one of
+    them is part of a multi-line string."""
     found: dict[TomlKey, int] = {}
     doubtful: set[TomlKey] = set()
     index, models = None, -1
@@ -186,7 +189,7 @@ def _convert(from_toml: Callable[[object], Any], value: object, location: str, k
 
 
 def _find_first_model(lines: Mapping[TomlKey, int]) -> TomlKey:
-    """Where models begin."""
+    """The key of the first model: its table, or the `models` list."""
     return (0, "") if (0, "") in lines else (None, "models")
 
 
@@ -195,7 +198,7 @@ def _model_key(index: int, key: str = "") -> str:
 
 
 def _make_printable(path: str) -> str:
-    """As it may stand in one line, and in a comment."""
+    """Replaces characters that are not allowed in a single line or a comment."""
     return "".join(letter if letter.isprintable() else "?" for letter in path)
 
 

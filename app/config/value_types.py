@@ -1,7 +1,7 @@
-"""How values are written: as words on the command line and in the environment, as TOML in a file.
+"""Types of option values: text on the command line and in the environment, TOML in a file.
 
-Knows: numbers, units, durations, addresses. Must not know: which setting is which, where a word
-came from.
+Knows: numbers, units, durations, addresses. Must not know: individual settings, the source of a
+value.
 """
 
 import difflib
@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from app.core import units
 from app.core.settings import is_host_name, is_origin
 
-# seconds, GiB, MiB: more than there is, and little enough to be counted in bytes and waited for
+# in seconds, GiB or MiB: above any practical value, and small enough for timeouts and byte counts
 MAX_NUMBER = 1_000_000_000
 
-# a longer word is cut where it is told
+# a longer value is truncated in messages
 _MAX_QUOTED_LENGTH = 60
 
 _BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
@@ -30,19 +30,19 @@ _BOOLEAN_WORDS = {"true": True, "yes": True, "on": True, "1": True} | {
 
 
 class InvalidOptionValue(Exception):
-    """A value that is not written as it has to be: "must be …, not …"."""
+    """An invalid value; the message reads "must be …, not …"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueType:
-    """One way to write values.
+    """The type of an option's value and how it is written.
 
-    description: what a value has to be, in words. metavar: what stands for it in help. parse: a
-    word to a value; raises ValueError. types: of TOML, that may stand in a file. to_toml_item: a
-    value to what stands in a file. choices: every word that is accepted, where they are a fixed
-    list. unit: of the number that is written. secret: a word is never told again, for it may hold a
-    password. is_list: a value is several of those, in a tuple: between commas in a word, in a list
-    in a file."""
+    description: description of valid values. metavar: placeholder in the help text. parse: converts
+    text to a value; raises ValueError. types: TOML types accepted in a file. to_toml_item: converts
+    a value to TOML. choices: all accepted words, if they are a fixed list. unit: unit of the number
+    as it is written. secret: messages never quote the text, since it may contain a password.
+    is_list: the value is a tuple of items, written separated by commas in text and as a list in a
+    file."""
 
     description: str
     metavar: str
@@ -55,13 +55,13 @@ class ValueType:
     is_list: bool = False
 
     def parse_text(self, word: str) -> Any:
-        """Raises Misread."""
+        """Parses text from the command line or the environment. Raises InvalidOptionValue."""
         if not self.is_list:
             return self._parse_item(word)
         return tuple(self._parse_item(part.strip()) for part in word.split(",") if part.strip())
 
     def from_toml(self, value: object) -> Any:
-        """What TOML means by `value`. Raises Misread."""
+        """Converts a value parsed from TOML. Raises InvalidOptionValue."""
         if not self.is_list:
             return self._item_from_toml(value)
         if type(value) is not list:
@@ -69,7 +69,7 @@ class ValueType:
         return tuple(self._item_from_toml(item) for item in cast("list[object]", value))
 
     def to_toml(self, value: Any) -> Any:
-        """What `take` takes for `value`."""
+        """Converts a value to TOML; the inverse of `from_toml`."""
         return (
             [self.to_toml_item(item) for item in value]
             if self.is_list
@@ -77,7 +77,7 @@ class ValueType:
         )
 
     def _item_from_toml(self, value: object) -> Any:
-        # exactly: true is no number, though Python counts with it
+        # compared exactly: bool is a subclass of int, but true is not a number
         if type(value) not in self.types:
             raise self._invalid_value(_quote(value))
         return self._parse_item(str(value).lower() if type(value) is bool else str(value))
@@ -112,7 +112,7 @@ def integer(minimum: int, maximum: int | None = None, unit: str = "") -> ValueTy
 
 
 def size(unit: str, bytes_per_unit: int) -> ValueType:
-    """Bytes, written in a larger unit."""
+    """A number of bytes, written in a larger unit. bytes_per_unit: size of that unit in bytes."""
 
     def parse(word: str) -> int:
         amount = float(word)
@@ -131,14 +131,15 @@ def size(unit: str, bytes_per_unit: int) -> ValueType:
 
 
 def duration(*, allow_zero: bool = False, allow_forever: bool = False) -> ValueType:
-    """Seconds, math.inf for ever. allow_zero: none at all may be asked for."""
+    """A duration in seconds; math.inf means forever. allow_zero: accept 0. allow_forever: accept
+    "forever" and negative numbers, both as math.inf."""
 
     def parse(word: str) -> float:
         if allow_forever and word == "forever":
             return math.inf
         length = units.parse_duration(word)
         if length is None:
-            length = float(word)  # more digits than people write
+            length = float(word)  # a number in a form that parse_duration rejects
         if allow_forever and length < 0:
             return math.inf
         if not (0 <= length <= MAX_NUMBER) or (length == 0 and not allow_zero):
@@ -189,7 +190,7 @@ def choice(*choices: str | int) -> ValueType:
 
 
 def text(description: str, metavar: str) -> ValueType:
-    """Anything that can be seen. description: of such texts."""
+    """Any printable text that is not blank. description: description of valid values."""
 
     def parse(word: str) -> str:
         if not word.strip() or not word.isprintable():
@@ -200,7 +201,8 @@ def text(description: str, metavar: str) -> ValueType:
 
 
 def path() -> ValueType:
-    """Relative ones start where the command was started."""
+    """The path of a file, with `~` expanded. A relative path is relative to the working
+    directory."""
 
     def parse(word: str) -> str:
         if not word or "\0" in word:
@@ -234,7 +236,8 @@ def host_names() -> ValueType:
 
 
 def url() -> ValueType:
-    """Of a collector; who needs a password for it has the standard's own variable for headers."""
+    """The URL of an OpenTelemetry collector. Credentials belong in OpenTelemetry's own variable
+    for headers (OTEL_EXPORTER_OTLP_HEADERS)."""
 
     def parse(word: str) -> str:
         parts = urlsplit(word)
@@ -251,7 +254,7 @@ def url() -> ValueType:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", or nothing where nothing known looks like `word`."""
+    """ "; did you mean …?", or "" if no known word is similar to `word`."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 

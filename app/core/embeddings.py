@@ -1,19 +1,21 @@
-"""Vectors of texts: what is asked for, what crosses the rooms, what comes back.
+"""Embedding requests, jobs and results.
 
-Knows: words, ids, bytes. Must not know: HTTP, tensors, tokenizers. A vector is its numbers as
-float32, little-endian, behind each other: so it crosses any wall, and base64 is one step away.
+Knows: texts, ids, bytes. Must not know: HTTP, tensors, tokenizers.
+
+A vector is stored as bytes: its numbers as little-endian float32, one after the other. This form
+can be sent between processes and encoded as base64 without conversion.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-# mean: of the hidden states of all positions · last: the hidden state of the last one
+# mean: mean of the hidden states of all positions · last: hidden state of the last position
 PoolingType = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """A text or its ids, not empty. param: where it stood in the request, dotted."""
+    """A text or its token ids; never empty. param: dotted path of the request field."""
 
     content: str | tuple[int, ...]
     param: str
@@ -21,9 +23,9 @@ class EmbedInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """Vectors that a client wants, one to each input. pooling: None leaves it to the model.
-    dimensions: only so many of the first numbers; None for all. keep_alive, caller,
-    admin: as in `GenerateRequest`."""
+    """A request for one vector per input. pooling: None is the model's default. dimensions: number
+    of leading vector elements to return; None returns all. keep_alive, caller, admin: as in
+    `GenerateRequest`."""
 
     model: str
     inputs: tuple[EmbedInput, ...]
@@ -36,7 +38,7 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """vectors: in the order of the inputs, each of Euclidean length one. prompt_tokens: of all
+    """vectors: one per input, in order, each of Euclidean length 1. prompt_tokens: tokens of all
     inputs."""
 
     vectors: tuple[bytes, ...]
@@ -45,8 +47,8 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedJob:
-    """inputs: ids, at least one each, none longer than the context. dimensions: at most the width
-    of the model's hidden states."""
+    """inputs: token ids of each input, at least one, at most the context length. dimensions: at
+    most the width of the model's hidden states."""
 
     id: str
     inputs: tuple[tuple[int, ...], ...]
@@ -56,7 +58,8 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedResult:
-    """The job is over. vectors: as in `Embeddings`. error: a sentence, where there are none."""
+    """The result of a finished job. vectors: as in `Embeddings`. error: one sentence if the job
+    failed; then `vectors` is empty."""
 
     job_id: str
     vectors: tuple[bytes, ...] = ()

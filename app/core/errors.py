@@ -1,8 +1,7 @@
-"""The world's mistakes. Ours are assertions.
+"""Errors caused by requests, files and the environment; bugs of mlxrunner are assertions.
 
-Knows: what can go wrong, in words. Must not know: status codes or JSON; dialects map `ErrorKind`.
-
-Errors as those may hear them who ask for a model: without what lies where on the disk.
+Knows: kinds of errors, their messages, redaction of paths and of text from clients. Must not know:
+status codes, JSON; dialects map `ErrorKind` to these.
 """
 
 import re
@@ -10,15 +9,15 @@ from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
-# An absolute path, not one of our routes, nor a part of an address or of a relative one. Names
-# with blanks are cut short, which leaves a word of them and not the way there.
+# An absolute path; not a route of the API, nor a part of a URL or of a relative path. The match
+# ends at the first blank of a file name, so a part of such a name remains, but no folder.
 _ABSOLUTE_PATH = re.compile(
     r"(?<![\w./:~-])~?/(?!v1/)(?:[^\s/'\"`:;,)\]]+/)*(?P<name>[^\s/'\"`:;,)\]]+)"
 )
 
 
 class ErrorKind(StrEnum):
-    """What went wrong. Each dialect maps these to its status codes and type names."""
+    """The kind of an error. Each dialect maps these to its status codes and type names."""
 
     INVALID = "invalid_request"
     CONTEXT_LENGTH = "context_length_exceeded"
@@ -40,12 +39,12 @@ class ErrorKind(StrEnum):
 
 
 class AppError(Exception):
-    """A mistake to be told to whoever made it.
+    """An error to report to the client or the operator who caused it.
 
-    message: says what is wrong and what to do. marked_message: the same with the marks of
-    `mark_client_text`, for code that builds another AppError of it. param: the request field,
-    dotted (`messages.0.role`). code: a stable word for programs, where `kind` is not precise
-    enough. retry_after: seconds after which trying again makes sense, where it does.
+    message: describes the error and a remedy. marked_message: the message with the marks of
+    `mark_client_text`, for code that builds another AppError from it. param: dotted path of the
+    request field (`messages.0.role`). code: stable machine-readable code, if `kind` is not precise
+    enough. retry_after: seconds after which a retry may succeed, or None.
     """
 
     def __init__(
@@ -66,13 +65,15 @@ class AppError(Exception):
         self.retry_after = retry_after
 
     def redact(self) -> str:
-        """The message without what the client sent: that may be a prompt or a key."""
+        """The message without the text that the client sent, which may be a prompt or a key."""
         return _CLIENT_TEXT.sub("…", self.marked_message)
 
 
 def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
-    """folder: where the model lies, which becomes its name; of other paths only the last part is
-    left."""
+    """Returns a copy of the error without folders, so that clients do not learn where files are.
+
+    folder: folder of the model, which is replaced by `name`; of other absolute paths only the last
+    component remains."""
     message = error.marked_message
     if folder is not None:
         message = message.replace(str(folder), name)
@@ -86,16 +87,16 @@ def redact_paths(error: AppError, folder: Path | None, name: str) -> AppError:
     )
 
 
-# Unicode noncharacters around a client's text within a message. `repr` escapes them, and JSON keeps
-# them, so that marks survive the way between processes.
+# Unicode noncharacters that enclose a client's text in a message. `repr` escapes them, and JSON
+# keeps them, so the marks are preserved between processes.
 _CLIENT_TEXT_START, _CLIENT_TEXT_END = "\ufdd0", "\ufdd1"
 _STRIP_MARKS = str.maketrans("", "", _CLIENT_TEXT_START + _CLIENT_TEXT_END)
 _CLIENT_TEXT = re.compile(f"{_CLIENT_TEXT_START}[^{_CLIENT_TEXT_END}]*{_CLIENT_TEXT_END}?")
 
 
 def mark_client_text(text: str) -> str:
-    """Marks a part of an AppError's message that repeats what the client sent, or that another
-    program made of it: the client reads it, the log does not."""
+    """Marks a part of an AppError's message that repeats text sent by the client, or that another
+    program derived from it. The response contains it, the log does not."""
     return f"{_CLIENT_TEXT_START}{text.translate(_STRIP_MARKS)}{_CLIENT_TEXT_END}"
 
 

@@ -1,9 +1,11 @@
-"""What happens while an answer is made, in the order in which it happens.
+"""Events of a generation request, in the order in which they occur.
 
-Knows: the alphabet that generation speaks and dialects translate. A stream is, for each choice,
-`PromptTokenIds? (TextDelta | ReasoningDelta | CallDelta)* Finish`, with `PrefillProgress` in
-between, and the choices in any order beside each other; a collected answer is a fold over the same
-events. Must not know: SSE, JSON, how ids are made.
+Knows: the events that generation emits and dialects convert. Must not know: SSE, JSON, how tokens
+are generated.
+
+The stream of each choice is `PromptTokenIds? (TextDelta | ReasoningDelta | ToolCallDelta)* Finish`,
+with `PrefillProgress` in between. The events of several choices may be interleaved in any order. A
+non-streaming response is built from the same events.
 """
 
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprob:
-    """`text` may hold U+FFFD where the token is not whole UTF-8; `token_bytes` is its exact
-    bytes."""
+    """An alternative token. text: may contain U+FFFD if the token is not valid UTF-8 by itself.
+    token_bytes: its exact bytes. logprob: as in `TokenLogprob`."""
 
     text: str
     token_bytes: bytes
@@ -24,8 +26,10 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """A token of the answer, or of an echoed prompt: natural log of its probability under the raw
-    logits (None for the first of a prompt, which nothing stands before), and its rivals, most
+    """A token of the output or of an echoed prompt, with its log-probability.
+
+    logprob: natural logarithm of its probability under the raw logits; None for the first token of
+    a prompt, which has no predecessor. top_logprobs: the most likely tokens at this position, most
     likely first."""
 
     text: str
@@ -36,9 +40,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillProgress:
-    """Prompt tokens that are in the KV cache so far (cached ones included), of how many. prompt:
-    which one of the request. The first of a choice comes when its job starts, and its
-    `computed_tokens` is what the prefix cache had."""
+    """The progress of prefill. The first event of a choice is emitted when its job starts; its
+    `computed_tokens` is the number of tokens that the prefix cache provided.
+
+    prompt_index: index of the prompt in the request. computed_tokens: prompt tokens in the KV cache
+    so far, including cached ones. total_tokens: tokens of the prompt."""
 
     prompt_index: int = 0
     computed_tokens: int
@@ -47,8 +53,8 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokenIds:
-    """The ids that a prompt came to. Told where they were asked for, before anything is said.
-    prompt_index: which one of the request."""
+    """The token ids of a prompt, if the request asked for them; emitted before any output.
+    prompt_index: index of the prompt in the request."""
 
     prompt_index: int = 0
     token_ids: tuple[int, ...]
@@ -56,12 +62,12 @@ class PromptTokenIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """The next piece of text: never empty unless it carries logprobs or ids, never half a
-    character.
+    """The next piece of text. It never splits a character, and is empty only if the event carries
+    logprobs or token ids.
 
-    logprobs: the tokens read since the last delta, when the request asked for them, those of
-    reasoning and of calls too. token_ids: the same tokens, when it asked for ids. Their text and
-    the delta's text need not line up (a stop string or a character may be held back).
+    logprobs: tokens since the last delta, if the request asked for them, including those of
+    reasoning and tool calls. token_ids: the same tokens, if it asked for ids. The text of these
+    tokens and `text` may differ, since a partial stop string or character is held back.
     """
 
     choice: int = 0
@@ -72,7 +78,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningDelta:
-    """The next piece of what the model thinks before it answers; never empty."""
+    """The next piece of the model's reasoning; never empty."""
 
     choice: int = 0
     text: str
@@ -80,10 +86,12 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """The next piece of a tool call. call_index: 0, 1, 2 … in the order in which they begin; one is
-    over before the next one begins. id, name: with the first piece of each, and only there.
-    arguments: the next piece of their JSON text; joined, it is an object, unless the answer was cut
-    by length or the model made a mistake in it."""
+    """The next piece of a tool call.
+
+    call_index: 0, 1, 2 … in the order in which the calls begin; a call ends before the next one
+    begins. id, name: set in the first piece of a call only. arguments: next piece of the JSON text;
+    the pieces form an object, unless the output was cut by its length or the model produced invalid
+    JSON."""
 
     choice: int = 0
     call_index: int
@@ -94,9 +102,9 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts. cached_tokens: prompt tokens whose evaluation was really skipped.
-    completion_tokens: sampled tokens, the end-of-sequence token excluded. reasoning_tokens: those
-    of them that came before the reasoning was over."""
+    """Token counts. cached_tokens: prompt tokens whose evaluation was actually skipped.
+    completion_tokens: sampled tokens, without the end-of-sequence token. reasoning_tokens: those of
+    them that precede the end of the reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -106,9 +114,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Nanoseconds. prompt: from admission to the first token; evaluation: from the first token to
-    the last; total: from the arrival of the request, so that waiting is in it. gaps: between each
-    two tokens that followed each other."""
+    """Durations in nanoseconds. prefill_ns: from admission to the first token. decode_ns: from the
+    first token to the last. total_ns: from the arrival of the request, so it includes waiting.
+    inter_token_ns: between each pair of consecutive tokens."""
 
     prefill_ns: int
     decode_ns: int
@@ -118,8 +126,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The last event of every choice that ended by itself. prompt_index: which one of the request
-    it answers. stop_string: the stop string that ended it, if one of the request's did."""
+    """The last event of every choice that was not cancelled and did not fail.
+
+    prompt_index: index of the choice's prompt in the request. stop_string: the request's stop
+    string that ended the output, or None."""
 
     choice: int = 0
     prompt_index: int = 0
@@ -131,15 +141,16 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoading:
-    """The model is not in memory yet; told now and then while the request waits for it. progress:
-    0 to 100. queued: whether it has not begun, because another model is loaded before it or has to
-    leave first."""
+    """The model is not in memory yet; emitted from time to time while the request waits for it.
+
+    progress: 0 to 100. queued: whether the load has not begun yet, because another model is loaded
+    or unloaded first."""
 
     progress: int
     queued: bool = False
 
 
-# what an answer is made of
+# events with content of the response
 OutputEvent = PromptTokenIds | TextDelta | ReasoningDelta | ToolCallDelta | Finish
 
 Event = PrefillProgress | ModelLoading | OutputEvent

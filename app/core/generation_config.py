@@ -1,8 +1,8 @@
-"""What the model's makers recommend, where a request does not say.
+"""Generation defaults recommended by the model's authors, for fields that a request leaves unset.
 
-Knows: the keys of generation_config.json (those of transformers' GenerationConfig, and the three
-that only Ollama's parameters have: presence_penalty, frequency_penalty, repeat_last_n). Must not
-know: tokens, files.
+Knows: the keys of generation_config.json (those of transformers' GenerationConfig, and three that
+only Ollama's parameters have: presence_penalty, frequency_penalty, repeat_last_n). Must not know:
+tokens, files.
 """
 
 import math
@@ -12,31 +12,16 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
-from app.core.requests import SamplingValue
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 
-# key -> the least and the most that it may be; the same as a request may ask for
-_FLOAT_RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 10),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-_INT_RANGES: Mapping[str, tuple[int, int]] = {
-    "top_k": (-1, 1 << 31),
-    "repeat_last_n": (-1, 1 << 31),
-    "seed": (-1 << 63, (1 << 63) - 1),
-}
-
-# what greedy decoding has no use for
+# keys without effect in greedy decoding
 _RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """sampling: fields of `SamplingParams` by name. max_tokens: None for the rest of the context.
-    stops: texts that end an answer."""
+    """sampling: fields of `SamplingParams` by name. max_tokens: None is the rest of the context.
+    stop_strings: strings that end the output."""
 
     sampling: Mapping[str, SamplingValue] = field(default_factory=dict[str, SamplingValue])
     max_tokens: int | None = None
@@ -44,10 +29,10 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(files: ModelFiles) -> GenerationDefaults:
-    """They stand between our defaults and the request. Keys that we have no use for are not
-    looked at; null is like not there.
+    """Reads the defaults, which override the server's defaults and are overridden by the request.
+    Unused keys are ignored; null counts as missing.
 
-    Raises AppError(MODEL_FILES), naming file and key, for a value that cannot be meant.
+    Raises AppError(MODEL_FILES), which names the file and the key, for an invalid value.
     """
     config = files.generation_config
     try:
@@ -68,22 +53,23 @@ class _InvalidValue(ValueError):
 
 
 def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
-    """`do_sample: false` means greedy; penalties count all the same."""
+    """`do_sample: false` means greedy decoding; penalties still apply."""
     found: dict[str, SamplingValue] = {}
-    for key, (low, high) in _FLOAT_RANGES.items():
-        value: Any = config.get(key)
-        if value is not None:
-            if not _is_number(value) or not low <= value <= high:
-                raise _InvalidValue(key, value, f"a number from {low:g} to {high:g}")
-            found[key] = float(value)
-    for key, bounds in _INT_RANGES.items():
-        value = config.get(key)
-        if value is not None:
-            if not _is_integer(value) or not bounds[0] <= value <= bounds[1]:
-                raise _InvalidValue(key, value, f"an integer of {bounds[0]} or more")
-            found[key] = value
-    if found.get("top_k") == -1:  # as vLLM's 0: off
-        found["top_k"] = 0
+    for knob in SAMPLING_KNOBS:
+        value: Any = config.get(knob.name)
+        if value is None:
+            continue
+        if knob.kind is int:
+            if not _is_integer(value) or not knob.low <= value <= knob.trusted_high:
+                raise _InvalidValue(knob.name, value, f"an integer of {knob.low:.0f} or more")
+            found[knob.name] = value
+        else:
+            in_range = _is_number(value) and knob.low <= value <= knob.trusted_high
+            if not in_range or (knob.exclusive_low and value == knob.low):
+                raise _InvalidValue(knob.name, value, _describe_range(knob))
+            found[knob.name] = float(value)
+        if found[knob.name] == knob.off:
+            found[knob.name] = knob.default
     do_sample: Any = config.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise _InvalidValue("do_sample", do_sample, "true or false")
@@ -93,8 +79,15 @@ def _read_sampling(config: Json) -> Mapping[str, SamplingValue]:
     return found
 
 
+def _describe_range(knob: SamplingKnob) -> str:
+    if knob.exclusive_low:
+        return f"a number above {knob.low:g} and at most {knob.trusted_high:g}"
+    return f"a number from {knob.low:g} to {knob.trusted_high:g}"
+
+
 def _read_max_tokens(config: Json) -> int | None:
-    """-1 and -2 are Ollama's words for as many as there is room for."""
+    """The maximum number of output tokens; None for -1 and -2, Ollama's values for no limit but the
+    context."""
     value: Any = config.get("max_new_tokens")
     if value is None or value in (-1, -2):
         return None

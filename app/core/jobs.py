@@ -1,13 +1,14 @@
-"""The engine's wire format: ids in, ids out.
+"""The messages to and from an engine: jobs, their updates, and the state of the engine thread.
 
-Knows: token ids, counts, clock readings. Must not know: text, tensors. Everything here is plain
-data, so that an engine may live in another process one day.
+Knows: token ids, counts, timestamps. Must not know: text, tensors. All types are plain data, so
+that an engine can run in another process.
 
-The life of a job is `Started Prefilled* PromptScores? Token* Ended`. A token that ends a sequence
-by being an end-of-sequence id is never reported as a `Token`; a token that ends it by being the
-last one allowed is. So: every `Token` is text, and nothing else is.
+The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. An end-of-sequence id is
+never reported as a `Token`; the last id before a length limit is. So every `Token` is part of the
+output, and the output consists of `Token`s only.
 
-What an engine thread says: the model loads, is there, has turned, or is lost.
+An engine thread sends `LoadProgress` while the model loads, then `EngineReady`, a `StepOutput` per
+step, and `EngineFailed` when it ends with an error.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,16 @@ from typing import Literal
 
 from app.core.embeddings import EmbedResult
 from app.core.errors import ErrorKind
-from app.core.requests import Grammar, SamplingParams
+from app.core.requests import Grammar
+from app.core.sampling_params import SamplingParams
 
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """timestamp_ns: monotonic ns. stage: what the thread began then, such as (
-        "decode of 8 "
-        "sequences"
-    ); `IDLE`
-    while it waits for something to do, for as long as that takes."""
+    """timestamp_ns: monotonic time in ns. stage: what the engine thread began at that time, such as
+    "decode of 8 sequences"; `IDLE` while it waits for work, however long."""
 
     timestamp_ns: int
     stage: str
@@ -42,9 +41,12 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeBackend:
-    """What a model is computed with. kernels: the instruction set of our own operations; None where
-    all are MLX's. blas: the library behind MLX's products on the CPU; None for the one that MLX
-    was built with. threads: that compute one operation. A GPU has no use for any of them."""
+    """The device and the libraries that compute a model.
+
+    kernels: instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
+    blas: library that computes MLX's matrix products on the CPU; None for the one that MLX was
+    built with. threads: number of threads that compute one operation. All three are None on a
+    GPU."""
 
     device: Literal["cpu", "gpu"]
     kernels: str | None = None
@@ -54,12 +56,14 @@ class ComputeBackend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a loaded engine can do. parallel: sequences at once. context_length: positions that one
-    sequence may have, by the model and by memory. kv_budget: bytes for KV caches and cached
-    prefixes. kv_bytes_per_sequence: what a sequence of `context_length` positions takes of it.
-    limited_by_memory: whether memory, not the model, sets the context. hidden_size: numbers of a
-    hidden state, of which vectors of inputs are made; None where the model gives only logits.
-    backend: None where nobody knows."""
+    """The capacity of a loaded engine.
+
+    parallel: maximum number of concurrent sequences. context_length: maximum positions of a
+    sequence, given the model and the memory. kv_budget: bytes for KV caches and cached prefixes.
+    kv_bytes_per_sequence: bytes of a sequence of `context_length` positions. limited_by_memory:
+    whether memory, not the model, limits the context. hidden_size: width of the hidden states, from
+    which embeddings are computed; None if the model returns logits only. backend: None if
+    unknown."""
 
     parallel: int
     context_length: int
@@ -70,17 +74,19 @@ class Capacity:
     backend: ComputeBackend | None = None
 
 
-# nothing cached begins like it · other ids follow · the ids match, but a layer has no state to go
-# back to · the request wanted no reuse
+# empty: no cached sequence has the same first ids · diverged: the next ids differ · no_state: the
+# ids match, but a layer has no saved state to resume from · unwanted: the request disabled reuse
 CacheMissReason = Literal["empty", "diverged", "no_state", "unwanted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Where the engine's memory is, in bytes. budget: what the engine may use in all. weights: the
-    model. kv: layer caches of running sequences, the room they will grow into included, and of
-    inputs that are embedded. prefix: cached prefixes that nobody runs on. working: kept free for
-    what a step needs while it runs.
+    """The engine's memory budget and its uses, in bytes.
+
+    budget: total that the engine may use. weights: the model. kv: layer caches of running
+    sequences, including the space reserved for their growth, and of inputs being embedded. prefix:
+    cached prefixes that no running sequence uses. working: reserved for the temporary arrays of a
+    step.
 
     0 <= free = budget - weights - kv - prefix - working.
     """
@@ -96,22 +102,23 @@ class Ledger:
         return self.budget - self.weights - self.kv - self.prefix - self.working
 
 
-# upper bounds of the prefix lengths that hits are counted by; the last class has none
+# upper bounds of the histogram of cached prefix lengths; the last bucket has none
 PREFIX_HIT_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started, and gauges of now. allocated_bytes: bytes held by the
-    allocator, its pool of free buffers included. cached_tokens + prefilled_tokens is every prompt
-    token that was ever started on; the first is work skipped, the second work done (again, for a
-    sequence that was preempted). prefix_query_tokens: of prompts that were looked up in the prefix
-    cache, whole. generated_tokens: reported ones. embedding_jobs: jobs whose inputs are embedded or
-    wait for it; embedded_tokens: computed for such. prefix_hit_counts: lookups by cached length,
-    one count for each of HIT_BOUNDS and one beyond. prefix_miss_counts: lookups by the reason why
-    they did not get more. prefix_evictions: cached prefixes given up for room. preemptions:
-    sequences that had to begin again for room. failures: jobs that ended in an error of the
-    engine."""
+    """Counters since the engine started, and current gauges.
+
+    allocated_bytes: bytes held by the allocator, including its pool of free buffers. cached_tokens,
+    prefilled_tokens: prompt tokens of started jobs that were skipped and that were computed; a
+    preempted sequence is computed again and counts again. prefix_query_tokens: tokens of all
+    prompts that were looked up in the prefix cache. generated_tokens: reported tokens.
+    embedding_jobs: embedding jobs that run or wait. embedded_tokens: tokens computed for them.
+    prefix_hit_counts: lookups by cached length, one count per PREFIX_HIT_BUCKETS and one above.
+    prefix_miss_counts: lookups by the reason why no longer prefix was found. prefix_evictions:
+    cached prefixes evicted to free memory. preemptions: sequences restarted to free memory.
+    failures: jobs that ended in an error of the engine."""
 
     allocated_bytes: int = 0
     running: int = 0
@@ -133,7 +140,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """stats: those of an engine that has done nothing yet, its ledger above all."""
+    """The model is loaded. stats: initial statistics, in particular the ledger."""
 
     stats: EngineStats
     capacity: Capacity
@@ -141,8 +148,9 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailed:
-    """The thread has ended. is_internal_error: whether it was a fault of ours, an assertion for
-    example, whose traceback is in the log; else `kind` and `message` are those of the AppError."""
+    """The engine thread has ended with an error. is_internal_error: whether the cause is a bug,
+    such as a failed assertion, whose traceback is in the log; else `kind` and `message` are those
+    of the AppError."""
 
     kind: ErrorKind
     message: str
@@ -154,9 +162,11 @@ EndReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The job is over and its place is free. error: a sentence, only when reason is "error".
-    timestamp_ns: monotonic ns. engine_lost: the error is that the engine ended before the job did,
-    though nothing stopped it. invalid_request: the error is of what the request asked for."""
+    """The job has ended and its place is free.
+
+    timestamp_ns: monotonic time in ns. error: one sentence if reason is "error", else None.
+    engine_lost: whether the engine ended unexpectedly before the job did. invalid_request: whether
+    the request caused the error."""
 
     job_id: str
     reason: EndReason
@@ -168,7 +178,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """`computed_tokens` prompt tokens are in the KV cache, cached ones included."""
+    """`computed_tokens` prompt tokens are in the KV cache, including cached ones."""
 
     job_id: str
     computed_tokens: int
@@ -176,8 +186,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """The prompt's ids as if they had been sampled, all but the first: one (logprob, top) each, as
-    in `Token`."""
+    """Log-probabilities of the prompt's ids. logprobs: (logprob, top_logprobs) of every id but the
+    first, as in `Token`."""
 
     job_id: str
     logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
@@ -185,8 +195,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMiss:
-    """Why the prefix cache did not serve more. position: the first position that was not served.
-    cached_ids: a few of the ids that are cached there, if other ones are."""
+    """Why the prefix cache found no longer prefix. position: first position that was not cached.
+    cached_ids: the first few ids cached at that position instead, if any."""
 
     position: int
     reason: CacheMissReason
@@ -195,8 +205,8 @@ class CacheMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The job left the queue; `cached_tokens` prompt tokens need no evaluation. timestamp_ns:
-    monotonic ns. miss: None when everything was cached that can be."""
+    """The job left the queue. cached_tokens: prompt tokens that need no evaluation. timestamp_ns:
+    monotonic time in ns. miss: None if all tokens that can be cached were."""
 
     job_id: str
     cached_tokens: int
@@ -206,9 +216,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One sampled id. logprob and top (id, logprob; most likely first) are from the raw logits in
-    float32, and None and empty unless the job asked. timestamp_ns: monotonic ns when its value was
-    known."""
+    """One sampled id. timestamp_ns: monotonic time in ns at which the id was known. logprob: from
+    the raw logits in float32; None unless the job asked for it. top_logprobs: (id, logprob), most
+    likely first; empty unless the job asked for them."""
 
     job_id: str
     id: int
@@ -222,8 +232,8 @@ JobUpdate = Started | Prefilled | PromptLogprobs | Token | Ended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Everything one turn of the engine loop has to say, in order. embed_results: jobs of inputs
-    that are over."""
+    """The output of one step of the engine loop. updates: in order. embed_results: results of
+    finished embedding jobs."""
 
     updates: tuple[JobUpdate, ...]
     stats: EngineStats
@@ -235,14 +245,16 @@ EngineMessage = LoadProgress | EngineReady | EngineFailed | StepOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sequence to generate. prompt_token_ids: the prompt, at least one. max_tokens: at least
-    one, and prompt plus max_tokens never exceeds the context. stop_token_ids: end-of-sequence ids.
-    top_logprobs: None for no logprobs. cache_prompt: whether the prefix cache may serve the prompt.
-    keep: ids at the beginning that a context shift never discards. grammar: what the sampled ids
-    must spell; a sequence that can only end ends there, with "stop". min_tokens: so many are
-    sampled before one of stop_ids may be; 0 with a grammar. prompt_logprobs: like top_logprobs, for
-    the prompt's own prompt_token_ids: then `PromptLogprobs` come before the first token. caller:
-    whose it is; those who wait take turns by it."""
+    """One sequence to generate.
+
+    prompt_token_ids: at least one id. max_tokens: at least 1; prompt plus max_tokens never exceeds
+    the context. stop_token_ids: end-of-sequence ids. top_logprobs: number of alternatives per
+    token; None for no logprobs. cache_prompt: whether a cached prefix may be used for the prompt.
+    num_keep: leading ids that a context shift never discards. grammar: constraint on the sampled
+    ids; when nothing but the end can follow, the sequence ends with "stop". min_tokens: number of
+    ids to sample before one of stop_token_ids is allowed; 0 with a grammar. prompt_logprobs: like
+    top_logprobs, for the prompt; `PromptLogprobs` are then sent before the first token. caller:
+    owner of the job; callers with waiting jobs take turns."""
 
     id: str
     prompt_token_ids: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Where a model lies and what its JSON files say.
+"""The paths and the parsed JSON files of a model.
 
-Knows: paths and parsed JSON. Must not know: tensors, tokenizers, templates' meaning.
+Knows: paths, parsed JSON. Must not know: tensors, tokenizers, the meaning of templates.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,18 +15,17 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A model that was found and whose JSON files could be read.
+    """The files of an installed model whose JSON files are readable.
 
     shards: safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
-    objects, empty when the file is not there (config always is). chat_template: the text of a
-    separate chat_template.jinja, which wins over the template inside tokenizer_config. created:
-    Unix time.
+    objects, empty if the file is missing (config never is). chat_template: the text of a separate
+    chat_template.jinja, which takes precedence over the template in tokenizer_config. created: Unix
+    time.
 
-    system_prompt: what the model is told at first, where a conversation does not say.
-    recommended_context: positions that its makers want served, where nobody asks; None is as many
-    as it was made for. tokenizer_vocab_size: the tokenizer's highest id plus one; None where that
-    is not known. weight_bytes: bytes of all tensors. weights_digest: a digest that changes when a
-    shard is replaced.
+    system_prompt: system prompt of conversations that have none. recommended_context: default
+    context length recommended by the model's authors; None is the model's full context length.
+    tokenizer_vocab_size: highest id of the tokenizer plus one; None if unknown. weight_bytes: bytes
+    of all tensors. weights_digest: a digest that changes when a shard is replaced.
     """
 
     name: str
@@ -44,20 +43,10 @@ class ModelFiles:
     weight_bytes: int = 0
     weights_digest: str = ""
 
-    def check_model_name(self, requested: str) -> None:
-        """Raises AppError(MODEL_NOT_FOUND) if a request asks for another model. Ollama's clients
-        write out the tag that a name without one stands for."""
-        if requested.removesuffix(":latest") != self.name:
-            raise AppError(
-                ErrorKind.MODEL_NOT_FOUND,
-                f"the model {requested[:200]!r} does not exist: this server serves {self.name!r}",
-                param="model",
-            )
-
     def read_token_ids(self, field: str) -> Iterator[frozenset[int]]:
-        """The ids that a field such as eos_token_id names, from each file that names any:
-        generation_config.json, then config.json. -1 and null stand for none. Raises
-        AppError(MODEL_FILES) for what is neither an id nor a list of ids."""
+        """Yields the ids of a field such as eos_token_id, once per file that contains any:
+        generation_config.json, then config.json. -1 and null mean no id. Raises
+        AppError(MODEL_FILES) for a value that is neither an id nor a list of ids."""
         for name, source in (
             ("generation_config.json", self.generation_config),
             ("config.json", self.config),
@@ -73,25 +62,25 @@ class ModelFiles:
 
     @property
     def context_length(self) -> int:
-        """Positions the model was made for."""
+        """The maximum number of positions of the model (max_position_embeddings)."""
         return int(self.config["max_position_embeddings"])
 
     def resolve_context_length(self, requested: int | None) -> int:
-        """Positions that one sequence may have. requested: Settings.context."""
+        """The number of positions that one sequence may have. requested: Settings.context."""
         return min(
             requested or self.recommended_context or self.context_length, self.context_length
         )
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the model has rows for, in its embeddings and in its scores."""
+        """The number of ids in the model's embeddings and logits."""
         return int(self.config["vocab_size"])
 
     @property
     def sampleable_vocab_size(self) -> int:
-        """Ids that may be sampled or biased, 0 to this minus one: those that the model scores and
-        the tokenizer has. Models round their rows up, and the rest was never trained; a tokenizer
-        may have been given tokens that the model has no rows for."""
+        """The number of ids that may be sampled or biased: those of both the model and the
+        tokenizer, counted from 0. Models pad their vocabulary with ids that were never trained; a
+        tokenizer may have added tokens that the model has no embeddings for."""
         return (
             self.vocab_size
             if self.tokenizer_vocab_size is None

@@ -1,8 +1,6 @@
-"""Models that may be in memory, and what is known of each.
+"""Served models, their state and memory requirement, and the limit on the length of a request.
 
-Knows: names, bytes, seconds. Must not know: who loads them, how they generate.
-
-How long a request may be.
+Knows: names, bytes, seconds. Must not know: who loads models, how they generate.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +12,8 @@ from app.core.settings import MEBIBYTE, Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimit:
-    """How long a request may be, and what sets it. model_context: positions that the model was made
-    for. configured_context: Settings.context. capacity: None until the model is loaded."""
+    """The maximum length of a request and its cause. model_context: maximum number of positions of
+    the model. configured_context: Settings.context. capacity: None until the model is loaded."""
 
     model_context: int
     configured_context: int | None
@@ -32,8 +30,8 @@ class ContextLimit:
         )
 
     def explain_too_long(self, num_tokens: int) -> str:
-        """Why a prompt of `num_tokens` tokens cannot be served, and what to do. Such a prompt will
-        not fit later either: it is not others that stand in its way."""
+        """The reason why a prompt of `num_tokens` tokens is rejected, and a remedy. The reason is
+        permanent: such a prompt would not fit even without other requests."""
         capacity = self.capacity
         need = "at least one of which is needed for the output"
         if capacity is not None and capacity.limited_by_memory:
@@ -52,16 +50,15 @@ class ContextLimit:
         if self.context_length < self.model_context:
             return (
                 f"but the server's context is {self.context_length} tokens, {need} (the "
-                "model's own is "
-                f"{self.model_context}): shorten the prompt, or increase --context"
+                f"model's own is {self.model_context}): shorten the prompt, or increase --context"
             )
         return (
             f"but the model's context is {self.context_length} tokens, {need}: shorten the prompt"
         )
 
 
-# unloaded: on disk only · queued: to be loaded, but another one is before it or has to leave first
-# · unloading: its process is on its way out · refused: it broke too often, see `error`
+# unloaded: on disk only · queued: to be loaded after another model was loaded or unloaded ·
+# unloading: its process is being stopped · refused: it failed too often, see `error`
 ModelPhase = Literal[
     "unloaded", "queued", "loading", "ready", "stalled", "failed", "unloading", "refused"
 ]
@@ -69,9 +66,11 @@ ModelPhase = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that clients may name. name: what they call it. source: what `store.find` finds it
-    by; None is the built-in model. settings: what holds for it, `Settings.for_model`. keep_alive:
-    seconds that it stays without requests, math.inf for ever. pinned: never evicted."""
+    """A model that clients may request.
+
+    name: name used by clients. source: argument of `store.find`; None is the built-in model.
+    settings: the model's settings, from `Settings.for_model`. keep_alive: seconds that it stays
+    loaded without requests; math.inf is forever. pinned: never evicted."""
 
     name: str
     source: str | None
@@ -82,10 +81,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequirement:
-    """Bytes that a model asks for before it is loaded, KV caches included. min_bytes: with less it
-    cannot be served as it was asked for. preferred_bytes: what suits it; more helps only the prefix
-    cache. device_budget: what the device can give to all our models together, as things stand
-    now."""
+    """The estimated memory of a model before it is loaded, including KV caches.
+
+    min_bytes: minimum to serve it with its settings. preferred_bytes: recommended size; more
+    enlarges only the prefix cache. device_budget: bytes that the device currently has for all
+    models of this server together."""
 
     min_bytes: int
     preferred_bytes: int
@@ -94,14 +94,17 @@ class MemoryRequirement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """One model, now. stats: counters since the server started, of all its runners together; gauges
-    of the present one. progress: 0 to 100 while loading. leases: requests that hold it or wait for
-    it. preparing, compiling: admitted jobs whose prompt, or whose grammar, is being prepared.
-    rejected: jobs that were refused because too many were here. allocation: bytes that it may use;
-    None while it is not loaded, or has the whole device. expires_at: Unix time at which it will be
-    unloaded if nobody asks for it; None while somebody does, while it is not loaded, and for ever.
-    loads: times that it was ready. evictions: times that it had to leave for another one before its
-    time. restarts: times that its runner had to be started again. backend: while it is loaded."""
+    """The current state of one model.
+
+    progress: 0 to 100 while loading. stats: counters since the server started, summed over all
+    runners of the model, and gauges of the current runner. leases: requests that hold the model or
+    wait for it. preparing, compiling: admitted jobs whose prompt is being prepared or whose grammar
+    is being compiled. rejected: jobs that were rejected because the queue was full. allocation:
+    bytes that it may use; None while it is not loaded or has the whole device. expires_at: Unix
+    time at which it will be unloaded without further requests; None while it has requests, is not
+    loaded, or stays loaded forever. loads: number of completed loads. evictions: number of times it
+    was unloaded for another model before its keep-alive had expired. restarts: number of times its
+    runner was restarted. backend: set while it is loaded."""
 
     name: str
     phase: ModelPhase

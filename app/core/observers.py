@@ -1,33 +1,34 @@
-"""A `Generate` around a `Generate`, with somebody watching every request.
+"""Wraps a `Generate` and reports the events of each request to observers.
 
-Knows: how a request lives and ends. Must not know: what watchers count, or where they tell it.
+Knows: the lifecycle of a request. Must not know: what observers count, where they report it.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from app.core.embeddings import Embeddings, EmbedRequest
-from app.core.events import Event, Finish
-from app.core.model_state import ModelState
-from app.core.ports import Generate, ModelCard, RunnerStatus
+from app.core.events import Event, Finish, ReasoningDelta, TextDelta, ToolCallDelta
+from app.core.ports import Generate, ResolvedModel
 from app.core.requests import GenerateRequest, PromptBatch
 
 
 class RequestObserver(Protocol):
-    """One request, as it is watched. Nothing here may take long, or raise."""
+    """Observes one request. Its methods must return quickly and must not raise."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Called for every event except the deltas of a choice after its first one."""
+        ...
 
     def on_embeddings(self, found: Embeddings) -> None: ...
 
     def on_error(self, error: Exception) -> None:
-        """The first error is how it ended; the same one may be told again."""
+        """Called when the request fails. The first error is the cause; it may be reported again."""
         ...
 
     def on_end(self, *, complete: bool) -> None:
-        """It is over: told last, and once. complete: whether all choices have finished, or all
-        vectors are there. One that is not, and told no error, was left by its client."""
+        """Called last, exactly once. complete: whether all choices have finished or all vectors
+        were computed. An incomplete request without an error was cancelled by its client."""
         ...
 
 
@@ -35,26 +36,28 @@ ObserverFactory = Callable[[GenerateRequest | EmbedRequest], RequestObserver]
 
 
 def count_choices(request: GenerateRequest) -> int:
-    """How many answers it asks for."""
+    """The number of choices that a request asks for."""
     prompt = request.prompt
     return request.n * (len(prompt.prompts) if isinstance(prompt, PromptBatch) else 1)
 
 
 class ObservedGenerate:
-    """Implements `Generate`. watchers: called at the arrival of each request."""
+    """Implements `Generate`. watchers: create an observer each on the arrival of a request."""
 
     def __init__(self, generate: Generate, *watchers: ObserverFactory) -> None:
         self._generate = generate
         self._observer_factories = watchers
 
-    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        return self._open_observed(request)
+    def open(
+        self, request: GenerateRequest, model: ResolvedModel
+    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return self._open_observed(request, model)
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         watches = [watcher(request) for watcher in self._observer_factories]
         complete = False
         try:
-            found = await self._generate.embed(request)
+            found = await self._generate.embed(request, model)
             complete = True
             for watch in watches:
                 watch.on_embeddings(found)
@@ -67,52 +70,15 @@ class ObservedGenerate:
             for watch in watches:
                 watch.on_end(complete=complete)
 
-    async def tokenize(
-        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
-    ) -> Sequence[int]:
-        return await self._generate.tokenize(text, model, add_special_tokens=add_special_tokens)
-
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
-        return await self._generate.tokenize_chat(request)
-
-    async def get_token_bytes(
-        self, ids: Sequence[int], model: str | None = None
-    ) -> Sequence[bytes]:
-        return await self._generate.get_token_bytes(ids, model)
-
-    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
-        return await self._generate.get_tokenizer_info(model)
-
-    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
-        return await self._generate.detokenize(ids, model)
-
-    async def discover(self, model: str) -> None:
-        await self._generate.discover(model)
-
-    def list_models(self) -> Sequence[ModelCard]:
-        return self._generate.list_models()
-
-    def status(self) -> RunnerStatus:
-        return self._generate.status()
-
-    def list_model_states(self) -> Sequence[ModelState]:
-        return self._generate.list_model_states()
-
-    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        return await self._generate.load(model, keep_alive)
-
-    async def unload(self, model: str) -> ModelState:
-        return await self._generate.unload(model)
-
     @asynccontextmanager
     async def _open_observed(
-        self, request: GenerateRequest
+        self, request: GenerateRequest, model: ResolvedModel
     ) -> AsyncGenerator[AsyncIterator[Event]]:
         seen = _ObserverGroup(
             [watcher(request) for watcher in self._observer_factories], count_choices(request)
         )
         try:
-            async with self._generate.open(request) as events:
+            async with self._generate.open(request, model) as events:
                 yield _ObservedEvents(events, seen)
         except Exception as error:
             seen.on_error(error)
@@ -122,14 +88,19 @@ class ObservedGenerate:
 
 
 class _ObserverGroup:
-    """What all who watch one request are told."""
+    """Calls all observers of one request."""
 
     def __init__(self, watches: Sequence[RequestObserver], choices: int) -> None:
         self._observers = watches
         self._unfinished_choices = choices
+        self._started_choices: set[int] = set()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, Finish):
+        if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
+            if event.choice in self._started_choices:
+                return
+            self._started_choices.add(event.choice)
+        elif isinstance(event, Finish):
             self._unfinished_choices -= 1
         for watch in self._observers:
             watch.on_event(event)
@@ -144,8 +115,8 @@ class _ObserverGroup:
 
 
 class _ObservedEvents:
-    """Events on their way up. An iterator and no generator: leaving one half-way leaves nothing
-    behind that would have to be closed."""
+    """Iterates over the events and reports each to the observers. An iterator, not a generator: an
+    unfinished one need not be closed."""
 
     def __init__(self, events: AsyncIterator[Event], seen: _ObserverGroup) -> None:
         self._events = events
@@ -159,7 +130,7 @@ class _ObservedEvents:
             event = await anext(self._events)
         except StopAsyncIteration:
             raise
-        except Exception as error:  # a stream tells its client, and leaves as if all were well
+        except Exception as error:  # a streaming response sends the error and exits normally
             self._observers.on_error(error)
             raise
         self._observers.on_event(event)

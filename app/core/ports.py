@@ -1,4 +1,7 @@
-"""The seams between rooms, as protocols. Whoever needs one gets it through its constructor."""
+"""The interfaces between packages, as protocols; classes receive implementations as arguments.
+
+Knows: the types of app.core. Must not know: implementations.
+"""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -18,12 +21,13 @@ RunnerState = Literal["loading", "ready", "stalled", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerStatus:
-    """The last thing a runner is known to have said; reading it waits for nothing.
-    progress: 0 to 100 while loading. error: one sentence when the state is "failed" or "stalled"
-    (loaded, but the engine has not turned for too long). capacity: None until loaded. rejected:
-    jobs that were refused since the start because too many waited. preparing: admitted jobs whose
-    prompt is rendered and encoded. compiling: submitted jobs whose grammar is compiled. pid: of the
-    process that it has for itself, if it has one."""
+    """The last known status of a runner; reading it never waits.
+
+    progress: 0 to 100 while loading. error: one sentence if the state is "failed" or "stalled"
+    (loaded, but the engine has made no step for too long). capacity: None until loaded. rejected:
+    jobs rejected since the start because the queue was full. preparing: admitted jobs whose prompt
+    is being rendered and encoded. compiling: submitted jobs whose grammar is being compiled. pid:
+    process id of a runner that has its own process."""
 
     state: RunnerState
     progress: int
@@ -37,43 +41,44 @@ class RunnerStatus:
 
 
 class Submission(Protocol):
-    """A job on its way. Iterate to get its updates, `Ended` last."""
+    """A submitted job. Iterating yields its updates, `Ended` last."""
 
     @property
     def started_ns(self) -> int | None:
-        """When the job left the engine's queue; monotonic ns."""
+        """Monotonic time in ns at which the job left the engine's queue."""
         ...
 
     @property
     def ended_ns(self) -> int | None:
-        """When its place in the engine was free again; known before `Ended` is read."""
+        """Monotonic time in ns at which its place in the engine was free again; set before `Ended`
+        is read."""
         ...
 
     def __aiter__(self) -> AsyncIterator[JobUpdate]: ...
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        """The client saw only the first `tokens` sampled tokens: cache no more than those."""
+        """Cache only the first `tokens` sampled tokens, since the client received no more."""
         ...
 
 
 class ReservedSlots(Protocol):
-    """Room for a request's jobs in a model's queue. Each job takes one place."""
+    """Reserved places in a model's queue, one for each job of a request."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """As `Runner.submit`."""
+        """Like `Runner.submit`, in one of the reserved places."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """As `Runner.embed`."""
+        """Like `Runner.embed`, in one of the reserved places."""
         ...
 
 
 class Engine(Protocol):
-    """What generation knows of whatever runs jobs of one model."""
+    """The interface through which generation runs jobs of one model."""
 
     def reserve(self, count: int = 1) -> AbstractContextManager[ReservedSlots]:
-        """Places for so many jobs until the context is left, to be reserved before any work is done
-        for them. Raises AppError(BUSY) when too many are here already."""
+        """Reserves places for `count` jobs until the context exits. Must be entered before any work
+        is done for the jobs. Raises AppError(BUSY) if the queue is full."""
         ...
 
     def status(self) -> RunnerStatus: ...
@@ -84,10 +89,9 @@ FailureCause = Literal["fault", "unknown", "outside"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFailure:
-    """Why a runner that was ready serves no more, though nothing stopped it. message: one sentence.
-    cause: "fault" is what it computed: an error, a hang, a fault signal. "outside" is a signal that
-    a person or a program sent. "unknown" is one that the system may have sent because memory ran
-    out."""
+    """Why a ready runner failed without having been stopped. message: one sentence. cause: "fault"
+    is an error, a hang or a fault signal of its own; "outside" is a signal from a user or another
+    program; "unknown" is a signal that the system may have sent because it was out of memory."""
 
     message: str
     cause: FailureCause = "fault"
@@ -97,37 +101,39 @@ class Runner(Protocol):
     """Keeps one model in memory and generates from it."""
 
     async def start(self, files: ModelFiles) -> None:
-        """Returns when the model is ready. Raises AppError(MODEL_FILES) if it cannot be."""
+        """Loads the model; returns when it is ready. Raises AppError(MODEL_FILES) if it cannot be
+        loaded."""
         ...
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]:
-        """Leaving the context early cancels the job, within one prefill chunk or two steps.
-        Raises AppError(LOADING) or AppError(ENGINE) when there is nobody to run it,
-        AppError(INVALID) for a grammar that cannot be followed."""
+        """Submits a job. Leaving the context early cancels it, within one prefill chunk or two
+        steps. Raises AppError(LOADING) or AppError(ENGINE) if no engine is available,
+        AppError(INVALID) for an unsupported grammar."""
         ...
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """The vectors of the job's inputs. Being cancelled cancels the job. Raises AppError as
-        `submit` does, AppError(ENGINE) if the engine broke meanwhile. Not to be asked of a runner
-        whose capacity has no width."""
+        """Returns the vectors of the job's inputs. Cancelling the call cancels the job. Raises
+        AppError as `submit` does, and AppError(ENGINE) if the engine fails meanwhile. Must not be
+        called if the capacity's hidden_size is None."""
         ...
 
     def status(self) -> RunnerStatus: ...
 
     async def wait_for_failure(self) -> RunnerFailure:
-        """Returns when a runner that was ready can serve no more, though nothing stopped it. Any
-        number may wait."""
+        """Returns when a ready runner fails without having been stopped. Any number of tasks may
+        wait."""
         ...
 
     async def stop(self) -> None:
-        """Ends it, whatever it is at. Its jobs end in errors. May be called again."""
+        """Stops the runner immediately; its jobs end with errors. May be called again."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What is told about a model. created: Unix time. system_fingerprint: changes with whatever may
-    change answers to one and the same seed: the model's files, versions, settings."""
+    """The public description of a model. created: Unix time. system_fingerprint: changes with
+    everything that may change the output for the same seed: the model's files, versions and
+    settings."""
 
     id: str
     created: int
@@ -135,92 +141,109 @@ class ModelCard:
     system_fingerprint: str = "fp_mlxrunner"
 
 
-class Generate(Protocol):
-    """What HTTP knows of everything below it."""
+class ResolvedModel(Protocol):
+    """The model that a request named, resolved once. Its files and state may change afterwards."""
 
-    def open(self, request: GenerateRequest) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """Entering validates, encodes and queues the request, or raises AppError. Leaving ends it:
-        early leaving cancels. Iterating yields events, `Finish` last; AppError(ENGINE) if the
-        engine broke meanwhile."""
+    @property
+    def card(self) -> ModelCard: ...
+
+
+class Models(Protocol):
+    """The models that requests may use."""
+
+    async def resolve(self, name: str | None) -> ResolvedModel:
+        """Returns the model of that name, even if it was installed only just now; Ollama's clients
+        may append ":latest". name: None is the server's default model. Raises
+        AppError(MODEL_NOT_FOUND), and AppError(LOADING) if no model is known yet."""
         ...
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
-        """Raises AppError, also for a model that has no vectors to give. Being cancelled ends the
-        request."""
-        ...
-
-    async def tokenize(
-        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
-    ) -> Sequence[int]:
-        """The ids of a text: with add_special those which it would be evaluated as, were it a plain
-        prompt, else those of the text alone. model: None is the server's own choice; it need not be
-        loaded."""
-        ...
-
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
-        """The ids of the prompt of a request whose prompt is a conversation, also of one that has
-        more than the context has room for. The model need not be loaded. Raises AppError as `open`
-        does for a conversation or tools that it refuses."""
-        ...
-
-    async def get_token_bytes(
-        self, ids: Sequence[int], model: str | None = None
-    ) -> Sequence[bytes]:
-        """What each token spells, alone; b"" for an id that is no token."""
-        ...
-
-    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
-        """What a client needs to know of a tokenizer: see `app.text.chat_template.build_tokenizer_info`."""
-        ...
-
-    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
-        """Raises AppError(INVALID) for an id outside the vocabulary."""
-        ...
-
-    async def discover(self, model: str) -> None:
-        """To be called with the name in a request before `models` is asked: what was installed
-        since the last look is found now. Finding nothing is no error yet."""
+    async def rescan(self) -> None:
+        """Finds models that were installed since the last scan."""
         ...
 
     def list_models(self) -> Sequence[ModelCard]:
-        """Those that a request may name, the first one being the server's own choice."""
-        ...
-
-    def status(self) -> RunnerStatus:
-        """Of the whole server: how it stands with the models that are to be loaded always, and the
-        figures of all that are."""
+        """All models, the server's default model first."""
         ...
 
     def list_model_states(self) -> Sequence[ModelState]:
-        """In the order of `models`."""
+        """In the order of `list_models`."""
         ...
 
-    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        """Returns when it is ready. Raises AppError."""
+    def model_state(self, model: ResolvedModel) -> ModelState: ...
+
+    def status(self) -> RunnerStatus:
+        """The status of the whole server: the state of the models that are always loaded, and sums
+        over all models."""
         ...
 
-    async def unload(self, model: str) -> ModelState:
-        """Returns when it has left memory; its requests are answered first. Raises AppError for an
-        unknown one and for a pinned one."""
+    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
+        """Loads a model; returns when it is ready. keep_alive: seconds that it stays loaded without
+        requests; None leaves that unchanged. Raises AppError."""
+        ...
+
+    async def unload(self, model: ResolvedModel) -> ModelState:
+        """Unloads a model after its requests have finished; returns when its memory is free. Raises
+        AppError for a pinned model."""
+        ...
+
+    async def tokenize(
+        self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        """The token ids of a text. add_special_tokens: add the special tokens of a prompt. The
+        model need not be loaded."""
+        ...
+
+    async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
+        """The prompt ids of a conversation, even if they exceed the context. The model need not be
+        loaded. Raises AppError as `Generate.open` does."""
+        ...
+
+    async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
+        """The bytes of each token by itself; b"" for an id that is not a token."""
+        ...
+
+    async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
+        """Returns the result of `app.text.chat_template.build_tokenizer_info`."""
+        ...
+
+    async def detokenize(self, model: ResolvedModel, ids: Sequence[int]) -> str:
+        """The text of token ids. Raises AppError(INVALID) for an id outside the vocabulary."""
+        ...
+
+
+class Generate(Protocol):
+    """Generation and embedding; limits, metrics and tracing wrap an implementation."""
+
+    def open(
+        self, request: GenerateRequest, model: ResolvedModel
+    ) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """Entering validates, encodes and queues the request, or raises AppError. Leaving early
+        cancels it. Iterating yields events, `Finish` last; raises AppError(ENGINE) if the engine
+        fails."""
+        ...
+
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
+        """Computes embeddings. Raises AppError, also for a model without embeddings. Cancelling the
+        call cancels the request."""
         ...
 
 
 class LayerKV(Protocol):
-    """What a prefix cache knows of one layer's state. The real ones are in models/kv.py.
+    """The interface of a layer cache for the prefix cache. models/kv.py has the implementations.
 
-    Layers are of two kinds. A divisible one keeps something for each position: any range of it can
-    be taken out and appended to another. Any other one is a whole: it can be copied as it is, and
-    perhaps cut back a little.
+    Layers are of two kinds. A sliceable layer stores data per position: any range of positions can
+    be copied out and appended to another layer. Other layers can only be copied as a whole, and
+    possibly trimmed by a few positions.
     """
 
     @property
     def offset(self) -> int:
-        """Positions it has seen."""
+        """The number of positions processed."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, free room included."""
+        """Allocated bytes, including unused capacity."""
         ...
 
     @property
@@ -229,24 +252,24 @@ class LayerKV(Protocol):
     def can_trim(self, count: int) -> bool: ...
 
     def trim(self, count: int) -> None:
-        """Forget the last `count` positions."""
+        """Removes the last `count` positions."""
         ...
 
     def copy(self) -> Self:
-        """An independent one with the same content and no free room."""
+        """An independent copy without unused capacity."""
         ...
 
     def slice(self, start: int, end: int) -> Self:
-        """An independent one that holds positions [start, end) only, and no free room. Its own
-        offset is end - start. Only of a divisible one."""
+        """An independent copy of positions [start, end), without unused capacity; its offset is
+        end - start. Only for sliceable layers."""
         ...
 
     def append(self, other: Self, start: int, end: int) -> None:
-        """Copy positions [start, end) of `other` behind those held here. Only divisible ones."""
+        """Appends a copy of positions [start, end) of `other`. Only for sliceable layers."""
         ...
 
     def reserve(self, length: int) -> None:
-        """Make room, so that growing to `length` positions will copy nothing."""
+        """Allocates capacity, so that growing to `length` positions copies nothing."""
         ...
 
 
@@ -255,48 +278,48 @@ Layer_co = TypeVar("Layer_co", bound=LayerKV, covariant=True)
 
 
 class Lease(Protocol[Layer_co]):
-    """A sequence's loan of layer caches."""
+    """A sequence's temporary ownership of layer caches."""
 
     @property
     def kv(self) -> Sequence[Layer_co]:
-        """To be read and written until the lease ends."""
+        """The layer caches, to read and write until the lease ends."""
         ...
 
     @property
     def cached(self) -> int:
-        """How many of the prompt's first ids the caches already stand for."""
+        """The number of leading ids of the prompt that the caches already hold."""
         ...
 
     @property
     def miss(self) -> CacheMiss | None:
-        """Why it is not more; None when only the last id is left."""
+        """Why `cached` is not larger; None if only the last id is left to evaluate."""
         ...
 
     @property
     def checkpoint_positions(self) -> Sequence[int]:
-        """Positions of the prompt, ascending, each beyond `cached`, where prefill should stop for
-        a moment and call `reached`: the cache wants to keep the layers' state there."""
+        """Positions of the prompt, ascending, each beyond `cached`, at which prefill must pause and
+        call `publish`, so that the cache can copy the state of the layers there."""
         ...
 
     def publish(self, ids: Sequence[int]) -> None:
-        """The caches stand for exactly these ids now. Others may copy from them."""
+        """Reports that the caches now hold exactly these ids. Other sequences may copy them."""
         ...
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
-        """End the lease; the caches may serve others.
+        """Ends the lease and keeps the caches for other sequences.
 
-        ids: everything that was evaluated into them, in order. keep: how many of these are worth
-        remembering; the rest is cut off where the layers can be cut.
+        ids: all ids evaluated into the caches, in order. keep: number of these to keep; the rest is
+        trimmed if the layers support it.
         """
         ...
 
     def discard(self) -> None:
-        """End the lease; the caches are in doubt and must serve nobody."""
+        """Ends the lease and drops the caches, whose content may be invalid."""
         ...
 
 
 class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
-    """A lease whose sequence may outgrow its context."""
+    """A lease that supports context shift."""
 
     def shift(
         self,
@@ -305,16 +328,16 @@ class ShiftingLease(Lease[Layer_co], Protocol[Layer_co]):
         num_keep: int,
         remove: Callable[[Sequence[Layer_co], int, int], bool],
     ) -> ShiftResult:
-        """Forget the older half of what follows the first `num_keep` ids, once the context is full.
+        """Discards the older half of the ids after the first `num_keep`, once the context is full.
 
-        ids: everything that was evaluated into the layers, in order. remove(kv, start, end): makes
-        the layers forget positions [start, end) and moves those behind up; False, with nothing
-        changed, where they cannot: then all that is left must be evaluated again."""
+        ids: all ids evaluated into the layers, in order. remove(kv, start, end): removes positions
+        [start, end) from the layers and moves the following ones up; returns False, without any
+        change, if the layers do not support it; then all remaining ids must be evaluated again."""
         ...
 
 
 class PrefixCache(Protocol[Layer_co]):
-    """Remembers what was evaluated, so that a prompt which begins the same way skips it."""
+    """Keeps evaluated prefixes, so that prompts with the same prefix skip its evaluation."""
 
     def begin(
         self,
@@ -324,38 +347,38 @@ class PrefixCache(Protocol[Layer_co]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> Lease[Layer_co]:
-        """Caches for a prompt. At least one id is always left to evaluate.
+        """Leases caches for a prompt. At least one id is always left to evaluate.
 
-        turn_ends: positions, ascending, where prompts often part: the ends of turns. reuse: False
-        serves nothing that is cached (and still remembers what this prompt will leave). room:
-        positions to make room for, if that is more than the prompt and one id take.
+        turn_ends: ends of turns, ascending; positions at which prompts often diverge. reuse: False
+        ignores cached prefixes, but still caches this prompt. reserve_length: positions to allocate
+        capacity for, if more than the prompt and one id need.
         """
         ...
 
     @property
     def shares_live(self) -> bool:
-        """Whether what a sequence has computed serves others while it still runs."""
+        """Whether other sequences can use the computed prefix of a running sequence."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is remembered and not on loan."""
+        """Bytes of cached prefixes that are not leased."""
         ...
 
     @property
     def evictions(self) -> int:
-        """How often something was given up for room."""
+        """The number of prefixes evicted to free memory."""
         ...
 
     def evict(self, num_bytes: int) -> int:
-        """Give up what is least likely to be missed until at least `num_bytes` bytes are free, or
-        nothing is left that is not on loan. How many bytes it came to."""
+        """Evicts the prefixes that are least likely to be reused until at least `num_bytes` bytes
+        are free or only leased caches are left. Returns the number of bytes freed."""
         ...
 
     def clear(self) -> None:
-        """Forget everything that is not on loan."""
+        """Drops everything that is not leased."""
         ...
 
     def check(self) -> None:
-        """Assert every invariant; for tests and for idle moments."""
+        """Asserts all invariants; called in tests and while the engine is idle."""
         ...

@@ -1,10 +1,11 @@
-"""The HTTP request that is being answered, for whoever writes a log line or a trace about it.
+"""The context of the current HTTP request, for log lines and traces.
 
-Knows: its name, who asks, what came of it so far. Must not know: HTTP, logging, what is answered.
+Knows: the request's id, its caller, its outcome so far. Must not know: HTTP, logging, the content
+of the response.
 
-VISIT is the one variable of ours that stands in a module. Its value is no module's: every request
-is answered in a task of its own, which has a value of its own, and `asyncio.to_thread` hands a copy
-to the thread.
+REQUEST_CONTEXT is the only mutable global of the code base. It is a context variable: each request
+is handled in its own task, which has its own value, and `asyncio.to_thread` passes a copy of the
+context to the thread.
 """
 
 from collections.abc import Mapping
@@ -20,13 +21,16 @@ from app.core.requests import GenerateRequest
 
 @dataclass(slots=True, kw_only=True)
 class RequestContext:
-    """One request. id: its name, fit for a header. traceparent: what the client sent under that
-    name (W3C Trace Context), unread. state: what others noted of the request as it went by.
-    finish: finish reasons, an error's kind or "cancelled"; "" for one that generates nothing. The
-    counts are of all choices, those of prompts also of prompts that were not read to their end.
-    error, reason: why the reply has a status of 400 or more, where this server says so; the reason
-    leaves out what the client sent. Not the exception, whose traceback would keep the body in
-    memory for as long as the connection's context."""
+    """The context of one request.
+
+    id: request id, valid as a header value. traceparent: header of that name as sent (W3C Trace
+    Context), not parsed. state: values set by middleware while the request passed through. finish:
+    finish reasons, an error's kind or "cancelled"; "" for a request that generates nothing. error,
+    reason: kind and message of the error if the response has a status of 400 or more and this
+    server caused it; the reason omits text that the client sent. The exception is not stored: its
+    traceback would keep the body in memory as long as the connection's context. prompt_tokens,
+    cached_tokens, completion_tokens: sums over all choices; prompts whose prefill did not finish
+    are included."""
 
     id: str
     traceparent: str = ""
@@ -41,20 +45,22 @@ class RequestContext:
 
     @property
     def caller(self) -> str:
-        """Who asks, by the name of the key; "" where there are none."""
+        """The name of the request's API key; "" if there are no keys."""
         return self.state.get("caller", "")
 
 
-REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("visit", default=None)
+REQUEST_CONTEXT: ContextVar[RequestContext | None] = ContextVar("request_context", default=None)
 
 
 class RequestContextObserver:
-    """Notes what comes of a generating request (`app.core.observers.RequestObserver`)."""
+    """Records the outcome of a generation or embedding request in its context.
+
+    Implements `app.core.observers.RequestObserver`."""
 
     def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
         self._context = REQUEST_CONTEXT.get() or RequestContext(id="")
         self._context.model = request.model
-        # of each prompt: its tokens, and those that were cached
+        # by prompt index: (tokens, cached tokens)
         self._started_prompts: dict[int, tuple[int, int]] = {}
         self._finished_prompts: dict[int, tuple[int, int]] = {}
         self._reasons: list[str] = []
@@ -75,8 +81,8 @@ class RequestContextObserver:
     def _count_prompt(
         self, seen: dict[int, tuple[int, int]], prompt: int, tokens: int, cached: int
     ) -> None:
-        """A prompt counts once, however many answers it gets, as in the usage of the reply. Its
-        first Finish corrects what its first Progress said: a start may be repeated."""
+        """Counts each prompt once, whatever its number of choices, as the usage of the response
+        does. The first Finish overrides the first PrefillProgress, since a job may be restarted."""
         if prompt in seen:
             return
         seen[prompt] = (tokens, cached)

@@ -1,20 +1,20 @@
-"""What a client asks for, once it has been validated.
+"""Validated generation requests.
 
-Knows: the words of a request that every dialect shares. Must not know: HTTP, JSON, tensors,
-tokenizers, or whether the answer is streamed (that is the dialect's business).
+Knows: the request fields that all dialects share. Must not know: HTTP, JSON, tensors, tokenizers,
+whether the response is streamed (only the dialect knows).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from app.core.sampling_params import SamplingValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool call that stands in the history of a conversation.
-
-    `arguments` is the JSON text as the client sent it; templates get it parsed.
-    """
+    """A tool call in the history of a conversation. arguments: JSON text as the client sent it;
+    templates get the parsed value."""
 
     id: str
     name: str
@@ -23,8 +23,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation. Content parts have been joined into one text by the dialect.
-    reasoning: what the assistant thought before it said this."""
+    """One message of a conversation. content: text; the dialect has joined content parts.
+    reasoning: the assistant's reasoning before this message."""
 
     role: str
     content: str | None
@@ -36,8 +36,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A prompt that still has to go through the model's chat template. param: where it stood in the
-    request."""
+    """A prompt that the model's chat template has to render. param: path of the request field."""
 
     messages: tuple[Message, ...]
     param: str = "messages"
@@ -45,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """Prompts that are continued beside each other, each for itself. At least one."""
+    """At least one prompt; the prompts are completed independently of each other."""
 
     prompts: tuple[str | tuple[int, ...], ...]
 
@@ -56,10 +55,9 @@ Prompt = str | tuple[int, ...] | Conversation | PromptBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call. parameters: the JSON Schema of its arguments' object, as
-    the client sent it; an object without properties where it sent none. strict: arguments follow
-    the schema whenever the model calls it, not only where a call is asked for. param: where it
-    stood in the request, dotted."""
+    """A function that the model may call. parameters: JSON Schema of the arguments object as the
+    client sent it; by default an object without properties. strict: enforce the schema on every
+    call, not only on calls that the request demands. param: dotted path of the request field."""
 
     name: str
     description: str | None
@@ -77,44 +75,11 @@ class NamedToolChoice:
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
-SamplingValue = float | int | tuple[tuple[int, float], ...] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is drawn. Every field belongs to one request and to nothing else.
-
-    temperature: 0 takes the most likely token. top_p: 0..1, 1 is off. top_k: 0 is off.
-    min_p: 0..1, 0 is off. repetition_penalty: > 0, 1 is off. presence_penalty and
-    frequency_penalty: 0 is off. repeat_last_n: how many tokens back, prompt included, the three
-    penalties look: -1 is all of them, 0 is none. logit_bias: (token id, added to its logit).
-    seed: None draws a fresh one.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = -1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-
-    @staticmethod
-    def merge(*layers: Mapping[str, SamplingValue]) -> "SamplingParams":
-        """Our defaults, overridden by each layer in turn: the model's, then the request's."""
-        merged: dict[str, SamplingValue] = {}
-        for layer in layers:
-            merged.update(layer)
-        return replace(SamplingParams(), **merged)  # pyright: ignore[reportArgumentType]  # names are checked by replace, values by the edge that made the layer
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonSchema:
-    """One JSON value that satisfies this schema. text: the schema, as JSON. param: where it stood
-    in the request, dotted, for whoever has to mend it."""
+    """A JSON value that satisfies this schema. text: the schema as JSON. param: dotted path of the
+    request field, for error messages."""
 
     text: str
     param: str | None = None
@@ -122,7 +87,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regex:
-    """A text that this regular expression matches from its beginning to its end."""
+    """A text that this regular expression matches as a whole."""
 
     pattern: str
     param: str | None = None
@@ -130,7 +95,7 @@ class Regex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceGrammar:
-    """One of these texts, at least one of them, none empty."""
+    """One of several texts. options: at least one text; none is empty."""
 
     options: tuple[str, ...]
     param: str | None = None
@@ -138,9 +103,9 @@ class ChoiceGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarkGrammar:
-    """A text that this context-free grammar produces, in llguidance's variant of Lark or in GBNF.
-    parts: what of it came out of the request by itself, to find the one that cannot be followed.
-    inner: a grammar of the request's that the text refers to as @inner."""
+    """A text that this context-free grammar matches, in llguidance's variant of Lark or in GBNF.
+    parts: schemas and expressions of the request in the grammar, to find one that is unsupported.
+    inner: a grammar of the request that `text` refers to as @inner."""
 
     text: str
     param: str | None = None
@@ -153,8 +118,8 @@ Grammar = JsonSchema | Regex | ChoiceGrammar | LarkGrammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningOptions:
-    """How a model that reasons before it answers should do it. effort: a word of OpenAI's, "none"
-    to "xhigh"; None leaves it to the model. token_budget: most tokens of reasoning; None for no
+    """Options of reasoning models. effort: reasoning effort in OpenAI's terms, "none" to "xhigh";
+    None is the model's default. token_budget: maximum number of reasoning tokens; None for no
     limit."""
 
     effort: str | None = None
@@ -163,20 +128,20 @@ class ReasoningOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """Answers that a client wants: `n` to each prompt, numbered as choices in this order.
+    """A generation request.
 
-    sampling: only the `SamplingParams` fields that the client set, by name. max_tokens: None means
-    the rest of the context; 0 only with echo. min_tokens: so many are sampled before the answer may
-    end. ignore_eos: nothing that the model says ends it. top_logprobs: None for no logprobs at all,
-    else how many alternatives (0 to 20) stand beside each sampled token. cache_prompt: whether what
-    is cached of the prompt may serve it. num_keep: prompt tokens at the beginning that a context
-    shift never discards; a negative number is all of them, None leaves it to the server. grammar:
-    what the answer must follow, from its first token (behind the reasoning, where there is any) to
-    its last. echo: answers begin with the prompt. suffix: what will stand behind the answer.
-    chat_template_kwargs: more words for the chat template. return_token_ids: tell the prompt's ids.
-    keep_alive: seconds that the model stays loaded after this; None leaves it to the server.
-    caller: who asks, by the name of the key. admin: whether it may manage models. Both are the
-    server's own word, not the client's.
+    n: number of choices per prompt; choices are numbered in the order of the prompts. sampling:
+    only the `SamplingParams` fields that the client set, by name. max_tokens: None is the rest of
+    the context; 0 only with echo. min_tokens: number of tokens to sample before the output may end.
+    ignore_eos: end-of-sequence tokens do not end the output. top_logprobs: number of alternatives
+    per sampled token, 0 to 20; None for no logprobs. cache_prompt: whether a cached prefix may be
+    used for the prompt. num_keep: leading prompt tokens that a context shift never discards;
+    negative means all, None is the server's default. grammar: constraint on the whole output after
+    the reasoning, if any. echo: the output begins with the prompt. suffix: text that follows the
+    output. chat_template_kwargs: additional variables for the chat template. return_token_ids:
+    return the ids of the prompt and the output. keep_alive: seconds that the model stays loaded
+    after this request; None is the server's default. caller: name of the API key. admin: whether
+    the caller may manage models. The server sets both, not the client.
     """
 
     model: str

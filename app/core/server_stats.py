@@ -1,10 +1,10 @@
-"""What comes to the door of one server, counted.
+"""Counters of a server's connections and responses, and the latency of its event loop.
 
-Knows: names of figures. Must not know: sockets, HTTP's rules, who reads the figures. All of it is
-written on the event loop: `open`, `opened` and `turned_away` by app/door, `answered` by
-app/http/request_id.py.
+Knows: the names of the figures. Must not know: sockets, the rules of HTTP, who reads the figures.
 
-How late the event loop is, counted.
+All figures are written on the event loop: connections by app/http/connection_limits.py and
+app/http/connection.py, responses by app/http/request_id.py, the latency by
+app/serving/event_loop_watchdog.py.
 """
 
 from bisect import bisect_left
@@ -16,13 +16,13 @@ from typing import Literal, get_args
 # Upper bounds of the histogram, in seconds; the last bucket has none.
 LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# Measurements that `worst` looks back on: a minute of them.
+# Number of measurements for `worst`: those of a minute.
 _WINDOW = 1200
 
 
 class EventLoopLag:
-    """Written by one task, on the event loop. bucket_counts: measurements in each bucket.
-    sum_seconds: their sum in seconds."""
+    """A histogram of the event loop's lag, written by one task on the event loop. bucket_counts:
+    measurements per bucket. sum_seconds: sum of all measurements in seconds."""
 
     def __init__(self) -> None:
         self.bucket_counts = [0] * (len(LAG_BUCKETS) + 1)
@@ -40,11 +40,11 @@ class EventLoopLag:
 
     @property
     def worst(self) -> float:
-        """In the last minute, or as long as there are measurements."""
+        """The largest lag in the last minute, or since the first measurement."""
         return max(self._recent)
 
 
-# Why a connection was ended by us before it got the answer that it came for, or had read it.
+# Why the server closed a connection before the client had received the whole response.
 CloseReason = Literal[
     "handshake_timeout",
     "head_timeout",
@@ -56,14 +56,14 @@ CloseReason = Literal[
 ]
 CLOSE_REASONS: Sequence[CloseReason] = get_args(CloseReason)
 
-# An answer's method, route template and class of status (2xx).
+# Method, route template and status class (2xx) of a response.
 ResponseKey = tuple[str, str, str]
 
 
 @dataclass(slots=True)
 class ConnectionStats:
-    """open_connections: sockets at this moment, of whatever standing. accepted_connections: since
-    the start."""
+    """open_connections: currently open sockets, in any state. accepted_connections: total since the
+    start. closed_by_reason: connections that the server closed. responses: number of responses."""
 
     open_connections: int = 0
     accepted_connections: int = 0
@@ -73,6 +73,7 @@ class ConnectionStats:
     responses: dict[ResponseKey, int] = field(default_factory=dict[ResponseKey, int])
 
     def count_response(self, method: str, route: str, status: int) -> None:
-        """method, route: of a route of ours, so that their number is bounded; status: 100-599."""
+        """method, route: those of a known route, so that the number of keys is bounded. status: 100
+        to 599."""
         key = (method, route, f"{status // 100}xx")
         self.responses[key] = self.responses.get(key, 0) + 1

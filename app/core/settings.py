@@ -1,6 +1,7 @@
-"""Everything that was decided at start.
+"""The settings of a server and of its models, fixed at start.
 
-Knows: names, defaults, units. Frozen: nobody changes a setting while the server runs.
+Knows: names, defaults, units, conflicts between settings. Must not know: how settings are written,
+where they come from.
 """
 
 import math
@@ -13,8 +14,8 @@ from app.core.errors import AppError, ErrorKind
 
 LOOPBACK_ORIGIN_REGEX = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
-# of a page: lower case, without the default port · of a program with an embedded browser, such as
-# app://obsidian.md
+# the origin of a web page: lower case, without the default port · or that of a program with an
+# embedded browser, such as app://obsidian.md
 _ORIGIN = re.compile(
     r"http://(?!.*:80$)[^\s/?#@\\,*A-Z]+|https://(?!.*:443$)[^\s/?#@\\,*A-Z]+"
     r"|(?!https?:)[a-z][a-z0-9+.-]*://[^\s/?#@\\,*]*",
@@ -42,17 +43,17 @@ def is_origin(text: str) -> bool:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether `text` is a host name in any case, or, with a leading dot, a domain."""
+    """Whether `text` is a host name or, with a leading dot, a domain; case is ignored."""
     return len(text) <= _MAX_HOST_NAME_LENGTH and _HOST_NAME.fullmatch(text.lower()) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """One model that was named at start, and what holds for it alone; None is what holds for all.
+    """A model named at start and its own settings; None is the setting of all models.
 
-    name: a folder, a hub id or an Ollama name. alias: what clients call it; None is its own name.
-    preload: load it at start, without waiting for a request. pinned: do that, and never evict
-    it."""
+    name: a folder, a hub id or an Ollama name. alias: name used by clients; None is the model's own
+    name. preload: load it at start, without waiting for a request. pinned: load it at start and
+    never evict it."""
 
     name: str
     alias: str | None = None
@@ -68,44 +69,45 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """models: those that are served; none is the built-in model, and the first one is loaded at
-    start. installed: serve every model that is on this machine, on demand. pull: download a model
-    that is not here without asking. runner: whether a model runs in a process of its own or on a
-    thread of ours. keep_alive: seconds that a model stays loaded without requests; None is forever
-    for those named at start and five minutes for others. max_loaded: models in memory at once.
-    load_timeout: seconds that a load may take without getting on. load_wait: seconds that a
-    request which is not streamed waits for its model.
+    """The settings of a server; immutable.
 
-    host, port: where to listen. tls_cert, tls_key: PEM files. cors_origins: further origins of
-    browser pages that may call us (loopback always may). allowed_hosts: further names under which
-    we may be addressed. api_keys: file of hashed keys. allow_anyone: listen beyond loopback though
-    there are no keys.
+    models: models to serve; if empty, the built-in model. The first one is loaded at start, unless
+    others are marked. installed: serve every model installed on this machine, on demand. pull:
+    download missing models without asking. runner: run each model in its own process, or the only
+    model on a thread of the server. keep_alive: seconds that a model stays loaded without requests;
+    None is forever for models named at start and five minutes for others. max_loaded: maximum
+    number of models in memory. load_timeout: seconds without progress after which a load fails.
+    load_wait: seconds that a non-streaming request waits for its model.
 
-    quantize: bits that unquantised weights are brought to while they are loaded.
+    host, port: address to listen on. tls_cert, tls_key: PEM files. cors_origins: additional allowed
+    CORS origins (loopback is always allowed). allowed_hosts: additional accepted host names.
+    api_keys: file of hashed keys. allow_anyone: listen beyond loopback without keys.
 
-    parallel: sequences that run at once; None suits memory and device. max_queue: requests that may
-    wait for one of these places; one more is refused. context: positions of one sequence; None is
-    what the model was made for. context_shift: a sequence that fills its context goes on without
-    the older half of it (slots only). memory: bytes for weights, KV caches, cached prefixes and
-    working space together, of all models; None suits the device.
+    quantize: bits to which unquantised weights are quantised while they are loaded.
 
-    cache: the prefix cache policy; None is single for one sequence, else radix. multi_user: slots
-    are chosen for many users, not for one. exact: prefill on a fixed grid of positions, so that a
-    cached answer equals an uncached one to the bit. prefill_chunk: prompt tokens per engine step,
-    and so the longest stretch that cannot be cancelled; None suits the device.
+    parallel: maximum number of concurrent sequences; None depends on memory and device. max_queue:
+    maximum number of queued requests; further requests are rejected. context: positions of one
+    sequence; None is the model's own context length. context_shift: a sequence that fills its
+    context continues without the older half of it (slots only). memory: bytes for weights, KV
+    caches, cached prefixes and working space of all models; None depends on the device.
 
-    watchdog: seconds without a turn of the engine after which it is reported as stalled, and in a
-    process of its own replaced. max_body: bytes of a request body. max_connections: open at once.
-    header_timeout, body_timeout: seconds in which a request's head, and its body, must be here.
-    A client that has read nothing of its answer for body_timeout is cut off.
-    max_per_key: answers that one key may have in the making at once. deadline: seconds from a
-    request's arrival to the end of its answer; past it, an error. max_time: seconds of generation,
-    and max_tokens: tokens, after which an answer is cut like one that reached its own limit.
-    drain: seconds that running answers get to end when the server is told to stop. ping: seconds
-    of silence on a stream before a comment is sent.
+    cache: prefix cache policy; None is single for one sequence, else radix. multi_user: select
+    slots for many users, not for one. exact: prefill on a fixed grid of positions, so that cached
+    output is bit-identical to uncached output. prefill_chunk: prompt tokens per engine step, and so
+    the longest work that cannot be cancelled; None depends on the device.
 
-    log_format, log_level, access_log: how and what is logged. otlp: address of an OpenTelemetry
-    collector for traces. debug: log what helps to find a fault, pieces of prompts included."""
+    watchdog: seconds without an engine step after which the engine is reported as stalled and, if
+    it has its own process, restarted. max_body: maximum bytes of a request body. max_connections:
+    maximum number of open connections. header_timeout, body_timeout: seconds within which the
+    headers and the body of a request must arrive; a client that reads nothing of its response for
+    body_timeout is disconnected. max_per_key: concurrent choices per API key. deadline: seconds
+    from a request's arrival to the end of its response, after which it fails. max_time, max_tokens:
+    seconds and tokens of generation per choice, after which it ends as at its own limit. drain:
+    seconds that running requests get to finish on shutdown. ping: seconds without an event after
+    which a stream sends a comment.
+
+    log_format, log_level, access_log: format and content of the log. otlp: URL of an OpenTelemetry
+    collector for traces. debug: log debugging details, including parts of prompts."""
 
     models: tuple[ModelSettings, ...] = ()
     installed: bool = False
@@ -151,19 +153,19 @@ class Settings:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        """Raises AppError(INVALID), whose param is the field to begin with, where settings exclude
-        each other: whoever holds Settings holds some that can be obeyed."""
+        """Raises AppError(INVALID) for conflicting settings, so that existing Settings are always
+        consistent. The error's param is the first conflicting field."""
         for field, why in (*_find_conflicts(self), *_find_model_conflicts(self)):
             raise AppError(ErrorKind.INVALID, why, param=field)
 
     @property
     def multi_model(self) -> bool:
-        """Whether more than one model may be in memory, so that they share the device."""
+        """Whether more than one model may be in memory, so that models share the device."""
         return self.installed or len(self.models) > 1
 
     def for_model(self, model: ModelSettings) -> "Settings":
-        """What holds for one model: its own where it has some, else everybody's. The memory of all
-        is not that of one, where there are several."""
+        """The settings of one model: its own settings, else those of all models. If there are
+        several models, `memory` is not inherited, since it is the budget of all of them."""
         own = _model_overrides(model)
         if self.multi_model:
             own.setdefault("memory", None)
@@ -171,7 +173,7 @@ class Settings:
 
 
 def _model_overrides(model: ModelSettings) -> dict[str, Any]:
-    """What is said of it alone, of that which may be said of all."""
+    """The model's own values of settings that also exist for all models."""
     return {
         name: value
         for name in ("keep_alive", "quantize", "parallel", "context", "memory", "cache")
@@ -180,7 +182,7 @@ def _model_overrides(model: ModelSettings) -> dict[str, Any]:
 
 
 def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
-    """A field, and why it cannot be obeyed beside the others."""
+    """Yields (field, reason) of each conflict."""
     if settings.context_shift and settings.cache != "slots":
         why = "--context-shift needs --cache slots"
         yield "context_shift", why

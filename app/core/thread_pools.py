@@ -1,10 +1,10 @@
-"""Threads for work that must not run on the event loop: parsing, templates, tokenizing, replies.
+"""Thread pools for work that must not run on the event loop: parsing, templates, tokenizing.
 
-Knows: asyncio, threads, whose work it is and how large. Must not know: what the work does.
+Knows: asyncio, threads, the key and the size of the work. Must not know: what the work does.
 
-Small work and large work run on different threads, so that a short request never waits for a long
-one. Each queue is fair: keys take turns, and one key never has more than half of the threads. Most
-work holds the interpreter, so a thread for large work rests as long as it worked.
+Small and large work run on different threads, so that a short request never waits for a long one.
+Each queue is fair: keys take turns, and one key never uses more than half of the threads. Most work
+holds the GIL, so a thread for large work sleeps after each item for as long as the item took.
 """
 
 import asyncio
@@ -22,27 +22,27 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-# Threads for small work. Most of it holds the interpreter, so more of them would only make the
-# event loop wait longer for its turn.
+# Threads for small work. Most of it holds the GIL, so more threads would only delay the event
+# loop further.
 _SMALL_THREADS = 4
 
-# Threads for large work, at most. Tokenizing releases the interpreter.
+# Maximum number of threads for large work. Tokenizing releases the GIL.
 _MAX_LARGE_THREADS = 8
 
-# Bytes or characters from which work is large. Tokenizing that many takes about 20 ms.
+# Bytes or characters from which work counts as large. Tokenizing that many takes about 20 ms.
 _LARGE_WORK_SIZE = 64 * 1024
 
 
-# Seconds that a thread rests at most.
+# Maximum seconds that a thread sleeps after an item.
 _MAX_REST_SECONDS = 1.0
 
 
 class WorkCancelled(Exception):
-    """The work was given up: its result is not needed any more."""
+    """The work was cancelled, since its result is no longer needed."""
 
 
 class CancelToken:
-    """Lets running work notice that its result is not needed any more. Any thread may use it."""
+    """Informs running work that its result is no longer needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._cancelled = False
@@ -51,14 +51,14 @@ class CancelToken:
         self._cancelled = True
 
     def check(self) -> None:
-        """Raises Cancelled."""
+        """Raises WorkCancelled after `cancel`."""
         if self._cancelled:
             raise WorkCancelled
 
 
 @dataclass(eq=False, slots=True)
 class _WorkItem:
-    """Work in a queue. done: settled on the event loop."""
+    """Queued work. done: future for its result, set on the event loop."""
 
     key: str
     work: Callable[[], Any]
@@ -66,10 +66,10 @@ class _WorkItem:
 
 
 class FairThreadPool:
-    """Runs work on threads, in turns by key. Everything but the work runs on one event loop.
+    """Runs work on threads; keys take turns. All other code of the class runs on one event loop.
 
-    The threads are daemons: a process that ends does not wait for them. rest: seconds that a thread
-    rests for each second of the processor's time that its work took."""
+    The threads are daemons: the process exits without waiting for them. rest: seconds that a thread
+    sleeps per second of CPU time that its work took."""
 
     def __init__(self, threads: int, name: str, *, rest: float = 0.0) -> None:
         self._name = name
@@ -83,7 +83,7 @@ class FairThreadPool:
 
     @property
     def running(self) -> int:
-        """Threads that are busy."""
+        """The number of busy threads."""
         return self._running.total()
 
     @property
@@ -91,8 +91,9 @@ class FairThreadPool:
         return sum(map(len, self._queues.values()))
 
     async def run(self, work: Callable[[], Result], *, key: str) -> Result:
-        """The result of `work`, called on a thread with a copy of this task's context. Raises what
-        it raises. Cancelling drops work that has not started; a started one runs to its end."""
+        """Calls `work` on a thread with a copy of this task's context, and returns its result or
+        raises its exception. Cancelling drops work that has not started; started work runs to its
+        end."""
         done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         item = _WorkItem(key, partial(copy_context().run, work), done)
         self._queues.setdefault(key, deque()).append(item)
@@ -101,8 +102,9 @@ class FairThreadPool:
             return await done
         finally:
             self._drop(item)
-            # An error that is raised here holds this frame: if the frame held the error too, what
-            # the work held would stay in memory until the garbage collector finds both.
+            # The traceback of an error raised here refers to this frame. If the frame referred to
+            # the error as well, the cycle would keep the objects of the work in memory until the
+            # garbage collector runs.
             del done, item
 
     def _drop(self, item: _WorkItem) -> None:
@@ -121,7 +123,7 @@ class FairThreadPool:
             self._inbox.put(item)
 
     def _pop_next(self) -> _WorkItem | None:
-        """From the key whose turn it is: keys stand in the order of their last turn."""
+        """The next item of the key whose turn it is; keys are ordered by their last turn."""
         for key, queue in self._queues.items():
             if self._running[key] < self._max_per_key:
                 item = queue.popleft()
@@ -139,13 +141,13 @@ class FairThreadPool:
             began = time.thread_time()
             try:
                 result = item.work()
-            except BaseException as raised:  # the awaiting task raises it, whatever it is
+            except BaseException as raised:  # the awaiting task raises it
                 error = raised
-            # the loop may be closed: a server that stops does not wait for work
+            # the loop may be closed, since a stopping server does not wait for work
             with suppress(RuntimeError):
                 item.done.get_loop().call_soon_threadsafe(self._finish, item, result, error)
             used = time.thread_time() - began
-            # or this thread would keep them in memory until its next work
+            # else this thread would keep them in memory until its next item
             del item, result, error
             if self._rest:
                 time.sleep(min(_MAX_REST_SECONDS, self._rest * used))
@@ -163,7 +165,7 @@ class FairThreadPool:
 
 
 class ThreadPools:
-    """The threads of one server."""
+    """The thread pools of one server."""
 
     def __init__(self) -> None:
         large = min(_MAX_LARGE_THREADS, max(2, os.cpu_count() or 2))
@@ -179,15 +181,16 @@ class ThreadPools:
         return self.small.queued + self.large.queued
 
     async def run(self, work: Callable[[], Result], *, size: int = 0, key: str = "") -> Result:
-        """As `FairThreadPool.run`. size: bytes or characters that the work goes through. key: whose
-        work it is; keys take turns."""
+        """Like `FairThreadPool.run`. size: bytes or characters that the work processes. key: owner
+        of the work; keys take turns."""
         queue = self.large if size >= _LARGE_WORK_SIZE else self.small
         return await queue.run(work, key=key)
 
     async def run_cancellable(
         self, work: Callable[[CancelToken], Result], *, size: int = 0, key: str = ""
     ) -> Result:
-        """As `run`, with a token that is cancelled when this is: work that checks it ends early."""
+        """Like `run`, but passes `work` a token that is cancelled when this call is, so that work
+        that checks the token ends early."""
         token = CancelToken()
         try:
             return await self.run(lambda: work(token), size=size, key=key)

@@ -1,8 +1,6 @@
-"""Numbers for people.
+"""Formats sizes, counts and durations for display, and parses durations.
 
 Knows: units. Must not know: what is counted.
-
-Durations as people write them.
 """
 
 import re
@@ -15,8 +13,8 @@ _DURATION_PATTERN = re.compile(rf"-?(?:{_PART_PATTERN.pattern}){{1,4}}", re.ASCI
 
 
 def parse_duration(text: str) -> float | None:
-    """A bare number of seconds, or Go's way down to milliseconds (time.ParseDuration), which is
-    Ollama's too: "90s", "5m", "1h30m". None for what is neither."""
+    """Parses a number of seconds, or a duration in Go's format (time.ParseDuration), which Ollama
+    also uses: "90s", "5m", "1h30m"; the smallest unit is "ms". Returns None for invalid text."""
     if _NUMBER_PATTERN.fullmatch(text):
         return float(text)
     if not _DURATION_PATTERN.fullmatch(text):
@@ -33,22 +31,23 @@ _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(count: float) -> str:
-    """Decimal, as the hub, Ollama and the Finder count: 1.23 GB. Three digits at least."""
+    """Bytes in decimal units, like the hub, Ollama and the Finder: 1.23 GB. At least three
+    digits."""
     return _format_scaled(count, _DECIMAL_UNITS, " ")
 
 
 def format_memory(count: float) -> str:
-    """Bytes as `--memory` counts them: 1.23 GiB. So whoever gave it 6 reads of 6."""
+    """Bytes in binary units, like `--memory`: 1.23 GiB, so that `--memory 6` is displayed as 6."""
     return _format_scaled(count, _BINARY_UNITS, " ", base=1024)
 
 
 def format_count(count: float) -> str:
-    """Parameters: 1.24B, 8.03B, 355M."""
+    """A number of parameters: 1.24B, 8.03B, 355M."""
     return _format_scaled(count, _COUNT_SUFFIXES, "")
 
 
 def format_duration(seconds: float) -> str:
-    """12 s, 3 min, 2 h 05 min."""
+    """A duration: 12 s, 3 min, 2 h 05 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

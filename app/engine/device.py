@@ -1,9 +1,9 @@
-"""Bytes that the engine may use when nobody says how many.
+"""The compute device: what this process computes with, and the default memory budget of the engine.
 
 Knows: the device, the machine, the containers that this process runs in. Must not know: models.
-What is free counts, not only what there is: what others hold now is not ours to plan with.
 
-What arrays are computed with in this process.
+The budget depends on the free memory, not only on the installed memory: memory that other processes
+hold is not available.
 """
 
 import os
@@ -17,7 +17,8 @@ import mlx.core as mx
 from app.core.jobs import ComputeBackend
 from models import cpu_backend, kernels
 
-# rows and columns of a product that takes a good BLAS a few milliseconds, and a bad one not long
+# rows and columns of the benchmark's matrices: a fast BLAS multiplies them in a few milliseconds, a
+# slow one in reasonable time
 _MATRIX_SIZE = 512
 
 
@@ -34,8 +35,8 @@ def detect_backend() -> ComputeBackend:
 
 
 def measure_gigaflops() -> float:
-    """What a product of two float32 matrices reaches, the best of three. Like all that makes arrays
-    to be called on one thread."""
+    """The speed of multiplying two float32 matrices, in GFLOP/s; the best of three runs. Creates
+    arrays, so all calls must come from one thread."""
     left, right = mx.ones((_MATRIX_SIZE, _MATRIX_SIZE)), mx.ones((_MATRIX_SIZE, _MATRIX_SIZE))
     mx.eval(left, right)
     taken: list[float] = []
@@ -46,16 +47,16 @@ def measure_gigaflops() -> float:
     return 2 * _MATRIX_SIZE**3 / min(taken) / 1e9
 
 
-# of a device whose memory is its own; of a machine that has other things to do, and of what
-# these leave free at the moment
+# the fraction of a GPU's own memory that is used; that of a machine's memory, which other programs
+# share; and that of the memory that is free at the moment
 _DEVICE_SHARE, _MACHINE_SHARE, _FREE_SHARE = 0.9, 0.7, 0.9
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# the limit, what is taken of it, and how much of that is files that the kernel would let go:
-# cgroup v2, v1
+# names of the files with the limit and the usage, and of the statistics that count reclaimable page
+# cache: cgroup v2, v1
 _CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
@@ -67,9 +68,13 @@ _CGROUP_FILES = (
 
 
 def device_budget(held: int = 0) -> int:
-    """On Metal by the recommended working set, on CUDA by the memory that is free, else by that of
-    the machine or of the container. What this process has in use already is counted as free, and so
-    are `held` bytes which other processes of ours have."""
+    """Bytes that the engine may use when no memory size is configured.
+
+    On Metal this follows the recommended working set, on CUDA the free device memory, else the free
+    memory of the machine or container. Memory that this process already uses counts as free.
+
+    held: bytes that our other processes use; they count as free too.
+    """
     device = mx.device_info()
     if mx.metal.is_available():
         return int(_DEVICE_SHARE * cast(int, device["max_recommended_working_set_size"]))
@@ -90,7 +95,7 @@ def _machine_budget(held: int) -> int:
             limit = _read_number(folder / limit_file)
             if limit is None or limit >= total:
                 continue
-            # the kernel counts files among what is available to the machine, too (MemAvailable)
+            # the kernel's MemAvailable counts page cache as available, too
             kept = _page_cache_bytes(folder / "memory.stat", files)
             taken = max(0, (_read_number(folder / taken_file) or 0) - kept)
             total, free = limit, min(free, limit - taken)
@@ -98,7 +103,8 @@ def _machine_budget(held: int) -> int:
 
 
 def _available_bytes(total: int) -> int:
-    """Of the machine, before somebody must give way; all of it where nobody tells."""
+    """The memory of the machine that is available without swapping; `total` if the system does not
+    report it."""
     for line in _read_lines(_MEMINFO):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -107,8 +113,8 @@ def _available_bytes(total: int) -> int:
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folders of the groups that this process is in, and of all around them. In a container of
-    its own, the outermost of these is the container's."""
+    """The folders of this process's cgroups and of their ancestors. In a container with its own
+    cgroup namespace, the outermost is the container's."""
     yield _CGROUPS
     yield _CGROUPS / "memory"
     for line in _read_lines(_OWN_CGROUPS):
@@ -128,7 +134,8 @@ def _page_cache_bytes(stat: Path, names: tuple[str, str]) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """None for a file that is not there, and for no limit ("max")."""
+    """The number in a file; None if the file does not exist or holds no number ("max" means no
+    limit)."""
     said = "".join(_read_lines(path)).strip()
     return int(said) if said.isdecimal() else None
 

@@ -1,12 +1,12 @@
-"""Those who run one model together, one rank each, and compute in step.
+"""The group of ranks that run one model together in lockstep.
 
 Knows: mlx.core.distributed. Must not know: how ranks are started, commands, requests. Implements
 `models.sharding.TensorParallelGroup`.
 
-Whatever decides what is computed next must be the same on all ranks, or they wait for each other
-for ever. Sums are: a ring adds in one order and hands the result round (MLX 0.32, measured with 2
-and 3 ranks). Logits need not be, where machines differ: so what rank 0 draws counts. Budgets differ
-between machines: so the least counts.
+Every value that decides what is computed next must be equal on all ranks; otherwise they deadlock
+in a collective. Sums are equal: a ring adds in a fixed order and distributes the result (MLX 0.32,
+measured with 2 and 3 ranks). Logits may differ between different machines, so the tokens that rank
+0 samples are used on all ranks. Memory budgets differ between machines, so the smallest is used.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from app.engine.memory_profile import MemoryProfile
 
 
 class DistributedGroup:
-    """All methods are for all ranks at once, in the same order. Those that return arrays are
+    """All ranks must call each method together, in the same order. Methods that return arrays are
     lazy."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -32,18 +32,20 @@ class DistributedGroup:
         return mx.distributed.all_sum(x, group=self._group)
 
     def broadcast_tokens(self, tokens: mx.array) -> mx.array:
-        """Those of rank 0."""
+        """The tokens of rank 0."""
         return self.all_sum(tokens if self.rank == 0 else mx.zeros_like(tokens))
 
     def broadcast_bytes(self, data: bytes, length: int) -> bytes:
-        """The words of rank 0, up to `length` bytes of them and none of them zero."""
+        """The data of rank 0. length: its maximum length in bytes. The data must not contain zero
+        bytes."""
         assert len(data) <= length
         mine = data if self.rank == 0 else b""
         everybodys = self.all_sum(mx.array(list(mine.ljust(length, b"\0")), dtype=mx.uint8))
         return bytes(cast(list[int], everybodys.tolist())).rstrip(b"\0")
 
     def reconcile_settings(self, settings: Settings) -> Settings:
-        """With what all ranks can do, in place of what each would make of its own device."""
+        """The settings with the smallest memory budget and prefill chunk of all ranks, instead of
+        those that each rank would choose for its own device."""
         return replace(
             settings,
             memory=self._all_min(settings.memory or device_budget()),
@@ -51,7 +53,7 @@ class DistributedGroup:
         )
 
     def reconcile_memory(self, memory: MemoryProfile) -> MemoryProfile:
-        """With the room that a step needs on that rank where it needs most."""
+        """The profile with the largest weights and working memory of all ranks."""
         return replace(
             memory,
             weights=-self._all_min(-memory.weights),
@@ -64,8 +66,10 @@ class DistributedGroup:
 
 
 def join_group() -> DistributedGroup:
-    """Waits for the others, with the interpreter held: nothing else of this process goes on, and
-    Python handles no signal, before all are here. To be called before anything is served.
+    """Connects to the other ranks and waits for all of them.
 
-    Raises RuntimeError where they cannot be reached."""
+    Holds the GIL while it waits: no other Python thread runs and no signal is handled until all
+    ranks are connected. Call it before the server accepts requests. Raises RuntimeError if the
+    other ranks cannot be reached.
+    """
     return DistributedGroup(mx.distributed.init(strict=True))

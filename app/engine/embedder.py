@@ -1,29 +1,27 @@
-"""Inputs -> vectors: texts of which only pooled hidden states are wanted.
+"""Embeds inputs: token ids to pooled hidden states, one vector per input.
 
-Knows: the model as a function, jobs of inputs, how much memory it is lent. Must not know:
-sequences, sampling, who else runs. Jobs take turns, a piece each, and a piece is never larger than
-a chunk of a prompt:
+Knows: the model as a function, embedding jobs, the memory that it borrows. Must not know:
+sequences, sampling, what else runs.
+
+Jobs take turns, one forward pass ("piece") each. A piece is never larger than a prefill chunk:
 
     short inputs, of any jobs   one forward pass [B, L], padded on the right
-    a long input                a chunk of it, behind its layer caches; one such input at a time
+    a long input                one chunk after its layer caches; one long input at a time
 
-Padding on the right changes nothing. Every layer looks backwards only, be it attention, whole or
-windowed, a convolution or a recurrent state, and a mixture of experts treats each position by
-itself, without a bound on how many an expert takes: so no position can know what stands behind it.
-What the padding leaves in the layer caches goes with them.
+Padding on the right does not change the results. Every layer looks backwards only (full or sliding
+window attention, a convolution, a recurrent state), and a mixture of experts treats each position
+separately, without a capacity limit per expert. So no position depends on the padding after it.
+Layer caches with padding in them are discarded.
 
-The prefix cache is neither asked nor filled: it keeps what layers need to go on, and not the hidden
-states behind the last one, of which vectors are made.
+The prefix cache is not used: it keeps the state that layers need to continue, but not the hidden
+states of earlier positions, which the vectors are computed from.
 
-Hidden states -> one vector a row.
-
-Both kinds are sums with weights over positions, so that rows of either kind are pooled together,
-and a row in several pieces: mean gives each position one over the length, last gives one to the
-last. Sources: Reimers and Gurevych 2019 (arXiv:1908.10084) for the mean, of which all tokens are
-part, special ones too; Neelakantan et al. 2022 (arXiv:2201.10005) for the last; Kusupati et al.
-2022 (arXiv:2205.13147) for vectors of which the first numbers do.
-
-Inputs that are embedded, on their way, and who lends the memory for it.
+Both kinds of pooling are weighted sums over positions, so rows of either kind share a batch, and an
+input may be split into several pieces. "mean" gives each position the weight one over the length,
+"last" gives the last position the weight one. Sources: Reimers and Gurevych 2019 (arXiv:1908.10084)
+for the mean over all tokens, special ones included; Neelakantan et al. 2022 (arXiv:2201.10005) for
+the last token; Kusupati et al. 2022 (arXiv:2205.13147) for vectors that may be truncated to their
+first numbers.
 """
 
 import logging
@@ -39,13 +37,13 @@ from app.engine.memory_profile import MemoryProfile
 from models.base import Model
 from models.kv import LayerCache
 
-# torch.nn.functional.normalize, of which all the others' vectors come, does the same
+# the minimum of torch.nn.functional.normalize, which the reference implementations use
 _MIN_NORM = 1e-12
 
 
 def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -> list[float]:
-    """Those of `width` positions from `start` on, of a row of `length`; what is behind that has
-    none."""
+    """The weights of `width` positions from `start` on, in a row of `length` positions; positions
+    after the end have weight 0."""
     if pooling == "mean":
         here = max(0, min(width, length - start))
         return [1 / length] * here + [0.0] * (width - here)
@@ -53,30 +51,30 @@ def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -
 
 
 def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
-    """hidden [B, L, D], shares [B, L] -> [B, D] float32. A position without a share may hold
-    anything, NaN too."""
+    """hidden [B, L, D], weights [B, L] -> [B, D] float32. Positions of weight 0 may hold anything,
+    NaN too."""
     weights = weights[..., None]
     return mx.sum(mx.where(weights > 0, weights * hidden.astype(mx.float32), 0), axis=1)
 
 
 def normalise(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
-    """[B, D] -> the same with all behind a row's first `dimensions` numbers zero, and of length
-    one; zeros stay zeros."""
+    """[B, D] -> the same with unit length, after all but the first `dimensions` numbers of each row
+    are set to zero (None keeps all). Zero vectors stay zero."""
     width = vectors.shape[-1]
     kept = mx.array([[width if count is None else count] for count in dimensions])
     cut = mx.where(mx.arange(width) < kept, vectors, 0)
-    # a number may be too large to be squared
+    # divided by the largest first: the square of a number may overflow
     largest = mx.max(mx.abs(cut), axis=-1, keepdims=True)
     cut = cut / mx.where(largest > 0, largest, 1)
     return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _MIN_NORM)
 
 
 def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
-    """Each row's first `dimensions` numbers, as little-endian as the machines are that MLX runs on;
-    None for a row that is not all numbers. Waits for them."""
+    """The first `dimensions` numbers of each row as little-endian float32 (MLX only runs on
+    little-endian machines); None for a row with NaN or infinity. Waits for the device."""
     width = vectors.shape[-1]
     sound = cast(list[bool], mx.all(mx.isfinite(vectors), axis=-1).tolist())
-    # MLX's stubs do not know of buffers
+    # MLX's stubs lack the buffer protocol
     view = memoryview(cast(Any, mx.contiguous(vectors))).cast("B")
     return [
         bytes(view[4 * width * row : 4 * (width * row + (count or width))]) if sound[row] else None
@@ -85,23 +83,26 @@ def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> lis
 
 
 class MemoryLender(Protocol):
-    """Who has the memory."""
+    """Lends memory of the KV budget."""
 
     @property
     def borrowed_bytes(self) -> int:
-        """Bytes; 0 after they were called back."""
+        """Bytes that are borrowed now; 0 after the lender reclaimed them."""
         ...
 
     def borrow(self, num_bytes: int) -> bool:
-        """So many bytes more; False where they are not to be had now."""
+        """Borrow this many more bytes. Returns False if they are not available now."""
         ...
 
     def return_borrowed(self, num_bytes: int) -> None: ...
 
 
 class EmbedTask:
-    """A job on its way. pending_inputs: numbers of its inputs, shortest first. isolated: whether it
-    shares no forward pass, because one failed that it was in."""
+    """A job in progress.
+
+    pending_inputs: indices of its inputs that are not embedded yet, shortest first. isolated:
+    whether it shares no forward pass, because an earlier shared one failed.
+    """
 
     def __init__(self, job: EmbedJob) -> None:
         self.job = job
@@ -117,8 +118,11 @@ class EmbedTask:
 
 
 class LongInput:
-    """An input that takes several pieces. borrowed_bytes: bytes that it holds until its end.
-    pooled_sum: what is pooled of it so far, [1, D] float32."""
+    """An input that takes several pieces.
+
+    borrowed_bytes: bytes that it holds until it is done. pooled_sum: the weighted sum so far, [1,
+    D] float32.
+    """
 
     def __init__(
         self, task: EmbedTask, index: int, kv: list[LayerCache], borrowed_bytes: int
@@ -131,12 +135,12 @@ class LongInput:
 
 log = logging.getLogger(__name__)
 
-# inputs in one forward pass: each takes a whole step of positions (models/kv.py) in every layer's
-# cache, however short it is
+# inputs in one forward pass: however short an input is, it takes a whole allocation step of
+# positions (models/kv.py) in every layer's cache
 MAX_ROWS = 16
 
-# layers whose caches exist at the same time where nobody holds on to them: one is read while the
-# next one is made
+# layers whose caches exist at the same time if nothing else references them: one is read while the
+# next is made
 _LAYERS_ALIVE = 2
 
 _FAILED = "the engine failed while processing this request"
@@ -148,9 +152,11 @@ _INVALID_OUTPUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EmbedStep:
-    """What the device works on. inputs: jobs and numbers of their inputs, whose vectors [B, D] it
-    gives; None where it is of a long input that is not at its end. tokens: without padding. state:
-    all that must be evaluated."""
+    """A forward pass that the device computes.
+
+    inputs: tasks and indices of their inputs. tokens: without padding. vectors: the results [B, D];
+    None for a piece of a long input that is not its last. state: all arrays that must be evaluated.
+    """
 
     inputs: Sequence[tuple[EmbedTask, int]]
     tokens: int
@@ -161,9 +167,9 @@ class _EmbedStep:
 class Embedder:
     """chunk: tokens of a piece, padding included.
 
-    waiting_for_memory: whether it waits for memory, and nobody else should get any first.
-    embedded_tokens: evaluated since the start, without padding. exceptions: times that something
-    raised.
+    waiting_for_memory: whether it waits for memory; no new sequence may take memory before it.
+    embedded_tokens: tokens embedded since the start, without padding. exceptions: number of
+    exceptions so far.
     """
 
     def __init__(
@@ -177,10 +183,10 @@ class Embedder:
         self._lender = lender
         self._chunk = chunk
         self._layers = len(model.make_kv())
-        self._tasks: deque[EmbedTask] = deque()  # whose turn it is, first
+        self._tasks: deque[EmbedTask] = deque()  # in the order of their turns
         self._long: LongInput | None = None
         self._step: _EmbedStep | None = None
-        self._borrowed_for_step = 0  # bytes that are lent for the piece alone
+        self._borrowed_for_step = 0  # bytes borrowed for this piece alone
         self._ended: list[EmbedResult] = []
 
     @property
@@ -195,19 +201,18 @@ class Embedder:
         self._tasks.append(EmbedTask(job))
 
     def cancel(self, job: str) -> None:
-        """Forget a job; unknown ones have ended already. A piece of it that the device works on is
-        waited for, and that is all."""
+        """Forget a job; does nothing for a job that has ended. A piece of it that is being computed
+        is finished, and its result discarded."""
         for work in [work for work in self._tasks if work.job.id == job]:
             self._remove(work)
 
     def drain(self) -> tuple[EmbedResult, ...]:
-        """The jobs that ended since this was asked last."""
+        """The results of the jobs that ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
     def dispatch(self) -> bool:
-        """Give the device the next piece. False where there is nothing to do, or no memory to do it
-        in."""
+        """Dispatch the next piece. Returns False if there is nothing to do or not enough memory."""
         assert self._step is None, "one piece at a time"
         self.waiting_for_memory = False
         for _ in range(len(self._tasks)):
@@ -234,7 +239,7 @@ class Embedder:
         self._return_borrowed()
 
     def restart_if_reclaimed(self) -> None:
-        """Between two pieces. A long input whose memory was called back begins again later."""
+        """Called between two pieces. Restarts a long input later if its memory was reclaimed."""
         long = self._long
         if long is not None and self._lender.borrowed_bytes < long.borrowed_bytes:
             assert self._step is None, "the device still writes into its layer caches"
@@ -245,7 +250,7 @@ class Embedder:
     # pieces
 
     def _next_inputs(self, task: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
-        """What the work's turn is for; nothing where it has to wait."""
+        """The inputs of the task's next piece; empty if it must wait."""
         if self._long is not None and self._long.task is task:
             return [(task, self._long.index)]
         if not task.pending_inputs:
@@ -261,7 +266,7 @@ class Embedder:
         return [(task, self._long.index)]
 
     def _pack_short_inputs(self, first: EmbedTask) -> Sequence[tuple[EmbedTask, int]]:
-        """Short inputs of this work, and of others as far as there is room beside them."""
+        """Short inputs of this task, and of others while they fit in the same pass."""
         chosen, width = list[tuple[EmbedTask, int]](), 0
         others = (
             () if first.isolated else (w for w in self._tasks if w is not first and not w.isolated)
@@ -280,7 +285,8 @@ class Embedder:
         return chosen
 
     def _cache_bytes(self, width: int, rows: int) -> int:
-        """Of layer caches that go as soon as the next layer has been evaluated."""
+        """Bytes of the layer caches of a pass, each of which is freed once the next layer is
+        evaluated."""
         alive = min(_LAYERS_ALIVE, self._layers)
         return rows * self._memory.kv_footprint(width) * alive // self._layers
 
@@ -312,7 +318,7 @@ class Embedder:
             pooling_weights(work.job.pooling, len(ids), 0, width)
             for (work, _), ids in zip(inputs, rows, strict=True)
         ]
-        # nobody holds on to the layer caches, so that each goes when its layer is done
+        # nothing references the layer caches, so each is freed when its layer is done
         found = pool_hidden_states(self._model(tokens, self._model.make_kv()), mx.array(shares))
         vectors = normalise(found, [work.job.dimensions for work, _ in inputs])
         count = sum(map(len, rows))
@@ -346,7 +352,7 @@ class Embedder:
         for (work, number), vector in zip(step.inputs, found, strict=True):
             if self._long is not None and self._long.task is work and self._long.index == number:
                 self._drop_long_input()
-            if work not in self._tasks:  # cancelled, or lost by another input of its own
+            if work not in self._tasks:  # cancelled, or failed by another of its inputs
                 continue
             if vector is None:
                 self._end(work, error=_INVALID_OUTPUT)
@@ -356,8 +362,8 @@ class Embedder:
                 self._end(work)
 
     def _handle_failure(self, inputs: Sequence[tuple[EmbedTask, int]]) -> None:
-        """One of these failed. If they are of one job, it ends; if of several, these begin again,
-        each for itself."""
+        """A piece with these inputs failed. A single job ends with an error; several jobs restart
+        their inputs, each in its own passes."""
         self.exceptions += 1
         works = {work for work, _ in inputs}
         if len(works) == 1:
@@ -375,7 +381,7 @@ class Embedder:
 
     def _remove(self, task: EmbedTask) -> None:
         self._tasks.remove(task)
-        self.waiting_for_memory = False  # if another one is, it says so at its turn
+        self.waiting_for_memory = False  # set again at the turn of another task that needs memory
         if self._long is not None and self._long.task is task:
             self._drop_long_input()
 

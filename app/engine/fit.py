@@ -1,13 +1,13 @@
-"""Whether a model fits, before any of its weights is read.
+"""Estimates whether a model fits in memory, before its weights are read.
 
-Knows: what is asked of the engine, what models and layer caches say of themselves unevaluated: an
-array knows its shape and type before it has a value. Must not know: requests, what runs.
+Knows: the engine's settings, shapes and types of unevaluated arrays in models and layer caches.
+Must not know: requests, what runs.
 
-    budget  [ weights | working space | layer caches: sequences x context ........ | free ]
+    budget  [ weights | working memory | layer caches: sequences x context ....... | free ]
 
-Weights and layer caches are counted to the byte, `--quantize` included; the working space is an
-estimate, which the engine replaces by a measurement once the weights are there (`corrected`). So a
-budget that is just enough by the one may be too little by the other.
+Weights and layer caches are counted to the byte, with `--quantize` applied. The working memory is
+an estimate, which a measurement replaces once the weights are loaded (`adjust_after_load`). So a
+model that just fits by the estimate may not fit by the measurement, and vice versa.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,17 +33,17 @@ from app.engine.memory_profile import (
 from app.engine.weights import list_parameters, open_model
 from models.base import Model, ModelError
 
-# sequences at once when nobody says how many
+# concurrent sequences if not configured
 DEFAULT_MAX_PARALLEL = 8
 
-# the length that each of several sequences is given room for when nobody says how many there are
+# the context that each of several sequences should have if their number is not configured
 TYPICAL_SEQUENCE_LENGTH = 4096
 
-# what a step holds of a token at a time, in rows as wide as the widest result of a layer and in
-# rows of hidden states: measured on Llamas of 288 to 2048 wide, and rounded up
+# activations that a step holds per token, in rows of the widest layer output and in rows of hidden
+# states: measured on Llamas 288 to 2048 wide, and rounded up
 _ACTIVATION_ROWS = 8
 
-# experts that a token passes through, and how many are taken where the config does not say
+# config keys of the number of experts per token, and its default if the config has none
 _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
     ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     8,
@@ -52,13 +52,15 @@ _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Bytes: weights; kv_per_context, the layer caches of one sequence of `context` positions;
-    working, what a step needs while it runs; budget, for everything.
+    """How much memory a model needs, and whether that fits. All sizes are bytes.
 
-    context: positions of a sequence that were asked for, else what the model is served with.
-    sequences: how many are to have that much at the same time. context_that_fits: the longest that
-    so many can have, at most `context`; 0 where there is no room for any. fits: whether the server
-    will start: with the context that was asked for, or with some where none was.
+    weights: of the model. kv_per_context: layer caches of one sequence of `context` positions.
+    working: activations and logits of a step. budget: for everything.
+
+    context: requested positions per sequence, else the context that the model is served with.
+    sequences: how many must have that context at the same time. context_that_fits: the longest
+    context that this many sequences can have, at most `context`; 0 if none fits. fits: whether the
+    server will start: with the requested context, or with any if none was requested.
     """
 
     weights: int
@@ -72,13 +74,13 @@ class Fit:
 
     @property
     def needed(self) -> int:
-        """Bytes for everything that was asked for."""
+        """Bytes for everything that was requested."""
         return self.weights + self.working + self.sequences * self.kv_per_context
 
 
 def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
-    """Of model files that were `complete`d. Reads headers only, and leaves nothing in memory; to
-    be called on a thread that does nothing else with MLX, like everything that makes arrays.
+    """The fit of model files that `complete_config` returned. Reads headers only, and leaves
+    nothing in memory. Creates arrays, so call it on a thread that does no other work with MLX.
 
     Raises AppError(MODEL_FILES) for files that cannot become a model.
     """
@@ -88,9 +90,12 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int = 0
 ) -> MemoryRequirement:
-    """What to give a model that shares the device with others; as `fit`, for the rest. Where it was
-    said how much memory it shall have, that is what it needs: whether it can do with so much is
-    seen when it is loaded. loaded_bytes: bytes that models have which are loaded already."""
+    """The memory that a model needs if it shares the device with other models. Otherwise like
+    `estimate_fit`. If the settings fix the memory, this is the requirement; whether the model fits
+    in it is checked when it is loaded.
+
+    loaded_bytes: bytes of the models that are loaded already.
+    """
     if settings.memory is not None:
         return MemoryRequirement(
             min_bytes=settings.memory,
@@ -103,7 +108,7 @@ def estimate_memory(
     many = settings.parallel or DEFAULT_MAX_PARALLEL
     asked = sizes.total_bytes(many if settings.parallel else 1, context)
     least = asked if settings.context else sizes.total_bytes(1, usual)
-    # as much again for cached prefixes on which nobody runs
+    # as much again for cached prefixes of finished requests
     cached = many * sizes.kv_footprint(usual)
     return MemoryRequirement(
         min_bytes=least,
@@ -113,7 +118,7 @@ def estimate_memory(
 
 
 def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) -> Fit:
-    """The same of a model whose weights may have been read or not."""
+    """Like `estimate_fit`, for a model whose weights may or may not be loaded."""
     sizes = _ModelSizes(model, files, settings)
     budget = settings.memory or device_budget()
     sequences = settings.parallel or 1
@@ -134,7 +139,7 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
 
 
 def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) -> Fit:
-    """What was foretold, with the working space that was measured since."""
+    """The estimate with the measured working memory in place of the estimated one."""
 
     def room(length: int) -> bool:
         return estimate.sequences * memory.kv_footprint(length) <= memory.kv_budget
@@ -149,14 +154,15 @@ def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) 
 
 
 def choose_prefill_chunk(settings: Settings) -> int:
-    """Prompt tokens per step: as few as keep the device busy (DECISIONS.md, 2026-11-21)."""
+    """Prompt tokens per step: the smallest number that keeps the device busy
+    (docs/decisions/engine.md)."""
     if settings.prefill_chunk:
         return settings.prefill_chunk
     return 128 if mx.default_device().type == mx.DeviceType.cpu else 512
 
 
 def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
-    """Raises AppError(MODEL_FILES) for a model that does not fit, with what would."""
+    """Raises AppError(MODEL_FILES) for a model that does not fit, with a context that would."""
     if estimate.fits:
         return
     many = "a sequence" if estimate.sequences == 1 else f"{estimate.sequences} sequences"
@@ -178,7 +184,7 @@ def raise_unless_fits(estimate: Fit, files: ModelFiles) -> None:
 
 
 class _ModelSizes:
-    """What a model takes, in bytes. activation_bytes, kv_footprint: functions of a sequence's
+    """Sizes of a model in bytes. activation_bytes, kv_footprint: functions of a sequence's
     length."""
 
     def __init__(self, model: Model, files: ModelFiles, settings: Settings) -> None:
@@ -208,7 +214,7 @@ class _ModelSizes:
 def _activation_bytes_per_token(
     model: Model, config: Mapping[str, Any], hidden: mx.array, vocab: int
 ) -> int:
-    """About what a step holds of one token while it runs."""
+    """Estimated bytes of activations that a step holds per token."""
     assert isinstance(model, nn.Module)
     chosen = next(
         (config[name] for name in _EXPERTS_PER_TOKEN_KEYS if config.get(name)),
@@ -216,16 +222,16 @@ def _activation_bytes_per_token(
     )
     modules: Sequence[tuple[str, Any]] = model.named_modules()
     widths = {_output_width(module, chosen) for _, module in modules}
-    # but for the output layer, of which there is one row
+    # without the output layer: logits are computed for one row only
     widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
-    # of a class that gives nothing but logits there is one row of them
+    # a model class that returns logits returns one row of them
     rows = _ACTIVATION_ROWS * (widest + last) if last < vocab else _ACTIVATION_ROWS * widest + last
     return rows * hidden.dtype.size
 
 
 def _output_width(module: Any, chosen: int) -> int:
-    """Numbers that come out of a linear layer for one token; of stacked ones, out of those that the
+    """Output features of a linear layer per token; for stacked experts, those of the experts that a
     token passes through. 0 for other layers."""
     weight = module.get("weight")
     if (

@@ -1,13 +1,12 @@
-"""Model files -> a loop that is ready to generate.
+"""Loads model files into a `Loop` that is ready to generate.
 
-Knows: in which order things are done, the device's memory settings, which policy suits. Must not
-know: where models come from, requests. Runs on the engine thread, like everything that touches a
-tensor.
+Knows: the order of the steps, the device's memory settings, which prefix cache to use. Must not
+know: where models come from, requests. Runs on the engine thread, like everything that uses
+tensors.
 """
 
 import gc
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -34,14 +33,12 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.policy import SchedulerLimits
-from app.engine.prefix.radix import RadixPrefixCache
-from app.engine.prefix.single import SinglePrefixCache
-from app.engine.prefix.slots import SlotPrefixCache
+from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
 from app.engine.weights import ProgressCallback, open_model, read_weights
 from models.base import Model
 from models.cpu_layout import is_batch_invariant
-from models.kv import LayerCache
+from models.kv import LayerCache, evaluate_caches
 
 
 def load(
@@ -50,11 +47,12 @@ def load(
     report: ProgressCallback,
     ranks: DistributedGroup | None = None,
 ) -> Loop:
-    """ranks: those that each load a part of it, this one among them.
+    """Load a model. ranks: the group of ranks that each load a part of it, this one included.
 
-    Raises AppError(MODEL_FILES), also for a model that leaves no room for a sequence. Whatever is
-    raised, no tensor is left behind, in the frames of the traceback neither."""
-    kept = mx.set_cache_limit(0)  # what a weight was made of is given back at once
+    Raises AppError(MODEL_FILES), also for a model that leaves no memory for a sequence. On any
+    exception all tensors are freed, also those referenced by the frames of the traceback.
+    """
+    kept = mx.set_cache_limit(0)  # free the sources of a weight at once
     try:
         return _load(files, settings, report, ranks)
     except Exception as error:
@@ -70,7 +68,8 @@ def _load(
     if ranks is not None:
         settings = ranks.reconcile_settings(settings)
     elif settings.exact and is_batch_invariant(model):
-        # what it would take away is not what makes bits differ here
+        # the CPU kernels are batch-invariant: without the restrictions of `exact` the bits are
+        # equal too
         settings = replace(settings, exact=False)
     fit = estimate_before_load(model, files, settings)
     raise_unless_fits(fit, files)
@@ -100,7 +99,7 @@ def _load(
 
 
 def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Settings) -> MemoryProfile:
-    """One token evaluated."""
+    """Measures the working memory with a trial forward pass."""
     try:
         return profile_memory(
             model,
@@ -111,14 +110,14 @@ def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Setting
             heads=num_query_heads(files.config),
             context=fit.context_that_fits,
         )
-    except (MemoryError, RuntimeError) as error:  # what the device cannot do, or has no room for
+    except (MemoryError, RuntimeError) as error:  # an unsupported operation, or out of memory
         raise AppError(
             ErrorKind.MODEL_FILES, f"{files.path}: a trial forward pass failed: {error}"
         ) from error
 
 
 def _release_tensors(error: BaseException | None) -> None:
-    """An error is kept until it was told, and its traceback holds every frame's variables."""
+    """The error outlives the load, and its traceback references the variables of every frame."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -127,8 +126,8 @@ def _release_tensors(error: BaseException | None) -> None:
 
 
 def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> int:
-    """As many sequences as fit with a usual length each, at least one. One where the cache has only
-    one entry, or where bits count: kernels round differently for a batch."""
+    """As many sequences as fit with a typical length each, at least one. One if the prefix cache
+    has a single entry, or if results must be exact: kernels round differently for a batch."""
     if settings.exact or settings.cache == "single":
         return 1
     usual = memory.kv_footprint(min(context, TYPICAL_SEQUENCE_LENGTH))
@@ -138,32 +137,25 @@ def _auto_parallel(settings: Settings, memory: MemoryProfile, context: int) -> i
 def _make_prefix_cache(
     model: Model, settings: Settings, limits: SchedulerLimits, context: int
 ) -> PrefixCache[LayerCache]:
-    """The policy that was asked for: one tree for many sequences, one entry for one."""
+    """The configured prefix cache; by default a radix tree for several sequences, a single entry
+    for one."""
     grid = limits.max_prefill_tokens if limits.align_chunks else 1
-    match settings.cache or ("single" if limits.max_running == 1 else "radix"):
-        case "single":
-            return SinglePrefixCache(model.make_kv, alignment=grid)
-        case "slots":
-            return SlotPrefixCache(
-                model.make_kv,
-                slots=limits.max_running,
-                context=context,
-                multi_user=settings.multi_user,
-                evaluate=_evaluate_caches,
-                alignment=grid,
-            )
-        case "radix":
-            return RadixPrefixCache(model.make_kv, evaluate=_evaluate_caches, alignment=grid)
-
-
-def _evaluate_caches(layers: Sequence[LayerCache]) -> None:
-    mx.eval([layer.state() for layer in layers])
+    policy = settings.cache or ("single" if limits.max_running == 1 else "radix")
+    config = PrefixCacheConfig(
+        make_kv=model.make_kv,
+        evaluate=evaluate_caches,
+        alignment=grid,
+        num_slots=limits.max_running,
+        context=context,
+        multi_user=settings.multi_user,
+    )
+    return create_prefix_cache(policy, config)
 
 
 def _limit_allocator(memory: MemoryProfile) -> None:
-    """Free buffers that the allocator keeps count as working space. On Metal, keep what we use
-    resident: without it the system may page it out between requests, and large models then decode
-    an order of magnitude slower (mlx-lm#652)."""
+    """Limit the allocator's cache of free buffers to the working memory. On Metal, wire our memory:
+    otherwise the system may page it out between requests, and large models then decode an order of
+    magnitude slower (mlx-lm#652)."""
     mx.set_cache_limit(memory.working)
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])

@@ -1,23 +1,25 @@
 """The generation loop: admit, prefill, decode, sample, report.
 
-Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. Runs on
-one thread, which its owner provides; nothing here is shared.
+Knows: the model as a function, sequences, the clock. Must not know: threads, text, HTTP. Not
+thread-safe: its owner calls it on one thread.
 
 One step:
 
     collect   wait for the prompt chunks that the last step dispatched
     admit     take waiting sequences, lease caches for them
-    decode    dispatch token n+1 of every decoding sequence, though n has not been read yet
+    decode    dispatch token n+1 of every decoding sequence before token n has been read
     prefill   dispatch the next chunk of prompts; the last chunk samples the first token
-              (or, taking turns with it, the next piece of the inputs that are embedded)
-    read      take the values of tokens n, which the device finished meanwhile
-    sample    where a grammar must know token n: draw n+1 now, from the logits dispatched above
+              (or, in alternate steps, the next piece of the embedding inputs)
+    read      read the values of tokens n, which the device has finished meanwhile
+    sample    for a sequence whose grammar needs token n: sample n+1 now, from the logits
+              dispatched above
 
-So the device always has work while Python reads, reports and builds. The price is one evaluated
-token too many behind an end-of-sequence id; it is recorded as evaluated, which keeps caches true.
+So the device always has work while Python reads, reports and builds graphs. The cost is one
+evaluated token too many after an end-of-sequence id; it is recorded as evaluated, so the caches
+stay consistent.
 
-A step that fails ends only the sequences it belongs to. Where that is not known, because several
-decoded together, all of them begin again, each on its own until it has passed a step.
+A step that fails ends only the sequences it belongs to. If the failing sequence is unknown because
+several decoded together, all of them restart, each decoded alone until it has passed a step.
 """
 
 import logging
@@ -46,13 +48,13 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """model, prefix: owned from now on. vocab: ids that may be sampled or biased, 0 to vocab-1.
-    context: positions that a sequence may have. exact: cache only what was prefilled, never what
-    was decoded (other kernels, other bits). shift: what makes layers forget positions (see
-    `Model.shift`), for sequences that may outgrow their context; needs leases that can `shift`.
-    broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
+    """model, prefix: owned by the loop. vocab: ids that may be sampled or biased, 0 to vocab-1.
+    context: positions that a sequence may have. exact: cache only prefilled positions, never
+    decoded ones, which other kernels compute with other rounding. shift: removes positions from the
+    layer caches (see `Model.shift`), for sequences that may outgrow their context; needs leases
+    that can `shift`. broadcast_tokens: see `app.engine.sampling.sampler.SamplerBatch`.
 
-    on_stage: told in words what begins now; for whoever watches that the engine turns.
+    on_stage: called with the name of each stage as it begins; the watchdog uses it.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Loop:
         self._limits = limits
         self._context = context
         self._shift = shift
-        self._dispatched_prefills: list[Sequence] = []  # prompt chunks that the device works on
+        self._dispatched_prefills: list[Sequence] = []  # prompt chunks that the device computes
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
         self._in_flight: list[InFlight] = []
         self._counters = EngineCounters()
@@ -87,8 +89,8 @@ class Loop:
 
     @property
     def exceptions(self) -> int:
-        """Times that something of a step raised. Alone one goes on; of several who compute the
-        same, nobody knows where the others are."""
+        """Exceptions in steps so far. A single process continues after one; a rank cannot, because
+        the state of the other ranks is then unknown."""
         return self._counters.exceptions + self._embedder.exceptions
 
     @property
@@ -97,7 +99,7 @@ class Loop:
         return not busy and self._embedder.idle
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
-        """matcher: the job's grammar, compiled; owned from now on."""
+        """matcher: the job's compiled grammar, owned by the loop."""
         self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
@@ -105,7 +107,7 @@ class Loop:
         self._embedder.submit(job)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """End a job now; unknown ones have ended already. keep: cache only this many of its
+        """End a job now. Does nothing for a job that has ended. keep: cache only this many of its
         sampled tokens."""
         self._embedder.cancel(job)
         sequence = self._scheduler.find(job)
@@ -113,7 +115,8 @@ class Loop:
             self._outputs.finish(sequence, "cancelled", keep=keep)
 
     def step(self) -> StepOutput:
-        """One turn. Returns what happened; never raises for what a job can bring about."""
+        """Run one step and return its output. Errors that a job causes end the job; they are never
+        raised."""
         try:
             self._await_prefills()
             self._admit()
@@ -144,7 +147,7 @@ class Loop:
         )
 
     def check(self) -> None:
-        """Assert what must hold between two steps."""
+        """Assert the invariants that hold between two steps."""
         self._scheduler.check()
 
     def _admit(self) -> None:
@@ -178,8 +181,8 @@ class Loop:
                     self._outputs.report_prefill(sequence)
 
     def _dispatch_prompts(self) -> None:
-        """Prompts and inputs that are embedded take turns: a step has no more of both together than
-        of one, and so nobody's next token comes later."""
+        """Prefill and embedding take turns: a step contains one or the other, so embedding does not
+        delay the next token of running sequences."""
         prefilling = [
             s for s in self._scheduler.running if s.num_uncomputed_tokens and not s.num_in_flight
         ]
@@ -211,14 +214,14 @@ class Loop:
         else:
             self._in_flight.append(self._model_runner.sample(scored))
 
-    # answers
+    # decoding
 
     def _dispatch_decodes(self, in_flight: Ids[InFlight]) -> None:
         """Dispatch the successor of every pending token."""
         self._counters.preemptions += self._scheduler.make_decode_room()
         self._embedder.restart_if_reclaimed()
         self._shift_contexts()
-        # who was shifted and has to evaluate all of it again is no decoding one any more
+        # a sequence that was shifted and must be evaluated again is prefilling, not decoding
         growing = [
             s
             for group in in_flight
@@ -231,8 +234,8 @@ class Loop:
                 self._decode(batch, in_flight)
 
     def _shift_contexts(self) -> None:
-        """Sequences that fill their context go on with less of it, where that is wanted. The ids of
-        those whose layers cannot shift become a prompt again."""
+        """Shift sequences whose context is full, if context shift is enabled. If the layers cannot
+        shift, the remaining ids become a prompt again."""
         if self._shift is None:
             return
         for sequence in self._scheduler.running:
@@ -256,8 +259,8 @@ class Loop:
             batch[0].isolated = False
 
     def _handle_batch_failure(self, batch: Ids[Sequence]) -> None:
-        """One of them failed, and took the caches of all with it. A lone one is the culprit;
-        several begin again, each for itself."""
+        """A batch failed, and the caches of all its sequences are invalid. A single sequence ends
+        with an error; several restart, each decoded alone."""
         self._counters.exceptions += 1
         if len(batch) == 1:
             self._outputs.fail(batch[0])
@@ -284,7 +287,7 @@ class Loop:
                     self._outputs.process_token(sequence, drawn)
 
     def _sample_logits(self) -> None:
-        """Nobody is here who has ended, or begun again, since the logits were dispatched."""
+        """Skips sequences that ended or restarted since their logits were dispatched."""
         groups, self._unsampled = self._unsampled, []
         for scored in (group.without_ended() for group in groups):
             try:

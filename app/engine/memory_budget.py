@@ -1,7 +1,8 @@
-"""The memory ledger: what each sequence is charged, what is free, what gives way.
+"""The memory ledger: bytes charged to each sequence, free bytes, and what is evicted when memory is
+short.
 
 Knows: bytes, sequences, the prefix cache as something that can shrink. Must not know: the model,
-tokens. Charges are made before memory is taken, so the budget holds while it is being taken.
+tokens. Bytes are charged before they are allocated, so the budget also holds during allocation.
 """
 
 from collections.abc import Sequence as Ids
@@ -14,19 +15,19 @@ from app.engine.policy import choose_growing, count_preemptions
 from app.engine.sequence import Sequence
 from models.kv import STEP, LayerCache, round_up_to_step
 
-# positions left at which a sequence may get more room before it must
+# a sequence with this many free positions left may grow before it has to
 GROW_AHEAD = 32
 
 
 class MemoryBudget:
-    """context: positions that the model, or whoever runs it, allows a sequence."""
+    """context: positions per sequence that the model and the configuration allow."""
 
     def __init__(
         self, memory: MemoryProfile, prefix: PrefixCache[LayerCache], *, context: int, parallel: int
     ) -> None:
         self._memory = memory
         self._prefix = prefix
-        self.borrowed_bytes = 0  # bytes for layer caches of what is no sequence
+        self.borrowed_bytes = 0  # bytes for layer caches that belong to no sequence
         fits = memory.max_context(context)
         self.capacity = Capacity(
             parallel=parallel,
@@ -48,39 +49,41 @@ class MemoryBudget:
         )
 
     def make_room_for(self, sequence: Sequence, running: Ids[Sequence]) -> bool:
-        """Give cached prefixes up until there is room for the sequence to start; whether there is.
-        Alone it always may: what cannot fit was refused at the edge."""
+        """Evict cached prefixes until the sequence can start. Returns whether there is enough
+        memory. A sequence may always start if it runs alone: requests that cannot fit were rejected
+        before."""
         room = self._memory.kv_footprint(self.initial_positions(sequence))
         return self._evict_until_free(room, running) or not (running or self.borrowed_bytes)
 
     def borrow(self, num_bytes: int, running: Ids[Sequence]) -> bool:
-        """Memory for layer caches of what is no sequence; whether it is to be had."""
+        """Borrow memory for layer caches that belong to no sequence. Returns whether it is
+        available."""
         lent = self._evict_until_free(num_bytes, running) or not (running or self.borrowed_bytes)
         self.borrowed_bytes += num_bytes if lent else 0
         return lent
 
     def return_borrowed(self, num_bytes: int) -> None:
-        """What was called back is no longer here to be given."""
+        """Return borrowed bytes. Bytes that were reclaimed already are not counted again."""
         self.borrowed_bytes = max(0, self.borrowed_bytes - num_bytes)
 
     def initial_positions(self, sequence: Sequence) -> int:
-        """Positions to begin with: those of its ids, and for an answer of usual length."""
+        """Positions to start with: those of its ids, plus some for its output."""
         answer = min(sequence.job.max_tokens - sequence.num_output_tokens, STEP)
         wanted = min(len(sequence.ids) + answer, self.capacity.context_length)
         return round_up_to_step(max(wanted, len(sequence.ids) + 1))
 
     def reserve(self, sequence: Sequence, running: Ids[Sequence]) -> None:
-        """It has its layer caches now, one of the `running`."""
+        """Charge a sequence that has just leased its layer caches. running: includes it."""
         sequence.reserved_positions = self.initial_positions(sequence)
-        # caches that it took over may have more room than was asked for
+        # caches that it took over may have more capacity than requested
         held = sum(layer.nbytes for layer in sequence.kv)
         sequence.reserved_bytes = max(self._memory.kv_footprint(sequence.reserved_positions), held)
         self._evict_until_free(0, running)
 
     def reclaim_for_decode(self, running: Ids[Sequence]) -> int:
-        """See that every decoding sequence can have one more position. Cached prefixes give way
-        first, then all that is lent; how many of the youngest sequences must, too. running: oldest
-        first."""
+        """Make sure that every decoding sequence can have one more position. Evicts cached prefixes
+        first, then reclaims all borrowed memory. Returns how many of the youngest sequences must be
+        preempted as well. running: oldest first."""
         growth = self._plan_growth(running, ahead=0)
         if self._evict_until_free(sum(growth.values()), running):
             return 0
@@ -94,8 +97,8 @@ class MemoryBudget:
         )
 
     def grow_reservations(self, running: Ids[Sequence]) -> None:
-        """Charge those that are to get more room for it, and make it. Who needs it only soon gets
-        it if it is there."""
+        """Charge the growing sequences for more positions, and allocate them. A sequence that only
+        needs them soon gets them if memory is free."""
         for sequence, count in self._plan_growth(running, ahead=GROW_AHEAD).items():
             if (
                 not self._evict_until_free(count, running)
@@ -108,8 +111,8 @@ class MemoryBudget:
                 layer.reserve(sequence.reserved_positions)
 
     def _plan_growth(self, running: Ids[Sequence], *, ahead: int) -> dict[Sequence, int]:
-        """Who is to get more room now, and the bytes that it takes; mostly nobody."""
-        # a prompt has room enough until it is evaluated, and everything has an end
+        """The sequences that grow now and the additional bytes of each; usually empty."""
+        # a prompt's positions are reserved until it is evaluated, and the final length is bounded
         able = [
             s
             for s in running
@@ -132,8 +135,8 @@ class MemoryBudget:
         return short <= 0
 
     def _grown_positions(self, sequence: Sequence) -> int:
-        """A quarter more, so that a long answer is copied a few times only; never more than it can
-        come to need."""
+        """A quarter more, so that the caches of a long output are copied only a few times; never
+        more than the sequence can need."""
         wanted = max(sequence.num_computed_tokens + STEP, sequence.num_computed_tokens * 5 // 4)
         left = sequence.job.max_tokens - sequence.num_output_tokens
         most = min(self.capacity.context_length, len(sequence.ids) + left)

@@ -1,8 +1,10 @@
-"""Bytes: what a sequence takes, what a step takes, what fits.
+"""Memory sizes: bytes that a sequence takes, bytes that a step takes, and what fits.
 
 Knows: layer caches, models as functions, arithmetic. Must not know: requests, what runs, the
-machine. Bytes of weights and caches are counted, not asked of the allocator: the books must be
-right before the memory is taken.
+machine.
+
+Sizes of weights and caches are computed rather than read from the allocator: the ledger must be
+correct before the memory is allocated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,32 +17,37 @@ from models.base import Model
 from models.kernels.in_place_attention import score_buffer_bytes
 from models.kv import STEP, LayerCache
 
-# how configs name the number of a layer's queries, and what is taken where none of them is there
+# config keys of the number of query heads, and its default if the config has none
 _QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")
 _DEFAULT_QUERY_HEADS = 64
 
-# how far a device lags behind who asks differs, and with it what is held at once: the most counts
+# how far the device lags behind Python varies, and so does the peak memory: the largest of several
+# runs is used
 _PROFILE_RUNS = 3
 
-# places of a prompt whose ids are scored at a time: few enough that it costs little to keep room
-# for their logits, enough that the output layer's weights are not read for each place anew
+# prompt positions whose log-probabilities are computed at a time: few enough that their logits need
+# little memory, enough that the output layer's weights are not read for each position
 PROMPT_LOGPROBS_CHUNK = 8
 
 
 def clear_allocator_cache() -> None:
-    """What the allocator keeps of arrays that are gone. On a CPU it keeps nothing, and MLX would
-    only wait for all work under way, with Python's lock in its hand: for ever, where a collective's
-    other rank is gone, and nobody could tell of it or end the process."""
+    """Free the allocator's cache of unused buffers. Does nothing on a CPU: there is no such cache,
+    and MLX would wait for all pending work with the GIL held. If that is a collective whose other
+    rank has died, it would wait forever, and no Python thread could report it or end the process.
+    """
     if mx.default_device().type != mx.DeviceType.cpu:
         mx.clear_cache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """budget: bytes for everything. weights: of the model. working: kept free for what a step needs
-    while it runs, with sequences of up to `max_length` positions. kv_footprint: positions -> bytes
-    of one sequence's layer caches. hidden_size: numbers of a hidden state; None for a model that
-    gives nothing but logits."""
+    """Sizes in bytes.
+
+    budget: for everything. weights: of the model. working: reserved for the activations of a step,
+    with sequences of up to `max_length` positions. kv_footprint: positions -> bytes of one
+    sequence's layer caches. hidden_size: width of a hidden state; None for a model that returns
+    logits only.
+    """
 
     budget: int
     weights: int
@@ -62,7 +69,8 @@ class MemoryProfile:
 
 
 def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """`limit` positions, or as many whole steps as fit. fits: true up to some length."""
+    """`limit` if it fits, else the largest multiple of STEP that does. fits: a predicate that holds
+    up to some length."""
     if fits(limit):
         return limit
     low, high = 0, -(-limit // STEP)
@@ -73,10 +81,11 @@ def longest_fitting(fits: Callable[[int], bool], limit: int) -> int:
 
 
 class KVFootprint:
-    """Bytes of one sequence's layer caches, by those of a sequence of a token or two."""
+    """Bytes of one sequence's layer caches, computed from the caches of a sequence of one or two
+    tokens."""
 
     def __init__(self, layers: Sequence[LayerCache], chunk: int) -> None:
-        """layers: of such a sequence; they need not be evaluated. chunk: positions evaluated
+        """layers: caches of such a sequence; they need not be evaluated. chunk: positions evaluated
         at a time."""
         self._layers = layers
         self._chunk = chunk
@@ -87,11 +96,11 @@ class KVFootprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationMemory:
-    """What a step needs while it runs.
+    """Working memory of a step.
 
-    bytes_per_token: bytes that one token of a prompt takes. chunk: prompt tokens in a step.
-    max_batch_size: sequences that decode together. vocab: logits of one of them. heads: queries of
-    a layer that attends. layers: caches, each as its layer needs it.
+    bytes_per_token: bytes per prompt token. chunk: prompt tokens in a step. max_batch_size:
+    sequences that decode together. vocab: logits per sequence. heads: query heads of an attention
+    layer. layers: layer caches.
     """
 
     bytes_per_token: int
@@ -102,11 +111,11 @@ class ActivationMemory:
     layers: Sequence[LayerCache]
 
     def __call__(self, context: int) -> int:
-        """Bytes, where sequences have up to `context` positions: those of a prompt chunk and of the
-        logits. On a CPU also those of attention scores: with MLX's own operations the chunk's over
-        all that a query sees, which other devices never hold in full."""
-        # float32 logits, and as much again three times over while they are sampled; those of a
-        # prompt that is scored beside them
+        """Bytes for sequences of up to `context` positions: activations of a prompt chunk, and
+        logits. On a CPU also attention scores: MLX's operations hold the scores of the chunk
+        against all visible positions, which other devices never materialise."""
+        # float32 logits, and three times as much again during sampling; also for the prompt
+        # positions whose log-probabilities are computed in the same step
         needed = (
             self.chunk * self.bytes_per_token
             + 16 * (self.max_batch_size + PROMPT_LOGPROBS_CHUNK) * self.vocab
@@ -123,8 +132,9 @@ class ActivationMemory:
         return 2 * 4 * self.heads * self.chunk * seen if ours is None else ours
 
     def _visible_positions(self, layer: LayerCache, context: int) -> int:
-        """Positions of which one query of the layer has a score. Its cache tells: one that still
-        grows keeps every position, a windowed one stops at its window, a state never grows."""
+        """Positions that one query of the layer attends to, inferred from the cache size: a full
+        cache grows with the context, a sliding window stops growing at its window, a state never
+        grows."""
         bytes_then = layer.estimate_nbytes(context, self.chunk)
         if layer.estimate_nbytes(2 * context, self.chunk) > bytes_then:
             return context
@@ -141,17 +151,17 @@ def profile_memory(
     heads: int,
     context: int,
 ) -> MemoryProfile:
-    """Evaluate two tokens and draw conclusions; the arguments are those of `ActivationMemory` and
-    `Memory`.
+    """Measure the working memory by evaluating two tokens. The parameters are those of
+    `ActivationMemory` and `MemoryProfile`.
 
-    A token of a prompt is taken to need half as much; its logits are not asked for, since
-    those of a prompt are only wanted at its end.
+    A prompt token is assumed to need half of that. Logits are not included, since only those of a
+    prompt's last position are computed.
     """
     tries = [_profile_run(model) for _ in range(_PROFILE_RUNS)]
     token = max(0, *(-(-held // 2) for held, _, _ in tries))
     _, hidden, kv = tries[-1]
     del tries
-    # without their free room: these are kept
+    # copies without spare capacity, because these are kept
     layers = [layer.copy() for layer in kv]
     mx.eval([layer.state() for layer in layers])
     last = hidden[:, -1]
@@ -170,14 +180,14 @@ def profile_memory(
         working=working(context),
         max_length=context,
         kv_footprint=KVFootprint(layers, chunk),
-        # a class that gives logits only has nothing left to do for them (models/mlx_lm_adapter.py)
+        # a class that returns logits only passes them through (models/mlx_lm_adapter.py)
         hidden_size=None if logits is last else last.shape[-1],
     )
 
 
 def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
-    """(bytes held at the most, but for the caches; the hidden states; the caches). Not one, which
-    may be computed in fewer operations than a prompt's."""
+    """(peak bytes without the caches, the hidden states, the caches). Two tokens, since a single
+    one may be computed with fewer operations than a prompt."""
     kv = model.make_kv()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -187,8 +197,8 @@ def _profile_run(model: Model) -> tuple[int, mx.array, Sequence[LayerCache]]:
 
 
 def num_query_heads(config: Mapping[str, Any]) -> int:
-    """Queries of a layer that attends, by whatever name the config calls them. A list has them for
-    each layer."""
+    """The number of query heads under any of its names in the config; of a list with a number per
+    layer, the largest."""
     for name in _QUERY_HEAD_KEYS:
         match config.get(name):
             case int(heads):

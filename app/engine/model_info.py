@@ -1,9 +1,7 @@
-"""What a model is made of, for people.
+"""Facts about a model before it is loaded: its completed config, and its parameters by format.
 
-Knows: layers, plain and packed. Must not know: architectures. Nothing is evaluated: an array knows
+Knows: layers, plain and quantized. Must not know: architectures. Nothing is evaluated: an array has
 its shape and type before it has a value.
-
-What can be said of a model before it is loaded.
 """
 
 import logging
@@ -26,11 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def complete_config(files: ModelFiles) -> ModelFiles:
-    """The same files, whose config is that of the text part and says how long a context and how
-    many ids there are, which some leave to the architecture.
+    """The same files with the config of the text model, in which the context length and the
+    vocabulary size are always set; some configs leave them to the architecture.
 
-    Raises AppError(MODEL_FILES) for an architecture that is not here or a config that lacks
-    what it needs.
+    Raises AppError(MODEL_FILES) for an unsupported architecture or an incomplete config.
     """
     try:
         facts = models.read_info(files.config)
@@ -48,15 +45,15 @@ def complete_config(files: ModelFiles) -> ModelFiles:
     return replace(files, config=config)
 
 
-# of a packed layer: what belongs to its weight
+# arrays of a quantized layer that belong to its weight
 _QUANTISATION_ARRAYS = ("scales", "biases")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """parameters: numbers that were learned, of which a packed weight holds several in one. nbytes:
-    what they take. by_format: how the parameters are kept (`4-bit affine`, `bfloat16`), most
-    first."""
+    """parameters: number of parameters; a packed weight holds several in one element. nbytes: their
+    size. by_format: parameters by storage format (`4-bit affine`, `bfloat16`), most common first.
+    """
 
     parameters: int
     nbytes: int
@@ -64,13 +61,13 @@ class ParameterCount:
 
     @property
     def bits_per_parameter(self) -> float:
-        """Of one parameter, scales included."""
+        """Average bits per parameter, scales included."""
         return 8 * self.nbytes / max(self.parameters, 1)
 
 
 def count_parameters(files: ModelFiles) -> ParameterCount:
-    """Of model files that were `complete`d. Raises AppError(MODEL_FILES) for files that cannot
-    become a model."""
+    """Counts the parameters of model files that `complete_config` returned. Raises
+    AppError(MODEL_FILES) for files that cannot become a model."""
     model: Any = open_model(files, None)
     kinds: Counter[str] = Counter()
     nbytes = 0
@@ -84,7 +81,7 @@ def count_parameters(files: ModelFiles) -> ParameterCount:
 
 
 def _count_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Kind, parameters and bytes of each array that is the module's own."""
+    """Format, parameters and bytes of each array of the module itself, without its children."""
     packed: Any = module if "scales" in module and hasattr(module, "bits") else None
     for name, array in module.items():
         if not isinstance(array, mx.array) or name.startswith("_"):

@@ -1,12 +1,12 @@
-"""Sequences that take a step together: one forward pass, one sampling.
+"""Runs the steps of a batch of sequences: one forward pass, one sampling.
 
-Knows: the model as a function, sequences, the sampler. Must not know: who runs and why, queues,
-memory. Nothing is waited for here but in `InFlight.read`.
+Knows: the model as a function, sequences, the sampler. Must not know: scheduling, queues, memory.
+Only `InFlight.read` waits for the device.
 
-    prefill, decode → Scored → sample → Pending → read → Drawn
+    prefill, decode → BatchLogits → sample → InFlight → read → SampledToken
 
-Without grammars nothing has to be known for any of it. A row with one is `constrained`: it may be
-scored, but not sampled, before the token in front of it has been read.
+Without grammars no token value has to be known for this. A batch that `has_grammar` can be
+evaluated, but not sampled, before the preceding token has been read.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from models.kv import LayerCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """A token whose value is known. valid: whether its logits were numbers."""
+    """A token whose value is known. valid: False if its logits were not valid numbers."""
 
     token: int
     valid: bool
@@ -35,18 +35,19 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLogits:
-    """Sequences of which the next token can be sampled. logits: [B, V or more], lazy."""
+    """Logits from which the next token of each sequence can be sampled. logits: [B, V or more],
+    lazy."""
 
     sequences: tuple[Sequence, ...]
     logits: mx.array
 
     @property
     def has_grammar(self) -> bool:
-        """Whether any follows a grammar: then the tokens before must be known first."""
+        """Whether any sequence follows a grammar; then its preceding tokens must be known first."""
         return any(s.matcher is not None for s in self.sequences)
 
     def without_ended(self) -> "BatchLogits":
-        """Without those that have ended since."""
+        """The batch without sequences that have ended meanwhile."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.running]
         if len(rows) == len(self.sequences):
             return self
@@ -56,13 +57,13 @@ class BatchLogits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """Tokens on their way from the device, one for each of `sequences`."""
+    """Sampled tokens that are not read yet, one for each of `sequences`."""
 
     sequences: tuple[Sequence, ...]
     output: SamplerOutput
 
     def read(self) -> list[SampledToken]:
-        """Waits until the device is done with them."""
+        """Wait until the device has computed the tokens."""
         sampled = self.output
         tokens = cast(list[int], sampled.tokens.tolist())
         sound = cast(list[bool], sampled.valid.tolist())
@@ -83,8 +84,8 @@ class InFlight:
 
 
 class ModelRunner:
-    """Remembers the last rows' sampling state, so that a batch whose members stay the same
-    gathers nothing."""
+    """Runs the model and the sampler. Keeps the sampling state of the last batch, so an unchanged
+    batch is not gathered again."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class ModelRunner:
         vocab: int,
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
     ) -> None:
-        """vocab: ids that may be sampled, 0 to vocab - 1. broadcast_tokens: see `MlxLmBatch`."""
+        """vocab: ids that may be sampled, 0 to vocab - 1. broadcast_tokens: see `SamplerBatch`."""
         self._model = model
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
@@ -101,8 +102,8 @@ class ModelRunner:
         self._sampler_batch: SamplerBatch | None = None
 
     def prefill(self, sequence: Sequence, count: int) -> BatchLogits:
-        """Evaluate the next `count` known ids of one sequence. Waits only for one that wants its
-        prompt scored."""
+        """Evaluate the next `count` known ids of one sequence. Waits for the device only if the job
+        wants prompt log-probabilities."""
         start = sequence.num_computed_tokens
         tokens = mx.array([sequence.ids[start : start + count]])
         hidden = self._model(tokens, sequence.kv)
@@ -112,14 +113,14 @@ class ModelRunner:
         return self._last_logits([sequence], hidden)
 
     def decode(self, sequences: Ids[Sequence], tokens: mx.array) -> BatchLogits:
-        """Evaluate one token [B] a sequence."""
+        """Evaluate one token per sequence. tokens: [B]."""
         hidden = self._model(tokens[:, None], _batched_kv(sequences))
         for sequence in sequences:
             sequence.num_computed_tokens += 1
         return self._last_logits(sequences, hidden)
 
     def sample(self, batch: BatchLogits) -> InFlight:
-        """One token a sequence; what their grammars forbid is not among them."""
+        """Sample one token per sequence, under the sequences' grammars."""
         members = batch.sequences
         asked = [s.job.top_logprobs for s in members if s.job.top_logprobs is not None]
         sampled = self._sampler_batch_for(members).sample(
@@ -135,15 +136,15 @@ class ModelRunner:
         return pending
 
     def reset_sampler(self, sequence: Sequence) -> None:
-        """A step of it failed: what sampling remembers of it, and of those beside it, is in
-        doubt."""
+        """Drop the sampling state of the batch of a sequence whose step failed: it may be
+        invalid."""
         if sequence in self._members:
             self._members, self._sampler_batch = (), None
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
-        """hidden: [L, D], from the first position that is not evaluated yet. Each position scores
-        the id behind it, and the prompt's last one none; what was scored before the sequence had to
-        begin again is known already."""
+        """hidden: [L, D], from the first position that is not evaluated yet. Each position gives
+        the log-probability of the next id; the prompt's last position gives none. Those that were
+        computed before a restart of the sequence are kept."""
         job, first = sequence.job, sequence.num_computed_tokens
         begin = max(first, len(sequence.prompt_logprobs))
         end = min(first + len(hidden), len(job.prompt_token_ids) - 1)
@@ -159,7 +160,7 @@ class ModelRunner:
         )
 
     def _last_logits(self, sequences: Ids[Sequence], hidden: mx.array) -> BatchLogits:
-        """hidden: [B, L, D], of which the last position counts."""
+        """hidden: [B, L, D]; the logits of the last position."""
         return BatchLogits(sequences=tuple(sequences), logits=self._model.logits(hidden[:, -1]))
 
     def _sampler_batch_for(self, members: tuple[Sequence, ...]) -> SamplerBatch:
@@ -174,7 +175,7 @@ class ModelRunner:
 
 
 def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.array:
-    """The pending tokens of `sequences`, which are in `groups` in this order: [B]."""
+    """The pending tokens of `sequences`, which appear in `groups` in this order: [B]."""
     if len(groups) == 1 and groups[0].sequences == tuple(sequences):
         return groups[0].output.tokens
     wanted = set(sequences)
@@ -187,18 +188,18 @@ def gather_in_flight(groups: Ids[InFlight], sequences: Ids[Sequence]) -> mx.arra
 
 
 def _grammar_masks(sequences: Ids[Sequence]) -> mx.array:
-    """What each may draw: [B, V or more] bool; everything, for those without a grammar. Bits cross
-    to the device, and are spread there."""
+    """The ids that each sequence may sample: [B, V or more] bool; all ids for those without a
+    grammar. The masks are copied to the device as bits and expanded there."""
     masks = [None if s.matcher is None else s.matcher.bitmask for s in sequences]
     size = next(len(mask) for mask in masks if mask is not None)
     bits = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
-    # MLX's stubs do not know of buffers
+    # MLX's stubs lack the buffer protocol
     words = mx.array(cast(Any, memoryview(bits).cast("I"))).reshape(len(masks), -1, 1)
     return ((words >> mx.arange(32, dtype=mx.uint32)) & 1).reshape(len(masks), -1) != 0
 
 
 def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:
-    """Their layer caches, side by side."""
+    """The layer caches of the sequences, batched per layer."""
     if len(sequences) == 1:
         return sequences[0].kv
     offsets = mx.array([sequence.num_computed_tokens for sequence in sequences])

@@ -1,9 +1,8 @@
-"""What becomes of sequences, and what is told of it: a start, tokens, an end.
+"""Processes the results of sequences and reports them as job updates: started, tokens, ended. Also
+counts what the engine has done.
 
-Knows: sequences, where they stand in the roster, the clock. Must not know: the model, what a step
-is made of. Everything that a client hears of the engine is said here, in this order and once.
-
-What the engine has done, counted where it is done.
+Knows: sequences, the scheduler, the clock. Must not know: the model, how a step is composed.
+Everything that clients receive from the engine is reported here, in order and once.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ from app.grammar.compiler import GrammarError, GrammarTooComplexError
 
 
 class EngineCounters:
-    """Counters since the engine started. exceptions: times that something raised."""
+    """Counters since the engine started. exceptions: number of exceptions."""
 
     def __init__(self) -> None:
         self.cached_tokens = self.prefix_query_tokens = self.prefilled_tokens = (
@@ -47,7 +46,7 @@ class EngineCounters:
         self._misses: Counter[CacheMissReason] = Counter()
 
     def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
-        """A prompt of `length` tokens was looked up in the prefix cache."""
+        """Record the prefix cache lookup of a prompt of `length` tokens."""
         self.prefix_query_tokens += length
         self.cached_tokens += cached
         self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
@@ -87,7 +86,7 @@ class EngineCounters:
 
 log = logging.getLogger(__name__)
 
-# sampled tokens of a sequence between two looks of the prefix cache at it
+# sampled tokens of a sequence between two updates of the prefix cache
 PUBLISH_EVERY = 64
 
 _FAILED = "the engine failed while processing this request"
@@ -100,7 +99,8 @@ _NO_TOKEN_ALLOWED = (
 
 
 class OutputProcessor:
-    """exact: cache only what was prefilled, never what was decoded (other kernels, other bits)."""
+    """exact: cache only prefilled positions, never decoded ones, which other kernels compute with
+    other rounding."""
 
     def __init__(self, scheduler: Scheduler, counters: EngineCounters, *, exact: bool) -> None:
         self._scheduler = scheduler
@@ -110,11 +110,11 @@ class OutputProcessor:
 
     @property
     def has_updates(self) -> bool:
-        """Whether there is something that nobody has been told yet."""
+        """Whether there are updates that were not drained yet."""
         return bool(self._updates)
 
     def drain(self) -> tuple[JobUpdate, ...]:
-        """All that happened since this was asked last, in order."""
+        """All updates since the last call, in order."""
         updates, self._updates = tuple(self._updates), []
         return updates
 
@@ -133,13 +133,13 @@ class OutputProcessor:
         )
 
     def report_prefill(self, sequence: Sequence) -> None:
-        """A chunk of its prompt has been evaluated, and it is not the last one."""
+        """A prompt chunk was evaluated that is not the last one."""
         self._updates.append(
             Prefilled(job_id=sequence.job.id, computed_tokens=sequence.num_computed_tokens)
         )
 
     def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:
-        """The value of its next token is known."""
+        """The value of the sequence's next token is known."""
         job = sequence.job
         if not sampled.valid or not _has_valid_logprobs(sequence):
             self.fail(sequence, _INVALID_LOGITS if sequence.matcher is None else _NO_TOKEN_ALLOWED)
@@ -187,7 +187,7 @@ class OutputProcessor:
     def fail(
         self, sequence: Sequence, error: str = _FAILED, *, invalid_request: bool = False
     ) -> None:
-        """invalid_request: what the request asks for is to blame."""
+        """End a sequence with an error. invalid_request: whether the request caused it."""
         self._scheduler.remove(sequence)
         if sequence.running:
             sequence.discard()
@@ -205,7 +205,7 @@ class OutputProcessor:
 
     @contextlib.contextmanager
     def fail_on_error(self, sequence: Sequence, message: str) -> Generator[None]:
-        """What is raised within ends this sequence, and nothing else."""
+        """An exception in this context ends this sequence only."""
         try:
             yield
         except Exception:
@@ -214,7 +214,7 @@ class OutputProcessor:
             self.fail(sequence)
 
     def _report_prompt_done(self, sequence: Sequence) -> None:
-        """Its prompt is done."""
+        """The whole prompt was evaluated."""
         job = sequence.job
         self._updates.append(Prefilled(job_id=job.id, computed_tokens=len(job.prompt_token_ids)))
         if job.prompt_logprobs is not None:

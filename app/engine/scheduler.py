@@ -1,7 +1,7 @@
-"""Who waits, who runs, who gives way.
+"""The scheduler: waiting and running sequences, starting and preempting them.
 
-Knows: sequences, the prefix cache that they lease from, the books. Must not know: the model,
-tokens, what is reported to whom. Everything here changes between two forward passes.
+Knows: sequences, the prefix cache that they lease from, the memory budget. Must not know: the
+model, tokens, how results are reported. State changes only between two forward passes.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """prefix: owned from now on."""
+    """prefix: owned by the scheduler."""
 
     def __init__(
         self, prefix: PrefixCache[LayerCache], budget: MemoryBudget, limits: SchedulerLimits
@@ -30,7 +30,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._start_count = 0
-        self._last_started: dict[str, int] = {}  # caller -> how many had started with its last one
+        self._last_started: dict[str, int] = {}  # caller -> number of its last start
 
     @property
     def waiting(self) -> Ids[Sequence]:
@@ -49,8 +49,8 @@ class Scheduler:
         return self._budget.borrowed_bytes
 
     def borrow(self, num_bytes: int) -> bool:
-        """Bytes for what is no sequence, such as inputs that are embedded; it may be called back
-        by `make_way`, all at once."""
+        """Borrow bytes for something that is not a sequence, such as embedding inputs.
+        `make_decode_room` may reclaim all borrowed bytes at once."""
         return self._budget.borrow(num_bytes, self._running)
 
     def return_borrowed(self, num_bytes: int) -> None:
@@ -70,8 +70,8 @@ class Scheduler:
         return sequence.running or sequence in self._waiting
 
     def next_to_start(self) -> Sequence | None:
-        """Who may start now, if there is a place: the first of those who would not do better to
-        wait."""
+        """The sequence to start now: the first waiting one that should not be deferred. None if no
+        place is free."""
         count = count_admissible(
             waiting=len(self._waiting), running=len(self._running), limits=self._limits
         )
@@ -80,8 +80,8 @@ class Scheduler:
         return next((s for s in self._waiting_in_order() if not self._should_defer(s)), None)
 
     def _waiting_in_order(self) -> Ids[Sequence]:
-        """Those who wait, in the order in which they are taken: callers take turns, but who had
-        begun and had to make way goes on before anybody begins."""
+        """The waiting sequences in the order in which they start: preempted sequences first, then
+        new ones, whose callers take turns."""
         begun = [s for s in self._waiting if s.has_run]
         fresh = [s for s in self._waiting if not s.has_run]
         here = [s.job.caller for s in (*self._running, *begun)]
@@ -89,8 +89,9 @@ class Scheduler:
         return (*begun, *(fresh[i] for i in order))
 
     def _should_defer(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is evaluating now what this one begins with. It always gets
-        on, so nobody waits for ever; and eight clients with one system prompt evaluate it once."""
+        """Whether a running sequence is now evaluating the prefix of this one. That sequence always
+        advances, so this one does not wait forever; and eight clients with one system prompt
+        evaluate it once."""
         if not self._prefix.shares_live or not sequence.may_reuse_prefix:
             return False
         return any(
@@ -105,7 +106,8 @@ class Scheduler:
         )
 
     def start(self, sequence: Sequence) -> bool:
-        """Lease layer caches for one that waits; whether there was memory for it."""
+        """Lease layer caches for a waiting sequence. Returns False if there is not enough
+        memory."""
         if not self._budget.make_room_for(sequence, self._running):
             return False
         self._waiting.remove(sequence)
@@ -124,8 +126,8 @@ class Scheduler:
         return True
 
     def make_decode_room(self) -> int:
-        """See that every decoding sequence has room for one more position; when memory is short,
-        the youngest wait. How many had to."""
+        """Make sure that every decoding sequence can have one more position; preempts the youngest
+        if memory is short. Returns how many were preempted."""
         count = self._budget.reclaim_for_decode(self._running)
         for sequence in self._running[len(self._running) - count :][::-1]:
             log.info("preempting a sequence of %d tokens: out of KV memory", len(sequence.ids))
@@ -135,8 +137,8 @@ class Scheduler:
         return count
 
     def requeue(self, sequence: Sequence) -> None:
-        """Send one without caches back to waiting, first in the queue. Its pending token may still
-        be read."""
+        """Put a sequence without caches at the front of the queue. Its pending token may still be
+        read."""
         assert not sequence.running
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -148,7 +150,7 @@ class Scheduler:
             self._waiting.remove(sequence)
 
     def check(self) -> None:
-        """Assert what must hold between two steps."""
+        """Assert the invariants that hold between two steps."""
         self._prefix.check()
         assert all(s.running for s in self._running)
         assert not any(s.running for s in self._waiting)

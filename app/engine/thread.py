@@ -1,10 +1,13 @@
-"""The one thread that touches MLX: it loads the model, runs the loop, and drops it all.
+"""The engine thread, the only thread that uses MLX: it loads the model, runs the loop, and frees
+everything.
 
-Knows: a function that loads, a function that listens. Must not know: asyncio, HTTP, which process
-it lives in. Arrays and streams belong to the thread that made them, so only plain data crosses, and
-compiled grammars, which hold no tensor: commands come in through a queue, messages go out through
-`post`, called on this thread. What the thread is doing right now can be read at any time, also
-while it hangs: see `Heartbeat`.
+Knows: a function that loads, a function that receives messages. Must not know: asyncio, HTTP, which
+process it runs in.
+
+Arrays and streams belong to the thread that made them, so only plain data and compiled grammars,
+which hold no tensors, are passed to and from it: commands through a queue, messages through `post`,
+which is called on this thread. What the thread is currently doing can be read at any time, even if
+it hangs: see `Heartbeat`.
 """
 
 import gc
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def release_device_memory() -> None:
-    """What a thread has of the device, when it ends and nobody names its arrays any more."""
+    """Free the device memory of a thread that ends. No references to its arrays may be left."""
     gc.collect()
     clear_allocator_cache()
     mx.clear_streams()
@@ -78,8 +81,8 @@ _Command = _Submit | _Embed | _Cancel | _Probe | _Stop
 
 
 class EngineLoop(Protocol):
-    """What the thread turns: a loop, or one that others turn with it. Its methods are those of
-    `app.engine.loop.Loop`."""
+    """The loop that the thread runs: a single one, or one that runs in lockstep with other ranks.
+    Its methods are those of `app.engine.loop.Loop`."""
 
     @property
     def on_stage(self) -> Callable[[str], None]: ...
@@ -110,9 +113,9 @@ LoadEngine = Callable[[Callable[[int, int], None]], EngineLoop]
 
 
 class EngineThread:
-    """load: called on the thread with a function that reports (percent, bytes). post: gets every
-    message; must not block. check_invariants: whether every invariant of the prefix cache is
-    asserted whenever there is nothing else to do, which ends the engine where one is broken."""
+    """load: called on the thread, with a function that reports (percent, bytes). post: called with
+    every message; must not block. check_invariants: whether to assert all invariants of the prefix
+    cache whenever the loop is idle; a violation ends the engine."""
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
-        """matcher: the job's grammar, compiled; the thread's from now on."""
+        """matcher: the job's compiled grammar, owned by the thread."""
         self._commands.put(_Submit(job=job, matcher=matcher))
 
     def embed(self, job: EmbedJob) -> None:
@@ -143,12 +146,12 @@ class EngineThread:
         self._commands.put(_Cancel(job=job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
-        """Have `done` called on the thread when it takes its next command: a job would be taken
-        then, too."""
+        """Call `done` on the thread when it handles its next command; this shows that it would
+        handle a job, too."""
         self._commands.put(_Probe(done=done))
 
     def stop(self) -> None:
-        """Ask the thread to end; it does so between two steps."""
+        """Request the thread to end; it does so between two steps."""
         self._commands.put(_Stop())
 
     def join(self, timeout: float) -> bool:
@@ -157,8 +160,8 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def heartbeat(self) -> Heartbeat:
-        """What the thread is at, and since when. May be called on any thread: it is replaced as a
-        whole, so there is nothing to lock and nobody to wait for."""
+        """What the thread is doing, and since when. May be called on any thread without locking:
+        the object is replaced as a whole."""
         return self._heartbeat
 
     def _run(self) -> None:
@@ -166,7 +169,7 @@ class EngineThread:
             self._run_loop()
         except AppError as error:
             self._post(EngineFailed(kind=error.kind, message=error.message))
-        except BaseException as error:  # a thread that ends without a word leaves all waiting
+        except BaseException as error:  # report it, or all callers would wait forever
             log.exception("the engine thread crashed")
             self._post(
                 EngineFailed(
@@ -193,7 +196,7 @@ class EngineThread:
         self._heartbeat = Heartbeat(timestamp_ns=time.monotonic_ns(), stage=doing)
 
     def _handle_commands(self, loop: EngineLoop) -> None:
-        """Carry out what has been asked; with nothing to do, wait until something is."""
+        """Handle all queued commands; if the loop is idle, wait for the next one."""
         if loop.idle:
             if self._check_invariants:
                 loop.check()

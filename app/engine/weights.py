@@ -1,8 +1,9 @@
-"""Model files -> a model, first without its weights, then with them; suited to the device.
+"""Opens model files as a model without its weights, then reads the weights.
 
 Knows: safetensors, `models.build`. Must not know: where models come from, what a model is for.
-MLX reads a tensor when it is first evaluated: until `read` nothing but headers was looked at, so a
-model of any size can be built to be asked what it needs. What cannot be read is found before.
+
+MLX reads a tensor when it is first evaluated. Until `read_weights` only headers are read, so the
+memory that a model of any size needs can be computed first. Unreadable files are detected before.
 """
 
 import resource
@@ -25,7 +26,7 @@ from models.multimodal import get_text_weights
 from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
 
-# types that MLX reads; which of them a model can use is for the model to say
+# types that MLX can read; the model decides which of them it supports
 _SUPPORTED_DTYPES = frozenset(
     {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"}
     | {"F8_E4M3", "F8_E8M0", "F16", "BF16", "F32", "C64"}
@@ -34,7 +35,7 @@ _SUPPORTED_DTYPES = frozenset(
 # bytes read between two reports of progress
 _REPORT_EVERY_BYTES = 64 << 20
 
-# files that the process may need beside the shards
+# open files that the process may need besides the shards
 _EXTRA_OPEN_FILES = 256
 
 # called with 0..100 and the bytes in memory
@@ -44,10 +45,10 @@ ProgressCallback = Callable[[int, int], None]
 def open_model(
     files: ModelFiles, bits: QuantizationBits | None, share: TensorParallelGroup | None = None
 ) -> Model:
-    """The model, none of whose weights is in memory yet. bits: what plain weights are brought to
-    when they are read. share: the part of it that is wanted, where ranks divide it.
+    """The model, with none of its weights in memory yet. bits: quantize plain weights to this when
+    they are read. share: the group of ranks that divides the model, if any.
 
-    Raises AppError(MODEL_FILES): one sentence that names the file, where one is to blame.
+    Raises AppError(MODEL_FILES): one sentence that names the faulty file, if there is one.
     """
     weights, places = _open_shards(files.shards)
     try:
@@ -63,9 +64,9 @@ def open_model(
 
 
 def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> None:
-    """Bring the weights into memory, one at a time: what a weight is made of (the plain weight of a
-    quantised one, the experts of a stack) is held twice for no longer than that takes. path: what
-    is named where that fails, in an AppError(MODEL_FILES)."""
+    """Read the weights into memory, one at a time: the source of a weight (the plain weight of a
+    quantized one, the experts of a stack) is in memory only while it is converted. path: named in
+    the AppError(MODEL_FILES) that is raised if this fails."""
     arrays = list_parameters(model)
     total = sum(array.nbytes for array in arrays) or 1
     done, told = 0, 0
@@ -73,7 +74,7 @@ def read_weights(model: Model, path: Path, on_progress: ProgressCallback) -> Non
     for array in arrays:
         try:
             mx.eval(array)
-        # a file that was cut off meanwhile, a disk that fails, a device that is full
+        # a truncated file, a disk error, or out of memory
         except (MemoryError, RuntimeError) as error:
             raise AppError(
                 ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
@@ -91,7 +92,7 @@ def list_parameters(model: Model) -> list[mx.array]:
 
 
 def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:
-    """All tensors by name, and the file that each lies in."""
+    """All tensors by name, and the file that contains each."""
     weights: dict[str, mx.array] = {}
     places: dict[str, Path] = {}
     shards = list(dict.fromkeys(shards))
@@ -110,7 +111,8 @@ def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str,
 
 
 def _open_shard(shard: Path) -> dict[str, mx.array]:
-    """MLX finds a bad file when it is too late for a clear word, or not at all."""
+    """Open one file. It is checked first, because MLX reports a faulty file late and unclearly, or
+    not at all."""
     try:
         with PanicGuard(), safe_open(shard, framework="mlx") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -124,15 +126,15 @@ def _open_shard(shard: Path) -> dict[str, mx.array]:
                 ErrorKind.MODEL_FILES,
                 f"{shard}: the tensor {name} is {dtype}, which MLX does not support",
             )
-    # a blob's name does not say what it is
+    # the format is given because a blob's name has no suffix
     arrays = mx.load(str(shard), format="safetensors")
     assert isinstance(arrays, dict)
     return arrays
 
 
 def _allow_open_files(count: int) -> None:
-    """A file stays open until its last tensor was read. A store that keeps each tensor in a file of
-    its own has more of them than a process may open by default (256 on macOS)."""
+    """Raise the limit of open files. A file stays open until its last tensor was read, and a store
+    with one file per tensor has more files than a process may open by default (256 on macOS)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _EXTRA_OPEN_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -149,7 +151,7 @@ def _allow_open_files(count: int) -> None:
 def _find_faulty_file(
     error: ModelError, weights: Mapping[str, mx.array], places: Mapping[str, Path]
 ) -> Path | None:
-    """The one file that holds the tensors that the error is about."""
+    """The file that contains the tensors named in the error, if it is one file."""
     if not isinstance(error, models.TensorError):
         return None
     by_array = {id(array): places[name] for name, array in weights.items()}

@@ -1,12 +1,12 @@
-"""Grammars that an answer must follow: which ids may come next.
+"""Compiles the grammars that outputs must follow, and tracks which ids may come next.
 
-Knows: llguidance, the model's tokenizer.json, ids, what was compiled before. Must not know:
+Knows: llguidance, the model's tokenizer.json, ids, which grammars are cached. Must not know:
 tensors, sequences, what a caller is.
 
-Compiling needs no device and may take a second, so it is done before the engine hears of a job, on
-a thread of its own; from then on the `Matcher` is the engine's. Everything that can go wrong with
-it goes wrong in `compile` or in `accept`, never while others are sampled beside it. Known grammars
-wait for no thread, and a compilation that no request waits for is given up.
+Compiling needs no device and may take a second, so it is done before a job is submitted to the
+engine, on a separate thread; from then on the engine owns the `Matcher`. All errors are raised in
+`compile` or in `accept`, never while other sequences are sampled. Requests for a cached grammar
+wait for no thread, and a compilation that no request waits for is cancelled.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, R
 from app.core.thread_pools import CancelToken
 from app.grammar.llguidance_backend import GrammarCompileError, compile_grammar, explain_error
 
-# compiled grammars that are kept, and refusals. A grammar takes some hundred kB; 20 MB at worst
+# cached grammars, rejected ones included. A grammar takes some hundred kB; 20 MB at worst
 _MAX_CACHED = 32
-# seconds that a request waits for its grammar. What limits the costs keeps it far below
+# seconds that a request waits for its grammar; the cost limits keep compilations far below
 _COMPILE_TIMEOUT = 10.0
-# compilations at once; they take cores from the engine
+# concurrent compilations; they take CPU time from the engine
 _MAX_CONCURRENT = 2
-# what Linux adds to the niceness of their threads
+# added to the niceness of their threads on Linux
 _THREAD_NICENESS = 10
-# bytes of the stack of a compilation, because native code goes as deep as references are long. It
-# is room, not memory: only what is touched is taken
+# stack size of a compilation in bytes, because native code recurses as deep as references are
+# nested. Only the pages that are touched take memory
 _STACK_BYTES = 1 << 28
 
 _KIND_NAMES = {
@@ -50,24 +50,24 @@ _KIND_NAMES = {
 
 
 class GrammarError(Exception):
-    """A matcher can go no further. The message is a clause for whoever wrote the grammar."""
+    """A matcher cannot continue. The message is a clause addressed to the author of the grammar."""
 
 
 class GrammarTooComplexError(GrammarError):
-    """A matcher can go no further, though each id was allowed: its grammar exceeds a limit of
+    """A matcher cannot continue although each id was allowed: its grammar exceeds a limit of
     llguidance, so the request is at fault."""
 
 
-# what llguidance says of an id that was not allowed, and of one that led beyond a limit
+# llguidance's error for an id that is not allowed, and for one that exceeds a limit
 _TOKEN_NOT_ALLOWED = "doesn't satisfy the grammar"
 
 
 class Matcher:
-    """Where one answer is in its grammar.
+    """The state of one output in its grammar.
 
-    bitmask: one bit per id, in little-endian words of 32: the ids that may come next. An id that
-    ends the sequence is among them where, and only where, the answer may end.
-    done: nothing may follow but such an id. The sequence can end here without one.
+    bitmask: one bit per id, in little-endian words of 32: the ids that may come next. It contains
+    ids that end the sequence if and only if the output may end. done: only such an id may follow.
+    The sequence can also end without one.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class Matcher:
         eos_ids: frozenset[int],
         on_exhausted: Callable[[], None] | None = None,
     ) -> None:
-        """stop_ids: those that end this answer. eos_ids: those that llguidance takes for ends,
-        and so allows where the answer may end. on_exhausted: called before TooComplex is raised,
-        because copies of `ll_matcher` share the lexer whose states are used up."""
+        """stop_ids: ids that end this output. eos_ids: ids that llguidance treats as
+        end-of-sequence, and so allows where the output may end. on_exhausted: called before
+        GrammarTooComplexError is raised, because copies of `ll_matcher` share the lexer whose
+        states are exhausted."""
         self._ll_matcher = ll_matcher
         self._on_exhausted = on_exhausted
         self._disallowed_ends = eos_ids - stop_ids
@@ -88,8 +89,8 @@ class Matcher:
         self._update()
 
     def accept(self, token: int) -> None:
-        """The answer goes on, or ends, with this id. Raises GrammarError when it must not, or when
-        the grammar turns out to be too complex; this object is dead then."""
+        """Advance by this id. Raises GrammarError if the id is not allowed, or if the grammar turns
+        out to be too complex; the matcher must not be used afterwards."""
         if token in self._extra_ends and self._ll_matcher.is_accepting():
             self.done = True
             return
@@ -114,7 +115,7 @@ class Matcher:
 
     def _read_state(self) -> None:
         allowed = self._ll_matcher.compute_bitmask()
-        # a broken matcher also allows something: the end
+        # a matcher in an error state still allows the end
         if self._ll_matcher.is_error():
             raise self._too_complex_error(self._ll_matcher.get_error())
         self.done = self._ll_matcher.is_stopped()
@@ -134,8 +135,8 @@ class Matcher:
 
 
 class _Compilation:
-    """A grammar that is compiled, or waits for it, for all who asked for it. Its result is the
-    matcher at its beginning, never to be moved from there."""
+    """A queued or running compilation, shared by all requests for its grammar. Its result is the
+    matcher in its start state, which is copied and never advanced."""
 
     def __init__(self, grammar: Grammar, caller: str) -> None:
         self.grammar = grammar
@@ -146,10 +147,10 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles for one model, and remembers. May be used on any thread.
+    """Compiles grammars for one model, and caches them. Thread-safe.
 
-    tokenizer: its tokenizer.json. vocab: ids that may be sampled, 0 to vocab-1; at least those of
-    the tokenizer. eos_ids: ids that end this model's answers, as far as they are known.
+    tokenizer: path of its tokenizer.json. vocab: ids that may be sampled, 0 to vocab-1; at least
+    those of the tokenizer. eos_ids: ids that end this model's outputs, if known.
     """
 
     def __init__(self, tokenizer: Path, *, vocab: int, eos_ids: Collection[int] = ()) -> None:
@@ -172,15 +173,15 @@ class GrammarCompiler:
         )
 
     def preload_tokenizer(self) -> None:
-        """Read the tokenizer now, beside the model's load. It takes a second for a large
-        vocabulary, in which the interpreter is held: later, everyone's answers would wait."""
+        """Read the tokenizer now, while the model loads. For a large vocabulary this holds the GIL
+        for a second; later, it would delay all running outputs."""
         threading.Thread(target=self._preload, name="grammar-tokenizer", daemon=True).start()
 
     async def compile_async(
         self, grammar: Grammar, stop_ids: frozenset[int], caller: str = ""
     ) -> Matcher:
-        """As `compile`, without a thread of its own: a known grammar waits for nothing. Cancelling
-        ends the compilation, unless another request waits for it."""
+        """Like `compile`, without blocking the event loop; returns at once for a cached grammar.
+        Cancelling it ends the compilation, unless another request waits for it."""
         compilation = self._enqueue(grammar, caller)
         try:
             await _wait_until_done(compilation.future, _COMPILE_TIMEOUT)
@@ -190,16 +191,21 @@ class GrammarCompiler:
         return self._build_matcher(compilation, stop_ids)
 
     def compile(self, grammar: Grammar, stop_ids: frozenset[int], caller: str = "") -> Matcher:
-        """stop_ids: those of the job. caller: whose request it is; who has fewest compilations is
-        next. Raises AppError(INVALID) for what is no grammar, or none that can be followed, with
-        the keyword as `param`; AppError(BUSY) when others are compiled for too long;
-        AppError(MODEL_FILES) when the tokenizer is of no use for any."""
+        """The matcher of a grammar in its start state.
+
+        stop_ids: those of the job. caller: whose request it is; the caller with the fewest running
+        compilations is served next.
+
+        Raises AppError(INVALID), with the keyword as `param`, for an invalid or unsupported
+        grammar; AppError(BUSY) if other grammars are compiled for too long; AppError(MODEL_FILES)
+        if the tokenizer is not supported.
+        """
         compilation = self._enqueue(grammar, caller)
         wait([compilation.future], timeout=_COMPILE_TIMEOUT)
         return self._build_matcher(compilation, stop_ids)
 
     def _enqueue(self, grammar: Grammar, caller: str) -> _Compilation:
-        """To be followed by `_matcher` or `_leave`."""
+        """The caller must call `_build_matcher` or `_stop_waiting` afterwards."""
         with self._lock:
             compilation = self._cache.get(grammar)
             if compilation is None:
@@ -213,8 +219,8 @@ class GrammarCompiler:
         return compilation
 
     def _stop_waiting(self, compilation: _Compilation) -> None:
-        """The request does not need it any more. Native code cannot be stopped, so a compilation
-        that runs ends at its next step."""
+        """The request no longer needs it. Native code cannot be interrupted, so a running
+        compilation stops at its next step."""
         with self._lock:
             compilation.num_waiters -= 1
             if not compilation.num_waiters and not compilation.future.done():
@@ -222,7 +228,7 @@ class GrammarCompiler:
                 self._drop(compilation)
 
     def _build_matcher(self, compilation: _Compilation, stop_ids: frozenset[int]) -> Matcher:
-        """Of a compilation that was waited for. Raises as `compile` does."""
+        """The matcher of a compilation that was waited for. Raises as `compile` does."""
         grammar = compilation.grammar
         name = _KIND_NAMES[type(grammar)]
         with self._lock:
@@ -233,7 +239,7 @@ class GrammarCompiler:
                         self._drop(compilation)
                     busy = "the server is busy compiling other grammars; retry later"
                     raise AppError(ErrorKind.BUSY, busy, retry_after=int(_COMPILE_TIMEOUT))
-                # it goes on: whoever sends it again may find it compiled
+                # it continues: a later request may find it compiled
                 slow = f"compiling this {name} took more than {_COMPILE_TIMEOUT:g} s: simplify it"
                 raise AppError(ErrorKind.INVALID, slow, param=grammar.param)
             try:
@@ -254,19 +260,20 @@ class GrammarCompiler:
             raise AppError(ErrorKind.INVALID, message, param=grammar.param) from error
 
     def _invalidate(self, compilation: _Compilation) -> None:
-        """The next request for this grammar compiles it again."""
+        """Remove it from the cache: the next request for this grammar compiles it again."""
         with self._lock:
             self._drop(compilation)
 
     def _drop(self, compilation: _Compilation) -> None:
-        """With the lock held. A running one keeps its thread until it ends."""
+        """Call with the lock held. A running compilation keeps its thread until it ends."""
         if compilation in self._queue:
             self._queue.remove(compilation)
         if self._cache.get(compilation.grammar) is compilation:
             del self._cache[compilation.grammar]
 
     def _start_next(self) -> None:
-        """With the lock held: who has fewest compilations that run, and of those the first."""
+        """Call with the lock held. Starts compilations of the callers with the fewest running ones,
+        in order of arrival."""
         while self._queue and len(self._running) < _MAX_CONCURRENT:
             running = Counter(compilation.caller for compilation in self._running)
             compilation = min(self._queue, key=lambda waiting: running[waiting.caller])
@@ -275,7 +282,7 @@ class GrammarCompiler:
             self._start_thread(compilation)
 
     def _start_thread(self, compilation: _Compilation) -> None:
-        """One that the process does not wait for when it ends."""
+        """Starts a daemon thread, so that the process can exit without waiting for it."""
         ordinary = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(
@@ -306,7 +313,7 @@ class GrammarCompiler:
             compilation.future.set_exception(error)
 
     def _preload(self) -> None:
-        # a tokenizer of no use is the error of the first request that needs it
+        # the first request that needs an unsupported tokenizer reports the error
         with suppress(AppError):
             self._tokenizer()
 
@@ -318,7 +325,7 @@ class GrammarCompiler:
 
     def _read_tokenizer(self) -> LLTokenizer:
         try:
-            # llguidance cannot do without an end: where there is none it guesses one
+            # llguidance requires an end-of-sequence id and guesses one if none is given
             with PanicGuard():
                 return LLTokenizer(
                     self.tokenizer.read_text("utf-8"),
@@ -333,22 +340,22 @@ class GrammarCompiler:
 
 
 def _lower_priority() -> None:
-    """Of this thread: answers that are being generated come first. Linux alone has one for each
-    thread."""
+    """Lower the priority of this thread, so that generation comes first. Only Linux has a priority
+    per thread."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
 
 
 async def _wait_until_done(result: Future[Any], seconds: float) -> None:
-    """Returns when the result is there, or after so many seconds."""
+    """Returns when the result is available, or after this many seconds."""
     if result.done():
         return
     loop = asyncio.get_running_loop()
     settled = asyncio.Event()
 
     def notify(_: Future[Any]) -> None:
-        # the loop may be closed when a compilation ends that was given up
+        # the loop may be closed when a cancelled compilation ends
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settled.set)
 
@@ -361,7 +368,7 @@ async def _wait_until_done(result: Future[Any], seconds: float) -> None:
 def _to_app_error(error: GrammarCompileError) -> AppError:
     name, start = _KIND_NAMES[type(error.grammar)], error.grammar.param
     at = f" at {'.'.join(error.path)}" if error.path else ""
-    # keywords and names of properties too are the client's
+    # keywords and property names come from the client, too
     message = f"invalid {name}{mark_client_text(f'{at}: {error.reason}')}"
     param = ".".join((start, *error.path) if start else error.path)
     return AppError(ErrorKind.INVALID, message, param=param or None)

@@ -1,8 +1,8 @@
-"""What an answer must follow, out of all that a request asks of it: reasoning first, then calls, a
-format, or both as alternatives.
+"""Builds the grammar of a whole output: reasoning first, then tool calls, a format, or both as
+alternatives.
 
-Knows: how the parts are put together, in llguidance's variant of Lark. Must not know: tokens beyond
-their ids, tensors, who samples.
+Knows: how the parts are joined, in llguidance's variant of Lark. Must not know: which chat families
+there are, tokens beyond their ids, tensors, the sampler.
 
     start: [reasoning] (calls | format | prose)
 """
@@ -10,6 +10,7 @@ their ids, tensors, who samples.
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import (
@@ -30,28 +31,85 @@ from app.grammar.lark import (
     regex_literal,
     strip_literal_prefix,
 )
-from app.text.family import ChatFamily, ReasoningTags, ToolCallGrammar
-from app.text.generic_tool_calls import GenericFamily
 
-# Prose none of whose lines begins as a call in plain JSON might; prose that does not.
+# Prose in which no line can begin a call in plain JSON; prose that does not begin like a call.
 _LINE = r"[ \t]*([^ \t\n{][^\n]*|\{[^ \t\n\"][^\n]*)?"
 _NO_CALL = rf"/({_LINE}\n)*{_LINE}/"
 _NO_LEADING_CALL = r"/[ \t\n]*([^ \t\n{\[<;,](?s:.*))?/"
 
 _ANY = "/(?s:.*)/"
 
-# of an answer that must call: a model that has lost its way calls and calls
+# most calls in an output that must call: a confused model may repeat calls without end
 _MAX_CALLS = 64
 
-# White space that templates put before reasoning and calls, and models after them: it is of the
-# answer where their prompt ends right behind a role (GLM 4.5 begins a line there).
+# White space that templates put before reasoning and calls, and models after them. It is part of
+# the output if the prompt ends directly after a role (GLM 4.5 begins a line there).
 _GAP = r"/[ \n]{0,2}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningTags:
+    """The texts that open and close reasoning."""
+
+    open: str
+    close: str
+
+
+MakeLiteral = Callable[[str], str]
+"""A text → the Lark expression that produces it; special tokens in it are produced as tokens, which
+plain text cannot spell."""
+
+MakeJsonSchema = Callable[[Tool], str]
+"""A tool → the Lark expression that produces the JSON object of its arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallGrammar:
+    """The syntax of calls, as llguidance Lark expressions, for outputs that must contain some.
+
+        before call (between call)* after
+
+    calls: one for each tool, in the order of the tools. between: None if an output contains one
+    call at most. trigger: the text that begins every call and cannot occur in prose; None if calls
+    can begin like prose. leading: for the latter, whether calls are only parsed at the beginning of
+    an output, rather than at the beginning of any line. rules: further Lark rules that the
+    expressions refer to.
+    """
+
+    calls: tuple[str, ...]
+    before: str = ""
+    between: str | None = None
+    after: str = ""
+    trigger: str | None = None
+    leading: bool = False
+    rules: str = ""
+
+
+class ConstrainedFamily(Protocol):
+    """The properties of a chat family that a grammar depends on; see
+    `app.text.family.ChatFamily`."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+    @property
+    def content_prefix(self) -> str: ...
+    @property
+    def content_suffix(self) -> str: ...
+    @property
+    def reasoning_separator(self) -> str: ...
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None: ...
+
+
+F = TypeVar("F", bound=ConstrainedFamily)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStart:
-    """Where the answer begins. reasoning_tags: None where the model does not reason, or is done
-    with it. in_reasoning: within reasoning. thinking_budget: most tokens of it."""
+    """The state in which the output begins. reasoning_tags: None if the model does not reason, or
+    has finished reasoning. in_reasoning: whether the output begins inside reasoning.
+    thinking_budget: most reasoning tokens."""
 
     reasoning_tags: ReasoningTags | None
     in_reasoning: bool = False
@@ -60,7 +118,7 @@ class AnswerStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputRequirements:
-    """What the answer proper must be. tools: those that may be called."""
+    """What the output after the reasoning must be. tools: those that may be called."""
 
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
@@ -69,24 +127,28 @@ class OutputRequirements:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
-    """grammar: what the whole answer follows, if anything. family: who reads its calls."""
+class Constraint(Generic[F]):
+    """grammar: what the whole output follows, if anything. family: the one that parses its
+    calls."""
 
     grammar: Grammar | None
-    family: ChatFamily
+    family: F
 
 
 def build_constraint(
     required: OutputRequirements,
     start: AnswerStart,
-    family: ChatFamily,
+    family: F,
+    generic_family: Callable[[str | None], F],
     token: Callable[[str], int | None],
-) -> Constraint:
-    """token: the id of a text that is an added token, which no spelling of it is.
+) -> Constraint[F]:
+    """Build the constraint of an output.
 
-    Raises AppError(INVALID) for a budget that cannot be kept.
+    generic_family: makes the family that writes calls in plain JSON, after the given trigger if
+    there is one. token: the id of a text that is an added token; plain text never produces that id.
+
+    Raises AppError(INVALID) for a budget that cannot be enforced.
     """
-    composer = _GrammarBuilder(token)
     forced = required.tools and required.choice not in ("auto", "none")
     strict = any(tool.strict for tool in required.tools)
     both = required.tools and required.grammar is not None
@@ -95,16 +157,17 @@ def build_constraint(
             return Constraint(grammar=None, family=family)
         if start.reasoning_tags is None and not required.tools and not family.content_prefix:
             return Constraint(grammar=required.grammar, family=family)
+    builder = _GrammarBuilder(token)
     reader = family
     if forced or strict or both:
-        reader, syntax = composer.choose_syntax(family, _callable_tools(required))
-        answer = composer.add_answer(required, syntax, forced=bool(forced), family=family)
+        reader, syntax = builder.choose_syntax(family, generic_family, _callable_tools(required))
+        answer = builder.add_answer(required, syntax, forced=bool(forced), family=family)
     elif required.grammar is not None:
-        answer = composer.add_format(required.grammar, family)
+        answer = builder.add_format(required.grammar, family)
     else:
-        answer = composer.free_text(family)
-    composer.add_start_rule(start, answer, family)
-    return Constraint(grammar=composer.build(), family=reader)
+        answer = builder.free_text(family)
+    builder.add_start_rule(start, answer, family)
+    return Constraint(grammar=builder.build(), family=reader)
 
 
 def _callable_tools(required: OutputRequirements) -> Sequence[Tool]:
@@ -132,25 +195,23 @@ class _GrammarBuilder:
             inner=self._inner,
         )
 
-    def add_start_rule(self, start: AnswerStart, answer: str, family: ChatFamily) -> None:
+    def add_start_rule(self, start: AnswerStart, answer: str, family: ConstrainedFamily) -> None:
         reasoning = self._add_reasoning(start, family)
         self._rules = {"start": f"{reasoning} {answer}".strip(), **self._rules}
 
     # calls
 
     def choose_syntax(
-        self, family: ChatFamily, tools: Sequence[Tool]
-    ) -> tuple[ChatFamily, ToolCallGrammar]:
-        """The family's own where it can hold the tools to their schemas, else plain JSON, behind
-        what the family's begin with: a model that is about to call writes that."""
+        self, family: F, generic_family: Callable[[str | None], F], tools: Sequence[Tool]
+    ) -> tuple[F, ToolCallGrammar]:
+        """The family's own call syntax if it can enforce the tools' schemas, else plain JSON after
+        the family's trigger, because the model writes that when it is about to call."""
         own = family.build_tool_call_grammar(tools, self._literal, self._arguments)
         if own is not None:
             return family, own
         nothing = Tool(name="f", description=None, parameters={"type": "object", "properties": {}})
         usual = family.build_tool_call_grammar([nothing], self._literal, lambda _: '""')
-        plain = GenericFamily(
-            family.reasoning_separator, trigger=None if usual is None else usual.trigger
-        )
+        plain = generic_family(None if usual is None else usual.trigger)
         syntax = plain.build_tool_call_grammar(tools, self._literal, self._arguments)
         assert syntax is not None
         return plain, syntax
@@ -161,19 +222,20 @@ class _GrammarBuilder:
         syntax: ToolCallGrammar,
         *,
         forced: bool,
-        family: ChatFamily,
+        family: ConstrainedFamily,
     ) -> str:
-        """An expression for calls alone, or calls amid what else the answer may be."""
+        """An expression for calls alone, or for calls alternating with what else the output may
+        be."""
         if syntax.rules:
             self._more.append(syntax.rules)
         one = isinstance(required.choice, NamedToolChoice) or not required.parallel
         self._rules["call"] = join_alternatives(syntax.calls)
         if forced:
-            # where every answer has a beginning of its own, calls have too
+            # if every output begins with a prefix, calls do, too
             calls = _join_calls(syntax, "call", one=one)
             return calls if family.content_prefix else f"gap {calls}"
         if required.grammar is not None:
-            # nothing before a call: prose would be no answer in this format
+            # nothing may come before a call: prose would not be in this format
             return (
                 f"({_join_calls(syntax, 'call', one=one)} | "
                 f"{self.add_format(required.grammar, family)})"
@@ -185,13 +247,13 @@ class _GrammarBuilder:
         return self._add_triggered_calls(syntax, syntax.trigger, one=one)
 
     def _add_triggered_calls(self, syntax: ToolCallGrammar, trigger: str, *, one: bool) -> str:
-        """Prose, until a trigger says that a call follows; and so on."""
+        """Prose, then a trigger and its call, repeated."""
         spelled = self._literal(trigger)
         if syntax.before:
             inner = replace(syntax, before=strip_literal_prefix(syntax.before, spelled))
             follows = _join_calls(inner, "call", one=one)
         else:
-            # once: with a hundred tools the grammar is long
+            # defined once: with a hundred tools the grammar is long
             self._rules["first"] = join_alternatives(
                 strip_literal_prefix(call, spelled) for call in syntax.calls
             )
@@ -204,7 +266,8 @@ class _GrammarBuilder:
     def _prose_until(self, trigger: str) -> str:
         id = self._token(trigger)
         if id is not None:
-            # nor is the trigger spelled in letters: whoever reads the answer sees only its text
+            # the trigger must not be spelled in letters either: parsers of the output see only its
+            # text
             inner = escape_regex(trigger)
             self._rules["TEXT"] = f"{_ANY} & ~/(?s:.*){inner}(?s:.*)/"
             self._rules["text"] = "TEXT"
@@ -223,18 +286,18 @@ class _GrammarBuilder:
 
     # formats
 
-    def free_text(self, family: ChatFamily) -> str:
-        """Anything at all; the family's markers too, which no text spells."""
+    def free_text(self, family: ConstrainedFamily) -> str:
+        """Any text and any of the family's marker tokens, which plain text cannot produce."""
         ids = [id for id in map(self._token, family.markers) if id is not None]
         if not ids:
             return "prose"
         return f"prose (<[{','.join(map(str, ids))}]> prose)*"
 
-    def add_format(self, grammar: Grammar, family: ChatFamily) -> str:
+    def add_format(self, grammar: Grammar, family: ConstrainedFamily) -> str:
         self._add_format_rule(grammar)
         return self._wrap("format", family)
 
-    def _wrap(self, answer: str, family: ChatFamily) -> str:
+    def _wrap(self, answer: str, family: ConstrainedFamily) -> str:
         return " ".join(
             filter(
                 None,
@@ -263,7 +326,7 @@ class _GrammarBuilder:
 
     # reasoning
 
-    def _add_reasoning(self, start: AnswerStart, family: ChatFamily) -> str:
+    def _add_reasoning(self, start: AnswerStart, family: ConstrainedFamily) -> str:
         if start.reasoning_tags is None:
             return ""
         again = self._literal(family.reasoning_separator) or "gap"

@@ -1,6 +1,6 @@
-"""Expressions in Lark, as llguidance has it (its docs/syntax.md), for texts, tokens and patterns.
+"""Lark expressions for texts, tokens and patterns, in llguidance's dialect (its docs/syntax.md).
 
-Knows: how they are spelled. Must not know: what they are put together for.
+Knows: their syntax. Must not know: what they are combined into.
 """
 
 import json
@@ -11,7 +11,7 @@ _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class LiteralWriter:
-    """A text → the expression that produces it; added tokens in it are produced as such."""
+    """A text → the expression that produces it; added tokens in it are produced as tokens."""
 
     def __init__(self, token: Callable[[str], int | None]) -> None:
         """token: the id of a text that is an added token."""
@@ -30,8 +30,8 @@ class LiteralWriter:
         return " ".join(expressions)
 
     def _next_token(self, text: str) -> tuple[int, int]:
-        """Where the first marker that is a token begins, and how long it is; else the end, 0. No
-        marker begins like a word: what was added besides markers mostly does."""
+        """(start, length) of the first marker that is a token; (end, 0) if there is none. Markers
+        never begin with a letter, a digit or white space; other added tokens mostly do."""
         for start, first in enumerate(text):
             if first.isalnum() or first.isspace():
                 continue
@@ -46,8 +46,8 @@ def join_alternatives(expressions: Iterable[str]) -> str:
 
 
 def strip_literal_prefix(expression: str, spelled: str) -> str:
-    """An expression, without the text that it begins with. spelled: that text, by
-    `LiteralWriter`."""
+    """An expression without the literal that it begins with. spelled: that literal, as
+    `LiteralWriter` writes it."""
     if spelled.startswith("<["):
         assert expression.startswith(spelled)
         return expression[len(spelled) :].lstrip()
@@ -58,17 +58,17 @@ def strip_literal_prefix(expression: str, spelled: str) -> str:
 
 
 def quote(text: str) -> str:
-    # the one character that may stand in JSON's strings as it is, and not in Lark's
+    # the only character that JSON strings may contain unescaped and Lark strings may not
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def escape_regex(text: str) -> str:
-    """A text as a regular expression."""
+    """A regular expression that matches the text."""
     return "".join(c if c.isalnum() or c == "_" else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def regex_literal(pattern: str) -> str:
-    """Between slashes, where a slash must be escaped and a line cannot end."""
+    """The pattern between slashes, with slashes and line ends escaped."""
     spelled = {"/": r"\/", "\n": r"\n"}
     inner = _TO_ESCAPE.sub(lambda found: spelled.get(found[0], found[0]), pattern)
     return f"/{inner}/"

@@ -1,17 +1,15 @@
-"""One grammar of a request → one matcher of llguidance's, or the reason why not.
+"""Compiles a grammar of a request into an llguidance matcher, or explains why it cannot.
 
-Knows: how llguidance wants each kind of grammar spelled, what it may spend. Must not know: threads,
-what was compiled before, how masks are used.
+Knows: llguidance's syntax for each kind of grammar, its limits. Must not know: threads, the cache
+of compiled grammars, how masks are used.
 
-A grammar may come from anybody. Everything that grows faster than its text is limited: before
-llguidance sees it where that can be seen (`schema`, `pattern`, `lark`), in llguidance where it can
-not. A few ids are tried out, because some limits are only found behind the first.
+Grammars are untrusted. Everything whose cost grows faster than its text is limited: before
+llguidance parses it where possible (`check_schema`, `prepare_lark`), else inside llguidance. A few
+ids are consumed as a trial, because some limits are only detected after the first.
 
-Grammars in Lark or GBNF, before they are compiled.
-
-A schema in a grammar is held to what a schema by itself is held to: its white space is bounded,
-nothing that it says is ignored, and its costs are limited. JSON may stand over several lines only
-in a grammar that a client wrote.
+Schemas inside Lark and GBNF grammars are treated like standalone schemas: their white space is
+bounded, no keyword is ignored, and their costs are limited. Only a client's own grammar allows JSON
+over several lines.
 """
 
 import json
@@ -35,38 +33,37 @@ from app.grammar.schema import (
     count_repetitions,
     parse_schema,
 )
-from app.grammar.schema import MAX_SCHEMA_LENGTH as MOST_SCHEMA_TEXT
 from app.grammar.schema_diagnosis import find_unsupported_keyword
 from app.grammar.schema_rewrite import rewrite_schema
-from app.grammar.schema_rewrite import rewrite_schema as followable_schema
 
-# characters of a grammar, the schemas in it left out: native code goes as deep as rules are many
+# characters of a grammar without its schemas: native code recurses as deep as there are rules
 MAX_GRAMMAR_LENGTH = 1 << 16
 
-# with the schemas in it, which may be those of many tools
-_MAX_LENGTH_WITH_SCHEMAS = 4 * MOST_SCHEMA_TEXT
+# characters including schemas, which may be those of many tools
+_MAX_LENGTH_WITH_SCHEMAS = 4 * MAX_SCHEMA_LENGTH
 
 # a token's name · a string · a comment · a regular expression · a schema · another structure.
-# Possessive, so that a long string is a few steps: a search holds the interpreter until it is done
+# Possessive quantifiers make a long string take few steps: a search holds the GIL until it ends
 _LARK_PARTS = re.compile(
     r"""<[^<>\s]+> | "(?:\\.|[^"\\]++)*+"? | (?://|\#)[^\n]* | /((?:\\.|[^/\\\n]++)++)/?"""
     r"""| (%json\b\s*) | (%regex\b\s*)""",
     re.DOTALL | re.VERBOSE,
 )
-# GBNF's one sign that Lark does not have
+# the only operator of GBNF that Lark does not have
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# one escaped character; of GBNF's kinds, those that name one by its number
+# one escaped character; the groups are GBNF's numeric escapes
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _OPTIONS = re.compile(r"^[ \t]*[!?]?[\w-]+(?:\{[^}\n]*\})?\[([^\]\n]*)\]", re.MULTILINE)
-# what a rule may ask for, but not here: a temperature is the request's, ids are never taken back
+# rule options that are not supported: the temperature is set by the request, and sampled ids are
+# never removed
 _UNSUPPORTED_OPTION = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
 
 _TOO_LONG = f"it is longer than {MAX_GRAMMAR_LENGTH} characters"
 
 
 def prepare_lark(text: str, *, compact: bool = False) -> str:
-    """The grammar in Lark, as llguidance takes it. compact: the JSON of its schemas is on one
-    line. Raises Refused."""
+    """The grammar in llguidance's Lark. compact: JSON of its schemas is on one line. Raises
+    UnsupportedGrammarError."""
     if len(text) > _MAX_LENGTH_WITH_SCHEMAS:
         raise UnsupportedGrammarError(
             f"it is longer than {_MAX_LENGTH_WITH_SCHEMAS} characters, schemas included"
@@ -83,25 +80,25 @@ def _convert_gbnf(text: str) -> str:
         return gbnf_to_lark(_ESCAPED.sub(_unescape, text))
     except RecursionError:
         raise UnsupportedGrammarError("it is nested too deeply") from None
-    # the converter's own kind, and a bare Exception for what it cannot resolve
+    # the converter's own exception type, and a bare Exception for unresolved names
     except Exception as error:
         raise UnsupportedGrammarError(f"it is not valid GBNF: {error}") from error
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    """The character that the converter spells wrongly otherwise."""
+    """The character of a numeric escape, which the converter would translate wrongly."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]
     code = int(digits, 16)
     if not code < 0x110000 or 0xD800 <= code < 0xE000:
         raise UnsupportedGrammarError(f"{escape[0]} is not a character")
-    # what has a meaning of its own in strings and classes is ASCII
+    # all characters with a special meaning in strings and classes are ASCII
     return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def _rewrite_schemas(text: str, *, compact: bool) -> str:
-    """With every schema in it in the engine's words."""
+    """The grammar with every schema in it rewritten for llguidance."""
     pieces, end, size, plain = list[str](), 0, 0, list[str]()
     while (part := _LARK_PARTS.search(text, end)) is not None:
         regex, schema, structure = part.group(1, 2, 3)
@@ -117,7 +114,7 @@ def _rewrite_schemas(text: str, *, compact: bool) -> str:
             continue
         value, end = _parse_json_at(text, end)
         if schema is not None:
-            value = followable_schema(check_schema(value), compact=compact)
+            value = rewrite_schema(check_schema(value), compact=compact)
         pieces.append(f"{part[0]}{json.dumps(value)}")
     pieces.append(text[end:])
     plain.append(pieces[-1])
@@ -128,7 +125,7 @@ def _rewrite_schemas(text: str, *, compact: bool) -> str:
 
 
 def _parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON that stands there, and where it ends."""
+    """The JSON value at `start`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
@@ -145,28 +142,28 @@ def _check_options(plain: str) -> None:
             raise UnsupportedGrammarError(f"the rule option {found[1]} is not supported: remove it")
 
 
-# ids that are tried out
+# ids that are consumed as a trial
 _TRIAL_TOKENS = 8
 
-# Items that llguidance may look at: in one row of its parser, and in all rows of one step, which
-# are those that any token of the vocabulary leads to. A schema needs a few in a row for each
-# optional property that may come next. With 151,669 tokens it needs few more in a step, but 230
-# for each property where white space is free: 460,000 for the most that `schema` accepts. They
-# cost little. An ambiguous grammar has as many, and each costs: with 2000 in a row a step takes
-# seconds, in which no other answer of the model goes on.
+# Parser items that llguidance may create: in one row, and in all rows of one step, which any token
+# of the vocabulary may lead to. A schema needs a few per row for each optional property that may
+# come next. With 151,669 tokens it needs few more per step, but 230 for each property if white
+# space is free: 460,000 for the most that `schema` accepts. These are cheap. An ambiguous grammar
+# has as many expensive ones: with 2000 in a row a step takes seconds, which delays all other
+# outputs of the model.
 _WIDE_ITEM_LIMITS = (30_000, 2_000_000)
 _NARROW_ITEM_LIMITS = (500, 2_000)
 
-# States of llguidance's lexer, beside one for each byte of the grammar: the names of a schema's
-# properties take one for each of their bytes, and patterns, whose number of states has no bound,
-# take the others. A state takes up to 1 kB. All answers that follow a grammar share its states.
+# States of llguidance's lexer, in addition to one for each byte of the grammar: property names take
+# one for each of their bytes, and patterns, whose number of states is unbounded, take the others. A
+# state takes up to 1 kB. All outputs that follow a grammar share its states.
 _MAX_LEXER_STATES = 50_000
 
-# characters at either end of what llguidance says
+# characters kept at either end of an error message of llguidance
 _ERROR_EDGE_CHARS = 200
 
 _UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
-# where what follows is for whoever sees the grammar as llguidance does
+# start of the part of an error message that quotes llguidance's form of the grammar
 _VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
 _EXPLANATIONS = {
     "NoExtensionBias": "no token of this model is allowed next",
@@ -181,7 +178,7 @@ _EXPLANATIONS = {
 
 
 class GrammarCompileError(UnsupportedGrammarError):
-    """Refused, and known which: of a composed grammar, the part that cannot be followed."""
+    """A rejected grammar; of a composed grammar, the part that is not supported."""
 
     def __init__(self, cause: UnsupportedGrammarError, grammar: Grammar) -> None:
         super().__init__(cause.reason, cause.path)
@@ -191,8 +188,8 @@ class GrammarCompileError(UnsupportedGrammarError):
 def compile_grammar(
     grammar: Grammar, tokenizer: LLTokenizer, token: CancelToken | None = None
 ) -> LLMatcher:
-    """At its beginning, its first mask computed. Raises Refusal; Cancelled soon after `token` is
-    cancelled."""
+    """The matcher in its start state, with its first mask computed. Raises GrammarCompileError, and
+    WorkCancelled soon after `token` is cancelled."""
     compiler = _Compiler(tokenizer, token or CancelToken())
     try:
         match grammar:
@@ -215,7 +212,7 @@ def compile_grammar(
 
 
 def explain_error(error: str) -> str:
-    """llguidance's words as a clause on one line, without its drawings."""
+    """An error message of llguidance as a clause on one line, without its source excerpts."""
     for sign, words in _EXPLANATIONS.items():
         if sign in error:
             return words
@@ -225,12 +222,12 @@ def explain_error(error: str) -> str:
     clause = _VERBOSE_PART.split(error.replace("/$defs/whole", "").replace("json-schema:///", ""))[
         0
     ]
-    # expressions are quoted in full
+    # llguidance quotes expressions in full
     return " ".join(_elide_middle(clause).split())
 
 
 def _elide_middle(text: str) -> str:
-    """What is wrong is said at the end, after what it is wrong with."""
+    """Keeps the end of a long message: it has the reason, after the expression that it is about."""
     if len(text) <= 2 * _ERROR_EDGE_CHARS:
         return text
     return f"{text[:_ERROR_EDGE_CHARS]} … {text[-_ERROR_EDGE_CHARS:]}"
@@ -266,11 +263,12 @@ class _Compiler:
 
     def compile_lark(self, grammar: LarkGrammar) -> LLMatcher:
         try:
-            # its schemas came out of the request by themselves, or a client wrote all of it
+            # with `parts`, the schemas were parsed from the request; otherwise the client wrote the
+            # whole text
             texts = [prepare_lark(grammar.text, compact=bool(grammar.parts))]
             if grammar.inner is not None:
                 texts.append(prepare_lark(grammar.inner.text))
-            # only what stands in a request as it is can mean one text in many ways
+            # only a client's own grammar can be ambiguous
             composed = grammar.parts and grammar.inner is None
             return self._compile_spec(
                 _lark_spec(*texts), _WIDE_ITEM_LIMITS if composed else _NARROW_ITEM_LIMITS
@@ -299,9 +297,9 @@ class _Compiler:
         return made
 
     def _try_spec(self, spec: str, item_limits: tuple[int, int]) -> LLMatcher | str:
-        """The matcher, or why there is none."""
+        """The matcher, or the reason why there is none."""
         self._token.check()
-        # llguidance's complaint about half a surrogate pair would tell nobody anything
+        # reject unpaired surrogates here: llguidance's error message for them is unclear
         size = len(spec.encode())
         in_row, in_step = item_limits
         limits = LLParserLimits(
@@ -313,7 +311,7 @@ class _Compiler:
         try:
             with PanicGuard():
                 return self._create_matcher(spec, limits)
-        except LibraryPanic as panic:  # llguidance catches its own, where it expects them
+        except LibraryPanic as panic:  # llguidance catches the panics that it expects
             return explain_error(f"panic: {panic}")
 
     def _create_matcher(self, spec: str, limits: LLParserLimits) -> LLMatcher | str:
@@ -321,7 +319,7 @@ class _Compiler:
         mask = matcher.compute_bitmask()
         trial = matcher.deep_copy()
         for _ in range(_TRIAL_TOKENS):
-            # a broken matcher also allows something: the end
+            # a matcher in an error state still allows the end
             if trial.is_error():
                 return explain_error(trial.get_error())
             id = _lowest_allowed_id(mask, self._tokenizer.eos_tokens)
@@ -333,7 +331,7 @@ class _Compiler:
 
 
 def _lark_spec(*texts: str) -> str:
-    """The first refers to the second as @inner."""
+    """The first grammar refers to the second as @inner."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": text} for text in texts]
     for inner in grammars[1:]:
         inner["name"] = "inner"
@@ -341,12 +339,12 @@ def _lark_spec(*texts: str) -> str:
 
 
 def _dump_grammars(*grammars: Mapping[str, Any]) -> str:
-    # a half of a surrogate pair stays one, and is found when it is encoded
+    # an unpaired surrogate is kept, and detected when the text is encoded
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _lowest_allowed_id(mask: bytes, excluded: Sequence[int]) -> int | None:
-    """The lowest id that is allowed, ends left out."""
+    """The lowest allowed id that is not excluded."""
     bits = int.from_bytes(mask, "little")
     for id in excluded:
         bits &= ~(1 << id)

@@ -1,12 +1,11 @@
-"""JSON Schemas as documents: read, measured, brought into the words that the engine follows.
+"""Parses JSON Schemas and limits what they may cost to compile.
 
 Knows: which keywords hold schemas, what each may cost. Must not know: llguidance, tokens, requests.
 
-Whoever sends a schema may be hostile, and compiling one runs in native code that nothing can stop:
-there, a long chain of references ends the process, and a large `multipleOf` takes gigabytes. So
-what makes a compilation long or deep is counted before it begins.
-
-How often a regular expression repeats something, at most.
+Schemas are untrusted, and compiling one runs in native code that cannot be interrupted: there, a
+long chain of references crashes the process, and a large `multipleOf` takes gigabytes. So
+everything that makes a compilation long or deep is counted before. This includes bounded
+repetitions in regular expressions (`count_repetitions`).
 """
 
 import json
@@ -17,17 +16,17 @@ from fractions import Fraction
 from typing import Any, cast
 from urllib.parse import unquote
 
-# one thing repeated so often takes a hundredth of a second for each token; ten times as often, and
-# native code takes it for too complex in the middle of an answer
+# this many repetitions take 10 ms for each token; with ten times as many, native code reports that
+# the grammar is too complex in the middle of an output
 MAX_REPETITIONS = 10_000
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
 
 
 def count_repetitions(pattern: str) -> int:
-    """The largest product of bounded repetitions inside one another: 15 for `((ab){3}c){5}`. Of
-    `{3,5}` and of `{,5}` the 5 counts, of `{3,}` the 3; `*` and `+` cost nothing."""
-    # the product within each open group, and that of what was last closed or written
+    """The largest product of nested bounded repetitions: 15 for `((ab){3}c){5}`. `{3,5}` and `{,5}`
+    count as 5, `{3,}` as 3; `*` and `+` do not count."""
+    # the product within each open group, and that of the last group or item
     groups, last, largest, end = [1], 1, 1, 0
     for part in _REGEX_PARTS.finditer(pattern):
         if part.start() > end:
@@ -41,7 +40,7 @@ def count_repetitions(pattern: str) -> int:
                 last = groups.pop()
             case "{":
                 count = part[3] or part[1]
-                # what is written so long is larger than any limit
+                # nine digits are larger than any limit
                 last *= max(1, int(count[:9] or 0))
             case _:
                 last = 1
@@ -54,19 +53,19 @@ def count_repetitions(pattern: str) -> int:
 SchemaPath = tuple[str, ...]
 Schema = dict[str, Any]
 
-# characters of a schema; those of many tools come to a tenth of it
+# characters of a schema; the schemas of many tools take a tenth of it
 MAX_SCHEMA_LENGTH = 1 << 18
-# levels of a document: what reads it in native code takes 128, and adds some
+# levels of a document: the native parser allows 128, and adds some itself
 MAX_LEVELS = 100
-# properties, required names, values of an enum, branches, definitions, in all. OpenAI allows 5000
+# properties, required names, enum values, branches and definitions in total. OpenAI allows 5000
 # properties
 MAX_ENTRIES = 5000
-# Properties of one object that may be left out. Each of them may come next, so with 2000 of them
-# and 151,669 tokens a step of the answer takes 0.1 s, in which no other answer of the model goes
-# on, and compiling takes 0.5 s; with 5000, 0.5 s and 3 s. The time grows faster than the number.
+# Optional properties of one object. Each of them may come next, so with 2000 of them and 151,669
+# tokens a step takes 0.1 s, which delays all other outputs of the model, and compiling takes 0.5 s;
+# with 5000, 0.5 s and 3 s. The time grows faster than the number.
 MAX_OPTIONAL_PROPERTIES = 2000
-# the least common multiple of what numbers must be multiples of, as integers: a table has so many
-# rows. 100,000 take 0.3 s and 20 MB
+# the least common multiple of all `multipleOf` values as integers, which is the number of rows of a
+# table. 100,000 rows take 0.3 s and 20 MB
 MAX_MULTIPLE = 100_000
 
 _SCHEMA_KEYWORDS = (
@@ -88,8 +87,8 @@ _DEFINITION_KEYWORDS = ("$defs", "definitions")
 
 
 class UnsupportedGrammarError(Exception):
-    """A grammar that cannot be followed. reason: a clause. path: the keyword, from where the
-    grammar stood."""
+    """An invalid or unsupported grammar. reason: a clause. path: the keyword, relative to the
+    grammar."""
 
     def __init__(self, reason: str, path: SchemaPath = ()) -> None:
         super().__init__(reason)
@@ -98,7 +97,7 @@ class UnsupportedGrammarError(Exception):
 
 
 def parse_schema(text: str) -> Schema:
-    """The document, within all limits. Raises Refused."""
+    """The document, checked against all limits. Raises UnsupportedGrammarError."""
     if len(text) > MAX_SCHEMA_LENGTH:
         raise UnsupportedGrammarError(f"it is longer than {MAX_SCHEMA_LENGTH} characters")
     try:
@@ -111,7 +110,7 @@ def parse_schema(text: str) -> Schema:
 
 
 def check_schema(value: Any) -> Schema:
-    """The parsed document, within all limits. Raises Refused."""
+    """The parsed document, checked against all limits. Raises UnsupportedGrammarError."""
     _check_levels(value)
     if value is True:
         return {}
@@ -123,7 +122,7 @@ def check_schema(value: Any) -> Schema:
 
 
 def iter_subschemas(schema: Any) -> Iterator[tuple[SchemaPath, Any]]:
-    """The schemas directly in this one that an instance may be held to, with their paths in it."""
+    """The schemas directly inside this one that apply to instances, with their relative paths."""
     if not isinstance(schema, dict):
         return
     held = cast(Mapping[str, Any], schema)
@@ -139,7 +138,8 @@ def iter_subschemas(schema: Any) -> Iterator[tuple[SchemaPath, Any]]:
 
 
 def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | None:
-    """What a reference within the document (`#/…`) points to; None for any other."""
+    """The path and value that a reference within the document (`#/…`) points to; None for any other
+    reference."""
     if pointer != "#" and not pointer.startswith("#/"):
         return None
     path = tuple(
@@ -156,7 +156,7 @@ def resolve_pointer(document: Any, pointer: str) -> tuple[SchemaPath, Any] | Non
 
 
 def walk_schemas(document: Schema) -> Iterator[tuple[SchemaPath, Schema]]:
-    """Every schema of the document, definitions too, with its path."""
+    """Every schema of the document with its path, definitions included."""
     todo: list[tuple[SchemaPath, Any]] = [((), document)]
     while todo:
         path, schema = todo.pop()
@@ -178,7 +178,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def _check_levels(value: Any) -> None:
-    """Without recursion, so that it ends whatever it is given."""
+    """Iterative, so that it never exceeds Python's stack."""
     todo: list[tuple[Any, int]] = [(value, 1)]
     while todo:
         each, level = todo.pop()
@@ -230,8 +230,8 @@ def _check_costs(document: Schema) -> None:
 
 
 def _count_optional(schema: Any, depth: int = 0) -> int:
-    """Properties that an object may leave out, as far as this schema and what it is combined with
-    by allOf say; references are not followed."""
+    """Number of optional properties of an object, by this schema and the branches of its allOf;
+    references are not followed."""
     if not isinstance(schema, dict) or depth > MAX_LEVELS:
         return 0
     held = cast(Schema, schema)
@@ -244,10 +244,10 @@ def _count_optional(schema: Any, depth: int = 0) -> int:
 
 
 def _numerator(multiple: Any) -> int:
-    """The integer that a multiple of this is a multiple of, once the point is left out."""
+    """The value as an integer, without its decimal point; 1 if it is not a number."""
     if isinstance(multiple, bool) or not isinstance(multiple, (int, float)):
         return 1
-    # what is wrong with zero is said better where it is compiled
+    # zero is rejected with a better message when it is compiled
     return abs(Fraction(str(multiple)).numerator) or 1
 
 
@@ -264,8 +264,8 @@ def _check_patterns(path: SchemaPath, schema: Schema) -> None:
 
 
 def _check_min_properties(path: SchemaPath, schema: Schema) -> None:
-    """Names that the schema does not list may be written twice, which makes them one. So only one
-    of them can be counted on, behind those that are required."""
+    """A name that the schema does not list may be written twice, which counts once. So at most one
+    property beyond the required ones can be guaranteed."""
     least, required = schema.get("minProperties"), schema.get("required")
     if isinstance(least, bool) or not isinstance(least, int):
         return

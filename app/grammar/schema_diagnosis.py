@@ -1,12 +1,12 @@
-"""Which keyword of a JSON Schema is the one that cannot be followed.
+"""Finds the keyword of a JSON Schema that is not supported.
 
-Knows: the search. Must not know: llguidance, what a refusal rests on; whoever calls brings a
-function that says of any document whether it is refused.
+Knows: the search. Must not know: llguidance, why a schema is rejected; the caller passes a function
+that checks a document.
 
-llguidance says why, but not where. So parts of the schema are tried by themselves: the first child
-that is refused is gone into, until no child is; then the keywords of what is left are tried, each
-alone and each left out. Children beside one another are tried together, and halved as long as they
-are refused, so that a wide schema costs the logarithm of its width.
+llguidance reports why, but not where. So parts of the schema are checked separately: the search
+descends into the first rejected child until no child is rejected; then the keywords of the
+remaining schema are checked, each alone and each left out. Sibling schemas are checked together and
+bisected while they are rejected, so a wide schema costs the logarithm of its width.
 """
 
 import time
@@ -22,24 +22,25 @@ from app.grammar.schema import (
     resolve_pointer,
 )
 
-# the reason why a document is refused, or None
+# returns the reason why a document is rejected, or None
 SchemaCheck = Callable[[Schema], str | None]
 
-# compilations of one search, and seconds after which it names what it has found so far
+# most compilations of one search, and its time limit in seconds; then it reports what it has found
+# so far
 _MAX_TRIALS = 200
 _TIME_LIMIT = 1.0
 
-# keywords that others are read beside
+# keywords whose presence changes the meaning of others
 _CONTEXT_KEYWORDS = frozenset({"type", "properties", "items", "prefixItems", "anyOf", "$ref"})
-# keywords that forbid nothing
+# keywords without constraints
 _ANNOTATION_KEYWORDS = frozenset({"$defs", "definitions", "title", "description", "default"})
 
 
 def find_unsupported_keyword(
     document: Schema, check: SchemaCheck, reason: str
 ) -> UnsupportedGrammarError:
-    """The keyword to blame, and the reason that is given for it alone. document: it is refused, for
-    `reason`, which is given where nothing smaller is."""
+    """The error of the unsupported keyword, with the reason for which it is rejected alone.
+    document: a rejected document. reason: why it is rejected; used if no smaller part is."""
     return _Search(document, check).find((), document, reason)
 
 
@@ -57,7 +58,7 @@ class _Search:
         self._seen: set[SchemaPath] = set()
 
     def find(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
-        """schema: at `path`, refused for this reason."""
+        """schema: the schema at `path`, which is rejected for `reason`."""
         self._seen.add(path)
         self._relocated_document = self._relocate(self._document)
         try:
@@ -72,8 +73,8 @@ class _Search:
     def _find_rejected_child(
         self, path: SchemaPath, schema: Any
     ) -> tuple[SchemaPath, Any, str] | None:
-        """The first that is refused by itself."""
-        # false forbids all, which is what it is for
+        """The first child that is rejected by itself."""
+        # false rejects everything on purpose
         below = [child for child in iter_subschemas(schema) if child[1] is not False]
         children = [((*path, *names), each) for names, each in below]
         if isinstance(schema, dict) and isinstance(cast(Schema, schema).get("$ref"), str):
@@ -92,7 +93,7 @@ class _Search:
         return None if reason is None else (path, found, reason)
 
     def _try_together(self, children: Sequence[tuple[SchemaPath, Any]]) -> str | None:
-        """Why not all of them can be followed beside each other."""
+        """The reason why these schemas are rejected together; None if they are accepted."""
         if not children:
             return None
         refs = {str(i): {"$ref": _reference_to(path)} for i, (path, _) in enumerate(children)}
@@ -108,7 +109,7 @@ class _Search:
         return self._check({**schema, "$defs": {"whole": self._relocated_document}})
 
     def _find_keyword(self, path: SchemaPath, schema: Any, reason: str) -> UnsupportedGrammarError:
-        """It is in what this schema says itself."""
+        """Find the keyword in the schema itself, not in its children."""
         if not isinstance(schema, dict):
             return UnsupportedGrammarError(reason, path)
         held = cast(Schema, self._relocate(schema))
@@ -117,7 +118,7 @@ class _Search:
             alone = self._try({key: held[key]})
             if alone is not None:
                 return UnsupportedGrammarError(alone, (*path, key))
-        # what narrows is rather to blame than what it narrows
+        # try constraints before the keywords that they constrain
         for key in sorted(said, key=lambda key: key in _CONTEXT_KEYWORDS):
             others = {name: held[name] for name in said if name != key}
             if self._try(others) is None:
@@ -125,9 +126,10 @@ class _Search:
         return UnsupportedGrammarError(reason, path)
 
     def _relocate(self, value: Any) -> Any:
-        """One level down, so that parts of it can be referred to from outside. What refers to a
-        schema that the search is within says nothing: else all that refers to it would be blamed
-        for what is wrong with it."""
+        """The value with its references rewritten for one level down, so that its parts can be
+        referenced from outside. References to a schema that the search has already entered are
+        dropped: otherwise every schema with such a reference would be rejected for the same reason.
+        """
         if isinstance(value, list):
             return [self._relocate(each) for each in cast(list[Any], value)]
         if not isinstance(value, dict):

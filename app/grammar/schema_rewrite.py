@@ -1,12 +1,12 @@
-"""Schemas in the words that the engine follows, where others say the same.
+"""Rewrites JSON Schemas into equivalent ones that llguidance supports.
 
 Knows: when no instance can satisfy two schemas at once. Must not know: llguidance, costs.
 
-llguidance takes `oneOf` where it can see that its branches exclude each other, but does not look
-through references: so the tagged unions that pydantic writes would all be refused. Where branches
-are seen to be apart, with references followed, `oneOf` says what `anyOf` says. And it refuses
-keywords that it does not implement even where they forbid nothing, and lets one format through that
-validators do not.
+llguidance supports `oneOf` if it can see that the branches exclude each other, but it does not
+follow references: so it would reject all tagged unions that pydantic generates. If branches are
+disjoint with references followed, `oneOf` is equivalent to `anyOf`. llguidance also rejects
+unimplemented keywords that constrain nothing, and accepts values of some formats that validators
+reject.
 """
 
 import json
@@ -16,24 +16,23 @@ from typing import Any, cast
 
 from app.grammar.schema import Schema, resolve_pointer
 
-# White space between two parts of a JSON text, in llguidance's options (its docs/json_schema.md).
-# Both rules bound it, or a model that has lost its way writes white space for ever.
-# compact: none but one space after a colon or comma. JSON over several lines takes almost twice the
-# tokens and says nothing more.
+# White space between JSON tokens, in llguidance's options (its docs/json_schema.md). Both rules
+# bound it: a confused model may write white space without end. compact: none but one space after a
+# colon or comma. JSON over several lines takes almost twice the tokens for the same content.
 _COMPACT_WHITESPACE: Schema = {
     "item_separator": ",[ ]?",
     "key_separator": ":[ ]?",
     "whitespace_flexible": False,
 }
-# over lines: llama.cpp's rule (json-schema-to-grammar.cpp)
+# over several lines: llama.cpp's rule (json-schema-to-grammar.cpp)
 _MULTILINE_WHITESPACE: Schema = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
-# branches beside each other are compared in pairs
+# branches are compared in pairs
 _MAX_BRANCHES = 200
-# references behind one another, which may form a ring
+# length of a chain of references, which may be circular
 _MAX_REFERENCE_HOPS = 20
 
-# keywords that forbid nothing by themselves, and what they say then; any other value does
+# values for which these keywords constrain nothing
 _NO_OP_KEYWORDS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependentRequired": ({},),
@@ -43,41 +42,44 @@ _NO_OP_KEYWORDS: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "not": (False,),
 }
-# what llguidance's patterns for a format leave out: RFC 5321 has 64 octets before the @, and RFC
-# 3339 has second 60 only where a leap second was, which no pattern can know
+# what llguidance's format patterns lack: RFC 5321 allows 64 octets before the @, and RFC 3339
+# allows second 60 only at leap seconds, which no pattern can express
 _STRICTER_FORMATS: dict[str, Schema] = {
     "email": {"pattern": r"^[^@]{1,64}@"},
     "time": {"pattern": r"^[0-9:]{5}:[0-5]"},
     "date-time": {"pattern": r"^[-0-9]{10}.[0-9:]{5}:[0-5]"},
 }
-# beside these, or under allOf, properties are not all that an object is told about
+# with these keywords, or under allOf, `properties` is not the complete definition of an object
 _NOT_CLOSABLE = frozenset(
     {
         *("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"),
         *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"),
     }
 )
-# what does not keep a reference from being all that its schema says
+# keywords beside a $ref that do not change its meaning
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 
 
 def rewrite_schema(document: Schema, *, compact: bool = True) -> Schema:
-    """The same schema, as llguidance takes it; white space between its parts is bounded, and
-    nothing that it says is ignored. document: as `schema.checked` gives it. compact: the JSON text
-    is on one line.
+    """An equivalent schema that llguidance supports. White space is bounded, and no keyword is
+    ignored.
 
-    An object that lists its properties has no others, unless it says so: JSON Schema would let a
-    model go on inventing some, and weak ones do. llama.cpp and xgrammar read schemas so too."""
+    document: a schema that `check_schema` returned. compact: the JSON text is on one line.
+
+    An object that lists its properties has no others unless the schema allows them: JSON Schema
+    would let a model continue with invented ones, and weak models do. llama.cpp and xgrammar
+    interpret schemas in the same way.
+    """
     closes = '"allOf"' not in json.dumps(document)
     rewritten = cast(Schema, _rewrite(document, document, closes=closes))
-    # last, so that no schema has a say in how strictly it is taken
+    # last, so that a client's schema cannot override it
     space = _COMPACT_WHITESPACE if compact else _MULTILINE_WHITESPACE
     rewritten["x-guidance"] = {**space, "lenient": False}
     return rewritten
 
 
 def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
-    """closes: whether an object here may be held to the properties that it lists."""
+    """closes: whether objects here may be restricted to the properties that they list."""
     if not isinstance(schema, dict):
         return schema
     held = {key: value for key, value in cast(Schema, schema).items() if not _is_no_op(key, value)}
@@ -90,7 +92,7 @@ def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
     if closes and _can_be_closed(held):
         held["additionalProperties"] = False
     for key, value in held.items():
-        # of branches that may both hold, one that is closed could seem to be the only one
+        # closing a branch could make it appear exclusive when both hold
         shared = key == "oneOf" or (key == "anyOf" and "properties" in held)
         held[key] = _rewrite_children(key, value, document, closes=closes and not shared)
     narrower = _STRICTER_FORMATS.get(str(held.get("format")))
@@ -101,11 +103,11 @@ def _rewrite(schema: Any, document: Schema, *, closes: bool) -> Any:
 
 
 def _can_be_closed(schema: Schema) -> bool:
-    """Whether the properties that it lists can be all that an instance has."""
+    """Whether an instance can be restricted to the properties that the schema lists."""
     return (
         isinstance(schema.get("properties"), dict)
         and _NOT_CLOSABLE.isdisjoint(schema)
-        and set(_required(schema)) <= set(_properties(schema))
+        and set(_required_names(schema)) <= set(_properties(schema))
     )
 
 
@@ -139,12 +141,12 @@ def _are_exclusive(schema: Schema, document: Schema) -> bool:
 
 
 def _has_reference_into_one_of(document: Schema) -> bool:
-    """Whether a reference may lead through a `oneOf`, whose name must stay then."""
+    """Whether a reference may point into a `oneOf`, which then cannot be renamed."""
     return "/oneOf/" in json.dumps(document)
 
 
 def _resolve(schema: Any, document: Schema) -> Schema | None:
-    """What a reference refers to; None for what is no schema with keywords."""
+    """The schema that a reference points to; None if it is not an object."""
     for _ in range(_MAX_REFERENCE_HOPS):
         if not isinstance(schema, dict):
             return None
@@ -165,12 +167,13 @@ def _are_disjoint(one: Schema | None, other: Schema | None, document: Schema) ->
     if values is not None and others is not None:
         return not values & others
     return any(
-        _tags_differ(one, other, name, document) for name in {*_required(one), *_required(other)}
+        _tags_differ(one, other, name, document)
+        for name in {*_required_names(one), *_required_names(other)}
     )
 
 
 def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> bool:
-    """Whether both are objects whose property of this name cannot be the same in both."""
+    """Whether both are objects in which the property `name` cannot have a common value."""
     if _possible_types(one) | _possible_types(other) != {"object"}:
         return False
     tags = [_resolve(_properties(each).get(name), document) for each in (one, other)]
@@ -179,7 +182,7 @@ def _tags_differ(one: Schema, other: Schema, name: str, document: Schema) -> boo
 
 
 def _possible_types(schema: Schema) -> set[str]:
-    """The types an instance may have, integers being numbers."""
+    """The types that an instance may have; integers count as numbers."""
     said = schema.get("type")
     names = set[Any](cast(list[Any], said) if isinstance(said, list) else [said])
     known = {"null", "boolean", "number", "integer", "string", "array", "object"}
@@ -189,7 +192,7 @@ def _possible_types(schema: Schema) -> set[str]:
 
 
 def _listed_values(schema: Schema) -> frozenset[str] | None:
-    """The values an instance may have, where they are listed. 1 and 1.0 are one value."""
+    """The values that an instance may have, if they are listed. 1 and 1.0 are equal."""
     if "const" in schema:
         return frozenset(_canonical_json([schema["const"]]))
     listed = schema.get("enum")
@@ -202,7 +205,7 @@ def _canonical_json(values: list[Any]) -> Iterator[str]:
         yield json.dumps(int(value) if whole else value, sort_keys=True)
 
 
-def _required(schema: Schema) -> list[str]:
+def _required_names(schema: Schema) -> list[str]:
     names = schema.get("required")
     return [n for n in cast(list[Any], names) if isinstance(n, str)] if _is_list(names) else []
 

@@ -1,15 +1,14 @@
-"""API keys: what one is, how it is written down, how a key that a client shows is found.
+"""API keys: their format, the key file, and the lookup of a key that a client sends.
 
-Knows: the file's format, the environment's variables, digests. Must not know: HTTP, when the file
-is read, what a key is good for.
+Knows: the file's format, the environment variables, digests. Must not know: HTTP, what a key
+permits.
 
-A key is written down as its SHA-256. Keys that `mlxrunner key` makes have 256 random bits, which
-nobody finds by trying, so that the slow and salted digests for passwords would protect nothing and
-cost every request time.
+A key is stored as its SHA-256. Keys made by `mlxrunner key` have 256 random bits and cannot be
+found by brute force, so a slow, salted password hash would protect nothing and would cost time in
+every request.
 
-The keys in force, and their file, which may change while the server runs.
-
-The owner is the event loop; the file is read on a thread, since a disk may take its time.
+The key file may change while the server runs; a keyring reloads it. The owner of a keyring is the
+event loop; the file is read on a thread, because the disk may be slow.
 """
 
 import asyncio
@@ -31,23 +30,24 @@ from app.core.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# Seconds. A key that was taken out of the file is refused after as many.
+# Seconds between two checks of the file. A key that was removed from the file is rejected after
+# this time.
 _RELOAD_INTERVAL = 1.0
 
-# Seconds that requests wait for a disk that does not answer, before they go by the old keys.
+# Seconds that requests wait for a slow disk before the old keys are used.
 _RELOAD_TIMEOUT = 1.0
 
 # Bytes: ten thousand keys.
 _MAX_FILE_BYTES = 4 << 20
 
-# What a change of the file changes. The time of the inode tells of permissions too.
+# Metadata that changes with the file. The inode's change time also covers permissions.
 FileStamp = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """name: whom it belongs to; several keys may have one name. digest: SHA-256 of the key. admin:
-    it may load and unload models, and see figures."""
+    """One API key. name: its owner; several keys may have the same name. digest: SHA-256 of the
+    key. admin: whether it may load and unload models and read metrics."""
 
     name: str
     digest: bytes
@@ -56,8 +56,9 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyFileSnapshot:
-    """What a look at the file found. keys: those that it holds, None where it cannot be used and
-    `error` says why. warning: what should be mended and keeps nobody from using it."""
+    """The result of reading the key file. keys: its keys; None if the file cannot be used, and
+    `error` contains the reason. warning: a problem that should be fixed but does not prevent
+    use."""
 
     stamp: FileStamp
     keys: tuple[ApiKey, ...] | None
@@ -66,12 +67,13 @@ class KeyFileSnapshot:
 
 
 class Keyring:
-    """Whether there are keys at all is decided at the start, for good: no accident to the file
-    opens the door."""
+    """The valid keys. Whether keys are required is decided once at the start, so a lost or broken
+    file never disables authentication."""
 
     def __init__(self, env_keys: tuple[ApiKey, ...] = (), file: Path | None = None) -> None:
-        """env_keys: keys beside those of the file. Raises AppError(INVALID) if it cannot be
-        used."""
+        """env_keys: keys in addition to those of the file. Raises AppError(INVALID) if the file
+        cannot be used."""
+        self.enabled = bool(env_keys) or file is not None
         self._env_keys = env_keys
         self._file = file
         self._keys = env_keys
@@ -79,25 +81,22 @@ class Keyring:
         self._reload_task: asyncio.Task[None] | None = None
         self._reloaded_at = float("-inf")
         if file is not None:
-            reading = read_key_file(file)
-            if reading.keys is None:
-                raise AppError(ErrorKind.INVALID, f"--api-keys: {reading.error}", param="api_keys")
-            self._keys = require_distinct((*env_keys, *reading.keys))
-            self._remember(reading)
+            snapshot = read_key_file(file)
+            if snapshot.keys is None:
+                raise AppError(ErrorKind.INVALID, f"--api-keys: {snapshot.error}", param="api_keys")
+            self._keys = require_distinct((*env_keys, *snapshot.keys))
+            self._remember(snapshot)
 
     @classmethod
     def from_settings(cls, settings: Settings, environment: MutableMapping[str, str]) -> Self:
-        """The keys of the environment, which are taken out of it, and of the file that settings
-        name. Raises AppError(INVALID)."""
+        """Returns the keys of the environment, which are removed from it, and of the file in the
+        settings. Raises AppError(INVALID)."""
         file = settings.api_keys
         return cls(load_env_keys(environment), None if file is None else Path(file))
 
-    @property
-    def enabled(self) -> bool:
-        return self._file is not None or bool(self._env_keys)
-
     async def find(self, presented: str) -> ApiKey | None:
-        """The key that `presented` is, by the file as it was a second ago or later."""
+        """Returns the key that matches `presented`; None if none does. The file's content is at
+        most a second old."""
         await self._reload_if_due()
         return find_key(self._keys, presented)
 
@@ -110,49 +109,49 @@ class Keyring:
             self._reload_task = asyncio.create_task(self._reload(self._file))
         left = self._reloaded_at + _RELOAD_TIMEOUT - now
         if self._reload_task is not None and left > 0:
-            # not `wait_for`: one that is cancelled must not cancel it for the others
+            # not `wait_for`: cancelling one waiter must not cancel the reload for the others
             await asyncio.wait({self._reload_task}, timeout=left)
 
     async def _reload(self, file: Path) -> None:
         try:
-            reading = await asyncio.to_thread(read_if_changed, file, self._stamp)
-            if reading is not None:
-                self._apply(reading)
+            snapshot = await asyncio.to_thread(read_if_changed, file, self._stamp)
+            if snapshot is not None:
+                self._apply(snapshot)
         finally:
             self._reload_task = None
 
-    def _apply(self, reading: KeyFileSnapshot) -> None:
-        problem = reading.error
-        if reading.keys is not None:
+    def _apply(self, snapshot: KeyFileSnapshot) -> None:
+        problem = snapshot.error
+        if snapshot.keys is not None:
             try:
-                self._keys = require_distinct((*self._env_keys, *reading.keys))
+                self._keys = require_distinct((*self._env_keys, *snapshot.keys))
             except AppError as error:
                 problem = error.message
-        self._remember(reading)
+        self._remember(snapshot)
         if problem:
             log.error("--api-keys: %s; keeping the previous keys", problem)
         else:
             log.info("--api-keys: reloaded %s (%d keys)", self._file, len(self._keys))
 
-    def _remember(self, reading: KeyFileSnapshot) -> None:
-        self._stamp = reading.stamp
-        if reading.warning:
-            log.warning("--api-keys: %s", reading.warning)
+    def _remember(self, snapshot: KeyFileSnapshot) -> None:
+        self._stamp = snapshot.stamp
+        if snapshot.warning:
+            log.warning("--api-keys: %s", snapshot.warning)
 
 
 def read_if_changed(file: Path, stamp: FileStamp) -> KeyFileSnapshot | None:
-    """None if it is as it was."""
+    """Reads the key file; returns None if it has not changed."""
     return None if _stat_stamp(file) == stamp else read_key_file(file)
 
 
 def read_key_file(file: Path) -> KeyFileSnapshot:
-    """Waits for the disk. Whoever may write the file may let anyone in, so it is not used if that
-    is somebody else."""
-    # before it is read: what is written meanwhile is noticed by the next look
+    """Reads the key file. Blocks on the disk. Anyone who can write the file can add a key, so it is
+    not used if another user has write permission."""
+    # before reading, so that the next check notices a write during it
     seen = _stat_stamp(file)
     try:
         status = file.stat()
-        # a pipe would wait for its writer
+        # opening a pipe would block until it has a writer
         if not stat.S_ISREG(status.st_mode):
             raise AppError(ErrorKind.INVALID, "is not a regular file")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _is_replaceable(file):
@@ -173,7 +172,7 @@ def read_key_file(file: Path) -> KeyFileSnapshot:
 
 
 def _is_replaceable(file: Path) -> bool:
-    """Whether anyone may put another file in its place."""
+    """Returns whether another user may replace the file."""
     mode = file.resolve().parent.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
@@ -194,26 +193,26 @@ def _stat_stamp(file: Path) -> FileStamp:
 
 KEY_VARIABLE, KEYS_VARIABLE = "MLXRUNNER_API_KEY", "MLXRUNNER_API_KEYS"
 
-# whom the key of MLXRUNNER_API_KEY belongs to, in logs
+# name of the key in MLXRUNNER_API_KEY, for logs
 ENV_KEY_NAME = "owner"
 
-# Tells a key of ours from others', for people and for programs that look for leaked ones.
+# Identifies keys of this server, for people and for tools that scan for leaked keys.
 _KEY_PREFIX = "mr-"
 
-# A name stands in logs and in labels of metrics.
+# Names appear in logs and metric labels.
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
 
-# RFC 6750, 2.1: what may stand behind "Bearer"
+# RFC 6750, 2.1: the token after "Bearer"
 _TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 
-# Digits of hexadecimals would have 64 bits: more than anyone tries over a network.
+# Sixteen hexadecimal digits have 64 bits: too many for a brute-force attack over a network.
 _MIN_KEY_CHARS = 16
 
 _ENTRY_FIELDS = frozenset({"name", "sha256", "admin", "comment"})
 
 
 def generate_key() -> str:
-    """A new key."""
+    """Returns a new random key."""
     return _KEY_PREFIX + secrets.token_urlsafe(32)
 
 
@@ -222,8 +221,8 @@ def hash_key(key: str) -> bytes:
 
 
 def find_key(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
-    """The key that `presented` is. Compares it with all of them, each in constant time, so that how
-    long it takes tells neither which one it was nor how much of it was right."""
+    """Returns the key that matches `presented`. Compares it with all keys, each in constant time,
+    so that the duration reveals neither which key matched nor how much of it."""
     seen = hash_key(presented)
     found: ApiKey | None = None
     for key in keys:
@@ -233,7 +232,7 @@ def find_key(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
 
 
 def validate_name(name: str) -> str:
-    """Raises AppError(INVALID)."""
+    """Returns the name. Raises AppError(INVALID) if it has other characters or is too long."""
     if _NAME_PATTERN.fullmatch(name) is None:
         raise AppError(
             ErrorKind.INVALID,
@@ -244,9 +243,9 @@ def validate_name(name: str) -> str:
 
 
 def load_env_keys(variables: MutableMapping[str, str]) -> tuple[ApiKey, ...]:
-    """MLXRUNNER_API_KEY, one key that may do everything, and MLXRUNNER_API_KEYS, any number of
-    others, as "name=key,name=key". Both variables are taken out, so that no process which we start
-    gets them. Raises AppError(INVALID), which never tells a key."""
+    """Returns the keys of MLXRUNNER_API_KEY, one admin key, and MLXRUNNER_API_KEYS, any number of
+    others as "name=key,name=key". Removes both variables, so that child processes do not inherit
+    them. Raises AppError(INVALID), whose message never contains a key."""
     one, several = variables.pop(KEY_VARIABLE, ""), variables.pop(KEYS_VARIABLE, "")
     found = [_make_key(ENV_KEY_NAME, one.strip(), KEY_VARIABLE, admin=True)] if one.strip() else []
     listed = [entry for entry in several.split(",") if entry.strip()]
@@ -263,8 +262,9 @@ def load_env_keys(variables: MutableMapping[str, str]) -> tuple[ApiKey, ...]:
 
 
 def parse_key_file(text: str) -> tuple[ApiKey, ...]:
-    """The keys of a file: TOML, a table [[keys]] for each with name, sha256 and, where wanted,
-    admin and comment. Raises AppError(INVALID), which names the entry and shows nothing of it."""
+    """Returns the keys of a TOML file: one table [[keys]] each, with name, sha256 and optionally
+    admin and comment. Raises AppError(INVALID), whose message names the entry but contains none of
+    its values."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -281,7 +281,8 @@ def parse_key_file(text: str) -> tuple[ApiKey, ...]:
 
 
 def require_distinct(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
-    """Raises AppError(INVALID) where one key stands twice, and so might have two scopes."""
+    """Returns the keys. Raises AppError(INVALID) if a key occurs twice, because it might have two
+    scopes."""
     known: dict[bytes, ApiKey] = {}
     for key in keys:
         other = known.setdefault(key.digest, key)
@@ -291,7 +292,7 @@ def require_distinct(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
 
 
 def format_entry(key: ApiKey, comment: str) -> str:
-    """A table for the file. comment: letters that need no escape."""
+    """Returns a table for the file. comment: characters that need no escape."""
     lines = ["[[keys]]", f'name = "{key.name}"', f'sha256 = "{key.digest.hex()}"']
     if key.admin:
         lines.append("admin = true")
@@ -299,7 +300,7 @@ def format_entry(key: ApiKey, comment: str) -> str:
 
 
 def _make_key(name: str, key: str, where: str, *, admin: bool) -> ApiKey:
-    """A key that somebody chose: it may be a bad one."""
+    """Makes a key chosen by a user, after checking its strength."""
     if _NAME_PATTERN.fullmatch(name) is None:
         raise AppError(
             ErrorKind.INVALID,

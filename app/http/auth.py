@@ -1,8 +1,8 @@
-"""Who may do what: keys held against what is asked for.
+"""Authentication and authorization: API keys against the required access level.
 
-Knows: the headers that carry a key (RFC 6750, 2.1, and x-api-key of Anthropic's SDK and
-llama.cpp's clients), which paths ask for more than a key and which for none. Must not know: where
-keys come from, bodies, answers.
+Knows: the headers that carry a key (RFC 6750, 2.1, and x-api-key of Anthropic's SDK and llama.cpp's
+clients), which paths require an admin key and which require none. Must not know: where keys come
+from, bodies, responses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,26 @@ from app.http.responses import error_response
 
 
 class AccessLevel(Enum):
-    """What a request must show."""
+    """The access level that a request requires."""
 
     PUBLIC = "nothing"
     KEY = "key"
     ADMIN = "admin"
 
 
-# Everything else needs a key, and so does what does not exist: who has none learns nothing of what
-# there is. Held against the routes by tests/http/test_auth.py.
+# All other paths require a key, including unknown ones, so that clients without a key cannot probe
+# for paths. Checked against the routes by tests/http/test_auth.py.
 _PUBLIC_PATHS = frozenset({"/health", "/v1/status"})
 _ADMIN_PATHS = frozenset({"/metrics", "/v1/models/load", "/v1/models/unload"})
 
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
-# RFC 6750, 3: what was wrong stands behind the scheme, and nothing where no key was shown
+# RFC 6750, 3: an error code follows the scheme, but not if the client sent no key
 _CHALLENGE = 'Bearer realm="mlxrunner"'
 
 
 def required_access(method: str, path: str) -> AccessLevel:
-    """path: decoded, as the router matches it."""
+    """Returns the access level. path: decoded, as the router matches it."""
     if path in _ADMIN_PATHS:
         return AccessLevel.ADMIN
     if path in _PUBLIC_PATHS and method in ("GET", "HEAD"):
@@ -45,8 +45,8 @@ def required_access(method: str, path: str) -> AccessLevel:
 
 
 def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
-    """What may be a key in a request: one in each of the two headers, at most. A header that is
-    there twice counts for nothing: proxies and servers differ in which one they believe."""
+    """Returns the candidate keys of a request: at most one from each of the two headers. A repeated
+    header is ignored, because proxies and servers differ in which value they use."""
     found: list[str] = []
     for header in _KEY_HEADERS:
         values = [value for name, value in headers if name == header]
@@ -62,10 +62,12 @@ def extract_keys(headers: Sequence[tuple[bytes, bytes]]) -> Sequence[str]:
 
 
 class AuthMiddleware:
-    """ASGI middleware. Tells whoever answers, in `request.state`, who asks: `caller`, the name of
-    the key, and `admin`, whether it may see and do everything. Without keys everybody is nobody in
-    particular ("") and may. It takes the key out of the headers, so that nobody behind it can tell
-    it to anyone."""
+    """ASGI middleware that authenticates requests.
+
+    Stores in `request.state`: `caller`, the name of the key, and `admin`, whether the caller has
+    admin access. Without configured keys every caller has the name "" and admin access. Removes the
+    key from the headers, so that the application cannot leak it.
+    """
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
@@ -86,12 +88,12 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     async def _authenticate(self, scope: Scope) -> Mapping[str, Any]:
-        """What the state gets. Raises AppError(UNAUTHORIZED or FORBIDDEN)."""
+        """Returns the values for the state. Raises AppError(UNAUTHORIZED or FORBIDDEN)."""
         if not self._keyring.enabled:
             return {"caller": "", "admin": True}
         asked = required_access(scope["method"], scope["path"])
         shown = extract_keys(scope["headers"])
-        # all of them, also behind one that is right: time tells nothing
+        # all of them, even after a match, so that the duration reveals nothing
         known = [key for text in shown if (key := await self._keyring.find(text)) is not None]
         key = known[0] if known else None
         authorize(asked, key, key_sent=bool(shown))
@@ -101,8 +103,8 @@ class AuthMiddleware:
 
 
 def authorize(required: AccessLevel, key: ApiKey | None, *, key_sent: bool) -> None:
-    """Raises AppError(UNAUTHORIZED) without a key where one is needed, AppError(FORBIDDEN) with one
-    that is not good for this. Neither tells what was shown."""
+    """Raises AppError(UNAUTHORIZED) if a key is required and missing, AppError(FORBIDDEN) if the
+    key is not sufficient. Neither message contains what was sent."""
     if required is not AccessLevel.PUBLIC and key is None:
         raise AppError(
             ErrorKind.UNAUTHORIZED,

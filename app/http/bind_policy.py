@@ -1,9 +1,7 @@
-"""Whether a server may listen where it is told to, decided before it does.
+"""Checks before the server binds: whether the address may be used and is free.
 
-Knows: addresses, and what stands between an address and strangers. Must not know: how keys are
-checked, who listens.
-
-Whether there is room at the address where the server is to listen, found out at once.
+Knows: addresses, the settings that protect a public address. Must not know: how keys are checked,
+how the server listens.
 """
 
 import errno
@@ -27,9 +25,9 @@ _BIND_HINTS = {
 
 
 def check_bind_address(host: str, port: int) -> None:
-    """port: 0 is any that is free. Raises AppError(INVALID)."""
+    """Checks that the address is free. port: 0 means any free port. Raises AppError(INVALID)."""
     try:
-        # as asyncio asks, for which an empty name is every address
+        # same arguments as asyncio, where an empty name means every address
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -44,10 +42,10 @@ def check_bind_address(host: str, port: int) -> None:
 def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
     try:
         probe = socket.socket(family, kind, protocol)
-    except OSError:  # a kernel without IPv6: the server does without it too
+    except OSError:  # a kernel without IPv6: the server skips it too
         return
     with probe:
-        # or a server that ended just now would be in the way
+        # otherwise connections of a previous server in TIME_WAIT would block the address
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -65,9 +63,9 @@ def check_security_settings(
     settings: Settings, environment: MutableMapping[str, str]
 ) -> tuple[Keyring, Sequence[str]]:
     """Checks keys, exposure and certificate, for `serve` before it listens and for `config`.
-    Origins and host names are checked where they are parsed (`app.config.value_types`). Removes
-    the keys from `environment`. Returns the keys and warnings for the log. Raises AppError(INVALID)
-    for settings with which a server does not start."""
+    Origins and host names are checked where they are parsed (`app.config.value_types`). Removes the
+    keys from `environment`. Returns the keys and warnings for the log. Raises AppError(INVALID) for
+    settings that prevent the server from starting."""
     keyring = Keyring.from_settings(settings, environment)
     warnings = list(check_bind_policy(settings, has_keys=keyring.enabled))
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -76,8 +74,8 @@ def check_security_settings(
 
 
 def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
-    """Sentences for the log, for what is allowed and should be known. Raises AppError(INVALID) for
-    a server that would serve strangers without anybody having said so."""
+    """Returns warnings for the log about settings that are allowed but risky. Raises
+    AppError(INVALID) for a public server without authentication that was not explicitly allowed."""
     if has_keys:
         if is_loopback(settings.host) or settings.tls_cert is not None:
             return ()
@@ -120,7 +118,8 @@ def check_bind_policy(settings: Settings, *, has_keys: bool) -> Sequence[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name that is not `localhost` may be anything."""
+    """Returns whether only this machine can reach the host. A name other than `localhost` may
+    resolve to any address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

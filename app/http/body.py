@@ -1,11 +1,11 @@
-"""Request bodies: how large they may be, how much memory all of them may take, and how JSON is
-parsed without keeping the event loop from other clients.
+"""Request bodies: size limits, the memory budget of all bodies, JSON parsing off the event loop.
 
-Knows: ASGI messages, JSON's syntax, orjson, the workers. Must not know: dialects, what is asked.
+Knows: ASGI messages, JSON's syntax, orjson, thread pools. Must not know: dialects, what is
+requested.
 
 The parser builds an object for each JSON value, which takes many times the bytes of `[]`, and holds
-the interpreter while it does. So values are counted while the body arrives, before any is built,
-and large bodies are parsed on a thread, one at a time, callers taking turns.
+the GIL meanwhile. Therefore values are counted while the body arrives, before any is built, and
+large bodies are parsed on a thread, one at a time, in turn by caller.
 """
 
 import asyncio
@@ -29,34 +29,36 @@ from app.http.responses import ClientDisconnected, get_caller, peek_model
 Found = TypeVar("Found")
 Result = TypeVar("Result")
 
-# JSON values of one body, keys included: 2,048 embedding inputs of 100 token ids each have 207,000.
-# Building so many takes 30 ms. A prompt of ids may have more, where a model has a longer context.
+# JSON values of one body, including keys: 2,048 embedding inputs of 100 token ids each have
+# 207,000. Building that many takes 30 ms. A prompt of ids may have more if a model has a longer
+# context.
 MAX_VALUES = 262_144
 
-# Values of a conversation, which has no ids. Ten times the largest request recorded of a coding
-# agent has 12,000, a schema of 5,000 properties 40,000. Each of them costs more than an id does:
-# templates and schemas go through all of them.
+# Values of a conversation, which has no ids. Ten times the largest recorded request of a coding
+# agent is 12,000, a schema of 5,000 properties has 40,000. Each value costs more than an id does:
+# templates and schemas process all of them.
 MAX_CHAT_VALUES = 65_536
 
-# Values that a request may have besides a prompt of ids.
+# Values that a request may have in addition to a prompt of ids.
 _VALUES_BESIDE_PROMPT = 16_384
 
-# Bytes that all bodies in flight may take together, beyond _UNCOUNTED of each, or so many of the
-# largest ones if that is more. One caller with a key gets at most half of it.
+# Bytes that all bodies in flight may take together, not counting the first _UNCOUNTED_BYTES of
+# each; at least this many bodies of full size are admitted. One caller with a key gets at most half
+# of it.
 _BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
 
-# Bytes of each body that do not count against the budget: small requests are served though large
-# ones have used it up. --max-connections bounds them.
+# Bytes of each body that do not count against the budget, so that small requests are served when
+# large ones have used it up. --max-connections bounds them.
 _UNCOUNTED_BYTES = 64 * 1024
 
-# What a parsed JSON value takes on average, in bytes, and what it weighs when its work is compared
-# with that of reading bytes.
+# Average bytes of a parsed JSON value, and its cost relative to reading one byte.
 _VALUE_BYTES, _VALUE_WEIGHT = 64, 16
 
-# A body of more bytes or more values is parsed on a thread; others take less than 3 ms.
+# A body with more bytes or more values is parsed on a thread; others take less than 3 ms.
 _LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
 
-# Seconds after a large body until free memory is given back, once for all bodies of that time.
+# Seconds after a large body until free memory is returned to the system, once for all bodies in
+# that time.
 _RELEASE_DELAY = 1.0
 
 _SEPARATORS = (b",", b":", b"[", b"{")
@@ -65,12 +67,13 @@ _STRING = re.compile(rb'"[^"]*"')
 
 
 class ValueCounter:
-    """Counts the values of a JSON text, keys included, as it arrives: every value but the first
+    """Counts the values of a JSON text, including keys, as it arrives: every value but the first
     follows a comma, a colon or an opening bracket outside of strings. Never less than the parser
     would build; empty containers count twice.
 
-    Finding the strings takes ten times as long as reading the bytes, so it is done only where it
-    matters: up to `exact_from` values, what is in strings counts too."""
+    Finding the strings takes ten times as long as reading the bytes, so it is only done above
+    `exact_from` values; below, characters inside strings count too.
+    """
 
     def __init__(self, exact_from: int = 0) -> None:
         self.count = 1
@@ -80,7 +83,7 @@ class ValueCounter:
         self._escapes = False  # the last byte is a backslash that escapes the next one
 
     def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
-        """before: all that was fed already."""
+        """Counts the values in `data`. before: everything that was fed before."""
         if self._exact:
             self._feed_exact(data)
             return
@@ -107,7 +110,7 @@ class ValueCounter:
 
 
 class BodyMemoryBudget:
-    """Memory of the bodies in flight. total: bytes."""
+    """Memory budget of the bodies in flight. total: bytes."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -118,7 +121,7 @@ class BodyMemoryBudget:
         return self._used.total()
 
     def reserve(self, caller: str, nbytes: int) -> None:
-        """Raises AppError(OVERLOADED) if so many bytes are not left."""
+        """Reserves memory. Raises AppError(OVERLOADED) if fewer than `nbytes` bytes are left."""
         share = self._total // 2 if caller else self._total
         if self.used + nbytes > self._total or self._used[caller] + nbytes > share:
             raise AppError(
@@ -137,7 +140,7 @@ class BodyMemoryBudget:
 
 
 class Body:
-    """One request's body, complete. data: its bytes, none any more once it was parsed."""
+    """The complete body of one request. data: its bytes; empty once it was parsed."""
 
     def __init__(self, bodies: "RequestBodies", caller: str, max_values: int) -> None:
         self._bodies = bodies
@@ -150,37 +153,37 @@ class Body:
 
     @property
     def large(self) -> bool:
-        """Whether it is parsed on a thread."""
+        """Whether the body is parsed on a thread."""
         return self.size > _LARGE_BYTES or self.value_counter.count > _LARGE_VALUES
 
     @property
     def weight(self) -> int:
-        """What reading it costs, in bytes that cost as much."""
+        """The cost of parsing, in bytes of equal cost."""
         return self.size + _VALUE_WEIGHT * self.value_counter.count
 
     def take_data(self) -> bytearray:
-        """All bytes, which this does not keep."""
+        """Returns all bytes and releases them."""
         data, self.data = self.data, bytearray()
         return data
 
     async def json(self) -> object:
-        """Raises AppError(INVALID) for what is no JSON, AppError(OVERLOADED)."""
+        """Parses the body. Raises AppError(INVALID) for invalid JSON, AppError(OVERLOADED)."""
         return await self._bodies.parse(self)
 
     async def read(
         self,
-        find: Callable[[str], Awaitable[Found]],
+        find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[object, Found], Result],
     ) -> Result:
-        """What `read` makes of the parsed JSON, on a thread. `find` comes first, on the event loop:
-        it looks for the model that the body names, and `read` gets what it found. Raises as `json`
-        does, and what the two raise."""
+        """Returns the result of `read` on the parsed JSON; `read` runs on a thread. `find` runs
+        first, on the event loop: it resolves the model that the body names, and its result is
+        passed to `read`. Raises as `json`, `find` and `read` do."""
         return await self._bodies.read(self, find, read)
 
 
 class RequestBodies:
-    """All bodies of one server. max_prompt_tokens: tokens that a prompt may have, asked when a body
-    has more values than any other body needs."""
+    """The bodies of one server. max_prompt_tokens: returns the largest number of prompt tokens;
+    called for a body with more values than any other kind of body needs."""
 
     def __init__(
         self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
@@ -191,7 +194,7 @@ class RequestBodies:
         self._budget = BodyMemoryBudget(
             max(_BUDGET_BYTES, _MIN_FULL_SIZE_BODIES * settings.max_body)
         )
-        # one thread: the parser holds the interpreter
+        # one thread: the parser holds the GIL
         self._parser = FairThreadPool(1, "parse", rest=1.0)
         self._release_timer: asyncio.TimerHandle | None = None
         self.in_flight = 0
@@ -203,18 +206,19 @@ class RequestBodies:
 
     @property
     def parsing(self) -> int:
-        """Large bodies that are parsed, or wait for it."""
+        """Large bodies that are being parsed or are queued for it."""
         return self._parser.running + self._parser.queued
 
     @asynccontextmanager
     async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
-        """The whole body, which counts as in flight until this is left.
+        """Receives the whole body, which counts as in flight until the context is left.
 
-        Raises AppError(TOO_LARGE) as soon as the limit is known to be passed, AppError(MEDIA_TYPE)
-        for a compressed one, which may be a thousand times as long as what is sent,
-        AppError(OVERLOADED) when bodies in flight take too much memory. What is left of the body is
-        the server's to discard, and how long it may take too (app/http/connection.py). ClientLeft
-        if the client disconnects before its body is complete."""
+        Raises AppError(TOO_LARGE) as soon as the size is known to exceed the limit,
+        AppError(MEDIA_TYPE) for a compressed body, which may expand a thousandfold,
+        AppError(OVERLOADED) when bodies in flight take too much memory. Discarding the rest of the
+        body, and its time limit, are up to the server (app/http/connection.py). Raises
+        ClientDisconnected if the client disconnects before the body is complete.
+        """
         async with self._receive_body(scope, receive) as body:
             yield body
 
@@ -222,16 +226,16 @@ class RequestBodies:
     async def receive_json(
         self, scope: Scope, receive: Receive, max_values: int = MAX_VALUES
     ) -> AsyncGenerator[Body]:
-        """As `receive`; AppError(MEDIA_TYPE) also for what is not sent as JSON, AppError(INVALID)
-        for more values than a request can need. MOST_VALUES admits prompts of ids as long as the
-        longest context too."""
+        """Receives a JSON body as `receive` does. Also raises AppError(MEDIA_TYPE) for another
+        content type and AppError(INVALID) for too many values. MAX_VALUES also admits prompts of
+        ids up to the longest context."""
         check_json(scope)
         async with self._receive_body(scope, receive, max_values) as body:
             yield body
 
     async def read_json(self, scope: Scope, receive: Receive) -> object:
-        """The parsed body of a request that needs no more of it. Raises as `receive_json` and
-        `Body.json` do."""
+        """Returns the parsed body, for requests that need it only once. Raises as `receive_json`
+        and `Body.json` do."""
         async with self.receive_json(scope, receive) as body:
             return await body.json()
 
@@ -243,11 +247,11 @@ class RequestBodies:
     async def read(
         self,
         body: Body,
-        find: Callable[[str], Awaitable[Found]],
+        find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[object, Found], Result],
     ) -> Result:
-        """See `Body.read`. A large body is parsed twice: its values would otherwise stay in memory
-        until its model is found and a thread is free, those of all bodies that wait."""
+        """See `Body.read`. A large body is parsed twice: otherwise the values of all queued bodies
+        would stay in memory until their model is found and a thread is free."""
         data = self._take(body)
         if not body.large:
             content = _parse_json(data)
@@ -258,7 +262,7 @@ class RequestBodies:
         return await self._parsed(body, data, lambda content: read(content, found))
 
     def _take(self, body: Body) -> bytearray:
-        """All bytes, to be parsed."""
+        """Takes all bytes of a body, for parsing."""
         if body.large:
             self._reserve(body, _VALUE_BYTES * body.value_counter.count)
         return body.take_data()
@@ -269,14 +273,15 @@ class RequestBodies:
         data: bytearray,
         work: Callable[[object], Result] = lambda content: content,
     ) -> Result:
-        """What `work` makes of the JSON of a large body, both on the parser's thread."""
+        """Returns the result of `work` on the JSON of a large body; both run on the parser's
+        thread."""
         return await self._parser.run(lambda: work(_parse_json(data)), key=body.caller)
 
     @asynccontextmanager
     async def _receive_body(
         self, scope: Scope, receive: Receive, max_values: int = 0
     ) -> AsyncGenerator[Body]:
-        """max_values: 0 for a body that is no JSON."""
+        """Receives a body. max_values: limit on JSON values; 0 if the body is not JSON."""
         _check_headers(scope, self._limit)
         body = Body(self, get_caller(scope), max_values)
         self.in_flight += 1
@@ -326,16 +331,16 @@ class RequestBodies:
 
 
 def is_json(scope: Scope) -> bool:
-    """Whether the request says that its body is JSON."""
+    """Returns whether the content type is JSON."""
     given = Headers(scope=scope).get("content-type", "")
     return given.partition(";")[0].strip().lower() == "application/json"
 
 
 def check_json(scope: Scope) -> None:
-    """Raises AppError(MEDIA_TYPE) unless the request says that its body is JSON.
+    """Raises AppError(MEDIA_TYPE) unless the content type is JSON.
 
-    Insisting on it also keeps pages of other origins out: a browser sends this type across origins
-    only after a preflight, which CORS refuses them.
+    This also blocks pages of other origins: a browser sends this type across origins only after a
+    preflight, which CORS rejects.
     """
     if not is_json(scope):
         given = Headers(scope=scope).get("content-type", "")
@@ -368,9 +373,10 @@ def _too_large(limit: int) -> AppError:
 
 def _parse_json(data: bytearray) -> object:
     try:
-        # Refuses NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
+        # Rejects NaN, numbers beyond a double, lone surrogates and more than 1024 levels.
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         reason = str(error)
-    # Outside of the handler: the parser's error, which holds the whole text, is not its context.
+    # Outside of the handler, so that the parser's error, which holds the whole text, is not its
+    # context.
     raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

@@ -1,29 +1,27 @@
-"""Reading of long request bodies: connections take turns, and all of them together get a share of
-the event loop's time.
+"""Scheduling of long request body reads: connections take turns and share a limited part of the
+event loop's time.
 
 Knows: asyncio's transports, uvicorn's flow control, time. Must not know: HTTP, what is read.
 
-A body costs time on the event loop for each byte, before anything can be known of the request, and
-sockets that are ready to be read are read in each turn of the loop, however many there are. Without
-a bound, a few clients that send long bodies make each turn take as long as they like.
-
-A share of the event loop's time, for work that clients can ask for without end.
+Each byte of a body costs time on the event loop before the request can be authenticated or parsed,
+and the loop reads every ready socket in each iteration. Without a limit, a few clients with long
+bodies could make each iteration arbitrarily long.
 """
 
 import asyncio
 import time
 from collections import deque
 
-from uvicorn.protocols.http.flow_control import FlowControl
+from app.http.uvicorn_internals import HookedFlowControl
 
-# Seconds of work that may be done at once after a pause. Timers of an event loop fire up to a
-# millisecond late, so without it short pieces of work would get less than their share.
+# Seconds of work allowed at once after a pause. Event loop timers fire up to a millisecond late, so
+# without it short pieces of work would get less than their share.
 _BURST_SECONDS = 0.002
 
 
 class LoopTimeBudget:
-    """All work of one kind takes `share` of the time at most, but for short bursts. Each piece
-    waits for `delay_seconds`, and `charge` counts it afterwards."""
+    """Limits work of one kind to `share` of the time, except for short bursts. Each piece waits for
+    `delay_seconds`; `consume` counts it afterwards."""
 
     def __init__(self, share: float) -> None:
         assert 0 < share <= 1
@@ -32,24 +30,25 @@ class LoopTimeBudget:
 
     @property
     def delay_seconds(self) -> float:
-        """Seconds until there is time for more of the work; 0 if there is now."""
+        """Returns the seconds until more work may be done; 0 if it may be done now."""
         return max(0.0, self._available_at - time.monotonic())
 
     def consume(self, seconds: float) -> None:
-        """The work took so long."""
+        """Counts work that took this long."""
         earliest = time.monotonic() - seconds - _BURST_SECONDS / self._share
         self._available_at = max(self._available_at, earliest) + seconds / self._share
 
 
-# Bytes of one body that are read without waiting for a turn: most requests are shorter.
+# Bytes of one body that are read without scheduling: most requests are shorter.
 UNSCHEDULED_BYTES = 16 * 1024
 
-# 8 KiB take 0.03 ms here, and as long again outside of what is measured: 50 MB/s at most.
+# 8 KiB take 0.03 ms here, and as long again outside of what is measured, which limits reading to 50
+# MB/s.
 _LOOP_SHARE = 0.2
 
 
-class ScheduledFlowControl(FlowControl):
-    """uvicorn's flow control, with a second reason not to read: it is another connection's turn."""
+class ScheduledFlowControl(HookedFlowControl):
+    """uvicorn's flow control with a second reason to pause reading: another connection's turn."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -76,13 +75,13 @@ class ScheduledFlowControl(FlowControl):
         if stop != self._transport_paused:
             self._transport_paused = stop
             if stop:
-                self._transport.pause_reading()
+                self.transport.pause_reading()
             else:
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
 
 class BodyReadScheduler:
-    """The connections of one server that read long bodies, in the order of their turns."""
+    """The connections of one server that read long bodies, in FIFO order."""
 
     def __init__(self) -> None:
         self._share = LoopTimeBudget(_LOOP_SHARE)
@@ -90,14 +89,14 @@ class BodyReadScheduler:
         self._timer: asyncio.TimerHandle | None = None
 
     def enqueue(self, flow: ScheduledFlowControl, seconds: float) -> None:
-        """A piece of a long body was read, which took so long: the next one waits for its turn."""
+        """Queues a connection for its next read. seconds: how long the last read took."""
         self._share.consume(seconds)
         flow.hold_reading()
         self._queue.append(flow)
         self._schedule()
 
     def remove(self, flow: ScheduledFlowControl) -> None:
-        """Its connection is closed, or reads no body any more."""
+        """Removes a connection that is closed or has finished its body."""
         if flow in self._queue:
             self._queue.remove(flow)
             flow.release_reading()
@@ -108,7 +107,8 @@ class BodyReadScheduler:
             self._timer = loop.call_later(self._share.delay_seconds, self._release_next)
 
     def _release_next(self) -> None:
-        """What is released is read in the loop's next turn, before timers are looked at again."""
+        """Resumes the next connection; the loop reads it in its next iteration, before it checks
+        timers again."""
         self._timer = None
         if not self._share.delay_seconds and self._queue:
             self._queue.popleft().release_reading()

@@ -1,29 +1,21 @@
-"""One HTTP connection: how long each part of a request may take, and how a client is left.
+"""One HTTP connection: timeouts of each phase, rejections, and closing without losing a response.
 
-Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, what is answered.
+Knows: uvicorn's protocol on h11, transports, timers. Must not know: routes, keys, responses.
 
-What a connection waits for, and what ends the wait:
+The phases of a connection and their timeouts:
 
-    accepted ─handshake─▶ head ─▶ body ─▶ answer ─▶ idle ─first byte─▶ head …
-       header_timeout ┘      ┘       ┘ body_timeout    ┘ uvicorn's keep-alive
+    accepted ─handshake─▶ head ─▶ body ─▶ response ─▶ idle ─first byte─▶ head …
+       header_timeout ┘      ┘       ┘ body_timeout      ┘ uvicorn's keep-alive
 
-An answer that came before its request was whole (401, 404, 413) is followed by `rest`: what is left
-of the body is thrown away for a while, since closing at once would reset the connection and with it
-the answer (RFC 9112, 9.6). Where nothing may follow it, or where the refusal is our own, the
-connection is `leaving`: it is closed in one direction, and thrown away is what comes in the other.
+A response sent before its request is complete (401, 404, 413) is followed by `rest`: the remaining
+body is read and discarded for a limited time, because closing at once would reset the connection
+and lose the response (RFC 9112, 9.6). If no response may follow, or if this module rejected the
+request, the connection is `leaving`: its sending side is closed, and incoming data is discarded.
 
-Whether a client reads what it is sent.
-
-What a client has read shows first in the system's own buffer, which on Linux grows to 4 MB. asyncio
-hears nothing until a third of that is free, which at 57 kB/s takes longer than 20 s. So the bytes
-in it count as unsent: their number falls whenever the client's system acknowledges some, and that
-makes room for more as soon as the client reads.
-
-What an answer is written into.
-
-What somebody waits for, and how long yet.
-
-Reading in small pieces.
+Write stalls: what a client reads is first visible in the system's send buffer, which grows to 4 MB
+on Linux. asyncio is notified only when a third of it is free, which at 57 kB/s takes longer than 20
+s. So bytes in this buffer count as unsent: their number falls whenever the client's system
+acknowledges some, which makes progress visible as soon as the client reads.
 """
 
 import asyncio
@@ -40,9 +32,6 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 import h11
 from starlette.responses import Response
 from uvicorn import Config
-from uvicorn.protocols.http.flow_control import CLOSE_HEADER
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import CloseReason
@@ -51,18 +40,25 @@ from app.http.connection_limits import ConnectionLimiter
 from app.http.h11_connection import LimitedH11Connection
 from app.http.request_id import REQUEST_ID_HEADER, RequestIdMiddleware, new_request_id
 from app.http.responses import error_response
+from app.http.uvicorn_internals import (
+    CLOSE_HEADER,
+    HookedH11Protocol,
+    RequestResponseCycle,
+    ServerState,
+)
 
-# Bytes that a client must have read of what waits for it to be given more time.
+# Bytes that a client must read for the stall timer to restart.
 _MIN_PROGRESS_BYTES = 16 * 1024
 
 
-# bytes in a socket's send buffer, on macOS: <sys/socket.h>, where Python does not have it
+# getsockopt for the bytes in a send buffer on macOS, from <sys/socket.h>; not in Python's socket
+# module
 _SO_NWRITE = 0x1024
 
 
 def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
-    """Bytes that the system holds for the other side, which has not acknowledged them; 0 where it
-    does not say, or the socket is closed."""
+    """Returns the bytes in the system's send buffer that the peer has not acknowledged; 0 if
+    unknown or if the socket is closed."""
     below: socket.socket | None = transport.get_extra_info("socket")
     if below is None:
         return 0
@@ -75,9 +71,11 @@ def get_unacked_bytes(transport: asyncio.BaseTransport) -> int:
 
 
 class WriteStallTimer:
-    """seconds: after so many without progress `on_stall` is called, once: a client that reads
-    nothing holds memory, and a place for as long as it likes. get_unsent: bytes that wait for it,
-    here and in the system."""
+    """Detects clients that do not read their response, which hold memory and a connection.
+
+    seconds: time without progress after which `on_stall` is called, once. get_unsent: returns the
+    unsent bytes, here and in the system.
+    """
 
     def __init__(
         self,
@@ -93,12 +91,12 @@ class WriteStallTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Something has not gone out at once."""
+        """Starts when data could not be sent at once."""
         self.stop()
         self._timer = self._loop.call_later(self._seconds, self._check_progress, self._get_unsent())
 
     def stop(self) -> None:
-        """All has gone out, or never will."""
+        """Stops when all data was sent or never will be."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -112,21 +110,22 @@ class WriteStallTimer:
 
 
 class ClosingConnection(Protocol):
-    """A connection that knows how one leaves."""
+    """A connection that closes itself in order."""
 
     transport: asyncio.Transport
 
     @property
     def closing(self) -> bool:
-        """Whether nothing more may be said, or soon will have been."""
+        """Whether the last response has been sent or is about to be."""
         ...
 
     def close_after_response(self) -> None: ...
 
 
 class ResponseTransport(asyncio.Transport):
-    """uvicorn closes its transport as soon as an answer is written after which there is none. If
-    the request had not been read to its end, the system would take the answer back by a reset."""
+    """Transport given to uvicorn, which closes it after the last response. If the request was not
+    read to its end, closing would reset the connection and lose the response, so the connection
+    decides how to close."""
 
     def __init__(self, connection: ClosingConnection) -> None:
         super().__init__()
@@ -146,8 +145,8 @@ Phase = TypeVar("Phase")
 
 
 class PhaseTimer(Generic[Phase]):
-    """phase: waited for at the moment. on_expire: called when that took too long, while it is still
-    known what it was."""
+    """A timer for one phase at a time. phase: the current one. on_expire: called when it took too
+    long, while `phase` is still set."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_expire: Callable[[], None]) -> None:
         self._loop = loop
@@ -156,7 +155,7 @@ class PhaseTimer(Generic[Phase]):
         self.phase: Phase | None = None
 
     def start(self, phase: Phase, seconds: float) -> None:
-        """Waiting longer for the same thing gives no more time."""
+        """Starts a phase. Starting the current phase again does not extend its timeout."""
         if phase != self.phase:
             self.stop()
             self.phase = phase
@@ -169,13 +168,14 @@ class PhaseTimer(Generic[Phase]):
             self._timer = None
 
 
-# Bytes that are read in one turn of the event loop: h11 takes 4 microseconds for a chunk of one
-# byte, so that asyncio's 256 KiB of them would stop everybody else for 0.2 s.
+# Bytes read in one iteration of the event loop: h11 takes 4 microseconds for a chunk of one byte,
+# so that asyncio's 256 KiB of them would block the loop for 0.2 s.
 _READ_BYTES = 8 * 1024
 
 
 class BoundedReadProtocol(asyncio.BufferedProtocol):
-    """Hands on what comes to `data_received`, as a protocol without buffers would get it."""
+    """Reads into a bounded buffer and passes the data to `data_received`, as for a plain
+    protocol."""
 
     _buffer: bytearray
 
@@ -184,7 +184,7 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._buffer = bytearray(_READ_BYTES)
-        # TLS fills it piece by piece through slices, and a slice of a bytearray is a copy
+        # TLS fills it through slices, and slicing a bytearray copies
         return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -192,11 +192,11 @@ class BoundedReadProtocol(asyncio.BufferedProtocol):
         self.data_received(data)
 
 
-# Seconds in which the rest of a request that was answered is read and thrown away, and in which a
-# client that was refused here may read why.
+# Seconds for discarding the rest of a request that was responded to early, and for a client to read
+# a rejection.
 _DISCARD_SECONDS, _LINGER_SECONDS = 5.0, 2.0
 
-# Seconds in which a request that was under way when the server began to stop is still answered.
+# Seconds in which a request that is in transit when shutdown begins is still handled.
 _SHUTDOWN_GRACE_SECONDS = 0.05
 SHUTDOWN_MESSAGE = "the server is shutting down: try again in a moment"
 _CLOSE_HEADERS = {"Connection": "close"}
@@ -210,8 +210,8 @@ _TIMEOUT_REASONS: Mapping[ConnectionPhase | None, CloseReason] = {
 }
 
 
-class Connection(H11Protocol, BoundedReadProtocol):
-    """One client's. Everything here runs on the event loop."""
+class Connection(HookedH11Protocol, BoundedReadProtocol):
+    """A client connection. All methods run on the event loop."""
 
     conn: LimitedH11Connection
 
@@ -237,11 +237,11 @@ class Connection(H11Protocol, BoundedReadProtocol):
         self._phase_timer = PhaseTimer[ConnectionPhase](loop, self._on_phase_timeout)
         self._read_flow: ScheduledFlowControl | None = None  # while it reads HTTP
         self._discarded_bytes = 0
-        self._body_bytes = 0  # bytes that came since the last request was whole
-        # left: nothing more is answered here. closes: as soon as all is out
+        self._body_bytes = 0  # bytes received since the last request was complete
+        # finished: no further response is sent. close_when_drained: close once all data is sent
         self._shutting_down = self._finished = self._close_when_drained = False
 
-    # What asyncio calls, or `TlsProtocol` in its place
+    # Called by asyncio, or by `TlsProtocol` in its place
 
     def handshake_started(self, transport: asyncio.Transport) -> None:
         self.transport = self._tcp_transport = transport
@@ -251,7 +251,7 @@ class Connection(H11Protocol, BoundedReadProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn narrows it
         super().connection_made(transport)
         self.flow = self._read_flow = ScheduledFlowControl(transport)
-        # `pause_writing` as soon as one byte does not go out. TLS takes 0 to mean always.
+        # `pause_writing` as soon as one byte is not sent. For TLS, 0 means always.
         transport.set_write_buffer_limits(high=0 if self._tcp_transport is None else 1)
         self._phase_timer.start("head", self._limiter.header_timeout)
         if self._tcp_transport is None:
@@ -306,7 +306,7 @@ class Connection(H11Protocol, BoundedReadProtocol):
         if self._close_when_drained:
             self.transport.close()
 
-    # What uvicorn calls
+    # Called by uvicorn
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -327,12 +327,9 @@ class Connection(H11Protocol, BoundedReadProtocol):
         if not self.closing:
             self._close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Java's client asks for HTTP/2 with each first request, and gets its answer by HTTP/1.1:
-        nothing that would be worth two lines in the log."""
-
     def shutdown(self) -> None:
-        """Finish what is being answered, answer nothing else, and close. May be called again."""
+        """Finishes the current response, accepts no other request, and closes. May be called
+        again."""
         if self._shutting_down or self._finished:
             return
         self._shutting_down = True
@@ -345,10 +342,10 @@ class Connection(H11Protocol, BoundedReadProtocol):
             if not self.cycle.response_started:
                 self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         else:
-            # a request may lie in the socket already
+            # the socket may already hold a request
             self.loop.call_later(_SHUTDOWN_GRACE_SECONDS, self._close_for_shutdown)
 
-    # What the server, other connections and `ResponseTransport` call
+    # Called by the server, other connections and `ResponseTransport`
 
     def evict(self, *, notify: bool) -> None:
         if self._phase_timer.phase == "handshake":
@@ -365,7 +362,7 @@ class Connection(H11Protocol, BoundedReadProtocol):
         self.transport.abort()
 
     def close_after_response(self) -> None:
-        """An answer is out, or broke off, after which there is none."""
+        """Closes after the last response was sent or aborted."""
         if self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
             self._linger_close(_DISCARD_SECONDS)
         else:
@@ -375,12 +372,12 @@ class Connection(H11Protocol, BoundedReadProtocol):
     def closing(self) -> bool:
         return self._finished or self.transport.is_closing()
 
-    # Ours
+    # Internal
 
     @property
     def _handling_request(self) -> bool:
-        """Whether a request is with the application."""
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's own type says less
+        """Whether the application is handling a request."""
+        cycle = cast(RequestResponseCycle | None, self.cycle)  # uvicorn's annotation omits None
         return cycle is not None and not cycle.response_complete
 
     @property
@@ -389,11 +386,11 @@ class Connection(H11Protocol, BoundedReadProtocol):
 
     @property
     def _request_begun(self) -> bool:
-        """Whether some of a request came, but not all of it."""
+        """Whether part of a request has arrived, but not all of it."""
         return self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
 
     def _update_phase(self) -> None:
-        """What does it wait for now?"""
+        """Determines the current phase and starts its timer."""
         if self.closing:
             return
         theirs = self.conn.their_state
@@ -402,7 +399,7 @@ class Connection(H11Protocol, BoundedReadProtocol):
             if self._shutting_down and not self._request_begun:
                 self._close()
                 return
-            # before the first byte uvicorn's keep-alive counts, unless something stopped it
+            # before the first byte, uvicorn's keep-alive timer applies unless it was stopped
             if self._request_begun or self.timeout_keep_alive_task is None:
                 self._phase_timer.start("head", self._limiter.header_timeout)
             else:
@@ -439,7 +436,7 @@ class Connection(H11Protocol, BoundedReadProtocol):
             self._close()
 
     def _reject(self, response: Response) -> None:
-        """Answer in the application's place, if there is anything left to answer, and leave."""
+        """Sends a response in the application's place if none has started, and closes."""
         if self._handling_request:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -454,19 +451,20 @@ class Connection(H11Protocol, BoundedReadProtocol):
         self._linger_close(_LINGER_SECONDS)
 
     def _linger_close(self, seconds: float) -> None:
-        """Close for sending, and throw away what comes while the client reads what it was told."""
+        """Closes the sending side and discards incoming data while the client reads the
+        response."""
         self._mark_finished()
         self._phase_timer.start("leaving", seconds)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
-            except OSError:  # it is gone, and nobody has noticed yet
+            except OSError:  # already gone, but not reported yet
                 self.abort()
 
     def _close(self) -> None:
         self._mark_finished()
-        # TLS, once it closes, gives all that is unsent one time, and not one for each piece
+        # TLS, once it closes, has one timeout for all unsent data, not one for each piece
         if self._tcp_transport is not None and self._count_unsent():
             self._close_when_drained = True
         else:
@@ -475,11 +473,12 @@ class Connection(H11Protocol, BoundedReadProtocol):
     def _mark_finished(self) -> None:
         self._finished = True
         self._limiter.table.mark_closing(self)
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self.stop_keep_alive_timer()
         self._phase_timer.stop()
 
     def _count_unsent(self) -> int:
-        """Bytes that the system has not taken yet."""
+        """Returns the bytes that were not sent yet."""
         below = 0 if self._tcp_transport is None else self._tcp_transport.get_write_buffer_size()
         return below + self.transport.get_write_buffer_size()
 

@@ -1,18 +1,15 @@
-"""How many connections may be open, and which of them makes room for one more.
+"""Connection limits: how many may be open, which one is evicted for a new one, and how accepting is
+paused.
 
-Knows: that some have brought a whole request and others have not, and that some are on their way
-out. Must not know: HTTP, how one is told to leave.
+Knows: the state of each connection (without a complete request, active, idle, closing), file
+descriptor limits. Must not know: HTTP, how a connection closes.
 
-Accepting connections where the process may open fewer files than they would take.
+asyncio accepts every connection. When the process is out of file descriptors it logs a hundred
+errors at a time, and everything else that needs one fails: a connection to a runner process, an
+import, a template. So a server with few descriptors accepts no more connections than it has
+descriptors for; the next ones wait in the system's backlog until others close.
 
-asyncio accepts whatever comes. When no file can be opened any more it logs a hundred errors at a
-time, and whatever else needs one fails: a connection to a model's process, an import, a template.
-So a server with few files accepts no more connections than it has files for: the next ones wait
-in the system's queue until others leave.
-
-What all connections of one server have in common.
-
-Lines of the log that a client can cause as often as it likes.
+Log lines that clients can trigger without limit are throttled.
 """
 
 import asyncio
@@ -31,19 +28,20 @@ from app.http.body_read_scheduler import BodyReadScheduler
 
 log = logging.getLogger(__name__)
 
-# connections that are accepted in one turn of the event loop
+# connections accepted in one iteration of the event loop
 _MAX_ACCEPTS_PER_TICK = 16
 
-# seconds until it is tried again, where there was no room, and where the system refused
+# seconds until the next attempt, when the limit is reached and when the system reports an error
 _RETRY_SECONDS, _ERROR_BACKOFF_SECONDS = 0.05, 0.5
 
 
 class Acceptor:
-    """Accepts in place of an asyncio server.
+    """Accepts connections in place of an asyncio server.
 
-    listener: the server's, or what it gives out in its place. protocol_factory: makes a
-    connection's protocol. has_room: whether one more may be accepted, called with the number of
-    those that were accepted and have not begun."""
+    listener: the server's listening socket or its wrapper. protocol_factory: makes the protocol of
+    a connection. has_room: whether one more may be accepted, called with the number of accepted
+    connections whose protocol has not started.
+    """
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Acceptor:
         self._starting: set[asyncio.Task[object]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._accept_errors = LogThrottle()
-        # the server's own socket must not be accepted from by anybody else
+        # asyncio must not accept from the server's own socket
         self._loop.remove_reader(listener.fileno())
         self._socket = listener.dup()
         self._socket.setblocking(False)
@@ -99,31 +97,31 @@ class Acceptor:
     async def _start_protocol(self, accepted: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol_factory, accepted)
-        except OSError:  # it is gone already
+        except OSError:  # already closed
             accepted.close()
 
 
-# What is read and thrown away behind an answer that came early, at least: a body that might have
-# been taken is never too long to be thrown away.
+# Smallest limit of discarded bytes after an early response: a body of a size that is accepted can
+# always be discarded.
 _MIN_DISCARD_BYTES = 16 * MEBIBYTE
 
-# Seconds that a connection may wait for a request though others wait to be accepted, and how many
-# leave for them at once.
+# Seconds that a connection may wait for a request while others wait to be accepted, and how many
+# are evicted at once.
 _EVICTION_GRACE_SECONDS, _MAX_EVICTIONS = 1.0, 16
 
 
 class EvictableConnection(Protocol):
-    """A connection, as others see it."""
+    """The interface of a connection that can be evicted."""
 
     def evict(self, *, notify: bool) -> None:
-        """Leave, in order. notify: say why, even if nothing was asked."""
+        """Closes in order. notify: send the reason, even if there is no request."""
         ...
 
     def abort(self) -> None: ...
 
 
 class ConnectionLimiter:
-    """settings: those that bound a connection."""
+    """Enforces the limits of one server's connections. settings: the limits."""
 
     def __init__(self, settings: Settings, traffic: ConnectionStats) -> None:
         self.header_timeout = settings.header_timeout
@@ -135,7 +133,7 @@ class ConnectionLimiter:
         self._invalid_requests = LogThrottle()
 
     def add(self, connection: EvictableConnection) -> None:
-        """Others may have to leave for it, or it has to go itself."""
+        """Adds a connection. May evict another one or the connection itself."""
         self.traffic.accepted_connections += 1
         leaver = self.table.add(connection)
         if leaver is not None:
@@ -147,9 +145,9 @@ class ConnectionLimiter:
         self.traffic.open_connections = len(self.table)
 
     def has_room(self, max_sockets: int) -> bool:
-        """Whether fewer than so many sockets are open. Where not, those leave that have waited for
-        a while: others wait to be accepted. Those that came just now have perhaps asked already,
-        and nobody has read it."""
+        """Returns whether fewer than `max_sockets` sockets are open. Otherwise evicts connections
+        that have been waiting for a while, since others wait to be accepted. Recent ones are kept,
+        because their request may have arrived without being read yet."""
         if len(self.table) < max_sockets:
             return True
         for leaver in self.table.waiting_since(time.monotonic() - _EVICTION_GRACE_SECONDS)[
@@ -160,7 +158,7 @@ class ConnectionLimiter:
         return False
 
     def remove(self, connection: EvictableConnection) -> None:
-        """Its socket is closed. May be told again."""
+        """Removes a connection whose socket is closed. May be called again."""
         self.table.remove(connection)
         self.traffic.open_connections = len(self.table)
 
@@ -168,7 +166,8 @@ class ConnectionLimiter:
         self.traffic.closed_by_reason[reason] += 1
 
     def log_invalid_request(self, client: tuple[str, int] | None, reason: str) -> None:
-        """A request could not be read. client: address and port. reason: may hold what it sent."""
+        """Logs a request that could not be parsed. client: address and port. reason: may contain
+        data of the client."""
         times = self._invalid_requests.record(time.monotonic())
         address = "an unknown address" if client is None else client[0]
         if times == 1:
@@ -177,20 +176,20 @@ class ConnectionLimiter:
             log.warning("rejected %d requests; the last one, from %s: %s", times, address, reason)
 
 
-# Seconds between two words about the same thing.
+# Seconds between two log lines about the same event.
 _LOG_INTERVAL = 60.0
 
 
 class LogThrottle:
-    """One thing that is told of when it first happens, and then once in a while."""
+    """Throttles one log message: it is logged at its first occurrence and then periodically."""
 
     def __init__(self) -> None:
         self._logged_at = -math.inf
         self._occurrences = 0
 
     def record(self, now: float) -> int:
-        """How often it happened since it was last told of, this time included; 0 if it was told of
-        a moment ago. now: seconds, never less than before."""
+        """Returns the number of occurrences since the last log line, including this one; 0 if it
+        must not be logged now. now: monotonic seconds."""
         self._occurrences += 1
         if now - self._logged_at < _LOG_INTERVAL:
             return 0
@@ -200,17 +199,17 @@ class LogThrottle:
 
 Member = TypeVar("Member")
 
-# Files that a server opens besides its connections: models, children, logs.
+# File descriptors reserved for other uses: models, child processes, logs.
 _RESERVED_FDS = 256
 
-# Connections beyond the bound that were told to leave, and may still read why.
+# Closing connections beyond the limit, which may still read the reason.
 _MAX_CLOSING = 64
 
 
 def raise_fd_limit(connections: int) -> int | None:
-    """Raise the number of files that this process may open to what so many connections take: a Mac
-    begins with 256. None if that is enough, else how many sockets of clients may be open at once:
-    half of the files at least, because a request that was accepted needs one more to reach its
+    """Raises the process's file descriptor limit for this many connections: macOS starts with 256.
+    Returns None if that is enough, otherwise the number of client sockets that may be open at once:
+    at least half of the descriptors, because each accepted request needs one more to reach its
     model, and modules, templates and pipes need some."""
     wanted = connections + _RESERVED_FDS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -236,14 +235,14 @@ def raise_fd_limit(connections: int) -> int | None:
 
 
 class ConnectionTable(Generic[Member]):
-    """The connections of one server, in three orders of waiting, longest first: strangers, who have
-    not brought a whole request yet; the idle, whose client may be about to ask again; and those who
-    were told to leave and still hold their socket. Nobody waits while a request is answered."""
+    """The connections of one server in three queues, longest waiting first: those that have not
+    sent a complete request yet, idle ones, and closing ones whose socket is still open. A
+    connection with an active request is in no queue."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._open: set[Member] = set()
-        # since when they wait, monotonic seconds
+        # when the wait began, monotonic seconds
         self._awaiting_request: dict[Member, float] = {}
         self._idle: dict[Member, float] = {}
         self._closing: dict[Member, None] = {}
@@ -253,7 +252,7 @@ class ConnectionTable(Generic[Member]):
         return len(self._open) + len(self._closing)
 
     def add(self, connection: Member) -> Member | None:
-        """Who must be told to leave for it: perhaps itself, perhaps nobody."""
+        """Adds a connection. Returns the connection to evict, possibly the new one, or None."""
         leaver = None
         if len(self._open) >= self._max_connections:
             self._warn_limit_reached()
@@ -263,9 +262,9 @@ class ConnectionTable(Generic[Member]):
         return leaver
 
     def pop_overdue(self) -> Member | None:
-        """Who has to be gone at once, if anybody: of those who were told to leave, the first. It is
-        forgotten with this. Asked whenever one has joined, and no more than `most` and a few are
-        ever open."""
+        """Removes and returns the oldest closing connection if too many are open, otherwise None.
+        It must be aborted. Called after each `add`, so at most `_max_connections` and a few more
+        are ever open."""
         if len(self) <= self._max_connections + _MAX_CLOSING or not self._closing:
             return None
         first = next(iter(self._closing))
@@ -273,28 +272,28 @@ class ConnectionTable(Generic[Member]):
         return first
 
     def waiting_since(self, before: float) -> list[Member]:
-        """Those that have waited since before that time, in the order in which they give way."""
+        """Returns the connections that have waited since before that time, in eviction order."""
         waiting = chain(self._awaiting_request.items(), self._idle.items())
         return [member for member, since in waiting if since < before]
 
     def mark_waiting(self, connection: Member) -> None:
-        """It waits for a request, since now unless it did already."""
+        """Marks a connection as waiting for a request, from now unless it already was."""
         if connection in self._open and connection not in self._awaiting_request:
             self._idle.setdefault(connection, time.monotonic())
 
     def mark_active(self, connection: Member) -> None:
-        """It has brought a whole request."""
+        """Marks a connection as having sent a complete request."""
         self._awaiting_request.pop(connection, None)
         self._idle.pop(connection, None)
 
     def mark_closing(self, connection: Member) -> None:
-        """It was told to leave, or is about to by itself."""
+        """Marks a connection that was evicted or is closing by itself."""
         if connection in self._open:
             self._remove_open(connection)
             self._closing[connection] = None
 
     def remove(self, connection: Member) -> None:
-        """Its socket is gone."""
+        """Removes a connection whose socket is closed."""
         self._remove_open(connection)
         self._closing.pop(connection, None)
 

@@ -1,6 +1,6 @@
-"""h11 with bounds on what one request may be made of.
+"""h11 with limits on the parts of one request.
 
-Knows: HTTP/1.1 as h11 reads it. Must not know: sockets, time, who reads it.
+Knows: HTTP/1.1 as h11 parses it. Must not know: sockets, time, the code that reads it.
 """
 
 import re
@@ -13,34 +13,36 @@ from starlette.responses import Response
 
 from app.core.errors import AppError, ErrorKind
 
-# Of a request line with its header fields, and of the fields alone. Nginx has 32 KiB, Node 16 KiB,
-# h11 as many fields as fit.
+# Limits of a request line with its header fields, and of the number of fields. Nginx has 32 KiB,
+# Node 16 KiB, h11 no limit on the number of fields.
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADER_FIELDS = 128
 
-# Chunks may be as small as they like up to so many, and then have so many bytes on average.
+# Chunks may have any size up to this count, and beyond it must have this many bytes on average.
 _MAX_SMALL_CHUNKS = 1024
 _MIN_MEAN_CHUNK_BYTES = 128
 
-# A target as a proxy gets it (RFC 9112, 3.2.2).
+# A target in absolute form, as sent to a proxy (RFC 9112, 3.2.2).
 _ABSOLUTE_FORM = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
-# Characters of what is said of a fault.
+# Maximum characters of a parse error in a message.
 _MAX_ERROR_CHARS = 200
 
 
 class ParseFailure(NamedTuple):
-    """Why a request could not be read, and the status that tells it."""
+    """The reason why a request could not be parsed, and the HTTP status."""
 
     error: AppError
     status: int
 
 
 class LimitedH11Connection(h11.Connection):
-    """A server's side. h11 alone holds a head to its size only while the head is not whole, and
-    counts neither fields nor chunks. method: of the request that came last. failure: why nothing
-    can be read any more; h11's own user, who would be told by an error, writes a warning for
-    each."""
+    """The server side of a connection, with limits. h11 alone limits the size of a head only while
+    it is incomplete, and limits neither fields nor chunks.
+
+    method: of the last request. failure: why parsing has stopped; it is stored here because uvicorn
+    logs a warning for every h11 error.
+    """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -61,7 +63,7 @@ class LimitedH11Connection(h11.Connection):
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             code = "request_header_fields_too_large" if status == 431 else "invalid_http"
-            # h11 repeats what was sent, however long it is
+            # h11 repeats the client's input at any length
             why = f"invalid HTTP request: {str(error)[:_MAX_ERROR_CHARS]}"
             self.failure = ParseFailure(AppError(ErrorKind.INVALID, why, code=code), status)
             return h11.NEED_DATA
@@ -70,7 +72,7 @@ class LimitedH11Connection(h11.Connection):
     def serialize_response(
         self, response: Response, extra_headers: Sequence[tuple[bytes, bytes]]
     ) -> bytes:
-        """A reply as it is sent, where none has begun. extra_headers: header fields."""
+        """Serializes a whole response, if none has begun. extra_headers: header fields."""
         status = response.status_code
         reason = HTTPStatus(status).phrase.encode()
         headers = [*extra_headers, *response.raw_headers]
@@ -98,7 +100,7 @@ class LimitedH11Connection(h11.Connection):
                 error_status_hint=505,
             )
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
-            # a proxy may have believed the other one (RFC 9112, 6.1)
+            # a proxy may have used the other one (RFC 9112, 6.1)
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are present")
 
     def _check_chunk(self, data: h11.Data) -> None:
@@ -116,8 +118,8 @@ class LimitedH11Connection(h11.Connection):
 
 
 def _to_origin_form(head: h11.Request) -> h11.Request:
-    """The same request, as it would be written to us and not to a proxy. What the target names
-    counts then, whatever the Host header says."""
+    """Converts an absolute target to origin form. The host in the target then replaces the Host
+    header."""
     absolute = _ABSOLUTE_FORM.fullmatch(head.target)
     if absolute is None:
         return head

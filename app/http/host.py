@@ -1,11 +1,12 @@
-"""The names under which we may be addressed: the defence against DNS rebinding.
-
-A page can have its own name resolve to 127.0.0.1 once it is loaded. For the browser we are then the
-page's own origin, and CORS has no say. What the page cannot change is the Host header: it holds the
-name that the page came under. So we answer only to names that no stranger can own.
+"""Allowed host names: the defense against DNS rebinding.
 
 Knows: Host headers and request targets (RFC 9110, 7.2; RFC 9112, 3.2). Must not know: keys,
-origins, what is asked for.
+origins, what is requested.
+
+A page can change its own name to resolve to 127.0.0.1 after it is loaded. The browser then
+considers this server the page's own origin, and CORS does not apply. The page cannot change the
+Host header, which holds the name that the page was loaded under. So the server only accepts names
+that an attacker cannot own.
 """
 
 import ipaddress
@@ -20,33 +21,37 @@ from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings, is_host_name
 from app.http.responses import error_response
 
-# uri-host [":" port]; an address of version 6 may name its zone (RFC 6874)
+# uri-host [":" port]; an IPv6 address may have a zone (RFC 6874)
 _AUTHORITY = re.compile(
     r"(?:\[(?P<six>[0-9a-f:.]+)(?:%(?:25)?[\w.~-]+)?\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?",
     re.ASCII | re.IGNORECASE,
 )
 
-# this machine, as it calls itself, and as Docker's and Podman's containers call it
+# this machine's own name, and its names in Docker and Podman containers
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 
-# the longest name that DNS has, and a port behind it
+# the longest DNS name and a port
 _MAX_AUTHORITY_CHARS = 255 + len(":65535")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedHosts:
-    """names: in small letters. domains: with the dot before them; all names within are allowed.
+    """The allowed hosts.
 
-    Always allowed are `localhost` and names within it, which no resolver may look up elsewhere (RFC
-    6761, 6.3), the names under which containers know their host, since nobody can own one in
-    `.internal` (reserved by ICANN in 2024), and every address: a rebound page has a name."""
+    names: in lower case. domains: with a leading dot; all names below them are allowed.
+
+    Always allowed are `localhost` and names below it, which resolvers must not look up elsewhere
+    (RFC 6761, 6.3), the names of the host inside containers, since no name in `.internal` can be
+    registered (reserved by ICANN in 2024), and every IP address: a rebound page has a name.
+    """
 
     names: frozenset[str] = frozenset()
     domains: tuple[str, ...] = ()
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """The name that we listen on, and those of --allowed-host. Raises AppError(INVALID)."""
+        """Allows the name that the server listens on, and those of --allowed-host. Raises
+        AppError(INVALID)."""
         listed = [_validate_host_name(name) for name in settings.allowed_hosts]
         own = parse_host(settings.host)
         return cls(
@@ -55,7 +60,7 @@ class AllowedHosts:
         )
 
     def allows(self, host: str) -> bool:
-        """host: as `parse_host` gives it."""
+        """Returns whether the host is allowed. host: as returned by `parse_host`."""
         return (
             host in self.names
             or host in _LOCAL_NAMES
@@ -65,8 +70,8 @@ class AllowedHosts:
 
 
 def parse_host(authority: str) -> str | None:
-    """The host of "host:port" in small letters, without the brackets of an address and the dot that
-    may end a name. None for what is neither."""
+    """Returns the host of "host:port" in lower case, without an address's brackets and a name's
+    trailing dot. None if it is neither a name nor an address."""
     found = _AUTHORITY.fullmatch(authority) if len(authority) <= _MAX_AUTHORITY_CHARS else None
     if found is None:
         return None
@@ -77,8 +82,8 @@ def parse_host(authority: str) -> str | None:
 
 
 def get_authorities(scope: Scope) -> Sequence[str]:
-    """Everything that says whom a request is for: the Host header, and the target where that names
-    somebody. Empty for HTTP/1.0 without either."""
+    """Returns every authority of a request: the Host header, and the target if it names a host.
+    Empty for HTTP/1.0 without either."""
     told = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     target = scope.get("raw_path") or b"/"
     _, scheme, rest = target.partition(b"://")
@@ -88,10 +93,10 @@ def get_authorities(scope: Scope) -> Sequence[str]:
 
 
 def check_host(scope: Scope, allowed: AllowedHosts) -> None:
-    """Raises AppError(FORBIDDEN) unless the request is for us."""
+    """Raises AppError(FORBIDDEN) unless all authorities are allowed."""
     told = get_authorities(scope)
     if not told:
-        # no browser speaks HTTP/1.0, and some health checks of load balancers speak nothing else
+        # no browser sends HTTP/1.0, but some health checks of load balancers do
         if scope["http_version"] == "1.0":
             return
         raise _host_error("the request has no Host header")
@@ -109,7 +114,7 @@ def check_host(scope: Scope, allowed: AllowedHosts) -> None:
 
 
 class HostCheckMiddleware:
-    """ASGI middleware, to stand before everything that answers."""
+    """ASGI middleware for the host check. Place it before everything that responds."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app
@@ -126,7 +131,7 @@ class HostCheckMiddleware:
 
 
 def _validate_host_name(name: str) -> str:
-    """A name of --allowed-host, in small letters."""
+    """Returns a name of --allowed-host in lower case."""
     lower = name.lower().removesuffix(".")
     if not is_host_name(lower):
         raise AppError(

@@ -1,11 +1,12 @@
-"""Which web pages may make us do something: the defence against cross-site request forgery.
-
-A page of any site can have the browser send us a POST, by a form or by `fetch` with a plain content
-type, without asking first. It cannot read the answer, but the work is done. Browsers say where such
-a request comes from, and no page can change what they say.
+"""Origin checks: the defense against cross-site request forgery.
 
 Knows: the headers Origin (RFC 6454) and Sec-Fetch-Site (W3C Fetch Metadata). Must not know: keys,
-what is asked for. Nothing here concerns clients that are no browsers: they send neither header.
+what is requested.
+
+A page of any site can make the browser send a POST to this server, by a form or by `fetch` with a
+plain content type, without a preflight. It cannot read the response, but the work is done. Browsers
+report the origin of such a request, and pages cannot change that. Clients other than browsers send
+neither header and are not affected.
 """
 
 import re
@@ -21,14 +22,14 @@ from app.http.responses import error_response
 
 _LOOPBACK_ORIGIN = re.compile(LOOPBACK_ORIGIN_REGEX, re.ASCII)
 
-# Methods that change nothing; whether a page may read what they answer is for CORS to say.
+# Methods without side effects; CORS decides whether a page may read their responses.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
-    """origins: those of --cors-origin; "*" among them allows all. Pages on loopback are always
-    allowed: somebody of this machine serves them."""
+    """The allowed origins. origins: those of --cors-origin; "*" allows all. Pages on loopback are
+    always allowed, because this machine serves them."""
 
     origins: frozenset[str] = frozenset()
 
@@ -55,12 +56,13 @@ class AllowedOrigins:
 
 
 def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None:
-    """Raises AppError(FORBIDDEN) for a request that changes something and comes from a page of
-    another origin which was not allowed.
+    """Raises AppError(FORBIDDEN) for a request with side effects from a page of another origin that
+    is not allowed.
 
-    The order of the questions is that of Go's net/http.CrossOriginProtection. Old browsers, and all
-    browsers where a page is served without TLS, send no Sec-Fetch-Site; hence the last question.
-    Whether the Host that an Origin is held against is ours, `hosts` has found out before."""
+    The checks are in the order of Go's net/http.CrossOriginProtection. Old browsers, and all
+    browsers on pages without TLS, send no Sec-Fetch-Site; hence the last check. It compares Origin
+    with the Host header, which app/http/host.py has checked before.
+    """
     if method in _SAFE_METHODS:
         return
     site, origins = headers.get("sec-fetch-site"), headers.getlist("origin")
@@ -83,7 +85,8 @@ def check_origin(method: str, headers: Headers, allowed: AllowedOrigins) -> None
 
 
 class OriginCheckMiddleware:
-    """ASGI middleware. To stand behind the Host check, whose result it relies on."""
+    """ASGI middleware for the origin check. Place it behind the host check, whose result it relies
+    on."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
         self._app = app

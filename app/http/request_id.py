@@ -1,8 +1,10 @@
-"""A name for every request, told with its answer and in the log, and when it is over a line in the
-log and a count.
+"""Request ids, the access log and response counters.
 
-Knows the header that OpenAI's SDKs read (`x-request-id`; they show it as `_request_id` and in
-their exceptions), and that of W3C's Trace Context. Must not know: routes, or what is answered.
+Knows: the header that OpenAI's SDKs read (`x-request-id`; they expose it as `_request_id` and in
+their exceptions), the header of W3C's Trace Context. Must not know: routes, response bodies.
+
+Every request has an id, which is sent with its response and added to log records. When the request
+ends, a line is logged and a counter is incremented.
 """
 
 import json
@@ -19,24 +21,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.server_stats import ConnectionStats
 
-# its own, so that it can be switched off (app/serving/logs.py)
+# a logger of its own, so that it can be disabled (app/serving/logs.py)
 log = logging.getLogger("app.access")
 
 REQUEST_ID_HEADER = "x-request-id"
 
-# What a client may call its request. It goes into a header as it is.
+# A valid client request id. It is copied into a header unchanged.
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
 
-# A value of the line that begins and ends where it seems to.
+# A log value that needs no quotes.
 _UNQUOTED_VALUE = re.compile(r"[^\s\"=]+")
 
-# Asked every few seconds by those who watch.
+# Polled every few seconds by monitoring.
 _PROBE_PATHS = frozenset({"/health", "/metrics", "/v1/status"})
 
-# A server that loads, stops or has no time: nothing is wrong that anybody would have to look into.
+# The server is loading, stopping or overloaded: not an error to investigate.
 _TRANSIENT_STATUSES = frozenset({503, 504})
 
-# What nginx writes for a client that left before it was answered.
+# nginx's status for a client that disconnected before the response.
 _CLIENT_CLOSED_REQUEST = 499
 
 _MAX_PATH_CHARS, _MAX_METHOD_CHARS, _MAX_REASON_CHARS = 200, 20, 300
@@ -47,9 +49,8 @@ def new_request_id() -> str:
 
 
 class RequestIdMiddleware:
-    """ASGI middleware, to stand around everything else. The id is the client's own, if it sent one
-    that can be repeated, and lies in `request.state.request_id`. traffic: where each answer is
-    counted."""
+    """ASGI middleware for request ids; place it outermost. The id is the client's own if it is
+    valid, and is stored in `request.state.request_id`. traffic: where responses are counted."""
 
     def __init__(self, app: ASGIApp, traffic: ConnectionStats | None = None) -> None:
         self._app = app
@@ -65,9 +66,9 @@ class RequestIdMiddleware:
         name = given if _VALID_ID.fullmatch(given) else new_request_id()
         state = scope.setdefault("state", {})
         state["request_id"] = name
-        visit = RequestContext(id=name, traceparent=headers.get("traceparent", ""), state=state)
-        # never taken back: what the server logs of a fault when this is left belongs to it too
-        REQUEST_CONTEXT.set(visit)
+        context = RequestContext(id=name, traceparent=headers.get("traceparent", ""), state=state)
+        # never reset: errors that the server logs after this middleware belong to the request too
+        REQUEST_CONTEXT.set(context)
         status = _CLIENT_CLOSED_REQUEST
 
         async def send_with_id(message: Message) -> None:
@@ -81,11 +82,12 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send_with_id)
         finally:
             self._traffic.count_response(*_route_labels(scope), status)
-            _log_access(scope, visit, status, time.monotonic() - began)
+            _log_access(scope, context, status, time.monotonic() - began)
 
 
 def _route_labels(scope: Scope) -> tuple[str, str]:
-    """Method and path of the route that took the request: what a client made up is no figure."""
+    """Returns method and path of the matched route. Unknown paths are not used as labels, because
+    clients choose them."""
     match scope.get("route"):
         case Route(path=path, methods=methods) if methods and scope["method"] in methods:
             return scope["method"], path
@@ -95,11 +97,11 @@ def _route_labels(scope: Scope) -> tuple[str, str]:
             return "none", "none"
 
 
-def _log_access(scope: Scope, visit: RequestContext, status: int, seconds: float) -> None:
+def _log_access(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
     level = _log_level(scope["path"], status)
     if not log.isEnabledFor(level):
         return
-    fields = _log_fields(scope, visit, status, seconds)
+    fields = _log_fields(scope, context, status, seconds)
     first = ("method", "path", "status")
     text = " ".join(_quote_if_needed(fields[name]) for name in first)
     rest = " ".join(
@@ -115,16 +117,16 @@ def _log_level(path: str, status: int) -> int:
 
 
 def _quote_if_needed(value: str | int) -> str:
-    """In quotes where it could be taken for more than one value."""
+    """Quotes a value that could be read as more than one."""
     return str(value) if _UNQUOTED_VALUE.fullmatch(str(value)) else json.dumps(value)
 
 
 def _log_fields(
-    scope: Scope, visit: RequestContext, status: int, seconds: float
+    scope: Scope, context: RequestContext, status: int, seconds: float
 ) -> Mapping[str, str | int]:
-    """Without the query, which may hold anything, and without what there is nothing to say of.
-    The path is as the client wrote it, with its escapes. error, reason: of a status of 400 or more;
-    the reason leaves out what the client sent."""
+    """Returns the fields of the log line, without the query, which may contain anything, and
+    without unset fields. The path is as sent by the client, with its escapes. error, reason: for a
+    status of 400 or more; the reason omits client data."""
     client = scope.get("client")
     fields: dict[str, str | int] = {
         "method": scope["method"][:_MAX_METHOD_CHARS],
@@ -134,16 +136,16 @@ def _log_fields(
     }
     if client is not None:
         fields["client"] = f"{client[0]}:{client[1]}"
-    if visit.caller:
-        fields["caller"] = visit.caller
-    if visit.finish:
+    if context.caller:
+        fields["caller"] = context.caller
+    if context.finish:
         fields |= {
-            "model": visit.model[:_MAX_PATH_CHARS],
-            "prompt_tokens": visit.prompt_tokens,
-            "cached_tokens": visit.cached_tokens,
-            "completion_tokens": visit.completion_tokens,
-            "finish": visit.finish,
+            "model": context.model[:_MAX_PATH_CHARS],
+            "prompt_tokens": context.prompt_tokens,
+            "cached_tokens": context.cached_tokens,
+            "completion_tokens": context.completion_tokens,
+            "finish": context.finish,
         }
-    if visit.error and status >= 400:
-        fields |= {"error": visit.error, "reason": visit.reason[:_MAX_REASON_CHARS]}
+    if context.error and status >= 400:
+        fields |= {"error": context.error, "reason": context.reason[:_MAX_REASON_CHARS]}
     return fields

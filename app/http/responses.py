@@ -1,7 +1,7 @@
-"""Replies, frames of streams, and clients that disconnect.
+"""Responses, stream frames and client disconnects.
 
-Knows starlette, sse_starlette, orjson, status codes and the error envelope which every reply that
-is no dialect's own uses. Must not know: any dialect's requests or answers, or what is generated.
+Knows: starlette, sse_starlette, orjson, status codes, the error envelope of every response outside
+a dialect. Must not know: any dialect's requests or responses, what is generated.
 """
 
 import asyncio
@@ -21,37 +21,38 @@ JsonObject = dict[str, Any]
 
 
 class ClientDisconnected(Exception):
-    """The client hung up before its request was whole: there is nobody to answer."""
+    """The client disconnected before its request was complete, so no response is possible."""
 
 
 # Requests
 
 
-def peek_model(body: object) -> str:
-    """The model that a body which nobody has understood yet seems to ask for."""
+def peek_model(body: object) -> str | None:
+    """Returns the model that a body names, before other fields are parsed."""
     model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) else ""
+    return model if isinstance(model, str) else None
 
 
 def get_caller(scope: Scope) -> str:
-    """Who asks, by the name of the key; "" where there are none."""
+    """Returns the caller: the name of its key, or "" without keys."""
     return scope.get("state", {}).get("caller", "")
 
 
 def is_admin(scope: Scope) -> bool:
-    """Whether the caller may manage models: with an admin's key, or where there are no keys."""
+    """Returns whether the caller may manage models: with an admin key, or without configured
+    keys."""
     return scope.get("state", {}).get("admin", False)
 
 
-# Replies
+# Responses
 
 
-# Items of a long array that are written at once.
+# Items of a long array that are encoded at once.
 _ITEMS_PER_PIECE = 512
 
 
 class ErrorFormat(NamedTuple):
-    """How a kind of mistake is told over HTTP."""
+    """The HTTP form of an error kind."""
 
     status: int
     type: str
@@ -75,33 +76,33 @@ ERROR_FORMATS: Mapping[ErrorKind, ErrorFormat] = {
     ErrorKind.LOADING: ErrorFormat(503, "api_error", "model_loading"),
     ErrorKind.STOPPING: ErrorFormat(503, "api_error", "server_stopping"),
     ErrorKind.OVERLOADED: ErrorFormat(503, "api_error", "server_overloaded"),
-    # OpenAI's words for "too much at the moment"; vLLM answers 503, which means "not at all"
+    # OpenAI's status for a temporary overload; vLLM's 503 means that the service is unavailable
     ErrorKind.BUSY: ErrorFormat(429, "rate_limit_error", "server_busy"),
     ErrorKind.ENGINE: ErrorFormat(500, "api_error", "engine_error"),
     ErrorKind.MODEL_FILES: ErrorFormat(500, "api_error", "bad_model_files"),
 }
 
 
-# What trying again helps against. The SDKs obey the Retry-After that these are told with.
+# Errors that a retry may solve. The SDKs respect the Retry-After header sent with these.
 RETRYABLE = frozenset({ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, ErrorKind.OVERLOADED})
 
 
 def render_error(error: AppError) -> JsonObject:
-    """OpenAI's error object, which all four kinds of client we know can read."""
-    manner = ERROR_FORMATS[error.kind]
+    """Returns OpenAI's error object, which clients of all four known kinds can read."""
+    error_format = ERROR_FORMATS[error.kind]
     return {
         "error": {
             "message": error.message,
-            "type": manner.type,
+            "type": error_format.type,
             "param": error.param,
-            "code": error.code or manner.code,
+            "code": error.code or error_format.code,
         }
     }
 
 
 def encode_long_array(items: list[Any]) -> list[Any] | orjson.Fragment:
-    """A JSON array for a reply. A long one is written piece by piece: orjson holds the interpreter
-    while it writes, and the log-probabilities of a long prompt are ten megabytes. Work for a
+    """Encodes a JSON array for a response. A long one is encoded in pieces: orjson holds the GIL
+    while it encodes, and the log-probabilities of a long prompt are ten megabytes. Call on a
     thread."""
     if len(items) <= _ITEMS_PER_PIECE:
         return items
@@ -123,16 +124,16 @@ def json_response(
 def error_response(
     error: AppError, *, status: int | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The envelope with the status of its kind, or with another one. The request that is being
-    answered, if any, remembers the error for its access log line."""
-    if (visit := REQUEST_CONTEXT.get()) is not None:
-        visit.error, visit.reason = error.code or error.kind.value, error.redact()
+    """Returns the error envelope with the status of its kind, or `status`. Records the error in the
+    request context for the access log."""
+    if (context := REQUEST_CONTEXT.get()) is not None:
+        context.error, context.reason = error.code or error.kind.value, error.redact()
     wait = error.retry_after
     if wait is None and error.kind in RETRYABLE:
-        wait = 1  # what a client that polls us would wait anyway
+        wait = 1  # the interval that a polling client would use anyway
     told = {} if wait is None else {"Retry-After": str(wait)}
     if error.kind is ErrorKind.DEADLINE:
-        # OpenAI's SDKs repeat whatever is 500 or more, and it would take as long again
+        # OpenAI's SDKs retry on 500 and above, and a retry would take as long again
         told["x-should-retry"] = "false"
     return json_response(
         render_error(error), status or ERROR_FORMATS[error.kind].status, {**told, **(headers or {})}
@@ -150,13 +151,17 @@ _UNICODE_LINE_ENDS = (
 
 
 def encode_sse_event(payload: object) -> bytes:
-    """A server-sent event. LF, not CRLF: vLLM's own benchmark client splits at two line feeds."""
+    """Encodes a server-sent event. LF, not CRLF: vLLM's benchmark client splits at two line
+    feeds."""
     return b"data: " + _escape_line_ends(orjson.dumps(payload)) + b"\n\n"
 
 
 def encode_sse_comment(text: str) -> bytes:
-    """A line that keeps a stream alive and that every client of server-sent events skips."""
+    """Encodes a comment, which keeps a stream alive and is skipped by every SSE client."""
     return b": " + text.encode() + b"\n\n"
+
+
+KEEP_ALIVE_COMMENT = encode_sse_comment("keep-alive")
 
 
 def encode_json_line(payload: object) -> bytes:
@@ -164,8 +169,8 @@ def encode_json_line(payload: object) -> bytes:
 
 
 def _escape_line_ends(json: bytes) -> bytes:
-    """Three characters that JSON need not escape end a line for clients that cut text with Python's
-    `str.splitlines`, as httpx does; found by `python -m tests.chaos`."""
+    """Escapes three characters that JSON allows unescaped but that end a line for clients that
+    split text with Python's `str.splitlines`, as httpx does; found by `python -m tests.chaos`."""
     for character, escaped in _UNICODE_LINE_ENDS:
         json = json.replace(character, escaped)
     return json
@@ -178,12 +183,71 @@ async def send_json(content: object, scope: Scope, send: Send) -> None:
     await json_response(content)(scope, _never_receive, send)
 
 
-async def send_event_stream(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
-    # Keep-alives are ours (they know about progress) and frames come ready, so neither the
-    # library's ping nor its CRLF come into it. Nor does it end streams when the server is told to
-    # stop, as it would half a second later, without a last frame: app/http/uvicorn_server.py does that.
+async def send_event_stream(
+    frames: AsyncIterator[bytes], scope: Scope, send: Send, keep_alive: float
+) -> None:
+    """Sends server-sent events. keep_alive: seconds of silence after which a comment is sent."""
+    # Frames arrive complete, and keep-alives depend on what was sent, so the library's ping is off.
+    # The library would also end streams half a second after shutdown begins, without a last frame:
+    # app/http/uvicorn_server.py ends them.
     response = EventSourceResponse(frames, ping=0, shutdown_grace_period=math.inf)
-    await response(scope, _never_receive, send)
+    timer = _KeepAliveTimer(send, keep_alive)
+    try:
+        await response(scope, _never_receive, timer.send)
+    finally:
+        await timer.stop()
+
+
+class _KeepAliveTimer:
+    """Sends a comment when a response was silent for `seconds`. There is one timer per response,
+    which messages do not restart: when it fires, it checks the time of the last message."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._send = send
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()  # a comment must not come between two halves of a frame
+        self._sent_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        async with self._lock:
+            if message["type"] == "http.response.start":
+                self._timer = self._loop.call_later(self._seconds, self._check)
+            elif not message.get("more_body", False):
+                self._cancel_timer()
+            await self._send(message)
+            self._sent_at = self._loop.time()
+
+    async def stop(self) -> None:
+        self._cancel_timer()
+        if self._comment is not None:
+            self._comment.cancel()
+            await asyncio.gather(self._comment, return_exceptions=True)
+
+    def _check(self) -> None:
+        due_at = self._sent_at + self._seconds
+        if self._lock.locked():  # the client does not read, so a comment would not reach it either
+            due_at = self._loop.time() + self._seconds
+        elif due_at <= self._loop.time():
+            due_at = self._loop.time() + self._seconds
+            self._comment = asyncio.create_task(self._send_comment())
+            # a client that disconnected is the main sender's error
+            self._comment.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._timer = self._loop.call_at(due_at, self._check)
+
+    async def _send_comment(self) -> None:
+        body = {"type": "http.response.body", "body": KEEP_ALIVE_COMMENT, "more_body": True}
+        async with self._lock:
+            if self._timer is not None:  # else the response ended meanwhile
+                await self._send(body)
+                self._sent_at = self._loop.time()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 async def send_json_lines(frames: AsyncIterator[bytes], scope: Scope, send: Send) -> None:
@@ -192,8 +256,9 @@ async def send_json_lines(frames: AsyncIterator[bytes], scope: Scope, send: Send
 
 
 async def _never_receive() -> Message:
-    """Streaming responses listen for a disconnect of their own accord. Two listeners on one
-    `receive` would take each other's messages, and `cancel_on_disconnect` is the one."""
+    """A `receive` that never returns. Streaming responses listen for a disconnect themselves, but
+    two listeners on one `receive` would take each other's messages, and `cancel_on_disconnect`
+    already listens."""
     return await asyncio.get_running_loop().create_future()
 
 
@@ -203,11 +268,11 @@ async def _never_receive() -> Message:
 async def cancel_on_disconnect(
     receive: Receive, send: Send, handler: Callable[[Send], Awaitable[None]]
 ) -> None:
-    """Runs the exchange, and cancels it when the client hangs up, wherever it stands just then.
+    """Runs `handler` and cancels it when the client disconnects.
 
-    To be called once the body was read. The exchange is awaited in any case, so that whatever it
-    opened is closed when this returns. A disconnect that follows a complete response (servers
-    report one) cancels nothing.
+    Call it after the body was read. The handler is awaited in any case, so that everything it
+    opened is closed when this returns. A disconnect after a complete response (servers report one)
+    cancels nothing.
     """
     complete = False
 

@@ -1,13 +1,14 @@
-"""Telling the system's service manager how the server stands: sd_notify(3) of systemd.
+"""State notifications for the system's service manager: sd_notify(3) of systemd.
 
-Knows: the variables and words of that protocol. Must not know: uvicorn, what the server does. Where
-nobody asked to be told, as on every other system, nothing happens.
+Knows: the variables and messages of that protocol. Must not know: uvicorn, what the server does.
 
-    READY=1 when it listens · WATCHDOG=1 for as long as the event loop turns · STOPPING=1, and how
-    long that may take, when it drains
+    READY=1       when the server listens
+    WATCHDOG=1    while the event loop runs
+    STOPPING=1    when it drains, with the time that may take
 
-The watchdog is the point of it: a front door that hangs cannot say so over HTTP, and the engine's
-own watchdog looks at engines only.
+Without the environment variables, as on every other system, nothing is sent. The main purpose is
+the watchdog: an HTTP process that hangs cannot report it over HTTP, and the engine watchdog only
+covers engines.
 """
 
 import asyncio
@@ -19,22 +20,23 @@ from typing import Protocol, Self
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at the server, and between a drain's end and the end of patience.
+# Seconds between two polls of the server, and between the end of a drain and the stop timeout.
 _POLL_SECONDS = 0.25
 _STOP_MARGIN_SECONDS = 30.0
 
 
 class ServerFlags(Protocol):
-    """What is to be told, as uvicorn's server has it. started: it listens. should_exit: it has been
-    told to stop."""
+    """The state to report, as attributes of uvicorn's server. started: it listens. should_exit: it
+    is stopping."""
 
     started: bool
     should_exit: bool
 
 
 class SystemdNotifier:
-    """address: of a datagram socket, with @ before an abstract one; None tells nobody.
-    watchdog: seconds of silence after which the manager takes us for hung, if it does at all."""
+    """Sends notifications. address: of a datagram socket, with @ for an abstract one; None sends
+    none. watchdog: seconds of silence after which the manager considers the process hung; None if
+    disabled."""
 
     def __init__(self, address: str | None, watchdog: float | None) -> None:
         self._address = address
@@ -42,7 +44,7 @@ class SystemdNotifier:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str], pid: int) -> Self:
-        """Takes the variables out of the environment: they were not meant for our children."""
+        """Reads and removes the environment variables, which are not meant for child processes."""
         address = environment.pop("NOTIFY_SOCKET", None)
         microseconds = environment.pop("WATCHDOG_USEC", "")
         meant = environment.pop("WATCHDOG_PID", "") in ("", str(pid))
@@ -51,7 +53,8 @@ class SystemdNotifier:
 
     @contextlib.asynccontextmanager
     async def watch(self, server: ServerFlags, drain: float) -> AsyncGenerator[None]:
-        """drain: seconds that the server takes at most before it ends what still runs."""
+        """Sends notifications while the server runs. drain: maximum seconds before the server
+        aborts running requests."""
         if self._address is None:
             yield
             return
@@ -62,7 +65,7 @@ class SystemdNotifier:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            # where nothing had to be waited for, nobody looked meanwhile
+            # a stop without any wait happens between two polls
             self._notify_stopping(patience)
 
     async def _run(self, server: ServerFlags, timeout_us: int) -> None:
@@ -78,11 +81,11 @@ class SystemdNotifier:
             await asyncio.sleep(every)
 
     def _notify_stopping(self, timeout_us: int) -> bool:
-        """How long it may take from now on. To be told twice does no harm."""
+        """Reports how long stopping may take from now on. May be sent twice."""
         return self._notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={timeout_us}")
 
     def _notify(self, state: str) -> bool:
-        """Whether it could be told. Waits for nobody."""
+        """Sends a message without blocking. Returns whether it was sent."""
         assert self._address is not None
         address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
         try:

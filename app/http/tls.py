@@ -1,14 +1,16 @@
-"""Whether a certificate and its key are fit to serve with, found out before anybody connects.
+"""TLS: checks of the certificate and key before the server starts, and the TLS protocol below a
+connection.
 
-Knows: the ssl module. The certificate is tried as clients try it, by a handshake in memory, because
-the module tells nothing of a certificate that was merely loaded. Must not know: who serves.
+Knows: the ssl module, asyncio's SSL protocol. Must not know: HTTP, the server.
 
-TLS below one connection.
+The certificate is verified as clients do, by a handshake in memory, because the module exposes
+nothing about a certificate that is merely loaded.
 
-    accepted ──begin──▶ handshake ──connection_made──▶ everything that app/http/connection.py knows
+    accepted ──begin──▶ handshake ──connection_made──▶ everything in app/http/connection.py
 
-asyncio would do all of it by itself and tell nobody: for a minute, a socket that never speaks TLS
-would be an open file that nobody counts. So a connection hears of its socket before the handshake.
+asyncio would handle TLS alone and report nothing: for a minute, a socket that never starts TLS
+would be an open file that no limit counts. So the connection is notified of its socket before the
+handshake.
 """
 
 import asyncio
@@ -23,35 +25,38 @@ from typing import Protocol, cast
 
 from app.core.errors import AppError, ErrorKind
 
-# Bytes that are read at once: a record of TLS, at most. asyncio's own 256 KiB are taken by each
-# connection for as long as it is open, which for a thousand of them is a quarter of a gigabyte.
+# Bytes read at once: at most one TLS record. asyncio allocates 256 KiB per open connection, which
+# for a thousand of them is a quarter of a gigabyte.
 _READ_BYTES = 16 * 1024
 
 
 class TlsObserver(Protocol):
-    """The connection, as it is told of what happens below it."""
+    """The callbacks of a connection for events of its TLS layer."""
 
     def handshake_started(self, transport: asyncio.Transport) -> None:
-        """Somebody is here, and no TLS was agreed on yet."""
+        """The socket is accepted, and the handshake begins."""
         ...
 
     def write_stalled(self) -> None:
-        """Some of what was sent has not gone out."""
+        """Some data was not sent at once."""
         ...
 
     def write_drained(self) -> None:
-        """All of it has."""
+        """All data was sent."""
         ...
 
     def socket_closed(self) -> None:
-        """The socket is closed. Called also where `connection_lost` was or will be."""
+        """The socket is closed. Called also if `connection_lost` was or will be called."""
         ...
 
 
 class TlsProtocol(SSLProtocol):
-    """connection: its `connection_made` comes when TLS was agreed on, and never if it was not.
+    """TLS for one connection.
+
+    connection: its `connection_made` is called after the handshake, and never if that fails.
     handshake_timeout: seconds for the handshake, after which asyncio aborts it; the connection may
-    do so earlier. shutdown_timeout: seconds in which a client must answer to our closing."""
+    do so earlier. shutdown_timeout: seconds in which a client must reply to close_notify.
+    """
 
     max_size = _READ_BYTES
 
@@ -71,15 +76,15 @@ class TlsProtocol(SSLProtocol):
             context,
             cast("asyncio.Future[None]", None),  # as asyncio's own servers do
             server_side=True,
-            # seconds need not be whole, whatever the types say
+            # floats are accepted, despite the type stubs
             ssl_handshake_timeout=cast("int", handshake_timeout),
             ssl_shutdown_timeout=cast("int", shutdown_timeout),
         )
         self._observer = observer
         self._write_paused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # what a server's is
-        # TLS has buffers of its own above this one, and tells of them only
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as asyncio's servers pass it
+        # TLS has buffers of its own above this one, and reports only their state
         transport.set_write_buffer_limits(high=0)
         self._observer.handshake_started(transport)
         super().connection_made(transport)
@@ -92,7 +97,7 @@ class TlsProtocol(SSLProtocol):
     def resume_writing(self) -> None:
         self._write_paused = False
         super().resume_writing()
-        # which may have sent more, and that may be stuck again
+        # the write may have stalled again
         if not self._write_paused:
             self._observer.write_drained()
 
@@ -103,17 +108,19 @@ class TlsProtocol(SSLProtocol):
 
 _DAY = 24 * 60 * 60
 
-# Days before its end at which it is spoken of. Those who renew by themselves do so earlier.
+# Days before expiry from which a warning is logged. Automatic renewal happens earlier.
 _EXPIRY_WARNING_DAYS = 14
 
 
 def check_certificate(cert: str, key: str, *, now: float | None = None) -> Sequence[str]:
-    """Sentences for the log: that it is over or soon will be, that others may read the key. Who
-    does not check certificates is served all the same, and a restart at night must not be what
-    makes an old certificate stop everything; so none of it is an error.
+    """Checks the certificate and key. Returns warnings for the log: the certificate has expired or
+    soon will, others may read the key. These are not errors: clients that do not verify
+    certificates are served anyway, and a restart must not turn an old certificate into an outage.
 
-    cert: PEM, the server's certificate first, then those between it and the root. key: PEM, without
-    a passphrase. now: Unix time. Raises AppError(INVALID) if it cannot be served with."""
+    cert: PEM, the server's certificate first, then the chain to the root. key: PEM, without a
+    passphrase. now: Unix time; None for the current time. Raises AppError(INVALID) if they cannot
+    be used.
+    """
     server = create_ssl_context(cert, key)
     told: list[str] = []
     if os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -128,7 +135,7 @@ def check_certificate(cert: str, key: str, *, now: float | None = None) -> Seque
 
 
 def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
-    """What a server speaks TLS with. Raises AppError(INVALID) as `check_certificate` does."""
+    """Returns the server's SSL context. Raises AppError(INVALID) as `check_certificate` does."""
     for option, file in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             content = Path(file).read_bytes()
@@ -157,7 +164,7 @@ def create_ssl_context(cert: str, key: str) -> ssl.SSLContext:
 
 
 def _reject_passphrase() -> str:
-    # OpenSSL would ask at the terminal, where nobody may be
+    # OpenSSL would prompt at the terminal, which may be unattended
     raise AppError(
         ErrorKind.INVALID,
         "--tls-key: keys with a passphrase are not supported: remove the passphrase "
@@ -166,8 +173,8 @@ def _reject_passphrase() -> str:
 
 
 def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]:
-    """What a client that trusts the certificate itself finds wrong with it, and the Unix time at
-    which it ends."""
+    """Returns the verification error of a client that trusts the certificate itself, and the Unix
+    time of expiry."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -176,7 +183,7 @@ def _verify_by_handshake(server: ssl.SSLContext, cert: str) -> tuple[str, float]
     ours = server.wrap_bio(up, down, server_side=True)
     theirs = client.wrap_bio(down, up)
     try:
-        for _ in range(4):  # each side says two things, and then has heard all
+        for _ in range(4):  # each side sends two flights
             for side in (theirs, ours):
                 try:
                     side.do_handshake()

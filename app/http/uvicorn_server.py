@@ -1,14 +1,12 @@
-"""A uvicorn server that ends well.
+"""A uvicorn server with a graceful shutdown.
 
-Knows: uvicorn's server, signals, how long answers may go on. Must not know: routes, what an answer
-is, how it is told that it has to end.
+Knows: uvicorn's server, signals, TLS below a connection, the drain timeout. Must not know: routes,
+responses, how a running request is aborted.
 
-    told to stop ──▶ accepts nobody, answers nothing new ──drain──▶ answers are ended with an error
-                 ──a few seconds──▶ whoever has not read it is cut off ──▶ lifespan, exit
+    signal ──▶ accepts no connection, handles no new request ──drain──▶ responses end with an error
+           ──a few seconds──▶ clients that have not read it are disconnected ──▶ lifespan, exit
 
-Told a second time, it ends as a process without a handler would: at once, status 128 + n.
-
-What uvicorn calls for each socket: a connection, and TLS below it.
+On a second signal, the process ends as without a handler: immediately, with status 128 + n.
 """
 
 import asyncio
@@ -22,7 +20,6 @@ from typing import Any, Protocol, cast
 
 import uvicorn
 from uvicorn import Config
-from uvicorn.server import ServerState
 
 from app.core.errors import AppError, ErrorKind
 from app.core.server_stats import ConnectionStats
@@ -30,6 +27,7 @@ from app.core.settings import Settings
 from app.http.connection import SHUTDOWN_MESSAGE, Connection
 from app.http.connection_limits import Acceptor, ConnectionLimiter, raise_fd_limit
 from app.http.tls import TlsProtocol, create_ssl_context
+from app.http.uvicorn_internals import HookedServer, ServerState
 
 
 def make_protocol_factory(
@@ -37,10 +35,10 @@ def make_protocol_factory(
     traffic: ConnectionStats | None = None,
     limiter: ConnectionLimiter | None = None,
 ) -> type[asyncio.Protocol]:
-    """What `uvicorn.Config(http=…)` takes and calls for each socket: the connections of one server,
-    bounded together, and with TLS where the settings have a certificate; uvicorn must not have it
-    too. limiter: what they have in common, made here otherwise. Raises AppError(INVALID) for a
-    certificate that cannot be used."""
+    """Returns the protocol factory for `uvicorn.Config(http=…)`, which uvicorn calls for each
+    socket. The connections share their limits, and use TLS if the settings have a certificate;
+    uvicorn must not be configured for TLS too. limiter: the shared limits; None creates them.
+    Raises AppError(INVALID) for a certificate that cannot be used."""
     common = limiter or ConnectionLimiter(
         settings, ConnectionStats() if traffic is None else traffic
     )
@@ -63,37 +61,40 @@ def make_protocol_factory(
             connection,
             certificate,
             observer=connection,
-            # the connection's own patience ends first
+            # the connection's own timeout is shorter
             handshake_timeout=2 * settings.header_timeout,
             shutdown_timeout=settings.body_timeout,
         )
 
-    # uvicorn takes whatever makes a protocol; its types speak of classes
+    # uvicorn accepts any factory, but its type hints require a class
     return cast("type[asyncio.Protocol]", make_protocol)
 
 
 log = logging.getLogger(__name__)
 
-# Seconds in which clients may read that their answers had to end.
+# Seconds in which clients may read the error that ended their response.
 _ERROR_DELIVERY_SECONDS = 3.0
 
-# Seconds in which requests whose client is gone take notice.
+# Seconds in which requests of disconnected clients are cancelled.
 _CANCEL_SECONDS = 1.0
 
-# Seconds between two looks at what is still going on.
+# Seconds between two checks for running requests.
 _POLL_SECONDS = 0.05
 
 
 class InflightRequests(Protocol):
-    """Whoever can end all answers that are in the making."""
+    """The interface to abort all running requests."""
 
     def abort_all(self, error: AppError) -> None: ...
 
 
-class UvicornServer(uvicorn.Server):
-    """config: with `http=entrance.protocol(settings, hall=hall)`. inflight: told when
-    `settings.drain` seconds after the first signal some are not whole. limiter: what connections
-    have in common."""
+class UvicornServer(HookedServer):
+    """A uvicorn server with a graceful shutdown.
+
+    config: with `http=make_protocol_factory(settings, limiter=limiter)`. inflight: aborted if
+    requests still run `settings.drain` seconds after the first signal. limiter: the shared
+    connection limits.
+    """
 
     def __init__(
         self,
@@ -133,26 +134,25 @@ class UvicornServer(uvicorn.Server):
             lambda beginning: self._limiter.has_room(max_sockets - beginning),
         )
 
-    def _log_started_message(self, listeners: Sequence[socket.SocketType]) -> None:
-        """uvicorn knows nothing of our TLS."""
+    def log_listening(self, listeners: Sequence[socket.SocketType]) -> None:
+        """uvicorn does not know that this server uses TLS."""
         scheme = "http" if self._tls_cert is None else "https"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         port = self.config.port or listeners[0].getsockname()[1]
         log.info("running on %s://%s:%d (press Ctrl-C to stop)", scheme, host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What uvicorn does with a second signal depends on which one it is, and waits for the
-        event loop, which may be what does not move."""
-        self._captured_signals.append(sig)
+        """Handles a signal. uvicorn's handling of a second signal depends on its number and waits
+        for the event loop, which may be blocked."""
         self.should_exit = True
-        if len(self._captured_signals) > 1:
+        if self.record_signal(sig) > 1:
             _flush_logs()
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are raised again behind it, and end the process where it stands."""
+        """Handles signals. They are raised again on exit and end the process immediately."""
         with super().capture_signals():
             try:
                 yield
@@ -172,7 +172,7 @@ class UvicornServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
     async def _abort_requests(self) -> None:
-        """The patience with running answers has come to its end."""
+        """Aborts running requests at the end of the drain."""
         tasks, connections = self.server_state.tasks, self.server_state.connections
         log.warning(
             "aborting %d requests: still running after %g s (--drain)",
@@ -192,13 +192,13 @@ class UvicornServer(uvicorn.Server):
             task.cancel()
 
     async def _wait_until_idle(self, seconds: float) -> bool:
-        """Whether all clients are gone, and all that they asked for, within that time."""
+        """Returns whether all clients disconnect and all requests end within that time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         tasks, connections = self.server_state.tasks, self.server_state.connections
         while tasks or connections:
             for connection in tuple(connections):
-                # also those which were just being accepted when the others were told
+                # including those accepted while the others were closed
                 connection.shutdown()
             if loop.time() >= until:
                 return False
@@ -207,6 +207,6 @@ class UvicornServer(uvicorn.Server):
 
 
 def _flush_logs() -> None:
-    """They may be written by a thread, which ends with the process."""
+    """Flushes log handlers, which may write on a thread that ends with the process."""
     for handler in logging.getLogger().handlers:
         handler.flush()

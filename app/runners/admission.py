@@ -1,11 +1,11 @@
-"""How many requests one model takes on, and when it refuses one more.
+"""Admission control of one model: accepts a request into its queue, or rejects it.
 
-Knows: submissions, capacity, how long jobs took lately. Must not know: runners, what jobs compute.
-Everything here runs on the event loop.
+Knows: submissions, capacity, the duration of recent jobs. Must not know: runners, what jobs
+compute. All code runs on the event loop.
 
-A request is admitted before any work is done for it. So preparing its prompt, compiling its grammar
-and waiting in the engine's queue all count against one bound, and none of them has a queue of its
-own that could fill unseen. The engine's queue has no bound.
+A request is admitted before any work is done for it. So jobs whose prompt is being prepared, whose
+grammar is being compiled or that wait in the engine's queue all count against one limit, and none
+of these stages has a separate queue that could grow unnoticed. The engine's queue is unbounded.
 """
 
 import math
@@ -20,12 +20,12 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Job
 from app.core.ports import RunnerStatus, Submission
 
-# Seconds that a refused client is asked to wait, at most: SDKs ignore what is far above.
+# Maximum Retry-After in seconds: SDKs ignore values far above it.
 _MAX_RETRY_AFTER = 60
 
 
 class JobRunner(Protocol):
-    """What runs admitted jobs: a runner, or the handle of one that comes and goes."""
+    """Runs admitted jobs: a runner, or the handle of a model whose runner may change."""
 
     def submit(self, job: Job) -> AbstractAsyncContextManager[Submission]: ...
 
@@ -35,8 +35,8 @@ class JobRunner(Protocol):
 
 
 class LatencyAverage:
-    """How long a job holds its place in the engine: an exponential mean, in which a job counts for
-    an eighth of what all before it count (TCP's smoothed round-trip time, RFC 6298, does the same).
+    """The average time that a job occupies its place in the engine: an exponential moving average
+    in which each job has weight 1/8, as in TCP's smoothed round-trip time (RFC 6298).
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,14 @@ class LatencyAverage:
         self._mean = seconds if self._mean is None else self._mean + (seconds - self._mean) / 8
 
     def estimate_wait(self, *, waiting: int, parallel: int) -> int:
-        """Whole seconds, 1 to 60, until those who wait now will have been taken: `parallel` of
-        them in the time that one job takes."""
+        """Estimates the seconds, 1 to 60, until the jobs that wait now have started: `parallel` of
+        them start in the average time of a job."""
         seconds = (self._mean or 0.0) * waiting / parallel
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER))
 
 
 class Admission:
-    """Implements `Engine` for one model. max_queue: requests that may wait for one of the engine's
-    places."""
+    """Implements `Engine` for one model. max_queue: maximum number of queued requests."""
 
     def __init__(self, jobs: JobRunner, max_queue: int) -> None:
         self._jobs = jobs
@@ -65,7 +64,7 @@ class Admission:
 
     @property
     def preparing(self) -> int:
-        """Jobs that have a place and were not submitted yet."""
+        """The number of jobs that have a place and were not submitted yet."""
         return sum(not place.submitted for place in self._slots)
 
     def status(self) -> RunnerStatus:
@@ -74,7 +73,7 @@ class Admission:
 
     @contextmanager
     def reserve(self, count: int = 1) -> "Generator[Reservation]":
-        """`Engine.reserve`."""
+        """Implements `Engine.reserve`."""
         self._check_capacity(count)
         places = [_Slot() for _ in range(count)]
         self._slots.update(places)
@@ -84,11 +83,11 @@ class Admission:
             self._slots.difference_update(places)
 
     def _check_capacity(self, count: int) -> None:
-        """Raises AppError(BUSY) when so many more jobs may not wait."""
+        """Raises AppError(BUSY) if `count` more jobs do not fit in the queue."""
         capacity = self._jobs.status().capacity
-        # a model that is being loaded again runs at least one
+        # a model that is being reloaded will run at least one
         parallel = 1 if capacity is None else capacity.parallel
-        # what was admitted, not what the engine last counted: that is a step old
+        # count admitted jobs; the engine's own counters are one step old
         here = sum(not place.ended for place in self._slots)
         if here + count <= parallel + self._max_queue:
             return
@@ -136,8 +135,8 @@ class Reservation:
 
 
 class _Slot:
-    """One job's. submitted: the job was submitted, or is being. released: its client has left
-    it."""
+    """The place of one job. submitted: the job was submitted or is being submitted. released: the
+    client has left the job."""
 
     def __init__(self) -> None:
         self.submitted = self.released = False
@@ -145,7 +144,7 @@ class _Slot:
 
     @property
     def ended(self) -> bool:
-        """Also of a job that is over, though its client still reads what it said."""
+        """Whether the job has ended, even if its client still reads the output."""
         return self.released or (
             self.submission is not None and self.submission.ended_ns is not None
         )

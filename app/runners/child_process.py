@@ -1,25 +1,23 @@
-"""The operating system's side of a runner's process: how it begins, what it writes, how it ends.
+"""Starts child processes, logs their output and reports why they exit.
 
 Knows: processes, pipes, signals, a listening socket. Must not know: models, HTTP, jobs.
 
-The socket is bound and listens here before there is a process, and this side of it stays open as
-long as the process lives: nobody can take the port in between, a first request waits instead of
-being refused, and when the process is dead there is still nobody else to talk to on it.
+`ChildProcess` is the process of a model, `run_module` runs a short-lived process that handles one
+request. Both use the Python and the packages of this process.
 
-What a process wrote before it ended, and why it ended.
-
-A process that answers one question and ends.
-
-How a process of ours is begun: the same Python, the same packages.
+The socket of a `ChildProcess` is a Unix socket in a directory that only this user can open. It is
+bound and listening before the process exists, so a first request waits instead of being refused.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,15 +26,15 @@ from pathlib import Path
 
 from app.core.ports import FailureCause
 
-# bytes of one line; the rest of it is dropped
+# maximum bytes of a line; the rest is dropped
 _MAX_LINE_BYTES = 2000
-# lines that are kept, and characters of them that are told
+# lines that are kept, and maximum characters of an exit reason
 _KEPT_LINES = 50
 _MAX_REASON_CHARS = 2000
-# lines that are told where none gives a reason
+# last lines used as the reason if no line has an error marker
 _FALLBACK_LINES = 3
 
-# what a line has in it that says why a process ends: of Python, of the C++ runtimes, of MLX
+# markers of lines that explain an exit: of Python, of the C++ runtimes, of MLX
 _ERROR_MARKERS = (
     "Error:",
     "error:",
@@ -52,31 +50,31 @@ _ERROR_MARKERS = (
     "cannot allocate",
 )
 
-# lines that are passed on within so many seconds
+# maximum number of lines logged per window, and the window in seconds
 _LINES_PER_WINDOW, _WINDOW = 100, 10.0
 
 
 class ProcessOutput:
-    """The lines of a stream of bytes, and the last of them."""
+    """Splits a byte stream into lines and keeps the last ones."""
 
     def __init__(self) -> None:
         self._partial = b""
-        self._truncated = False  # whether the partial line is longer than is kept
+        self._truncated = False  # whether the partial line exceeds the maximum length
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The lines that `data` completes, printable and none of them empty."""
+        """Yields the lines that `data` completes: printable text, without empty lines."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             yield from self._end_line(end)
         self._extend(rest)
 
     def flush(self) -> Iterator[str]:
-        """The last line, where nothing ended it."""
+        """Yields the last line if it has no line end."""
         yield from self._end_line(b"")
 
     def find_reason(self) -> str:
-        """What it had to say for itself: lines that give a reason, else the last ones."""
+        """The kept lines with an error marker, else the last lines."""
         telling = [
             line for line in self._last_lines if any(word in line for word in _ERROR_MARKERS)
         ]
@@ -100,7 +98,7 @@ class ProcessOutput:
 
 
 class LogRateLimit:
-    """Lets so many lines through in a while, and counts the others."""
+    """Limits the number of logged lines per window, and counts the dropped ones."""
 
     def __init__(self) -> None:
         self._since = float("-inf")
@@ -108,7 +106,7 @@ class LogRateLimit:
         self._dropped = 0
 
     def admit(self, now: float) -> bool:
-        """now: seconds, never less than before."""
+        """Whether a line may be logged. now: monotonic time in seconds."""
         if now - self._since >= _WINDOW:
             self._since, self._passed = now, 0
         if self._passed == _LINES_PER_WINDOW:
@@ -118,13 +116,13 @@ class LogRateLimit:
         return True
 
     def take_dropped(self) -> int:
-        """How many were not let through since this was last asked."""
+        """The number of lines dropped since the last call."""
         held, self._dropped = self._dropped, 0
         return held
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, as a clause. status: as `subprocess` has it, a signal being negative."""
+    """How a process ended, as a clause. status: as in `subprocess`; negative for a signal."""
     if status == -signal.SIGKILL:
         return "was killed by SIGKILL, possibly because the system ran out of memory"
     if status < 0:
@@ -138,8 +136,8 @@ def describe_exit(status: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedChild:
-    """stdout: what it wrote to standard output. status: its exit status, a signal being negative.
-    reason: what it wrote to standard error that may say why it ended."""
+    """stdout: output of the process. status: exit status; negative for a signal. reason: lines of
+    its standard error that may explain the exit."""
 
     stdout: bytes
     status: int
@@ -149,15 +147,18 @@ class CompletedChild:
 async def run_module(
     module: str, input_line: bytes, limit: float, extra_env: Mapping[str, str] | None = None
 ) -> CompletedChild:
-    """limit: seconds until the process is killed, which raises TimeoutError. extra_env: what its
-    environment holds beside ours. Raises OSError where no process can be started."""
+    """Runs a module in a child process, and waits for its exit.
+
+    input_line: line to write to its standard input. limit: seconds until the process is killed,
+    which raises TimeoutError. extra_env: variables added to this process's environment. Raises
+    OSError if the process cannot be started."""
     process = await asyncio.create_subprocess_exec(
         *build_command(module),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
         env={**build_environment(), **(extra_env or {})},
-        process_group=0,  # as in `app.runners.child_process`
+        process_group=0,  # as in `ChildProcess.start`
     )
     complaint = ProcessOutput()
     try:
@@ -173,7 +174,7 @@ async def run_module(
 
 
 async def _communicate(process: Process, input_line: bytes, stderr: ProcessOutput) -> bytes:
-    """What it writes until it ends; what it complains of is kept."""
+    """Returns the standard output of the process; its standard error goes to `stderr`."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(input_line + b"\n")
@@ -193,13 +194,13 @@ async def _read_stderr(process: Process, stderr: ProcessOutput) -> None:
     deque(stderr.flush(), maxlen=0)
 
 
-# where our packages lie, wherever this process found them
+# the folder of the packages `app` and `models`
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """What runs a module of ours. Nothing is looked for in the working directory (-P): people start
-    servers where there is an `app` of theirs."""
+    """The command that runs a module. -P keeps the working directory off sys.path: users start
+    servers in folders that have an `app` of their own."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
@@ -213,15 +214,21 @@ def build_environment() -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 
-# connections that may wait until the process accepts them
+# connections that may wait to be accepted
 _BACKLOG = 128
+
+# of the directory of a socket, before the process id of the server
+_SOCKET_PREFIX = "mlxrunner-"
+
+# A path of a Unix socket has at most 103 bytes on macOS, 107 on Linux.
+_MAX_DIRECTORY_BYTES = 60
 
 _CHUNK = 1 << 16
 
-# seconds that a process gets to end in order, and that its last words may take
+# seconds for an orderly exit, and for reading the last output
 _TERMINATE_TIMEOUT, _OUTPUT_TIMEOUT = 5.0, 1.0
 
-# Signals that come from outside: of an operator, or, SIGKILL, of a system that is out of memory.
+# Signals that other processes send: an operator's, or SIGKILL from a system that is out of memory.
 _EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
@@ -231,8 +238,8 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
-    """description: a clause. last_output: what it wrote that may say why; empty when it could not
-    know. cause: as of `RunnerFailure`."""
+    """description: how the process ended, as a clause. last_output: lines of its output that may
+    explain the exit; empty after SIGKILL. cause: as in `RunnerFailure`."""
 
     description: str
     last_output: str
@@ -240,8 +247,8 @@ class ProcessExit:
 
 
 def count_oom_kills() -> int | None:
-    """How many processes this system has killed because memory ran out, in containers and out of
-    them; None where it does not say (Documentation/admin-guide/mm of Linux, /proc/vmstat)."""
+    """The number of processes that the system has killed because it was out of memory, inside and
+    outside containers (/proc/vmstat, Documentation/admin-guide/mm of Linux); None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -250,11 +257,63 @@ def count_oom_kills() -> int | None:
     return None
 
 
+class PrivateSocket:
+    """A listening Unix socket in a directory of its own, which only this user can enter. Raises
+    OSError if it cannot be created."""
+
+    def __init__(self) -> None:
+        _remove_stale_sockets()
+        # mkdtemp makes it with mode 0700
+        prefix = f"{_SOCKET_PREFIX}{os.getpid()}-"
+        self._directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_socket_directory()))
+        self.path = self._directory / "worker"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(str(self.path))
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _socket_directory() -> Path:
+    """The temporary directory, or /tmp if the path of a socket in it would be too long."""
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _MAX_DIRECTORY_BYTES else "/tmp")
+
+
+def _remove_stale_sockets() -> None:
+    """Removes the directories of servers that were killed before they could."""
+    for directory in _socket_directory().glob(f"{_SOCKET_PREFIX}*-*"):
+        pid = directory.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if directory.lstat().st_uid == os.getuid() and not _is_alive(pid):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether a process of this id exists; True if it cannot be found out."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, PermissionError):
+        return True
+    return True
+
+
 class ChildProcess:
-    """A process that was started. name: of the model, for the log and for `ps`."""
+    """A running model process. name: name of the model, for the log and for `ps`."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, listener: socket.socket
+        self, name: str, process: asyncio.subprocess.Process, listener: "PrivateSocket"
     ) -> None:
         self._name = name
         self._process = process
@@ -267,12 +326,12 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, name: str, make_init: Callable[[int], bytes]) -> "ChildProcess":
-        """make_init: the line that it gets through its standard input, made from the descriptor of
-        the socket, which is the same in both processes."""
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        """Starts the process.
+
+        make_init: returns the first line of its standard input, given the descriptor of the
+        socket, which is the same in both processes."""
+        listener = PrivateSocket()
         try:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(_BACKLOG)
             first_line = make_init(listener.fileno()) + b"\n"
             process = await asyncio.create_subprocess_exec(
                 *build_command("app.runners.worker_main", name),
@@ -280,10 +339,10 @@ class ChildProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(listener.fileno(),),
-                # Ctrl-C at the terminal is for the parent, which ends its children in order. A
-                # group of its own and not a session: see `lifeline`; and Linux shares processors
-                # out by session (autogroups), so that on a busy machine one token in a hundred was
-                # 0.1 s late from another session, and 0.02 s from this one.
+                # Ctrl-C at the terminal must reach only the parent, which stops its children in
+                # order. A separate process group, not a session: see `parent_watch`. Also, Linux
+                # schedules by session (autogroups): on a busy machine, one token in a hundred was
+                # 0.1 s late from a separate session, and 0.02 s from the same one.
                 process_group=0,
                 env=build_environment(),
             )
@@ -300,8 +359,8 @@ class ChildProcess:
         return self._process.pid
 
     @property
-    def port(self) -> int:
-        return self._listener.getsockname()[1]
+    def socket_path(self) -> Path:
+        return self._listener.path
 
     @property
     def alive(self) -> bool:
@@ -309,20 +368,21 @@ class ChildProcess:
 
     @property
     def last_output(self) -> str:
-        """What it wrote until now that may say why it is of no use any more."""
+        """Lines of its output so far that may explain a failure."""
         return self._output.find_reason()
 
     async def wait(self) -> ProcessExit:
-        """Returns when it has ended and left nothing behind. Any number may wait."""
+        """Waits until the process has exited and its resources are closed. Any number of tasks may
+        wait."""
         return await asyncio.shield(self._exit_task)
 
     def kill(self) -> None:
-        """Also when it is stopped, or deaf."""
+        """Sends SIGKILL, which also ends a stopped or hung process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def terminate(self) -> None:
-        """In order, if that takes no longer than `_GRACE`."""
+        """Sends SIGINT and waits for the exit; kills the process after `_TERMINATE_TIMEOUT`."""
         self._terminating = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
@@ -337,7 +397,7 @@ class ChildProcess:
 
     async def _reap(self) -> ProcessExit:
         status = await self._process.wait()
-        # what is left in the pipe; a pipe that somebody else holds open is no reason to wait
+        # read the rest of the pipe, with a timeout: another process may still hold it open
         await asyncio.wait({self._output_task}, timeout=_OUTPUT_TIMEOUT)
         self._output_task.cancel()
         await asyncio.gather(self._output_task, return_exceptions=True)
@@ -360,7 +420,7 @@ class ChildProcess:
         return "outside"
 
     async def _read_output(self) -> None:
-        """Always on: a full pipe would stop the process."""
+        """Reads all output of the process; a full pipe would block it."""
         stream = self._process.stdout
         assert stream is not None
         quota, level = LogRateLimit(), logging.WARNING
@@ -372,14 +432,16 @@ class ChildProcess:
             level = self._log_line(line, level, quota, now())
 
     def _log_line(self, line: str, level: int, rate_limit: LogRateLimit, now: float) -> int:
-        """To our log, at its level. A line that names none and is not indented was not written by
-        a logger: it is a library's complaint, or the last word of a process."""
+        """Logs a line at its own level and returns the level.
+
+        A line without a level that is not indented was not written by a logger: it is a message of
+        a library, or the last output of a crashing process, and is logged as a warning."""
         first, _, rest = line.partition(" ")
         if first in _LOG_LEVELS:
             level, line = getattr(logging, first), rest
         elif not line.startswith(" "):
             level = max(level, logging.WARNING)
-        # what it says about being told to end is no news
+        # messages about the requested exit are not of interest
         shown = logging.DEBUG if self._terminating else level
         if rate_limit.admit(now):
             if held := rate_limit.take_dropped():

@@ -1,11 +1,11 @@
-"""Plain data ↔ lines of JSON, exactly: what is read equals what was written, in value and type.
+"""Encodes plain data as lines of JSON; decoding restores the same values and types.
 
-Knows: type annotations. Must not know: what the classes that it writes mean.
+Knows: type annotations. Must not know: the meaning of the encoded classes.
 
-A dataclass is an object of its fields; where an annotation leaves a choice of several, the key
-"is" says which one it is. JSON has no infinities, bytes or paths: these are strings. What an
-annotation says is looked at once for each class, when a `Codec` is made; for a token of an answer
-that leaves two calls and a dict. Both ends run the same code, so nothing is validated.
+A dataclass is encoded as an object of its fields; for a union of several, the key "is" names the
+class. JSON has no infinities, bytes or paths: these are strings. Annotations are evaluated once per
+class, when a `Codec` is created, so encoding a token costs two calls and a dict. Both ends run the
+same code, so nothing is validated.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _TAG = "is"
 
 
 class _Coder:
-    """write, read: between a value and what JSON has for it; None where the two are the same."""
+    """write, read: convert a value to and from its JSON form; None if both are the same."""
 
     __slots__ = ("read", "write")
 
@@ -39,15 +39,15 @@ class _Coder:
 
 
 class Codec(Generic[T]):
-    """kind: a dataclass or a union of such. Raises TypeError for an annotation that is none of
-    those below."""
+    """Encodes and decodes values of one type. kind: a dataclass or a union of dataclasses. Raises
+    TypeError for an annotation that `_CoderFactory.make` does not support."""
 
     def __init__(self, kind: Any) -> None:
         coder = _CoderFactory().make(kind)
         self._write, self._read = coder.write or _identity, coder.read or _identity
 
     def encode(self, value: T) -> bytes:
-        """One line, without its end."""
+        """The value as one line, without the line end."""
         return orjson.dumps(self._write(value))
 
     def decode(self, line: bytes | bytearray) -> T:
@@ -55,7 +55,7 @@ class Codec(Generic[T]):
 
 
 class _CoderFactory:
-    """Makes coders, and remembers them, because classes may refer to themselves."""
+    """Creates coders, and caches those of dataclasses, which may refer to themselves."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, bool], _Coder] = {}
@@ -126,10 +126,11 @@ class _CoderFactory:
         return _Coder(each.write or list, each.read)
 
     def _dataclass(self, kind: type, *, tagged: bool) -> _Coder:
-        """orjson writes an untagged dataclass by itself, if it holds nothing special."""
+        """The coder of a dataclass. orjson writes an untagged one directly if no field needs
+        conversion."""
         if (known := self._classes.get((kind, tagged))) is not None:
             return known
-        # what it holds may lead back to it, before it is done
+        # a field may refer to this class before its coder is complete
         made = self._classes[kind, tagged] = _Coder()
         made.write, made.read = _lazy(made, "write"), _lazy(made, "read")
         hints = get_type_hints(kind)
@@ -155,7 +156,7 @@ class _CoderFactory:
 
 
 def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
-    """What will stand there when it is called."""
+    """Calls the conversion that `coder` has at the time of the call."""
 
     def turn(value: Any) -> Any:
         return getattr(coder, direction)(value)
@@ -164,7 +165,7 @@ def _lazy(coder: _Coder, direction: Literal["write", "read"]) -> _Convert:
 
 
 def _optional_coder(coder: _Coder) -> _Coder:
-    """None, or what `coder` is for."""
+    """The coder of an optional value."""
 
     def optional(turn: _Convert | None) -> _Convert | None:
         return turn and (lambda value: None if value is None else turn(value))
@@ -173,7 +174,8 @@ def _optional_coder(coder: _Coder) -> _Coder:
 
 
 def _pair_coder(left: _Coder, right: _Coder) -> _Coder:
-    """Like any tuple. Probable tokens are pairs, and there may be millions of them."""
+    """The coder of a 2-tuple; faster than the general one, since logprobs are pairs and a prompt
+    may have millions of them."""
     read_left, read_right = left.read or _identity, right.read or _identity
     write_left, write_right = left.write or _identity, right.write or _identity
 
@@ -205,7 +207,7 @@ def _write_float(value: float) -> float | str:
 
 
 def _write_path(path: Path) -> str:
-    """A path is bytes, of which some are no UTF-8."""
+    """Percent-encodes a path, whose bytes may not be valid UTF-8."""
     return quote_from_bytes(os.fsencode(path))
 
 

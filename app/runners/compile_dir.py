@@ -1,12 +1,12 @@
-"""A folder for code that MLX compiles while it runs, where nobody else can put any.
+"""A private folder for the code that MLX compiles at run time.
 
-On Linux MLX's CPU back-end compiles what `mx.compile` fuses with the machine's own compiler, and
-loads it from $TMPDIR/mlx/<version>/cpu, under names that can be foretold (MLX 0.32:
-mlx/backend/cpu/compiled.cpp). What lies there already is loaded as it is. In a /tmp that everybody
-may write to, another user of the machine could have put it there.
+Knows: folders, their permissions. Must not know: MLX's arrays, processes. Must be called before the
+first array is evaluated.
 
-Knows: folders, who may write to them. Must not know: MLX's arrays, processes. To be called before
-the first array is evaluated.
+On Linux, MLX's CPU backend compiles the operations that `mx.compile` fuses with the machine's
+compiler, and loads them from $TMPDIR/mlx/<version>/cpu, under predictable names (MLX 0.32:
+mlx/backend/cpu/compiled.cpp). A file that already exists is loaded without a check. In a
+world-writable /tmp, another user of the machine could have put it there.
 """
 
 import logging
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare_compile_dir(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables to be set for this process: TMPDIR, where it leads to a folder that others can
-    write to; and where there is no other one, MLX_DISABLE_COMPILE."""
+    """The environment variables to set: none if the temporary folder is private; else TMPDIR, or
+    MLX_DISABLE_COMPILE if there is no private folder."""
     common = Path(environ.get("TMPDIR") or tempfile.gettempdir())
     if _is_private(common) and _allows_executables(common):
         return {}
@@ -48,8 +48,8 @@ def _candidates(environ: Mapping[str, str], common: Path) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it belongs to us and nobody else may write to it. A link could lead elsewhere
-    tomorrow."""
+    """Whether the folder belongs to this user and no other user may write to it. A symbolic link is
+    not accepted, since its target could change."""
     try:
         found = folder.lstat()
     except OSError:
@@ -59,7 +59,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _allows_executables(folder: Path) -> bool:
-    """Whether it can be written to, and what is written there can be run."""
+    """Whether the folder is writable and its files may be executed."""
     try:
         flags = os.statvfs(folder).f_flag
     except OSError:

@@ -1,9 +1,7 @@
-"""What every runner does with jobs, wherever its engine lives: submit them, hand out what the
-engine says of them, and end them all when there is no engine any more.
+"""Submits a runner's jobs to its engine, delivers their updates, and fails them with the engine.
 
-Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands travel, how many
-jobs there may be (app/runners/admission.py). Everything here runs on the event loop, so nothing
-needs a lock.
+Knows: jobs, messages, asyncio. Must not know: threads, processes, how commands are sent, how many
+jobs there may be (app/runners/admission.py). All code runs on the event loop, so no lock is needed.
 """
 
 import asyncio
@@ -30,31 +28,32 @@ from app.core.jobs import (
 )
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
 
-# seconds in which it is found out why an engine cannot be reached
+# seconds to wait for the reason why an engine cannot be reached
 _FAILURE_TIMEOUT = 5.0
 
-# what those are told whose jobs end because the runner was told to
+# error of jobs that end because the runner is stopped
 UNLOADING_MESSAGE = "the model is being unloaded"
 
 
 class EngineClient(Protocol):
-    """Whoever carries out what the desk let in. It answers through `Dispatcher.receive`, and
-    `Dispatcher.finish_embedding` for inputs that were embedded."""
+    """Sends commands to an engine. The engine's messages arrive by `Dispatcher.receive`, or by
+    `Dispatcher.finish_embedding` for embeddings."""
 
     async def submit(self, job: Job) -> None:
-        """Returns when the job is the engine's. Raises AppError if it cannot be."""
+        """Returns when the engine has the job. Raises AppError if the job is not accepted."""
         ...
 
     def embed(self, job: EmbedJob) -> None: ...
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        """Also of a job that the engine does not have, or is only being given."""
+        """Cancels a job, even one that the engine does not have or that is being submitted. keep:
+        number of sampled tokens to cache; None caches all."""
         ...
 
 
 class RequestStream:
-    """The updates of one job, as they come in. started_ns: when it left the queue; ended_ns: when
-    its place was free again; monotonic ns."""
+    """The updates of one job as they arrive. started_ns: when it left the queue. ended_ns: when its
+    place was free again. Both are monotonic times in ns."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -83,7 +82,7 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineState:
-    """The last that the engine said of itself."""
+    """The last known state of the engine."""
 
     state: RunnerState = "loading"
     progress: int = 0
@@ -93,7 +92,7 @@ class _EngineState:
 
 
 class Dispatcher:
-    """engine: to be set before the desk hears that it is ready."""
+    """Manages the jobs of one runner. engine: must be set before `EngineReady` is received."""
 
     engine: EngineClient
 
@@ -104,7 +103,7 @@ class Dispatcher:
         self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
         self._compiling = 0
         self._loss: RunnerFailure | None = None
-        self._load_finished = asyncio.Event()  # the model is there, or never will be
+        self._load_finished = asyncio.Event()  # the model is loaded, or the load has failed
         self._ended = asyncio.Event()
         self._lost = asyncio.Event()
         self._job_error = "the engine cannot be reached"
@@ -121,26 +120,27 @@ class Dispatcher:
         )
 
     async def wait_until_ready(self) -> None:
-        """Returns when the model is. Raises the AppError that it ended with."""
+        """Returns when the model is ready. Raises the AppError with which the engine ended."""
         await self._load_finished.wait()
         if self._failure is not None:
             raise self._failure
 
     async def wait_for_failure(self) -> RunnerFailure:
-        """`Runner.wait_for_failure`."""
+        """Implements `Runner.wait_for_failure`."""
         await self._lost.wait()
         assert self._loss is not None
         return self._loss
 
     async def get_failure(self) -> AppError:
-        """For those who find the engine gone: why it is, as soon as that is known."""
+        """Returns the error with which jobs end, for a caller that cannot reach the engine; waits
+        up to `_FAILURE_TIMEOUT` for the reason."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _FAILURE_TIMEOUT)
         return AppError(ErrorKind.ENGINE, self._job_error)
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[RequestStream]:
-        """`Runner.submit`."""
+        """Implements `Runner.submit`."""
         self._check_ready()
         waiting = self._streams[job.id] = RequestStream(job)
         try:
@@ -148,7 +148,7 @@ class Dispatcher:
                 try:
                     await self.engine.submit(job)
                 except AppError:
-                    waiting.ended_ns = time.monotonic_ns()  # it never was the engine's
+                    waiting.ended_ns = time.monotonic_ns()  # the engine never had it
                     raise
             yield waiting
         finally:
@@ -157,14 +157,14 @@ class Dispatcher:
                 self.engine.cancel(job.id, keep=waiting.keep_tokens)
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """`Runner.embed`."""
+        """Implements `Runner.embed`."""
         self._check_ready()
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
         try:
             self.engine.embed(job)
             embedded = await over
         except asyncio.CancelledError:
-            if over.cancelled():  # else it had its answer, and there may be no engine any more
+            if over.cancelled():  # else it has a result, and the engine may be gone
                 self.engine.cancel(job.id)
             raise
         finally:
@@ -175,7 +175,7 @@ class Dispatcher:
 
     def receive(self, message: EngineMessage) -> None:
         if self._failure is not None:
-            return  # a last word, when all has been told already
+            return  # a late message: the failure was already reported
         match message:
             case LoadProgress():
                 stats = EngineStats(allocated_bytes=message.allocated_bytes)
@@ -188,7 +188,7 @@ class Dispatcher:
             case StepOutput():
                 self._engine_state = replace(self._engine_state, stats=message.stats)
                 for update in message.updates:
-                    # a job whose client left is not here any more
+                    # the job of a disconnected client has been removed
                     if waiting := self._streams.get(update.job_id):
                         waiting.put(update)
                 for embedded in message.embed_results:
@@ -206,8 +206,9 @@ class Dispatcher:
     def fail(
         self, error: AppError, *, job_error: str | None = None, cause: FailureCause = "fault"
     ) -> None:
-        """There is no engine any more, though nothing stopped it. job_error: the error of the jobs
-        that end, if not this one. cause: see `RunnerFailure`. Only the first reason is kept."""
+        """The engine ended without having been stopped; ends all jobs. job_error: error of the
+        jobs; None derives it from `error`. cause: see `RunnerFailure`. Only the first call
+        counts."""
         if self._failure is not None:
             return
         was_ready = self._engine_state.state == "ready"
@@ -219,7 +220,8 @@ class Dispatcher:
             self._lost.set()
 
     def close(self, error: AppError, *, job_error: str) -> None:
-        """The engine was stopped. Only the first reason is kept."""
+        """The engine was stopped; ends all jobs. job_error: error of the jobs. Only the first call
+        counts."""
         if self._failure is None:
             self._end_jobs(error, job_error=job_error, lost=False)
 
@@ -246,7 +248,8 @@ class Dispatcher:
         self._ended.set()
 
     def _to_app_error(self, failed: EngineFailed) -> AppError:
-        """A fault of ours that shows itself at one model's load is in the way of that model."""
+        """Converts the failure; an internal error during a load counts as an error of that model's
+        files."""
         if failed.is_internal_error and self._engine_state.state == "loading":
             message = f"the model could not be loaded: {failed.message}"
             return AppError(ErrorKind.MODEL_FILES, message)
@@ -254,7 +257,7 @@ class Dispatcher:
 
     @contextmanager
     def _count_compiling(self, job: Job) -> Generator[None]:
-        """Counts a job whose grammar is being compiled."""
+        """Counts the job as compiling if it has a grammar."""
         counted = job.grammar is not None
         self._compiling += counted
         try:
@@ -263,7 +266,7 @@ class Dispatcher:
             self._compiling -= counted
 
     def _check_ready(self) -> None:
-        """Raises AppError(LOADING or ENGINE)."""
+        """Raises AppError(LOADING) or AppError(ENGINE) unless the engine is ready."""
         known = self._engine_state
         if known.state == "loading":
             message = f"the model is still loading ({known.progress} %), try again"

@@ -1,32 +1,31 @@
-"""Who is in memory: a pure policy.
+"""The policy for which models are loaded and evicted: pure functions.
 
-Knows: names, bytes, clock readings, who waits for whom. Must not know: processes, asyncio, models.
-`plan` looks at everything once and says what to do; called again after that was done, or with
-nothing changed, it says nothing new.
+Knows: names, bytes, clock readings, waiting requests. Must not know: processes, asyncio, models.
+
+`plan` takes the whole state and returns actions. Called again after these were done, or with an
+unchanged state, it returns no new ones.
 
     total   [ pinned | ready ... | leaving ... | loading |   free   ]
-                       least recently used first: out
+                       evicted in order of last use
 
 The rules:
 
-- One load at a time, in the order in which the first request of each model came. Requests for a
-  model that is in memory have nothing to do with this queue.
-- A model gets the bytes that suit it (`MemoryRequirement.preferred_bytes`) where they are free.
-  Nothing is evicted to give it more than it needs (`MemoryRequirement.min_bytes`): that is only a
-  larger prefix cache, and an eviction costs others a load. For the same reason it gets no more than
-  the minimum where models that were here just now could come back beside it, so that two models
-  which fit side by side end up side by side.
-- Room is made by the fewest evictions, of idle models before busy ones, of those least recently
-  used; never of a pinned one. Idle ones go at once, and only when that will be enough.
-- A busy one is closed first: its requests end, new ones wait, and it goes. It is not closed as long
-  as it has a request older than the one that waits for its room. That one could not be served
-  before it ends anyway, so others may be served meanwhile. The one who waits for room therefore
-  waits for one request that was before it and one that came after it, not for more; and those who
-  find the model closed stand in the queue, behind it but before whoever comes later.
-- A model that is closed stays the one that is closed, unless idle ones now make the room or nobody
-  waits for it any more.
-
-What a plan of who is in memory is made from, and what it says.
+- One load at a time, in the order in which the first request of each model arrived. Requests for a
+  loaded model bypass this queue.
+- A model gets its preferred memory (`MemoryRequirement.preferred_bytes`) if that is free. No model
+  is evicted to give it more than its minimum (`MemoryRequirement.min_bytes`): the difference only
+  enlarges the prefix cache, and an eviction costs another load. For the same reason it gets only
+  the minimum if a recently evicted model could then be loaded next to it, so that two models that
+  fit in memory together end up loaded together.
+- Memory is freed by the fewest evictions: idle models before busy ones, least recently used first,
+  never a pinned model. Idle models are evicted at once, and only if that frees enough.
+- A busy model is drained first: its requests finish, new ones wait, then it is unloaded. It is not
+  drained while it has a request older than the one that waits for the memory: the waiting request
+  could not be served before that one ends, so others may be served meanwhile. The waiting request
+  therefore waits for one older request and one newer request at most. Requests for a draining model
+  join the queue: after the waiting request, but before later ones.
+- A draining model keeps draining, unless idle models now free enough memory, or no request waits
+  for the memory any more.
 """
 
 from collections.abc import Sequence
@@ -39,13 +38,14 @@ from app.core.units import format_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory, or on its way in or out. Times are readings of one monotonic clock.
+    """A model that is loaded, being loaded or being unloaded. Times are readings of one monotonic
+    clock.
 
-    allocation: bytes set aside for it. busy_since: when the oldest of the requests that hold it
-    came to hold it; None while it is idle. last_used: when a request last began or ended to hold
-    it. expires: when it may go if it is idle; math.inf for never. has_demand: somebody waits for
-    it, or it is to be here always. unload_requested: it was asked to go, whether there is room or
-    not. draining: by the last plan."""
+    allocation: bytes reserved for it. busy_since: when the oldest of its current requests began to
+    hold it; None while it is idle. last_used: when a request last began or ceased to hold it.
+    expires_at: when it may be unloaded if it is idle; math.inf for never. has_demand: a request
+    waits for it, or it is to stay loaded always. unload_requested: unload it even if memory is
+    free. draining: whether the last plan drained it."""
 
     name: str
     phase: Literal["loading", "ready", "leaving"]
@@ -61,11 +61,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A model that is waited for. waiting_since: how long. requirement_known: whether `requirement`
-    is known; the plan goes no further than to the first one whose need is not. requirement: None
-    for a model that gets all there is. max_bytes: bytes that its owner allows it. may_evict:
-    whether others may go for it; what is loaded in good time, and not because somebody asked for
-    it, takes room that is free."""
+    """A model to load. waiting_since: when its oldest waiting request arrived. requirement_known:
+    whether `requirement` is known; planning stops at the first request whose requirement is
+    unknown. requirement: None for a model that gets all memory. max_bytes: limit from the model's
+    settings. may_evict: whether other models may be evicted for it; a preload without a request
+    only uses free memory."""
 
     name: str
     waiting_since: float
@@ -77,8 +77,9 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """total_bytes: bytes for all models; None where there is but one. max_loaded: models at once.
-    returning: the least bytes of models that had to go though nobody was done with them."""
+    """total_bytes: bytes for all models; None for a server with one model. max_loaded: maximum
+    number of loaded models. evicted_min_bytes: minimum bytes of each model that was evicted before
+    its keep-alive had expired."""
 
     total_bytes: int | None
     max_loaded: int | None
@@ -87,7 +88,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """allocation: bytes; None for all there is."""
+    """Load a model. allocation: its bytes; None for all memory."""
 
     name: str
     allocation: int | None
@@ -95,14 +96,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """Now: it is idle, or its load is of no use to anybody."""
+    """Unload a model now: it is idle, or its load is no longer needed."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectLoad:
-    """It cannot be loaded, whoever goes. reason: a sentence for those who wait."""
+    """The model cannot be loaded, whatever is evicted. reason: one sentence for the waiting
+    requests."""
 
     name: str
     reason: str
@@ -110,7 +112,7 @@ class RejectLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipPreload:
-    """It is not loaded in good time: others would have to go for it."""
+    """Do not preload the model, since other models would have to be evicted. reason: a clause."""
 
     name: str
     reason: str
@@ -121,8 +123,8 @@ Action = Load | Evict | RejectLoad | SkipPreload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """draining: models that take no new requests. wake_at: when there will be something to do
-    though nothing happens until then; None for never."""
+    """draining: models that accept no new requests. wake_at: when to plan again without an event;
+    None for never."""
 
     actions: tuple[Action, ...]
     draining: frozenset[str]
@@ -132,15 +134,15 @@ class Plan:
 def plan(
     now: float, requests: Sequence[LoadRequest], loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> Plan:
-    """requests: in the order in which they are to be served."""
+    """Decides which models to load, drain and unload. requests: in the order to serve them."""
     idle = [t for t in loaded if t.phase == "ready" and t.busy_since is None and not t.pinned]
     over = [t for t in idle if t.unload_requested or t.expires_at <= now]
     wake = min((t.expires_at for t in idle if t not in over), default=None)
     actions: list[Action] = [Evict(name=t.name) for t in over]
     closed = {t.name for t in loaded if t.unload_requested and t.phase == "ready"}
     staying = [t for t in loaded if t not in over]
-    for applicant in requests:
-        step = _decide(applicant, staying, loaded, limits)
+    for request in requests:
+        step = _decide(request, staying, loaded, limits)
         actions += step.actions
         closed |= step.draining
         if step.blocks_queue:
@@ -154,7 +156,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """What one applicant brings about. blocks_queue: whether those behind it have to wait."""
+    """The decision about one request. blocks_queue: whether later requests must wait."""
 
     actions: tuple[Action, ...] = ()
     draining: frozenset[str] = frozenset()
@@ -167,10 +169,10 @@ def _decide(
     loaded: Sequence[LoadedModel],
     limits: PoolLimits,
 ) -> _Decision:
-    """remaining: all tenants but those whose time is over."""
+    """Decides about one request. remaining: the models that are not unloaded by now."""
     here = next((t for t in loaded if t.name == request.name), None)
     if here is not None and here.phase != "leaving":
-        # it was closed for somebody who is not there any more, or has been dismissed
+        # it was drained for a request that has been cancelled or rejected
         return _Decision(blocks_queue=False)
     if loading := [t for t in loaded if t.phase == "loading"]:
         useless = [t for t in loading if not (t.has_demand or t.pinned)]
@@ -202,20 +204,21 @@ def _make_room(
     idle = [t for t in by_use if t.busy_since is None]
     busy = [t for t in by_use if t.busy_since is not None]
     if shortfall.after_evicting(idle).covered:
-        # who was told to finish and did is gone before others are looked at
+        # models that have finished draining go first
         idle.sort(key=lambda t: not t.draining)
         return _Decision(
             actions=tuple(Evict(name=t.name) for t in _fewest_evictions(idle, shortfall))
         )
-    # idle ones that were closed are as good as gone; others may yet be needed before room is made
+    # evict the idle models that were draining; other idle ones may get a request before enough
+    # memory is free
     leaving = [t for t in idle if t.draining]
     chosen = [t for t in busy if t.draining]
     if not shortfall.after_evicting([*idle, *chosen]).covered:
         open_ones = [t for t in busy if not t.draining]
         chosen += _fewest_evictions(open_ones, shortfall.after_evicting([*idle, *chosen]))
-    for tenant in reversed(chosen):
-        if shortfall.after_evicting([*idle, *(t for t in chosen if t is not tenant)]).covered:
-            chosen.remove(tenant)
+    for model in reversed(chosen):
+        if shortfall.after_evicting([*idle, *(t for t in chosen if t is not model)]).covered:
+            chosen.remove(model)
     closed = (
         t for t in chosen if t.busy_since is not None and t.busy_since >= request.waiting_since
     )
@@ -227,7 +230,7 @@ def _make_room(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shortfall:
-    """What has to become free: bytes, and places. Negative where more is free than needed."""
+    """The bytes and the number of models to free; negative if more is free than needed."""
 
     bytes: int
     models: int
@@ -256,7 +259,7 @@ def _compute_shortfall(
 def _rejection_reason(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> str | None:
-    """A sentence, if it would not fit even with all gone that may go."""
+    """A sentence if the model would not fit even after all possible evictions, else None."""
     pinned = [t for t in loaded if t.pinned]
     if limits.max_loaded is not None and len(pinned) >= limits.max_loaded:
         return (
@@ -290,7 +293,8 @@ def _rejection_reason(
 def _choose_allocation(
     request: LoadRequest, loaded: Sequence[LoadedModel], limits: PoolLimits
 ) -> int | None:
-    """Bytes: those that suit it, as far as they are free and not left for those who return."""
+    """The bytes for a model: up to its preferred memory, as far as memory is free and not left for
+    recently evicted models. None for all memory."""
     need, total = request.requirement, limits.total_bytes
     if need is None or total is None:
         return None
@@ -310,31 +314,31 @@ def _choose_allocation(
 def _fewest_evictions(
     candidates: Sequence[LoadedModel], shortfall: _Shortfall
 ) -> list[LoadedModel]:
-    """Of the smallest sets that make up for what is missing, the one with the first candidates; all
-    of them, where that is not enough."""
+    """The smallest set of candidates that covers the shortfall, preferring the first candidates;
+    all of them if even that is not enough."""
     left = list(candidates)
     chosen: list[LoadedModel] = []
     while not shortfall.covered and left:
         count = _min_eviction_count(left, shortfall)
-        tenant = next(
+        model = next(
             t
             for t in left
             if _min_eviction_count([o for o in left if o is not t], shortfall.after_evicting([t]))
             < count
         )
-        chosen.append(tenant)
-        left.remove(tenant)
-        shortfall = shortfall.after_evicting([tenant])
+        chosen.append(model)
+        left.remove(model)
+        shortfall = shortfall.after_evicting([model])
     return chosen
 
 
 def _min_eviction_count(candidates: Sequence[LoadedModel], shortfall: _Shortfall) -> int:
-    """How many of them make up for what is missing; more than there are, if all do not. No set is
-    smaller than one of the largest shares."""
+    """The minimum number of candidates that cover the shortfall; one more than there are if all do
+    not. The candidates with the largest allocations form a smallest set."""
     count = 0
-    for tenant in sorted(candidates, key=lambda t: t.allocation, reverse=True):
+    for model in sorted(candidates, key=lambda t: t.allocation, reverse=True):
         if shortfall.covered:
             return count
-        shortfall = shortfall.after_evicting([tenant])
+        shortfall = shortfall.after_evicting([model])
         count += 1
     return count if shortfall.covered else len(candidates) + 1

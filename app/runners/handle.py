@@ -1,9 +1,8 @@
-"""One model as long as the server lives: the runners behind it come and go.
+"""The handle of one model, which exists as long as the server; its runners may be replaced.
 
-Knows: its runner, if it has one now, who waits for it, how it fared. Must not know: other models,
-when it is loaded or evicted: the pool says so. Everything here runs on the event loop.
-
-What several lives of an engine came to.
+Knows: the current runner, if any, the requests that wait for the model, past failures, the sum of
+the runners' counters. Must not know: other models, when the model is loaded or evicted, which the
+pool decides. All code runs on the event loop.
 """
 
 import asyncio
@@ -38,11 +37,11 @@ from app.runners.restart_policy import (
 
 _COUNTERS = (
     "cached_tokens",
-    "looked_up_tokens",
+    "prefix_query_tokens",
     "prefilled_tokens",
     "generated_tokens",
     "embedded_tokens",
-    "evictions",
+    "prefix_evictions",
     "preemptions",
     "failures",
     "steps",
@@ -50,7 +49,7 @@ _COUNTERS = (
 
 
 def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats:
-    """now, with what was counted before it."""
+    """`current`, with the counters of `previous` added."""
     if previous.steps == 0:
         return current
     misses: dict[CacheMissReason, int] = dict(previous.prefix_miss_counts)
@@ -67,26 +66,27 @@ def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats
 
 
 def counters_only(stats: EngineStats) -> EngineStats:
-    """What is left of an engine's figures when it is gone."""
+    """The counters of `stats`, without its gauges; for an engine that has ended."""
     return accumulate_stats(stats, EngineStats())
 
 
 log = logging.getLogger(__name__)
 
-# Seconds after which a client is asked to come again that waited for a model in vain.
+# Retry-After, in seconds, for a client whose model did not load in time.
 _LOADING_RETRY_AFTER = 10
 
 
 class ModelHandle:
-    """Implements `Engine`, and `app.runners.quarantine.RunnerSource`. What the pool decides by and
-    sets is public.
+    """Implements `Engine` and `app.runners.quarantine.RunnerSource`. The attributes that the pool
+    reads and sets are public.
 
-    phase: of its runner; "out" is none. capacity: while it is ready. allocation, requirement:
-    bytes, see `AccessLevel`. keep_alive: seconds that it stays without requests; see
-    `set_keep_alive`. last_used: when a request last began or ended to hold it. keep_loaded: it is
-    to be here also while nobody asks. unload_requested: it was asked to go. draining: it takes no
-    new requests, because others need its room. would_have_expired: when it would have gone, had it
-    been let; in the past for one that was not driven out."""
+    phase: phase of its runner; "out" if there is none. capacity: set while it is ready. allocation:
+    bytes that it may use. requirement: its estimated memory. keep_alive: seconds that it stays
+    loaded without requests; see `set_keep_alive`. last_used: when a request last began or ceased to
+    hold it. keep_loaded: keep it loaded without requests. unload_requested: unload it when its
+    requests have finished. draining: it accepts no new requests, since other models need its
+    memory. would_have_expired: when its keep-alive would have expired, for an evicted model; in the
+    past for one that was not evicted."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ModelHandle:
         restart_policy: RestartPolicy,
         notify_pool: Callable[[], None],
     ) -> None:
-        """notify_pool: called when it became ready."""
+        """notify_pool: called when the model becomes ready."""
         self.served = served
         self.files: ModelFiles | None = None
         self.phase: Literal["out", "loading", "ready", "leaving"] = "out"
@@ -120,7 +120,7 @@ class ModelHandle:
         self._restarts = self._loads = self._evictions = 0
         self._failed_since_ready = False  # since it was last ready
 
-    # what generation asks for
+    # for generation
 
     def reserve(self, count: int = 1) -> AbstractContextManager[ReservedSlots]:
         return self._admission.reserve(count)
@@ -155,8 +155,8 @@ class ModelHandle:
         )
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """`RunnerSource.get_runner`: for requests that hold a lease, so that the model is loaded
-        again."""
+        """Implements `RunnerSource.get_runner`, for requests that hold a lease; the lease causes
+        the model to be reloaded."""
         try:
             async with asyncio.timeout(self.served.settings.load_wait):
                 while (runner := self._ready_runner()) is None or runner is lost_runner:
@@ -167,17 +167,18 @@ class ModelHandle:
             raise AppError(ErrorKind.LOADING, message, retry_after=_LOADING_RETRY_AFTER) from None
 
     def _ready_runner(self) -> Runner | None:
-        """None also while it was not noticed yet that a runner was lost."""
+        """The runner if it is ready; also None if it has failed and the failure was not handled
+        yet."""
         runner = self._runner
         if runner is None or self.phase != "ready" or runner.status().state == "failed":
             return None
         return runner
 
-    # what the pool asks for
+    # for the pool
 
     @property
     def allocated_bytes(self) -> int:
-        """By its allocator, as last told."""
+        """The bytes held by the runner's allocator, as last reported."""
         return 0 if self._runner is None else self._runner.status().stats.allocated_bytes
 
     @property
@@ -196,7 +197,7 @@ class ModelHandle:
             allocation=self.allocation or 0,
             busy_since=self.leases.held_since,
             last_used=self.last_used,
-            # whoever waits for it is about to use it
+            # a waiting request is about to use it
             expires_at=self.expires_at() if self.leases.waiting_since is None else math.inf,
             has_demand=self.has_demand,
             pinned=self.served.pinned,
@@ -205,23 +206,25 @@ class ModelHandle:
         )
 
     def expires_at(self) -> float:
-        """When it may go, in case that it is idle then."""
+        """When it may be unloaded, if it is idle then."""
         return self.last_used + self.keep_alive
 
     def set_keep_alive(self, seconds: float, *, admin: bool) -> None:
-        """An admin's word replaces the operator's until the model is gone. Any other caller may
-        have the model stay longer than these two say, since it leaves in any case when another one
-        needs its room, but not shorter: that would unload it under all who use it."""
+        """Sets the keep-alive that a request asks for.
+
+        An admin's value replaces the operator's until the model is unloaded. Other callers may
+        extend the keep-alive beyond that, since the model is evicted anyway when another one needs
+        its memory, but not shorten it: that would unload the model for all other users."""
         if admin:
             self._min_keep_alive = seconds
         self.keep_alive = max(seconds, self._min_keep_alive)
 
     def count_rejected(self) -> None:
-        """Count a request that was refused because too many wait."""
+        """Counts a request that was rejected because too many wait."""
         self._rejected += 1
 
     def grant_leases(self) -> bool:
-        """To all who wait; whether anybody did."""
+        """Grants a lease to all waiting requests. Returns whether there were any."""
         now = self._clock()
         granted = self.leases.grant(now)
         if granted:
@@ -229,11 +232,11 @@ class ModelHandle:
         return granted
 
     def reset_backoff(self) -> None:
-        """Try again at once, as if it had not broken lately."""
+        """Allows a load at once, as if there had been no recent failures."""
         self.restart_state = replace(self.restart_state, load_failures=0, not_before=self._clock())
 
     def fail_load(self, error: AppError) -> None:
-        """It cannot be loaded, and nobody tried."""
+        """Records that the model cannot be loaded, without an attempt to load it."""
         error = self._redact(error)
         self.restart_state = after_failed_load(
             self.restart_state, self._clock(), error, self._restart_policy
@@ -241,11 +244,12 @@ class ModelHandle:
         self.leases.fail_waiting(error)
 
     def forget_crashes(self) -> None:
-        """Forget which prompts it broke with."""
+        """Forgets which prompts ran when the model crashed."""
         self._quarantine.forget_crashes()
 
     async def run(self, runner: Runner, files: ModelFiles, allocation: int | None) -> None:
-        """Loads, serves until the runner breaks or this is cancelled, ends the runner."""
+        """Loads the model, serves until the runner fails or this call is cancelled, and stops the
+        runner. allocation: bytes that the model may use; None for all memory."""
         self._runner, self.files, self.allocation, self.phase = runner, files, allocation, "loading"
         self._restarts += self._failed_since_ready
         try:
@@ -255,7 +259,7 @@ class ModelHandle:
             since = self._clock()
             loss = await runner.wait_for_failure()
             self._on_runner_lost(loss, self._clock() - since)
-        except Exception as error:  # whatever broke this model, the others go on
+        except Exception as error:  # a failure of this model must not affect other models
             self._on_load_failed(error)
         finally:
             self.phase = "leaving"
@@ -265,11 +269,11 @@ class ModelHandle:
                 log.exception("stopping the runner of %s failed", self.served.name)
 
     def mark_unloaded(self) -> None:
-        """To be said when `live` is over, also if it never began."""
+        """Must be called when the task of `run` has ended, even if it never began."""
         if self._runner is not None:
             self._previous_stats = counters_only(self.status().stats)
         self.would_have_expired = 0.0 if self.unload_requested else self.expires_at()
-        # one that broke, or was asked to go, was not driven out; nor one that had not been here
+        # not an eviction if it failed, was unloaded on request or was never ready
         self._evictions += self.capacity is not None and not (
             self._failed_since_ready or self.would_have_expired <= self._clock()
         )
@@ -351,7 +355,7 @@ class ModelHandle:
             now - started_at,
             context,
         )
-        # also where it was asked to go meanwhile: these came before
+        # even if an unload was requested meanwhile, since these requests came first
         self.grant_leases()
         self._notify_pool()
 
@@ -377,8 +381,8 @@ class ModelHandle:
 
     @contextmanager
     def _redacting_errors(self) -> Generator[None]:
-        """What the runner says goes to a client without paths; the log has them. What is wrong with
-        a request is the client's own words, some of which look like paths."""
+        """Removes paths from the runner's errors; the log contains them. Errors of the request are
+        left unchanged, since they quote the client's text, which may look like a path."""
         try:
             yield
         except AppError as error:
@@ -390,8 +394,8 @@ class ModelHandle:
             raise cleaned from error
 
     def _on_load_failed(self, error: Exception) -> None:
-        """Whoever waits is told at once what is wrong with the model; a runner that crashed may
-        get through the next time, and is waited for as long as it is tried."""
+        """Fails the waiting requests at once with the error. After a crash of the runner, the next
+        load may succeed, so requests wait as long as it is retried."""
         self._failed_since_ready = True
         name = self.served.name
         if not isinstance(error, AppError):

@@ -1,7 +1,7 @@
-"""Requests' holds on a model.
+"""Leases of a model: which requests hold it and which wait for it.
 
-Knows: who waits for a model and who holds it, since when. Must not know: runners, who decides that
-it is loaded. Whoever holds a model keeps it in memory; whoever waits makes it wanted.
+Knows: waiting and held leases, since when. Must not know: runners, who decides that a model is
+loaded. A held lease keeps the model in memory; a waiting lease causes it to be loaded.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import Literal
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
 
-# seconds that a client is told to wait which is refused because others wait already
+# Retry-After, in seconds, for a request that is rejected because too many wait
 _RETRY_AFTER = 5
 
-# seconds by which a client may be late that was told when to come again
+# seconds after Retry-After for which the place of the client is kept
 _RETRY_GRACE = 5.0
 
 
 class ModelLease:
-    """What one request has of a model. since: when it came to wait, or to hold."""
+    """The lease of one request. since: when it began to wait, or to hold the model."""
 
     def __init__(self, since: float, loading: Callable[[], ModelLoading]) -> None:
         self.since = since
@@ -40,14 +40,14 @@ class ModelLease:
         return self._loading()
 
     async def wait(self) -> None:
-        """Returns when the model is in memory and this holds it. A model that breaks while it is
-        waited for is waited for again. Raises AppError: BUSY when too many wait already, STOPPING,
-        or whatever it is that keeps the model from being loaded."""
+        """Returns when the model is loaded and this lease holds it. If the model fails meanwhile,
+        the lease waits for the next load. Raises AppError: BUSY if too many requests wait,
+        STOPPING, or the error that prevents the load."""
         while self.state == "waits":
             self._changed.clear()
             await self._changed.wait()
         if self._error is not None:
-            # each who waits gets one of its own: raising adds to what an exception carries
+            # a copy for each waiter, since raising adds a traceback to the exception
             raise copy_error(self._error, self._error.retry_after)
 
     def set_state(self, state: Literal["waits", "holds", "refused"], since: float) -> None:
@@ -60,14 +60,14 @@ class ModelLease:
 
 
 class ModelLeases:
-    """All of one model.
+    """The leases of one model.
 
-    Not every client can be kept waiting; one that cannot is told to come again. Its place is kept
-    until it does: for as long as it is expected, one lease of nobody's stands for all such clients,
-    which waits, and holds, as theirs did. Otherwise they would stand behind everybody else each
-    time, and a load that takes longer than they wait would be given up for others each time.
+    A client that cannot wait for the load gets an error with Retry-After. Its place is kept until
+    it retries: a placeholder, one lease for all such clients, waits for the model and holds it in
+    their place. Without it, these clients would lose their place in the queue with each attempt,
+    and a load that takes longer than they wait would be abandoned for other models each time.
 
-    placeholder_until: when that ends; None where nobody is expected."""
+    placeholder_until: when the placeholder expires; None if there is none."""
 
     def __init__(self, loading: Callable[[], ModelLoading]) -> None:
         self._loading = loading
@@ -77,12 +77,12 @@ class ModelLeases:
         self.placeholder_until: float | None = None
 
     def __len__(self) -> int:
-        """Of clients that are here."""
+        """The number of leases of connected clients, without the placeholder."""
         return len(self._leases) - (self._placeholder is not None)
 
     @property
     def num_waiting(self) -> int:
-        """Clients that are here."""
+        """The number of waiting leases of connected clients."""
         return sum(lease.is_waiting for lease in self._leases if lease is not self._placeholder)
 
     @property
@@ -102,7 +102,8 @@ class ModelLeases:
         return lease
 
     def keep_place(self, lease: ModelLease, error: AppError, now: float) -> None:
-        """The client is about to leave with this error; perhaps it is told to come again."""
+        """Called before a request fails with `error`; adds a placeholder if the client is expected
+        to retry."""
         if not lease.is_waiting or error.kind is not ErrorKind.LOADING or error.retry_after is None:
             return
         if self._placeholder is None:
@@ -111,14 +112,14 @@ class ModelLeases:
         self.placeholder_until = now + error.retry_after + _RETRY_GRACE
 
     def drop_placeholder(self) -> None:
-        """Somebody came, or there is nothing to come for."""
+        """Removes the placeholder: a client has arrived, or the model is not to be loaded."""
         if self._placeholder is not None:
             del self._leases[self._placeholder]
         self._placeholder = self.placeholder_until = None
 
     async def wait_until_ready(self, now: float) -> None:
-        """Returns when the model is in memory, for jobs of a request that holds a lease of its own:
-        this one counts as nobody. Raises as `Lease.wait` does."""
+        """Returns when the model is loaded, for jobs of a request that has a lease of its own; this
+        wait is not counted as a lease. Raises as `ModelLease.wait` does."""
         lease = ModelLease(now, self._loading)
         self._reacquiring[lease] = None
         try:
@@ -133,20 +134,20 @@ class ModelLeases:
     def release(self, lease: ModelLease) -> None:
         del self._leases[lease]
         if lease.state == "waits":
-            # whoever still waits in another task would do so for ever
+            # else another task that waits for this lease would wait forever
             lease.fail(AppError(ErrorKind.LOADING, "the request has ended"))
 
     def grant(self, now: float) -> bool:
-        """Whether anybody had waited."""
+        """Grants all waiting leases. Returns whether there were any."""
         return self._set_states("waits", "holds", now)
 
     def return_to_waiting(self, now: float) -> None:
-        """The model is gone, and those who held it wait for it again. Whose answer broke off with
-        it leaves at once; the others had not begun."""
+        """The model was unloaded: held leases wait for it again. Requests that had started end with
+        an error at once; the others continue to wait."""
         self._set_states("holds", "waits", now)
 
     def fail_waiting(self, error: AppError) -> None:
-        """To all who wait."""
+        """Fails all waiting leases with this error."""
         self.drop_placeholder()
         for lease in (*self._leases, *self._reacquiring):
             if lease.state == "waits":
@@ -162,7 +163,7 @@ class ModelLeases:
 
 
 def copy_error(error: AppError, retry_after: int | None) -> AppError:
-    """The same, to be raised by somebody else."""
+    """A copy of the error to raise in another task, with its own retry_after."""
     return AppError(
         error.kind,
         error.marked_message,

@@ -1,9 +1,11 @@
-"""Who is in memory, in fact: the one owner of all residents, on the event loop.
+"""The pool of models: owns all handles, and loads and unloads models as the policy decides.
 
-Knows: the policy (`app.runners.eviction`), how to make a runner and how to ask what a model needs.
-Must not know: HTTP, text, what a runner is. One task supervises: it asks for a plan whenever
-something changed and starts what the plan says. Loading, watching and ending a runner is a task of
-its own per model (`ModelHandle.run`), so that none of them holds up the others.
+Knows: the policy (`app.runners.eviction`), how to create a runner, how to estimate a model's
+memory. Must not know: HTTP, text, how runners work.
+
+One task on the event loop supervises: it computes a plan after each change and starts the plan's
+actions. Each model has its own task, which loads, watches and stops its runner (`ModelHandle.run`),
+so that models do not block each other.
 """
 
 import asyncio
@@ -27,16 +29,18 @@ from app.runners.restart_policy import RestartPolicy
 
 log = logging.getLogger(__name__)
 
-# seconds until the next plan where making one failed, which is a mistake of ours
+# seconds until the next plan after a plan failed, which is a bug
 _PLAN_RETRY_DELAY = 1.0
 
 
 class ModelPool:
-    """make_runner: a runner with these settings, whose `memory` is its share. read_files: reads and
-    checks a model's files. estimate_memory: what a model asks for, measured while nothing is being
-    loaded; None for a server with one model, which then gets all that the settings give.
-    total_bytes: bytes for all models; None is what the device can give. max_loaded: models at once.
-    on_unloaded: told of a model whose runner is gone."""
+    """Loads and unloads models.
+
+    make_runner: creates a runner from settings, whose `memory` is the model's allocation.
+    read_files: reads and checks a model's files. estimate_memory: estimates a model's memory; runs
+    while no model is being loaded; None for a server with one model, which gets all the memory of
+    its settings. total_bytes: bytes for all models; None is what the device has. max_loaded:
+    maximum number of loaded models. on_unloaded: called when a model's runner has ended."""
 
     on_unloaded: Callable[[ServedModel], None]
 
@@ -63,120 +67,121 @@ class ModelPool:
         self._supervisor_task: asyncio.Task[None] | None = None
         self._stopping = False
 
-    # for whoever serves requests
+    # for the code that serves requests
 
     def get_handle(self, served: ServedModel) -> ModelHandle:
-        """The model's stable handle: the same one at every call."""
-        resident = self._handles.get(served.name)
-        if resident is None:
-            resident = ModelHandle(
+        """The model's handle: the same object for every call."""
+        handle = self._handles.get(served.name)
+        if handle is None:
+            handle = ModelHandle(
                 served,
                 clock=self._clock,
                 restart_policy=self._restart_policy,
                 notify_pool=self._changed.set,
             )
-            self._handles[served.name] = resident
-        resident.served = served
-        return resident
+            self._handles[served.name] = handle
+        handle.served = served
+        return handle
 
     @asynccontextmanager
     async def lease(self, served: ServedModel) -> AsyncGenerator[ModelLease]:
-        """Entering waits for nothing."""
-        resident, now = self.get_handle(served), self._clock()
-        waiting = resident.leases.num_waiting
-        lease = resident.leases.add(now)
+        """Yields a lease of the model, which may still be waiting; entering does not wait."""
+        handle, now = self.get_handle(served), self._clock()
+        waiting = handle.leases.num_waiting
+        lease = handle.leases.add(now)
         if self._stopping:
             lease.fail(build_stopping_error())
-        elif resident.accepts_requests:
-            resident.grant_leases()
+        elif handle.accepts_requests:
+            handle.grant_leases()
         elif lease.is_held:
-            pass  # a place was kept for it, though nobody else is let in
-        elif (error := resident.restart_state.error) and resident.restart_state.is_refused(
+            pass  # it took over a placeholder, though new requests have to wait
+        elif (error := handle.restart_state.error) and handle.restart_state.is_refused(
             now, self._restart_policy
         ):
-            lease.fail(copy_error(error, math.ceil(resident.restart_state.not_before - now)))
-        elif waiting >= max(1, served.settings.max_queue):  # one always may, or it is never loaded
-            resident.count_rejected()
+            lease.fail(copy_error(error, math.ceil(handle.restart_state.not_before - now)))
+        elif waiting >= max(1, served.settings.max_queue):  # one always may wait, or it never loads
+            handle.count_rejected()
             lease.fail(build_busy_error(served.name, waiting))
         else:
             self._changed.set()
         try:
             yield lease
         except AppError as error:
-            resident.leases.keep_place(lease, error, self._clock())
+            handle.leases.keep_place(lease, error, self._clock())
             raise
         finally:
             if lease.is_held:
-                resident.last_used = self._clock()
-            resident.leases.release(lease)
+                handle.last_used = self._clock()
+            handle.leases.release(lease)
             self._lease_released.set()
             self._changed.set()
 
     def set_keep_alive(self, served: ServedModel, seconds: float, *, admin: bool) -> None:
-        """How long the model stays without requests from now on, as a request says that was
-        accepted. admin: whether its caller may manage models: see `ModelHandle.set_keep_alive`."""
+        """Sets the keep-alive that an accepted request asks for, in seconds. admin: whether the
+        caller may manage models; see `ModelHandle.set_keep_alive`."""
         self.get_handle(served).set_keep_alive(seconds, admin=admin)
         self._changed.set()
 
     def model_state(self, served: ServedModel) -> ModelState:
-        resident = self._handles.get(served.name)
-        if resident is None:
+        handle = self._handles.get(served.name)
+        if handle is None:
             return ModelState(name=served.name, phase="unloaded", pinned=served.pinned)
-        return resident.state()
+        return handle.state()
 
     def context_length(self, served: ServedModel) -> int | None:
-        """Positions of one sequence; None while the model is not loaded. May be asked on any
-        thread: requests are read on others than the event loop's."""
-        resident = self._handles.get(served.name)
-        capacity = None if resident is None else resident.capacity
+        """The positions of one sequence; None while the model is not loaded. Thread-safe, since
+        requests are parsed outside the event loop."""
+        handle = self._handles.get(served.name)
+        capacity = None if handle is None else handle.capacity
         return None if capacity is None else capacity.context_length
 
     def loaded_files(self, served: ServedModel) -> ModelFiles | None:
-        """Those that the model was loaded from; None while it is not loaded. On any thread."""
-        resident = self._handles.get(served.name)
-        return None if resident is None or resident.capacity is None else resident.files
+        """The files that the model was loaded from; None while it is not loaded. Thread-safe."""
+        handle = self._handles.get(served.name)
+        return None if handle is None or handle.capacity is None else handle.files
 
     def preload(self, served: ServedModel) -> None:
-        """Load it where there is room, and start it again when it breaks, though nobody asks for
-        it: until it is unloaded, its time is over or others need its room. Forgets a refusal."""
-        resident = self.get_handle(served)
-        resident.keep_loaded = True
-        resident.reset_backoff()
+        """Loads the model if memory is free, and restarts it after failures, even without requests:
+        until it is unloaded, its keep-alive expires or it is evicted. Resets the backoff after
+        failed loads."""
+        handle = self.get_handle(served)
+        handle.keep_loaded = True
+        handle.reset_backoff()
         self._changed.set()
 
     async def unload(self, served: ServedModel) -> None:
-        """Returns when it is out of memory; the requests that are here are answered first, and new
-        ones load it again. Forgets which prompts it broke with. Raises AppError(INVALID) for a
-        pinned one."""
+        """Unloads the model; returns when its memory is free. Running requests finish first; new
+        requests load it again. Forgets which prompts ran when it crashed. Raises AppError(INVALID)
+        for a pinned model."""
         if served.pinned:
             raise AppError(
                 ErrorKind.INVALID,
                 f"{served.name} is pinned and cannot be unloaded: serve it without `pinned` first",
                 param="model",
             )
-        resident = self.get_handle(served)
-        resident.keep_loaded = False
-        resident.leases.drop_placeholder()
-        resident.forget_crashes()
+        handle = self.get_handle(served)
+        handle.keep_loaded = False
+        handle.leases.drop_placeholder()
+        handle.forget_crashes()
         life = self._run_tasks.get(served.name)
         if life is not None:
-            resident.unload_requested = True
-            if resident.phase == "loading" and not len(resident.leases):
+            handle.unload_requested = True
+            if handle.phase == "loading" and not len(handle.leases):
                 self._start_unload(served.name)
             self._changed.set()
             await asyncio.wait({life})
 
-    # its life
+    # lifecycle
 
     async def start(self) -> None:
         self._supervisor_task = asyncio.create_task(self._supervise())
 
     async def stop(self, drain: float = 0.0) -> None:
-        """Refuses whoever comes from now on or waits for a model, lets the others end for `drain`
-        seconds, and ends all runners at once. May be called again."""
+        """Rejects new and waiting requests, lets running ones finish for up to `drain` seconds, and
+        stops all runners concurrently. May be called again."""
         self._stopping = True
-        for resident in self._handles.values():
-            resident.leases.fail_waiting(build_stopping_error())
+        for handle in self._handles.values():
+            handle.leases.fail_waiting(build_stopping_error())
         with suppress(TimeoutError):
             async with asyncio.timeout(drain):
                 while any(r.leases.held_since is not None for r in self._handles.values()):
@@ -204,55 +209,54 @@ class ModelPool:
                     await self._changed.wait()
 
     def _run_plan(self, now: float) -> float | None:
-        """Do what there is to do; when there will be more, if nothing happens before."""
+        """Computes a plan and starts its actions. Returns when to plan again if nothing changes
+        before; None for never."""
         queue = self._pending_models(now)
         here = [self._handles[name] for name in self._run_tasks]
-        head = next((resident for resident in queue if resident.phase == "out"), None)
+        head = next((handle for handle in queue if handle.phase == "out"), None)
         self._preflight.select(head, here)
-        tenants = [resident.to_loaded_model() for resident in here]
-        applicants = [self._build_load_request(resident) for resident in queue]
-        decided = plan(now, applicants, tenants, self._build_limits(now, head))
+        loaded = [handle.to_loaded_model() for handle in here]
+        requests = [self._build_load_request(handle) for handle in queue]
+        decided = plan(now, requests, loaded, self._build_limits(now, head))
         for action in decided.actions:
-            resident = self._handles[action.name]
+            handle = self._handles[action.name]
             match action:
                 case Load():
-                    self._start_load(resident, action.allocation)
+                    self._start_load(handle, action.allocation)
                 case Evict():
-                    # those who keep models here did not mean that others cannot be
-                    resident.keep_loaded = False
+                    # keep_loaded must not prevent other models from being loaded
+                    handle.keep_loaded = False
                     self._start_unload(action.name)
                 case RejectLoad():
                     log.warning("%s", action.reason)
-                    resident.fail_load(AppError(ErrorKind.MODEL_FILES, action.reason))
+                    handle.fail_load(AppError(ErrorKind.MODEL_FILES, action.reason))
                 case SkipPreload():
                     log.warning("not preloading %s: %s", action.name, action.reason)
-                    resident.keep_loaded = False
+                    handle.keep_loaded = False
         news = bool(decided.actions)
         for name in self._run_tasks:
-            resident = self._handles[name]
-            resident.draining = name in decided.draining
-            news |= resident.accepts_requests and resident.grant_leases()
+            handle = self._handles[name]
+            handle.draining = name in decided.draining
+            news |= handle.accepts_requests and handle.grant_leases()
         if news:
             self._changed.set()
         later = [wake for r in self._handles.values() for wake in self._wake_times(r, now)]
         return min([*later, *([] if decided.wake_at is None else [decided.wake_at])], default=None)
 
     def _pending_models(self, now: float) -> list[ModelHandle]:
-        """Models that are waited for and may be tried now, in the order in which they came."""
+        """The models with demand that may be loaded now, in the order of their requests."""
         queue: list[tuple[float, ModelHandle]] = []
-        for resident in self._handles.values():
-            resident.leases.expire_placeholder(now)
-            since = resident.leases.waiting_since
-            if resident.phase == "out" and (
-                resident.restart_state.not_before > now or self._stopping
-            ):
+        for handle in self._handles.values():
+            handle.leases.expire_placeholder(now)
+            since = handle.leases.waiting_since
+            if handle.phase == "out" and (handle.restart_state.not_before > now or self._stopping):
                 continue
             if since is not None:
-                queue.append((since, resident))
-            elif resident.keep_loaded and resident.phase == "out":
-                queue.append((now, resident))
+                queue.append((since, handle))
+            elif handle.keep_loaded and handle.phase == "out":
+                queue.append((now, handle))
         queue.sort(key=lambda item: (item[0], not item[1].served.pinned))
-        return [resident for _, resident in queue]
+        return [handle for _, handle in queue]
 
     def _wake_times(self, handle: ModelHandle, now: float) -> Iterator[float]:
         if handle.phase == "out" and handle.has_demand and handle.restart_state.not_before > now:
@@ -274,24 +278,20 @@ class ModelPool:
 
     def _build_limits(self, now: float, head: ModelHandle | None) -> PoolLimits:
         gone = [
-            resident
-            for resident in self._handles.values()
-            if resident.phase == "out"
-            and resident.would_have_expired > now
-            and resident is not head
+            handle
+            for handle in self._handles.values()
+            if handle.phase == "out" and handle.would_have_expired > now and handle is not head
         ]
-        gone.sort(key=lambda resident: resident.last_used, reverse=True)
+        gone.sort(key=lambda handle: handle.last_used, reverse=True)
         return PoolLimits(
             total_bytes=self._preflight.total_bytes,
             max_loaded=self._max_loaded,
             evicted_min_bytes=[
-                resident.requirement.min_bytes
-                for resident in gone
-                if resident.requirement is not None
+                handle.requirement.min_bytes for handle in gone if handle.requirement is not None
             ],
         )
 
-    # what the plan says
+    # the plan's actions
 
     def _start_load(self, handle: ModelHandle, allocation: int | None) -> None:
         served = handle.served
@@ -307,11 +307,12 @@ class ModelPool:
         log.info("loading %s", served.name)
 
     def _start_unload(self, name: str) -> None:
-        """Unless it is on its way out already: whoever cleans up must not be interrupted."""
-        resident = self._handles[name]
-        if resident.phase != "leaving":
+        """Starts to unload a model, unless it is being unloaded: the cleanup must not be
+        interrupted."""
+        handle = self._handles[name]
+        if handle.phase != "leaving":
             log.info("unloading %s", name)
-            resident.phase = "leaving"
+            handle.phase = "leaving"
             self._run_tasks[name].cancel()
 
     def _on_unloaded(self, handle: ModelHandle) -> None:

@@ -1,10 +1,11 @@
-"""What the model needs whose turn it is to be loaded.
+"""Preflight: estimates the memory of the next model to load, in a short-lived process.
 
-Knows: how to read a model's files and how to ask what it needs. Must not know: who is evicted for
-it. It is looked at once per turn, and while nothing comes or goes, so that what is free then is
-free for it; what was found holds until its load begins or its turn is over.
+Knows: how to read a model's files, how to run the estimate, its messages. Must not know: which
+models are evicted.
 
-What a model needs, asked of a process that lives only for that.
+The estimate runs once per model at the head of the queue, while no other model is being loaded or
+unloaded, so that the memory free at that time is available to it. The result is valid until the
+load begins or another model is at the head of the queue.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ from app.runners.handle import ModelHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """One line to the process's standard input, which stays open as long as somebody waits for the
-    answer. parent_pid: the pid of whoever asks. loaded_bytes: bytes that models have which are
-    loaded already."""
+    """One line on the process's standard input, which stays open while the parent waits for the
+    response. parent_pid: pid of the parent. loaded_bytes: bytes of the models that are loaded
+    already."""
 
     parent_pid: int
     files: ModelFiles
@@ -36,7 +37,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateError:
-    """kind, message: of the AppError that measuring raised."""
+    """kind, message: those of the AppError that the estimate raised."""
 
     kind: ErrorKind
     message: str
@@ -44,7 +45,7 @@ class EstimateError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateResponse:
-    """One line from its standard output."""
+    """One line on the process's standard output."""
 
     result: MemoryRequirement | EstimateError
 
@@ -52,9 +53,9 @@ class EstimateResponse:
 async def estimate_memory(
     files: ModelFiles, settings: Settings, loaded_bytes: int
 ) -> MemoryRequirement:
-    """loaded_bytes: bytes that models have which are loaded already. Raises AppError(MODEL_FILES)
-    for files that cannot become a model, or if the process broke over them or took longer than
-    `settings.load_timeout`; AppError(ENGINE) where there can be no process."""
+    """Estimates a model's memory in a separate process. loaded_bytes: bytes of the models that are
+    loaded already. Raises AppError(MODEL_FILES) for unusable files, if the process fails, or if it
+    takes longer than `settings.load_timeout`; AppError(ENGINE) if the process cannot be started."""
     question = EstimateRequest(
         parent_pid=os.getpid(), files=files, settings=settings, loaded_bytes=loaded_bytes
     )
@@ -87,13 +88,14 @@ def _build_error(kind: ErrorKind, files: ModelFiles, reason: str) -> AppError:
 log = logging.getLogger(__name__)
 
 ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
-# files, settings, bytes that models have which are loaded already
+# arguments: files, settings, bytes of the models that are loaded already
 EstimateMemory = Callable[[ModelFiles, Settings, int], Awaitable[MemoryRequirement]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """total_bytes: bytes for all models; None, like need, where a model gets all there is."""
+    """requirement, total_bytes: the model's memory and the bytes for all models; both None if the
+    model gets all memory."""
 
     files: ModelFiles
     requirement: MemoryRequirement | None
@@ -101,8 +103,9 @@ class PreflightResult:
 
 
 class Preflight:
-    """total_bytes: bytes for all models; None is what the device can give. on_result: called when
-    something was found out."""
+    """Reads the files and estimates the memory of one model at a time. estimate: None if the model
+    gets all memory. total_bytes: bytes for all models; None is what the device has. on_result:
+    called when an estimate has finished."""
 
     def __init__(
         self,
@@ -121,14 +124,15 @@ class Preflight:
 
     @property
     def total_bytes(self) -> int | None:
-        """As of what was found last."""
+        """The bytes for all models according to the last result; None if there is none."""
         return None if self._result is None else self._result.total_bytes
 
     def get_result(self, name: str) -> PreflightResult | None:
         return self._result if self._model == name else None
 
     def select(self, handle: ModelHandle | None, loaded: Sequence[ModelHandle]) -> None:
-        """It is this one's turn. loaded: those in memory."""
+        """Sets the model at the head of the queue, and starts its estimate if possible. loaded:
+        the models in memory."""
         name = None if handle is None else handle.served.name
         if name != self._model:
             self._reset()
@@ -139,7 +143,7 @@ class Preflight:
             self._task = asyncio.create_task(self._run(handle, loaded))
 
     def take_files(self, name: str) -> ModelFiles:
-        """Its load begins."""
+        """Returns the files of the model and resets the preflight, since its load begins."""
         assert self._model == name
         assert self._result is not None
         files = self._result.files
@@ -155,8 +159,9 @@ class Preflight:
     async def _estimate(
         self, handle: ModelHandle, files: ModelFiles, loaded_bytes: int
     ) -> MemoryRequirement | None:
-        """Not again for the same files, where it is not the device that must be asked each time:
-        laying out a model takes about as long as loading a small one."""
+        """The model's memory. With a fixed total, the last estimate for the same files is reused:
+        an estimate takes about as long as the load of a small model. Otherwise the device's free
+        memory must be read each time."""
         if self._estimate_memory is None:
             return None
         if (
@@ -194,7 +199,7 @@ class Preflight:
                 self._result = PreflightResult(
                     files=files, requirement=need, total_bytes=need.device_budget
                 )
-            else:  # somebody left meanwhile, and nobody knows whether that was free already
+            else:  # a model was unloaded meanwhile, so the free memory is uncertain
                 self._reset()
         self._on_result()
 

@@ -1,7 +1,7 @@
-"""`python -m app.runners.preflight_main`: what a model needs, told to whoever started this.
+"""`python -m app.runners.preflight_main`: the process that estimates a model's memory.
 
-Knows: one line in, one line out. Must not know: requests. Lives as long as one measurement, and no
-longer than whoever asked.
+Knows: one line of input, one line of output. Must not know: requests. The process runs for one
+estimate and exits with its parent.
 """
 
 import sys
@@ -19,7 +19,7 @@ def main() -> int:
         return 1
     question = Codec[EstimateRequest](EstimateRequest).decode(line)
     parent_watch.exit_with_parent(question.parent_pid)
-    # takes a while, in which whoever asked may go
+    # imported after `exit_with_parent`, since the import takes a while
     from app.engine.fit import estimate_memory
 
     try:

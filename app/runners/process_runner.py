@@ -1,19 +1,17 @@
-"""A runner whose engine lives in a process of its own.
+"""A runner whose engine runs in a separate process.
 
-Knows: the process, the line to it, the desk, the vigil. Must not know: tensors, text, how the
-process does what it is asked. Nothing is evaluated here; token ids, numbers and words cross.
+Knows: the process, its client, the dispatcher, the watchdog. Must not know: tensors, text, how the
+process works. Nothing is computed here; only token ids, numbers and strings are exchanged.
 
-One task owns the process from its beginning to its end: `_live`. However that end comes, everybody
-who waits for something is told by the desk, and everything that was opened is closed.
-
-When a runner that says nothing, or always the same, counts as hung.
+One task, `_run_process`, owns the process from start to exit. However the process ends, the
+dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` decides when a
+process that sends nothing, or makes no progress, counts as hung.
 """
 
 import asyncio
 import logging
 import math
 import os
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -39,17 +37,18 @@ from app.runners.worker_protocol import (
 
 
 class Watchdog:
-    """watchdog: seconds; interval: seconds between two heartbeats, and between two looks."""
+    """Detects a hung process. watchdog: seconds without progress after which it counts as hung.
+    interval: seconds between two heartbeats, and between two checks."""
 
     def __init__(self, *, watchdog: float, interval: float) -> None:
         self._limit = math.ceil(watchdog / interval)
         self._interval = interval
-        self._silent_checks: int | None = None  # looks since something was heard, once anything was
-        self._unchanged_beats = 0  # heartbeats that told of one and the same stage
+        self._silent_checks: int | None = None  # checks since the last message; None before any
+        self._unchanged_beats = 0  # consecutive heartbeats without progress
         self._last_heartbeat: Heartbeat | None = None
 
     def note_activity(self) -> None:
-        """Anything at all."""
+        """Called for every message of the process."""
         self._silent_checks = 0
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -58,7 +57,7 @@ class Watchdog:
         self._last_heartbeat = heartbeat
 
     def check(self) -> str | None:
-        """To be called once in an interval: a sentence when it hangs."""
+        """Must be called once per interval. Returns a sentence if the process hangs, else None."""
         if self._silent_checks is None:
             return None
         self._silent_checks += 1
@@ -80,26 +79,26 @@ log = logging.getLogger(__name__)
 GetStatus = Callable[[], Awaitable[WorkerStatus]]
 OpenEvents = Callable[[], AbstractAsyncContextManager[AsyncIterator[WorkerEvent]]]
 
-# seconds between two looks at a model that is being loaded
+# seconds between two polls while the model is being loaded
 _LOAD_POLL_INTERVAL = 0.1
 
-# seconds that a process may take to begin: a second or two, on a machine that is not very busy
+# seconds for the start of a process, which takes one or two on a machine that is not busy
 _STARTUP_TIMEOUT = 30.0
 
-# seconds between two probes of the way that jobs take, at most, and while that way is broken
+# maximum seconds between two probes of the job endpoint; seconds between them while it fails
 _PROBE_INTERVAL, _PROBE_RETRY_DELAY = 5.0, 1.0
 
-# Probes in a row that time out before the process counts as hung, each after `watchdog` seconds:
-# this process may have been stopped while the first one waited, and what hangs in the engine is
-# reported by its heartbeats before that.
+# Consecutive probes that must time out, each after `watchdog` seconds, before the process counts as
+# hung: this process may have been suspended during the first one, and a hung engine is detected
+# earlier by its heartbeats.
 _MAX_MISSED_PROBES = 2
 
-# seconds that a process which has hung up may take to end
+# seconds for the exit of a process that has closed its connection
 _EXIT_TIMEOUT = 2.0
 
 
 class ProcessRunner:
-    """settings: those that the engine reads, watchdog and load_timeout."""
+    """Implements `Runner`. settings: the engine's settings, `watchdog` and `load_timeout`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -151,15 +150,14 @@ class ProcessRunner:
             await asyncio.wait({self._task})
 
     async def _run_process(self, files: ModelFiles) -> None:
-        """The process, from its beginning to its end."""
-        secret = secrets.token_urlsafe(32)
+        """Starts the process and supervises it until its exit."""
         try:
-            self._process = await ChildProcess.start(files.name, self._build_init(files, secret))
+            self._process = await ChildProcess.start(files.name, self._build_init(files))
             if self._stopping:
                 self._process.kill()
-            await self._supervise(files.name, secret, self._process)
+            await self._supervise(files.name, self._process)
         except Exception as error:
-            if not isinstance(error, OSError):  # which the machine has to answer for
+            if not isinstance(error, OSError):  # an OSError is an error of the machine, not a bug
                 log.exception("%s: managing its process failed", files.name)
             message = f"the process of {files.name} could not be started: {error}"
             self._dispatcher.fail(AppError(ErrorKind.ENGINE, message))
@@ -167,13 +165,12 @@ class ProcessRunner:
                 self._process.kill()
                 await self._process.wait()
 
-    def _build_init(self, files: ModelFiles, secret: str) -> Callable[[int], bytes]:
+    def _build_init(self, files: ModelFiles) -> Callable[[int], bytes]:
         def opening(socket: int) -> bytes:
             return worker_protocol.WORKER_INIT.encode(
                 WorkerInit(
                     parent_pid=os.getpid(),
                     socket_fd=socket,
-                    secret=secret,
                     settings=self._settings,
                     files=files,
                 )
@@ -181,30 +178,30 @@ class ProcessRunner:
 
         return opening
 
-    async def _supervise(self, name: str, secret: str, process: ChildProcess) -> None:
-        # imported while the process does the same with what it needs
+    async def _supervise(self, name: str, process: ChildProcess) -> None:
+        # imported while the process imports its own modules
         from app.runners.worker_client import WorkerClient
 
-        line = self._dispatcher.engine = WorkerClient(process.port, secret, self._dispatcher)
+        line = self._dispatcher.engine = WorkerClient(process.socket_path, self._dispatcher)
         interval = worker_protocol.heartbeat_interval(self._settings)
-        vigil = Watchdog(watchdog=self._settings.watchdog, interval=interval)
+        watchdog = Watchdog(watchdog=self._settings.watchdog, interval=interval)
         gone = asyncio.create_task(process.wait())
         talking = asyncio.create_task(
-            self._follow_worker(name, line.status, line.stream_events, vigil)
+            self._follow_worker(name, line.status, line.stream_events, watchdog)
         )
-        watching = asyncio.create_task(self._run_watchdog(vigil, interval))
+        watching = asyncio.create_task(self._run_watchdog(watchdog, interval))
         broken = asyncio.create_task(line.wait_until_disconnected())
         probing = asyncio.create_task(self._run_probes(name, line.probe))
         work = {talking, watching, broken, probing}
         try:
             await asyncio.wait({gone, *work}, return_when=asyncio.FIRST_COMPLETED)
             if not self._stopping:
-                # it has hung up, and may be about to say why
+                # the connection was closed; the process may be about to exit with a reason
                 await asyncio.wait({gone}, timeout=_EXIT_TIMEOUT)
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
             self._report_exit(name, await gone)
-            # it closes its connections, which it would not to the last where it is cancelled
+            # this task closes its connections on its own; cancelled, it would leave some open
             await asyncio.wait({talking}, timeout=_EXIT_TIMEOUT)
         finally:
             for task in work:
@@ -213,7 +210,7 @@ class ProcessRunner:
             await line.close()
 
     def _report_exit(self, name: str, process_exit: ProcessExit) -> None:
-        """The process has ended; if nobody knows better, that is what it was."""
+        """Fails the dispatcher with the exit of the process, unless it has failed already."""
         how, said = (
             process_exit.description,
             f": {process_exit.last_output}" if process_exit.last_output else "",
@@ -229,7 +226,7 @@ class ProcessRunner:
     async def _follow_worker(
         self, name: str, get_status: GetStatus, open_events: OpenEvents, watchdog: Watchdog
     ) -> None:
-        """Returns when there is nothing more to be heard."""
+        """Waits for the load, then reads the events of the process until the stream ends."""
         try:
             ready = await self._wait_until_loaded(name, get_status)
             if ready is None:
@@ -249,8 +246,9 @@ class ProcessRunner:
             )
 
     async def _wait_until_loaded(self, name: str, get_status: GetStatus) -> EngineReady | None:
-        """Looks until the model is there; None when the desk knows that it will not be. A process
-        that does not even answer any more is stuck, or stopped, and nothing to be patient with."""
+        """Polls until the model is loaded. Returns None if the load has failed, after reporting the
+        failure to the dispatcher. A process that does not respond for `watchdog` seconds is hung or
+        suspended, and fails without waiting for `load_timeout`."""
         last, limit = None, self._settings.load_timeout
         now = asyncio.get_running_loop().time
         moved = now()
@@ -307,9 +305,9 @@ class ProcessRunner:
         self._fail_and_kill(AppError(ErrorKind.ENGINE, stall))
 
     async def _run_probes(self, name: str, probe: Callable[[], Awaitable[None]]) -> None:
-        """Sees that jobs can reach the engine: heartbeats come another way. Returns when it takes
-        no commands for too long. A way that is broken on this side, say for lack of descriptors, is
-        no fault of the process, which may be answering others."""
+        """Probes whether jobs can reach the engine, since heartbeats use another connection.
+        Returns when the engine has accepted no command for too long. An error on this side, such as
+        a lack of file descriptors, does not count: the process may be serving other requests."""
         await self._dispatcher.wait_until_ready()
         limit, missed = self._settings.watchdog, 0
         while missed < _MAX_MISSED_PROBES:
@@ -336,7 +334,8 @@ class ProcessRunner:
         )
 
     def _fail_and_kill(self, error: AppError, *, job_error: str | None = None) -> None:
-        """The process is there and good for nothing. job_error: as `Dispatcher.fail` has it."""
+        """Fails all jobs and kills a process that is unusable. job_error: as in
+        `Dispatcher.fail`."""
         assert self._process is not None
         self._dispatcher.fail(error, job_error=job_error)
         self._process.kill()

@@ -1,20 +1,15 @@
-"""Jobs on their way to a model's runner: submitted again where the runner died before they began,
-tried alone where they ran when one died.
+"""Crash quarantine: retries jobs after a crash of the runner, suspects one at a time.
 
-Knows: which jobs are at the runner, which ones are suspects (`app.runners.quarantine`). Must not
-know: why there is a runner or none.
+Knows: the jobs at the runner, which of them are suspects. Must not know: why there is a runner or
+none.
 
-Jobs that run one at a time, whatever else runs beside them.
+A job that had not begun when the runner crashed is submitted to the next runner. All jobs that were
+running are suspects. Suspects run one at a time: a job that did not cause the crash then finishes,
+which clears it, and is not running when the cause crashes the runner again. Other jobs may run next
+to a suspect; if it crashes the runner, they become suspects as well.
 
-Prompts that stood by when a runner died.
-
-A job that was running when a runner died is a suspect, and so is everybody who ran beside it. What
-is asked of whoever runs them (`app.runners.handle`) is that suspects run one at a time: then
-an innocent one comes to a good end, which clears it, and is not there when the killer kills again.
-Others may run beside a suspect; they would be suspects, for the first time, after it.
-
-A death by a signal of an operator weighs nothing. The kernel sends the same SIGKILL when memory
-runs out; where it does not say which of the two it was, a death weighs less than a fault.
+A crash by an operator's signal has no weight. The kernel sends the same SIGKILL when the system is
+out of memory; if the sender is unknown, the crash weighs less than a fault.
 """
 
 import asyncio
@@ -33,15 +28,16 @@ from app.core.jobs import Ended, EngineStats, Job, JobUpdate
 from app.core.model_state import ServedModel
 from app.core.ports import FailureCause, Runner, Submission
 
-# seconds after which the next one's turn comes, though the one before is still at it: most of what
-# a prompt can break is broken by then, and a long answer must not keep others waiting for minutes
+# seconds after which the next suspect starts although the current one still runs: most crashes
+# happen within that time, and a long completion must not delay other suspects for minutes
 _MAX_TURN = 30.0
 
 SubmitJob = Callable[[Job], AbstractAsyncContextManager[Submission]]
 
 
 class SerialTurns:
-    """Turns. max_waiting: who may wait for one."""
+    """Runs tasks one at a time. max_waiting: maximum number of waiting tasks. max_turn: seconds
+    after which the next task may start."""
 
     def __init__(self, max_waiting: int, max_turn: float = _MAX_TURN) -> None:
         self._max_waiting = max_waiting
@@ -51,7 +47,7 @@ class SerialTurns:
 
     @asynccontextmanager
     async def take_turn(self) -> AsyncGenerator[None]:
-        """Raises AppError(BUSY) when too many wait."""
+        """Waits for a turn and holds it. Raises AppError(BUSY) if too many tasks wait."""
         if self._waiting >= self._max_waiting:
             raise AppError(
                 ErrorKind.BUSY,
@@ -82,12 +78,12 @@ class SerialTurns:
 
 
 class IsolatedSubmission:
-    """A job that waits for its turn. It is read by a task of its own, so that the turn ends with
-    the job and not with a client that is slow to read. What `submit` raises is raised where it is
-    iterated: nobody may be kept from entering, since a request enters all of its jobs before it
-    reads the first, and would wait for itself.
+    """A job that waits for its turn. A separate task reads its updates, so that the turn ends with
+    the job, not when a slow client has read the output. Entering never waits, since a request
+    enters all of its jobs before it reads the first one, and would wait for itself; exceptions of
+    `submit` are raised by the iteration.
 
-    on_success: told of a job that came to its end."""
+    on_success: called with a job that has finished without an error."""
 
     def __init__(
         self, job: Job, submit: SubmitJob, turns: SerialTurns, on_success: Callable[[Job], None]
@@ -132,7 +128,7 @@ class IsolatedSubmission:
         return None if self._submission is None else self._submission.ended_ns
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        # nothing is seen of a job before it is submitted
+        # there is no output before the job is submitted
         assert self._submission is not None
         self._submission.limit_cached_tokens(tokens)
 
@@ -148,8 +144,8 @@ class IsolatedSubmission:
             self._updates.put_nowait(error)
 
 
-# What a death weighs by its cause, and from which weight on a job is not run any more: two faults,
-# or six deaths of which it is not known whether memory ran out.
+# The weight of a crash by cause, and the total weight from which a job is refused: two faults, or
+# six crashes that may have been caused by a lack of memory.
 CRASH_WEIGHTS: Mapping[FailureCause, int] = {"fault": 3, "unknown": 1, "outside": 0}
 REFUSE_WEIGHT = 6
 
@@ -160,8 +156,8 @@ AnyJob = Job | EmbedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashRecord:
-    """crashes: how many a job ran at, and what they weigh together. last_crash: when the last one
-    was."""
+    """crashes: number of crashes during which a job ran. weight: their total weight. last_crash:
+    time of the last one."""
 
     crashes: int = 0
     weight: int = 0
@@ -169,7 +165,8 @@ class CrashRecord:
 
 
 class CrashRecords:
-    """Of one model. max_records: how many are remembered, the latest ones. ttl: seconds."""
+    """The crash records of one model. max_records: maximum number of records; the oldest are
+    dropped. ttl: seconds that a record is kept."""
 
     def __init__(
         self,
@@ -184,14 +181,15 @@ class CrashRecords:
         self._records: OrderedDict[bytes, CrashRecord] = OrderedDict()
 
     def get(self, job: AnyJob) -> CrashRecord:
-        """At which deaths it ran, as far as that is remembered."""
+        """The crash record of a job; empty if there is none."""
         self._drop_expired()
-        # a long prompt takes a millisecond to hash: not where there is nothing to compare it with
+        # hashing a long prompt takes a millisecond: skipped if there are no records
         known = self._records.get(_key(job)) if self._records else None
         return known or CrashRecord()
 
     def add_crash(self, jobs: Iterable[AnyJob], *, weight: int) -> None:
-        """A runner died while these ran; answers of one prompt beside each other are one."""
+        """Records that a runner crashed while these jobs ran; several choices of the same prompt
+        count once."""
         self._drop_expired()
         for key in {_key(job) for job in jobs}:
             before = self._records.pop(key, CrashRecord())
@@ -202,21 +200,22 @@ class CrashRecords:
             self._records.popitem(last=False)
 
     def clear(self, job: AnyJob) -> None:
-        """It came to a good end."""
+        """Removes the record of a job that has finished without an error."""
         self._records.pop(_key(job), None)
 
     def clear_all(self) -> None:
         self._records.clear()
 
     def _drop_expired(self) -> None:
-        """The oldest ones stand first, since each accusation puts its job last."""
+        """Drops expired records. The oldest come first, since each crash moves its jobs to the
+        end."""
         oldest = self._clock() - self._ttl
         while self._records and next(iter(self._records.values())).last_crash < oldest:
             self._records.popitem(last=False)
 
 
 def _key(job: AnyJob) -> bytes:
-    """What a runner is asked to evaluate, not how its answer is drawn."""
+    """A hash of the job's prompt and grammar; sampling parameters are not included."""
     if isinstance(job, EmbedJob):
         parts, rest = job.inputs, f"embed {job.pooling}"
     else:
@@ -228,25 +227,25 @@ def _key(job: AnyJob) -> bytes:
     return digest.digest()
 
 
-# Turns of an engine in which it has surely heard that a job was left: two (`Runner.submit`), and
-# those which it had made already when the news of them had not come yet.
+# Engine steps after which a cancellation has certainly taken effect: two (`Runner.submit`), and
+# steps that were complete but not yet reported.
 _STEPS_UNTIL_CANCELLED = 8
 
-# jobs that were left and may still be run which are remembered: more than run at once
+# maximum number of cancelled jobs that are tracked, as they may still run; more than run at once
 _MAX_ABANDONED = 64
 
 
 class RunnerSource(Protocol):
-    """Where runners come from."""
+    """Provides the current runner of a model."""
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """The runner of now, or the next one where there is none, or where it is `lost_runner`.
-        Raises AppError if there will be none."""
+        """Returns the current runner; waits for the next one if there is none or if it is
+        `lost_runner`. Raises AppError if there will be none."""
         ...
 
 
 class CrashQuarantine:
-    """Runs the jobs of one model."""
+    """Runs the jobs of one model, suspects one at a time."""
 
     def __init__(
         self, served: ServedModel, source: RunnerSource, clock: Callable[[], float]
@@ -258,13 +257,13 @@ class CrashQuarantine:
         self._tracked: dict[str, _TrackedJob] = {}
         self._abandoned: dict[
             str, int
-        ] = {}  # of those dispatched, and the engine's turns until then
+        ] = {}  # cancelled jobs of `_tracked`, and the engine's steps at that time
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator[Submission]:
-        """As `Runner.submit`; AppError(INVALID) also for a prompt that killed two runners. One that
-        stood by when one died waits, while it is iterated, until no other such one runs. One whose
-        runner is lost before it began is submitted to the next runner."""
+        """Like `Runner.submit`; also raises AppError(INVALID) for a prompt whose crashes reach
+        `REFUSE_WEIGHT`. The iteration of a suspect waits until no other suspect runs. A job whose
+        runner fails before it began is submitted to the next runner."""
         if not self._check_suspect(job):
             async with self._submit_with_retry(job) as submission:
                 yield submission
@@ -275,7 +274,8 @@ class CrashQuarantine:
             yield apart
 
     async def embed(self, job: EmbedJob) -> Sequence[bytes]:
-        """As `Runner.embed`, and as `submit`; inputs count as begun."""
+        """Like `Runner.embed`, with the rules of `submit`; an embedding job always counts as
+        begun."""
         if not self._check_suspect(job):
             return await self._embed(job)
         async with self._serial_turns.take_turn():
@@ -284,10 +284,13 @@ class CrashQuarantine:
         return vectors
 
     def record_crash(self, parallel: int, stats: EngineStats, *, cause: FailureCause) -> None:
-        """The runner was lost. parallel: jobs that ran at once. Those that had begun ran; so may
-        have as many of the others as there were places left, in the order in which they came: of a
-        prompt that kills at once, a runner dies before it has said that the job began. stats: the
-        last that it said. cause: see `RunnerFailure`."""
+        """Records a failure of the runner.
+
+        Jobs that had begun are suspects, and so are the next jobs in order of arrival, as many as
+        there were free places: a runner that crashes at once has not reported that the job began.
+
+        parallel: maximum number of concurrent jobs. stats: last statistics of the engine. cause:
+        see `RunnerFailure`."""
         self._drop_abandoned(stats)
         jobs = [one for one in self._tracked.values() if isinstance(one.job, Job)]
         began = [one for one in jobs if one.has_started]
@@ -300,20 +303,20 @@ class CrashQuarantine:
             one.set_implicated(implicated=one in accused)
 
     def reset(self) -> None:
-        """There is no runner any more."""
+        """Drops all jobs of a runner that has ended."""
         for one in self._tracked.values():
             one.set_implicated(
                 implicated=True
-            )  # unless it was judged before: it ends with the runner
+            )  # no effect if set before; else the job ends with the runner
         self._tracked.clear()
         self._abandoned.clear()
 
     def forget_crashes(self) -> None:
-        """Forget all suspects."""
+        """Forgets all suspects."""
         self._crash_records.clear_all()
 
     def _check_suspect(self, job: AnyJob) -> bool:
-        """Whether it is a suspect. Raises AppError(INVALID) if it is more than that."""
+        """Whether a job is a suspect. Raises AppError(INVALID) if it is refused."""
         record = self._crash_records.get(job)
         if record.weight >= REFUSE_WEIGHT:
             raise AppError(
@@ -335,7 +338,7 @@ class CrashQuarantine:
 
     @asynccontextmanager
     async def _track(self, job: Job, runner: Runner) -> AsyncGenerator["_TrackedJob"]:
-        # before it is submitted: compiling its grammar may be what kills
+        # tracked before it is submitted, since compiling its grammar may crash the runner
         one = self._tracked[job.id] = _TrackedJob(job, runner)
         try:
             yield one
@@ -353,11 +356,11 @@ class CrashQuarantine:
             self._untrack(one)
 
     def _untrack(self, tracked: "_TrackedJob") -> None:
-        """One that did not end well is remembered until the engine has turned without it: it may
-        hang in it, and clients are less patient than a watchdog; or it is dead, and the client
-        heard of it before we did."""
+        """Stops tracking a job. A job that did not finish is tracked until the engine has completed
+        a step without it: the engine may hang in it, and clients time out before the watchdog; or
+        the engine is dead and its failure was not handled yet."""
         if self._tracked.get(tracked.job.id) is not tracked:
-            return  # of a runner that is gone
+            return  # its runner has ended
         status = tracked.runner.status()
         alive = status.state != "failed"
         if alive:
@@ -368,7 +371,7 @@ class CrashQuarantine:
             self._abandoned[tracked.job.id] = status.stats.steps
 
     def _drop_abandoned(self, stats: EngineStats) -> None:
-        """Those whose leaving the engine has heard of."""
+        """Drops the cancelled jobs whose cancellation has taken effect."""
         idle = not (stats.running or stats.waiting or stats.embedding_jobs)
         for id_, turns in list(self._abandoned.items()):
             if stats.steps >= turns + (1 if idle else _STEPS_UNTIL_CANCELLED):
@@ -376,7 +379,7 @@ class CrashQuarantine:
 
 
 class _TrackedJob:
-    """A job that a runner was given. succeeded: it came to a good end."""
+    """A job submitted to a runner. succeeded: it has finished without an error."""
 
     def __init__(self, job: AnyJob, runner: Runner) -> None:
         self.job = job
@@ -390,19 +393,21 @@ class _TrackedJob:
         return self.submission is not None and self.submission.started_ns is not None
 
     def set_implicated(self, *, implicated: bool) -> None:
-        """The runner is lost; implicated: the job may be the cause. Only the first one counts."""
+        """Called when the runner has failed. implicated: the job may be the cause. Only the first
+        call counts."""
         if not self._implicated.done():
             self._implicated.set_result(implicated)
 
     async def may_retry(self) -> bool:
-        """To be asked when the runner is lost; returns when that was noticed. Not a job that had
-        begun, of which its client has seen something, nor one that may be the cause."""
+        """Whether the job may be submitted to the next runner; waits until the failure of the
+        runner was handled. False for a job that had begun, since its client may have received
+        output, and for one that may be the cause."""
         return not self.has_started and not await self._implicated
 
 
 class _RetryingSubmission:
-    """Implements `Submission`: a job at one runner after the other, until it begins. stack: left
-    when the job is."""
+    """Implements `Submission`: submits a job to one runner after the other until it begins. stack:
+    exited when the job's context is."""
 
     def __init__(
         self,
@@ -424,7 +429,7 @@ class _RetryingSubmission:
 
     @property
     def ended_ns(self) -> int | None:
-        """A job that may be submitted again keeps its place."""
+        """When the job's place was free again; None while the job may be resubmitted."""
         one = self._current
         if one is None or one.submission is None or one.submission.ended_ns is None:
             return None
@@ -440,8 +445,8 @@ class _RetryingSubmission:
         self._current.submission.limit_cached_tokens(tokens)
 
     async def submit(self, lost_runner: Runner | None = None) -> None:
-        """Submits the job, to another runner than the one that was lost. Raises as `Runner.submit`
-        does, and what keeps the model from being loaded again."""
+        """Submits the job to a runner other than `lost_runner`. Raises as `Runner.submit` does, and
+        the error that prevents the model from being reloaded."""
         while True:
             await self._stack.aclose()
             runner = await self._source.get_runner(lost_runner)

@@ -1,24 +1,26 @@
-"""When a model that broke is tried again: a pure policy.
+"""The restart policy for failed models: pure functions.
 
-Knows: clock readings, how often it broke. Must not know: runners, who waits. A runner that dies
-soon after its start is started again ever later, and a model that does not get through its load is
-left alone for a while. Then it gets one trial, not three: what broke it is likely still there.
+Knows: clock readings, the number of failures. Must not know: runners, waiting requests.
+
+A runner that fails soon after its start is restarted with increasing delays. A model whose load
+fails repeatedly is refused for a while; after that, one more failed load is enough to refuse it
+again, since the cause is likely still there.
 """
 
 from dataclasses import dataclass, replace
 
 from app.core.errors import AppError
 
-# code of an error that a load ended with though nothing was found to be wrong: it may get through
-# the next time
+# error code of a load that failed without a known error of the model; the next load may succeed
 RUNNER_CRASHED = "runner_crashed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Seconds: first, before the first restart; each one in a row doubles them, up to longest.
-    healthy_after: after which a runner that breaks is the first in a row again. refuse_for: for
-    which a model is not tried that broke tries times in a row while it was loaded."""
+    """All durations are in seconds. initial_delay: delay before the first restart; doubled for each
+    consecutive failure, up to max_delay. healthy_after: uptime after which a failure counts as the
+    first in a row again. max_load_failures: consecutive failed loads after which the model is
+    refused. refuse_for: how long it is refused."""
 
     initial_delay: float = 0.5
     max_delay: float = 30.0
@@ -29,9 +31,9 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """failures: in a row, loads included. load_failures: those that broke, in a row. not_before:
-    reading of the clock before which it is not started. error: the last one, until a load
-    succeeds."""
+    """failures: consecutive failures, including failed loads. load_failures: consecutive failed
+    loads. not_before: clock reading before which the model is not loaded. error: last error; None
+    after a successful load."""
 
     failures: int = 0
     load_failures: int = 0
@@ -53,14 +55,15 @@ def after_failed_load(
 
 
 def after_load(state: RestartState) -> RestartState:
-    """Whether it is healthy is not known yet, so the breaks in a row still count."""
+    """The state after a successful load. `failures` is kept, since the runner may still fail
+    soon."""
     return replace(state, load_failures=0, error=None)
 
 
 def after_crash(
     state: RestartState, now: float, uptime: float, error: AppError, policy: RestartPolicy
 ) -> RestartState:
-    """uptime: seconds for which it was ready."""
+    """The state after a crash of a ready runner. uptime: seconds for which it was ready."""
     breaks = 1 if uptime >= policy.healthy_after else state.failures + 1
     return RestartState(
         failures=breaks, not_before=now + _backoff_delay(breaks, policy), error=error
@@ -68,5 +71,5 @@ def after_crash(
 
 
 def _backoff_delay(failures: int, policy: RestartPolicy) -> float:
-    # the exponent is bounded: a model may break for weeks
+    # the exponent is bounded, since a model may fail for weeks
     return min(policy.max_delay, policy.initial_delay * 2.0 ** min(failures - 1, 32))

@@ -1,8 +1,9 @@
 """A runner whose engine is a thread of this process.
 
-Knows: the engine thread, asyncio. Must not know: HTTP, text. Commands go down through the thread's
-queue; messages come up by one `call_soon_threadsafe` per step, to the desk. A thread cannot be
-killed, so one that hangs is only reported.
+Knows: the engine thread, asyncio. Must not know: HTTP, text.
+
+Commands are sent through the thread's queue; messages reach the dispatcher by one
+`call_soon_threadsafe` per step. A thread cannot be killed, so a hung engine is only reported.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ from app.runners.ranks.leader import RankGroup, load_leader
 
 log = logging.getLogger(__name__)
 
-# seconds that a stopping engine may take to reach the end of its step
+# seconds for a stopping engine to finish its step
 _STOP_TIMEOUT = 30.0
 
-# the same where it may wait for another rank, which is gone
+# the same, if the step may be waiting for a lost rank
 _STOP_TIMEOUT_RANK_LOST = 1.0
 
 _MakeMatcher = Callable[[Grammar, frozenset[int], str], Awaitable[Matcher]]
 
-# looks at the heartbeat per `Settings.watchdog`
+# checks of the heartbeat per `Settings.watchdog`
 _CHECKS_PER_WATCHDOG = 4
 
 
 class ThreadRunner:
-    """settings: those that the engine reads, and watchdog. rank_group: the other ranks, where
-    several run the model together; with it, one runner can be started once."""
+    """Implements `Runner`. settings: the engine's settings and `watchdog`. rank_group: the other
+    ranks, if several run the model together; with it, only one runner can be started, and once."""
 
     def __init__(self, settings: Settings, rank_group: RankGroup | None = None) -> None:
         self._settings = settings
@@ -55,7 +56,7 @@ class ThreadRunner:
         loop = asyncio.get_running_loop()
 
         def post(message: EngineMessage) -> None:
-            # the loop may be gone already when a stopping engine has its last word
+            # the loop may be closed when a stopping engine sends its last message
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._dispatcher.receive, message)
 
@@ -109,7 +110,7 @@ class ThreadRunner:
         self._dispatcher.fail(AppError(ErrorKind.ENGINE, reason), job_error=reason)
 
     def _stall_message(self) -> str | None:
-        """A sentence when a loaded engine has been at one thing for too long."""
+        """A sentence if a loaded engine has made no progress for too long, else None."""
         if self._thread is None or self._dispatcher.status().state != "ready":
             return None
         beat = self._thread.heartbeat()
@@ -119,7 +120,7 @@ class ThreadRunner:
         return f"the engine has made no progress for {seconds:.0f} s ({beat.stage})"
 
     async def _watch_for_stalls(self) -> None:
-        """Tell the log when the engine hangs, and when it goes on, also if nobody asks."""
+        """Logs when the engine hangs and when it resumes."""
         hung = False
         while True:
             await asyncio.sleep(self._settings.watchdog / _CHECKS_PER_WATCHDOG)
@@ -141,7 +142,7 @@ def _compile_on_all_ranks(rank_group: RankGroup, grammars: GrammarCompiler) -> _
 
 
 class _ThreadClient:
-    """The engine as the desk sees it."""
+    """Implements `EngineClient` for the engine thread."""
 
     def __init__(self, thread: EngineThread, matcher: _MakeMatcher) -> None:
         self._thread = thread

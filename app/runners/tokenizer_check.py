@@ -1,10 +1,10 @@
-"""Whether a model's tokenizer may work in the server's process, found out in a process of its own.
+"""Checks in a separate process whether a model's tokenizer may be used in the server's process.
 
-Knows: which limits that process gets, what it is asked and answers, what was found out before. Must
-not know: the `tokenizers` library, what the tokenizer is tried with.
+Knows: the limits of that process, its messages, earlier results. Must not know: the `tokenizers`
+library, the texts of the check.
 
-A tokenizer.json comes from whoever made the model, and the library that works with it ends its
-process where memory is short. In the server's process that would end every model.
+A tokenizer.json comes from the author of the model, and the `tokenizers` library aborts its process
+when it runs out of memory. In the server's process, that would end every model.
 """
 
 import asyncio
@@ -18,29 +18,29 @@ from app.core.model_files import ModelFiles
 from app.runners.child_process import CompletedChild, describe_exit, run_module
 from app.runners.codec import Codec
 
-# exit status of a trial that needed more memory than it was given
+# exit status of a check that exceeded its memory limit
 OUT_OF_MEMORY_STATUS = 4
 
-# what a trial of the largest published tokenizers, 35 MB, takes is a fifth of this
+# five times the memory for the check of the largest published tokenizers (35 MB)
 _BASE_MEMORY = 2 << 30
 _MEMORY_PER_BYTE = 32
 
-# The library's threads would each take address space, which is what is limited; where it is told
-# to, it leaves out its traces, which are a hundred lines.
+# Each thread of the library would use address space, which is what the limit applies to. Without
+# RUST_BACKTRACE=0, a panic may print a hundred lines.
 _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "RUST_BACKTRACE": "0",
 }
 
-# what the allocators write before they end the process
+# messages of the allocators before they abort the process
 _ALLOCATION_ERRORS = ("memory allocation of", "capacity overflow", "MemoryError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckLimits:
-    """memory: bytes beside those that follow from the size of tokenizer.json. cpu, wall: seconds.
-    The processor's time is what counts; the other bounds a machine that has none to give."""
+    """memory: bytes in addition to those derived from the size of tokenizer.json. cpu: seconds of
+    CPU time, the actual limit. wall: seconds of real time, for an overloaded machine."""
 
     memory: int = _BASE_MEMORY
     cpu: int = 60
@@ -49,8 +49,8 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
-    """One line to the process's standard input. parent_pid: the pid of whoever asks. memory_limit:
-    bytes of address space. cpu_limit: seconds."""
+    """One line on the process's standard input. parent_pid: pid of the parent. memory_limit: bytes
+    of address space. cpu_limit: seconds of CPU time."""
 
     parent_pid: int
     files: ModelFiles
@@ -60,37 +60,37 @@ class CheckRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResponse:
-    """One line from its standard output. error: the message of the AppError that the tokenizer
-    raised; None for one that may be used."""
+    """One line on the process's standard output. error: message of the AppError that the check
+    raised; None if the tokenizer may be used."""
 
     error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _FileStamp:
-    """A file as it was when it was tried."""
+    """The size and modification time of a file when it was checked."""
 
     size: int
     mtime_ns: int
 
 
 class TokenizerChecker:
-    """Tries each tokenizer.json once as long as it is the same. Lives on the event loop. trusted:
-    whether these files are our own, which are not tried."""
+    """Checks each tokenizer.json once until it changes. Runs on the event loop. is_trusted: whether
+    a model is the built-in one, whose tokenizer is not checked."""
 
     def __init__(
         self, is_trusted: Callable[[ModelFiles], bool], limits: CheckLimits | None = None
     ) -> None:
         self._is_trusted = is_trusted
         self._limits = limits or CheckLimits()
-        # by path; one outcome each
+        # by path: the checked file and the error, None if it may be used
         self._outcomes: dict[str, tuple[_FileStamp, str | None]] = {}
-        # one model may have several names
+        # by path, since one model may have several names
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def check(self, files: ModelFiles) -> None:
         """Raises AppError(MODEL_FILES) for a tokenizer that must not be used, with the reason in
-        one line; AppError(ENGINE) where no process can be started to find out."""
+        one line; AppError(ENGINE) if the process for the check cannot be started."""
         if self._is_trusted(files):
             return
         path = str(files.tokenizer_path)
@@ -104,7 +104,7 @@ class TokenizerChecker:
             raise AppError(ErrorKind.MODEL_FILES, refused)
 
     async def _run_check(self, files: ModelFiles, stamp: _FileStamp) -> str | None:
-        """Why it must not be used, if so."""
+        """Runs the check. Returns why the tokenizer must not be used, or None."""
         limits = self._limits
         memory = limits.memory + _MEMORY_PER_BYTE * stamp.size
         question = CheckRequest(

@@ -1,7 +1,7 @@
-"""`python -m app.runners.tokenizer_check_main`: tries a tokenizer out, under limits.
+"""`python -m app.runners.tokenizer_check_main`: the process that checks a tokenizer.
 
-Knows: one line in, one line out, how a process limits itself. Must not know: which texts are tried.
-Lives as long as one trial, and no longer than whoever asked.
+Knows: one line of input, one line of output, resource limits. Must not know: the texts of the
+check. The process runs for one check and exits with its parent.
 """
 
 import os
@@ -15,7 +15,7 @@ from app.runners import parent_watch
 from app.runners.codec import Codec
 from app.runners.tokenizer_check import OUT_OF_MEMORY_STATUS, CheckRequest, CheckResponse
 
-# seconds between two looks at the memory that is used
+# seconds between two polls of the memory in use
 _MEMORY_POLL_INTERVAL = 0.02
 
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _check(request: CheckRequest) -> CheckResponse:
-    # takes a while, in which whoever asked may go
+    # imported after `exit_with_parent`, since the import takes a while
     from app.text.tokenizer import Tokenizer
     from app.text.tokenizer_probe import probe_tokenizer
 
@@ -50,8 +50,8 @@ def _check(request: CheckRequest) -> CheckResponse:
 
 
 def apply_limits(memory: int, cpu: int) -> None:
-    """memory: bytes. cpu: seconds, behind which the process gets SIGXCPU, and a second later
-    SIGKILL."""
+    """Limits this process. memory: bytes. cpu: seconds of CPU time, after which the process gets
+    SIGXCPU, and a second later SIGKILL."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower_limit(resource.RLIMIT_CPU, cpu, cpu + 1)
     if sys.platform == "linux":
@@ -61,8 +61,8 @@ def apply_limits(memory: int, cpu: int) -> None:
 
 
 def watch_memory(max_bytes: int) -> None:
-    """End this process when it has held more than `max_bytes` bytes. The library lets other threads
-    run while it works on a text."""
+    """Exits this process when it has used more than `max_bytes` bytes. The check runs on a thread:
+    the library releases the GIL while it processes a text."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
     def watch() -> None:
@@ -74,7 +74,7 @@ def watch_memory(max_bytes: int) -> None:
 
 
 def _lower_limit(kind: int, soft: int, hard: int) -> None:
-    """Nobody may raise a limit that was set from outside."""
+    """Sets a limit, but never above an existing hard limit."""
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)

@@ -1,7 +1,8 @@
-"""The line to a runner's process: requests down, news up, over loopback HTTP.
+"""The client of a model process: sends requests and reads its events by HTTP over a Unix socket.
 
-Knows: the wire, an HTTP client. Must not know: processes, who may submit how much. Imported when a
-process is started and no sooner: the client takes a while to import, in which the process begins.
+Knows: the protocol, an HTTP client. Must not know: processes, admission.
+
+Imported only after the process was started, since importing the HTTP client takes a while.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections.abc import (
     Generator,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -32,50 +34,51 @@ from app.runners.worker_protocol import WorkerEvent, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# they tell of every request, which is nobody's but ours
+# they log every request; those to a model process are internal
 for _chatty in ("httpx2", "httpcore2"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 
-# Nothing here may take longer than the process lives, and whoever watches that ends it: so there is
-# no time limit on a request, which may wait behind a long prefill.
+# No timeout: a request may wait for a long prefill, and it ends at the latest with the process,
+# which the watchdog of ProcessRunner kills if it hangs.
 _NO_TIMEOUT = httpx2.Timeout(None)
 
-# Connections at once, of which each takes a file descriptor: one for the news, one for each request
-# that is being handed over. One more request waits for one of them. Those whose answer takes long,
-# because a grammar is compiled or a vector computed, have their own, so that no other waits behind
-# them. Seconds: less than the other side keeps a connection.
+# Connection pools; each connection uses a file descriptor: one for the event stream, one for each
+# request in progress; further requests wait. Slow requests, which compile a grammar or compute
+# vectors, have their own pool, so that other requests do not wait for them. keepalive_expiry is
+# less than the keep-alive of the worker.
 _FAST_POOL = httpx2.Limits(max_connections=32, max_keepalive_connections=16, keepalive_expiry=60.0)
 _SLOW_POOL = httpx2.Limits(max_connections=64, max_keepalive_connections=4, keepalive_expiry=60.0)
 
-# What the system says when there is nothing left to open a connection with: descriptors of this
-# process or of the machine, memory for a socket, a port.
+# Errors of the system when resources for a connection are exhausted: file descriptors of this
+# process or of the machine, memory for a socket, ports.
 _EXHAUSTION_ERRNOS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
 )
 
-# seconds for which a request waits for some of that, and between two tries
+# seconds for which a request waits for such resources, and seconds between two attempts
 _EXHAUSTION_TIMEOUT, _RETRY_DELAY = 2.0, 0.05
 
-# seconds in which requests to a process that has ended end
+# seconds for requests to end after the process has exited
 _CLOSE_TIMEOUT = 1.0
 
-# bytes of one line of news: many times what 512 positions and their rivals take (`wire.split`)
+# maximum bytes of an event: many times the size of 512 positions with top_logprobs (`split_step`)
 _MAX_LINE_BYTES = 1 << 24
 
 
 class WorkerClient:
-    """The engine of a desk."""
+    """Implements `EngineClient` for a model process. port: its loopback port. secret: the bearer
+    token. dispatcher: receives the results of embedding jobs."""
 
-    def __init__(self, port: int, secret: str, dispatcher: Dispatcher) -> None:
+    def __init__(self, socket_path: Path, dispatcher: Dispatcher) -> None:
         self._http, self._slow_http = (
             httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}",
-                headers={"Authorization": f"Bearer {secret}"},
-                # no proxy of the environment's comes between, no certificates are read
+                base_url="http://worker",
+                transport=httpx2.AsyncHTTPTransport(
+                    uds=str(socket_path), verify=False, trust_env=False, limits=limits
+                ),
+                # ignore proxies from the environment, and load no certificates
                 trust_env=False,
-                verify=False,
                 timeout=_NO_TIMEOUT,
-                limits=limits,
             )
             for limits in (_FAST_POOL, _SLOW_POOL)
         )
@@ -86,7 +89,7 @@ class WorkerClient:
         self._embedding: dict[str, asyncio.Task[None]] = {}
 
     async def status(self) -> WorkerStatus:
-        """Raises ConnectionError."""
+        """Requests the status of the process. Raises ConnectionError."""
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.get("/v1/status"), math.inf)
             reply.raise_for_status()
@@ -94,8 +97,8 @@ class WorkerClient:
 
     @asynccontextmanager
     async def stream_events(self) -> AsyncGenerator[AsyncIterator[WorkerEvent]]:
-        """May be asked for once; leaving it ends the process. Entering and iterating raise
-        ConnectionError."""
+        """Opens the event stream. May be called once; leaving the context makes the process exit.
+        Entering and iterating raise ConnectionError."""
         with _as_connection_error():
             async with self._http.stream("GET", "/v1/updates") as reply:
                 reply.raise_for_status()
@@ -103,18 +106,19 @@ class WorkerClient:
                     yield lines
 
     async def probe(self) -> None:
-        """Returns when the engine has taken a command that came the way a job does. Raises
-        ConnectionError where that way is broken."""
+        """Sends a command by the same path as a job; returns when the engine has accepted it.
+        Raises ConnectionError if the connection fails."""
         with _as_connection_error():
             reply = await _request_with_retry(lambda: self._http.post("/v1/probe"), math.inf)
             reply.raise_for_status()
 
     async def wait_until_disconnected(self) -> None:
-        """Returns when the process has broken off one request, or left it without an answer."""
+        """Returns when the process has closed a connection without a complete response."""
         await self._disconnected.wait()
 
     async def submit(self, job: Job) -> None:
-        """The request goes on when this is cancelled: only then is it known what to cancel."""
+        """Submits a job. If this call is cancelled, the request continues, so that the job can then
+        be cancelled reliably."""
         posting = self._submitting[job.id] = self._start_task(self._post_job(job))
         posting.add_done_callback(lambda done: self._on_submitted(job.id, done))
         await asyncio.wait({posting})
@@ -125,7 +129,7 @@ class WorkerClient:
     def _on_submitted(self, job: str, posting: asyncio.Task[None]) -> None:
         del self._submitting[job]
         if not posting.cancelled():
-            posting.exception()  # its client may have left, and then nobody else asks for it
+            posting.exception()  # mark it as retrieved: `submit` may have been cancelled
 
     def embed(self, job: EmbedJob) -> None:
         asking = self._embedding[job.id] = self._start_task(self._post_embed_job(job))
@@ -143,9 +147,9 @@ class WorkerClient:
         self._start_task(self._cancel_job(job, keep))
 
     async def close(self) -> None:
-        """Nothing more will come, and nobody waits for it. The process has ended, and with it what
-        was asked of it: a task that is cancelled instead, while the client's pool closes several
-        connections, leaves the rest of them open for good."""
+        """Closes all connections after the process has exited. Requests are first given time to end
+        on their own: cancelling a task while the client's pool closes several connections leaves
+        the rest of them open forever."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT)
         for task in self._tasks:
@@ -171,12 +175,12 @@ class WorkerClient:
             partial += rest
             if len(partial) > _MAX_LINE_BYTES:
                 raise ValueError("an event is longer than the maximum line length")
-            # what is here already must not keep the others waiting
+            # let other tasks run while more data is already available
             await asyncio.sleep(0)
 
     async def _post(self, path: str, body: bytes, *, slow: bool) -> httpx2.Response:
-        """Raises AppError: the one that was answered, or why nobody did. slow: whether the answer
-        may take long."""
+        """Sends a POST request. slow: use the connection pool for slow requests. Raises AppError:
+        the one in the response, or the reason why there is none."""
         http = self._slow_http if slow else self._http
         try:
             reply = await _request_with_retry(
@@ -191,8 +195,8 @@ class WorkerClient:
                 ErrorKind.OVERLOADED, message, code="out_of_resources", retry_after=1
             ) from error
         except httpx2.HTTPError as error:
-            # the socket listens as long as the process lives: a request that does not find it has
-            # come after its end, and one that breaks off has come before
+            # the socket listens as long as the process lives: a failed connect means that the
+            # process has exited; any other error means that it has just broken the connection
             if not isinstance(error, httpx2.ConnectError):
                 self._disconnected.set()
             raise await self._dispatcher.get_failure() from error
@@ -208,7 +212,7 @@ class WorkerClient:
         await self._post("/v1/jobs", worker_protocol.JOB.encode(job), slow=job.grammar is not None)
 
     async def _post_embed_job(self, job: EmbedJob) -> None:
-        """A vector to each input, all of one length."""
+        """Posts an embedding job. The response has one vector per input, all of equal size."""
         reply = await self._post("/v1/embed", worker_protocol.EMBED_JOB.encode(job), slow=True)
         whole, count = reply.content, len(job.inputs)
         size = len(whole) // count
@@ -217,7 +221,7 @@ class WorkerClient:
 
     async def _cancel_job(self, job: str, keep: int | None) -> None:
         if (posting := self._submitting.get(job)) is not None and not posting.done():
-            # it may wait for its grammar, or not have been read yet
+            # its grammar may be compiling, or the process has not read it yet
             await self._delete(job, early=1)
             await asyncio.wait({posting})
             if posting.cancelled() or posting.exception() is not None:
@@ -228,16 +232,16 @@ class WorkerClient:
 
     async def _delete(self, job: str, **parameters: int) -> None:
         path = f"/v1/jobs/{quote(job, safe='')}"
-        with suppress(httpx2.HTTPError):  # it is dead, and the job with it
-            # as long as it takes, or the job would go on, with nobody to read it
+        with suppress(httpx2.HTTPError):  # the process has exited, and the job with it
+            # retry without a limit, else the job would continue without a reader
             await _request_with_retry(lambda: self._http.delete(path, params=parameters), math.inf)
 
 
 async def _request_with_retry(
     send: Callable[[], Awaitable[httpx2.Response]], limit: float
 ) -> httpx2.Response:
-    """Asks again as long as there is nothing to open a connection with, for `limit` seconds.
-    Raises OSError behind that, and HTTPError for whatever else is wrong."""
+    """Sends a request; retries for up to `limit` seconds while the resources for a connection are
+    exhausted. Raises OSError after that, and HTTPError for any other error."""
     until = time.monotonic() + limit
     while True:
         try:
@@ -252,7 +256,7 @@ async def _request_with_retry(
 
 
 def _find_exhaustion(error: BaseException | None) -> OSError | None:
-    """The system's refusal to open a connection, in what the client made of it."""
+    """The OSError for exhausted resources in the chain of an exception, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _EXHAUSTION_ERRNOS:
             return error
@@ -262,7 +266,7 @@ def _find_exhaustion(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def _as_connection_error() -> Generator[None]:
-    """The client's errors as one of ours."""
+    """Converts errors of the HTTP client to ConnectionError."""
     try:
         yield
     except httpx2.HTTPError as error:

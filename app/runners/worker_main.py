@@ -1,6 +1,6 @@
-"""A runner's process: one engine, one loopback socket, and a parent without which it ends.
+"""The main function of a model process: one engine and one loopback socket.
 
-Knows: in which order it begins and ends. Must not know: what is asked of it.
+Knows: the order of start and exit. Must not know: requests. The process exits with its parent.
 """
 
 import faulthandler
@@ -12,24 +12,24 @@ import sys
 from app.runners import parent_watch
 from app.runners.compile_dir import prepare_compile_dir
 
-# Building a decode step holds the interpreter for milliseconds at a time; at Python's default of
-# 5 ms every token would leave that much later (DECISIONS.md, 2026-11-21).
+# Building a decode step holds the GIL for milliseconds at a time; at Python's default of 5 ms every
+# token would be sent that much later (docs/decisions/engine.md).
 _SWITCH_INTERVAL = 0.0005
 
-# seconds that the engine may take to the end of its step; less than the parent waits
+# seconds for the engine to finish its step; less than the parent's timeout
 _STOP_TIMEOUT = 4.0
 
 
 def main() -> int:
     parent_watch.tie_to_parent()
-    # A service manager tells every process of a service to end. It is the parent's to say when:
-    # streams may be running.
+    # A service manager sends SIGTERM to every process of a service. Only the parent decides when
+    # this process exits, since requests may still be running.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     line = parent_watch.read_first_line()
     if not line:
         return 1
-    # a third of a second, in which the parent may go
+    # these imports take a third of a second, during which the parent may exit
     from app.runners.worker_protocol import WORKER_INIT
     from app.runners.worker_server import WorkerServer
 
@@ -46,7 +46,7 @@ def main() -> int:
     service = WorkerServer(opening)
     service.run()
     if not service.stop_engine(_STOP_TIMEOUT):
-        # a load, or a step without end: threads cannot be ended, processes can
+        # a load, or a hung step: a thread cannot be killed, but the process can exit
         sys.stderr.flush()
         os._exit(1)
     return 0
@@ -55,5 +55,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # ended before it had begun
+    except KeyboardInterrupt:  # stopped before the server was started
         sys.exit(1)

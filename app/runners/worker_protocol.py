@@ -1,8 +1,10 @@
-"""What a runner's process and the one that started it say to each other.
+"""The messages between a model process and its parent.
 
-Knows: the words. Must not know: pipes, sockets, HTTP. Down: an `WorkerInit` through standard input,
-which stays open as long as the parent lives, then a `Job` or an `EmbedJob` per request. Up: a
-`WorkerStatus` when asked, and one line of `WorkerEvent` after the other.
+Knows: the messages. Must not know: pipes, sockets, HTTP.
+
+The parent sends a `WorkerInit` through standard input, which stays open as long as the parent
+lives, then a `Job` or an `EmbedJob` per request. The process sends a `WorkerStatus` on request, and
+a stream of `WorkerEvent` lines.
 """
 
 from collections.abc import Iterator
@@ -24,11 +26,11 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.runners.codec import Codec
 
-# scores of a prompt's positions in one line: a long prompt's are millions of numbers, and whoever
-# reads a line of them does nothing else meanwhile
+# positions of prompt logprobs per line: those of a long prompt are millions of numbers, and
+# decoding a line blocks the event loop
 _SCORES_PER_CHUNK = 512
 
-# heartbeats per `Settings.watchdog`, at least, and seconds between two of them, at most
+# minimum number of heartbeats per `Settings.watchdog`, maximum seconds between two of them
 _HEARTBEATS_PER_WATCHDOG = 4
 _MAX_HEARTBEAT_INTERVAL = 1.0
 
@@ -37,20 +39,19 @@ Scores = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """The first words. parent_pid: its pid. socket_fd: descriptor of a loopback socket that listens
-    already. secret: what every request must bring as its bearer token."""
+    """The first message. parent_pid: process id of the parent. socket_fd: descriptor of a Unix
+    socket that already listens."""
 
     parent_pid: int
     socket_fd: int
-    secret: str
     settings: Settings
     files: ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """GET /v1/status. The first four are spelt and counted as Ollama's client reads them of its
-    runner (llm.ServerStatus: 0 ready, 3 loading, 5 error); Memory is in bytes."""
+    """The response to GET /v1/status. The first four fields have the names and values of Ollama's
+    runner (llm.ServerStatus: 0 ready, 3 loading, 5 error). Progress: 0 to 100. Memory: bytes."""
 
     Status: int
     Progress: int
@@ -61,8 +62,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoresChunk:
-    """Some of a prompt's scores; others come behind them, the last of all in the `PromptLogprobs`
-    of the next step."""
+    """A part of a prompt's logprobs. More chunks may follow; the last part is in the
+    `PromptLogprobs` of the next step."""
 
     job: str
     scores: Scores
@@ -70,7 +71,7 @@ class PromptScoresChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """An AppError."""
+    """An AppError as a response body."""
 
     kind: ErrorKind
     message: str
@@ -79,7 +80,7 @@ class ErrorBody:
     retry_after: int | None = None
 
 
-# of an engine that is loaded
+# events of a loaded engine
 WorkerEvent = Heartbeat | PromptScoresChunk | StepOutput | EngineFailed
 
 WORKER_INIT = Codec[WorkerInit](WorkerInit)
@@ -111,12 +112,13 @@ def build_app_error(body: ErrorBody) -> AppError:
 
 
 def heartbeat_interval(settings: Settings) -> float:
-    """Seconds between two heartbeats."""
+    """The seconds between two heartbeats."""
     return min(_MAX_HEARTBEAT_INTERVAL, settings.watchdog / _HEARTBEATS_PER_WATCHDOG)
 
 
 def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
-    """The step, behind those of its scores that make it too long for one line."""
+    """Splits prompt logprobs that are too long for one line: yields chunks, then the step with the
+    rest."""
     if not any(isinstance(update, PromptLogprobs) for update in step.updates):
         yield step
         return
@@ -133,7 +135,7 @@ def split_step(step: StepOutput) -> Iterator[PromptScoresChunk | StepOutput]:
 
 
 class StepJoiner:
-    """Undoes `split`."""
+    """Reassembles the steps that `split_step` has split."""
 
     def __init__(self) -> None:
         self._chunks: dict[str, list[Scores]] = {}

@@ -1,15 +1,16 @@
-"""What a runner's process does for its parent: HTTP on one side, the engine thread on the other.
+"""The HTTP server inside a model process: passes requests of the parent to the engine thread.
 
-Knows: the wire, starlette, uvicorn, the engine thread. Must not know: text, clients, other models.
-Requests without the parent's secret are refused before they are looked at. The engine's messages
-go into one queue, and from there into one answer that has no end: while it is read, the parent is
-there. It holds a line for each step of the engine, not for each token, and a heartbeat in between.
+Knows: the protocol, starlette, uvicorn, the engine thread. Must not know: text, clients, other
+models.
+
+Only the parent can open its Unix socket. The engine's messages go through a queue into one endless
+response; the server stops when the parent no longer reads it. The
+response has one line per engine step, not per token, and heartbeats in between.
 """
 
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 from collections import OrderedDict
@@ -22,9 +23,9 @@ from typing import Any, NoReturn
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from app.core.embeddings import EmbedResult
 from app.core.errors import AppError, ErrorKind
@@ -46,20 +47,20 @@ from app.runners.worker_protocol import WorkerEvent, WorkerInit, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# As Ollama's llm.ServerStatus counts.
+# Values of Ollama's llm.ServerStatus.
 _READY, _LOADING, _ERROR = 0, 3, 5
 
-# Jobs that were cancelled before they came which are remembered. One that is forgotten is cancelled
-# again when it has come.
+# Maximum number of ids of jobs that were cancelled before they arrived. A job whose id was dropped
+# is cancelled again after its arrival.
 _MAX_EARLY_CANCELLED = 1024
 
-# seconds that a connection may be idle: longer than the parent keeps one, so that it never sends
-# into one that is being closed
+# seconds that a connection may be idle: longer than in the parent's pool, so that the parent never
+# uses a connection that is being closed
 _KEEP_ALIVE = 3600
 
 
 class WorkerServer:
-    """Everything of it runs on the event loop, but `_post`."""
+    """The server. All code runs on the event loop, except `_post`."""
 
     def __init__(self, init: WorkerInit) -> None:
         files, settings = init.files, init.settings
@@ -69,12 +70,10 @@ class WorkerServer:
             check_invariants=settings.debug,
         )
         self._grammars = GrammarCompiler.for_model(files)
-        # jobs whose grammar is compiled, and those that were cancelled before they came
+        # jobs whose grammar is being compiled, and jobs cancelled before they arrived
         self._compiling: dict[str, asyncio.Task[Matcher]] = {}
         self._early_cancelled: OrderedDict[str, None] = OrderedDict()
-        self._socket = socket.socket(
-            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=init.socket_fd
-        )
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=init.socket_fd)
         self._heartbeat_interval = worker_protocol.heartbeat_interval(settings)
         self._state: LoadProgress | EngineReady | EngineFailed = LoadProgress(
             progress=0, allocated_bytes=0
@@ -82,16 +81,16 @@ class WorkerServer:
         self._stats = EngineStats()
         self._embedding: dict[str, asyncio.Future[EmbedResult]] = {}
         self._events: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
-        self._has_reader = False  # whether somebody reads the news
-        self._server = _UvicornServer(self._application(init.secret), on_exit=self._request_stop)
+        self._has_reader = False  # whether the event stream has been opened
+        self._server = _UvicornServer(self._application(), on_exit=self._request_stop)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        """Returns when it was told to end, or the parent reads no news any more."""
+        """Runs until a stop signal, or until the parent closes the event stream."""
         asyncio.run(self._serve())
 
     def stop_engine(self, timeout: float) -> bool:
-        """Whether the engine has ended within `timeout` seconds."""
+        """Stops the engine; returns whether it has ended within `timeout` seconds."""
         if isinstance(self._state, LoadProgress):
             return False
         self._thread.stop()
@@ -104,7 +103,7 @@ class WorkerServer:
         self._grammars.preload_tokenizer()
         await self._server.serve(sockets=[self._socket])
 
-    def _application(self, secret: str) -> ASGIApp:
+    def _application(self) -> ASGIApp:
         routes = [
             Route("/v1/status", self._get_status, methods=["GET"]),
             Route("/v1/updates", self._stream_events, methods=["GET"]),
@@ -114,11 +113,11 @@ class WorkerServer:
             Route("/v1/probe", self._probe, methods=["POST"]),
         ]
         errors = {AppError: _handle_app_error, MemoryError: _handle_memory_error}
-        return _BearerAuth(Starlette(routes=routes, exception_handlers=errors), secret)
+        return Starlette(routes=routes, exception_handlers=errors)
 
     def _post(self, message: EngineMessage) -> None:
         assert self._loop is not None
-        # the loop may be gone already when a stopping engine has its last word
+        # the loop may be closed when a stopping engine sends its last message
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, message)
 
@@ -127,7 +126,7 @@ class WorkerServer:
             self._stats = message.stats
             for embedded in message.embed_results:
                 self._finish_embedding(embedded)
-            # they are told to whoever asked: megabytes should not stand before others' tokens
+            # vectors are sent in the response to /v1/embed: megabytes must not delay tokens
             self._events.put_nowait(
                 replace(message, embed_results=()) if message.embed_results else message
             )
@@ -148,7 +147,7 @@ class WorkerServer:
             over.set_result(embedded)
 
     def _request_stop(self) -> None:
-        """Called by a signal, between two lines of whatever runs."""
+        """Called by a signal handler, between any two lines of other code."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
@@ -188,7 +187,7 @@ class WorkerServer:
 
     async def _send_heartbeats(self) -> None:
         while True:
-            # behind other news it would tell nothing, and fill memory where nobody reads
+            # after other events it would add nothing, and without a reader fill the memory
             if self._events.empty():
                 self._events.put_nowait(self._thread.heartbeat())
             await asyncio.sleep(self._heartbeat_interval)
@@ -207,7 +206,7 @@ class WorkerServer:
         return Response(status_code=202)
 
     async def _compile_grammar(self, job: Job, grammar: Grammar) -> Matcher | None:
-        """None if the job is cancelled meanwhile. Raises AppError."""
+        """Compiles the grammar; None if the job is cancelled meanwhile. Raises AppError."""
         work = self._grammars.compile_async(grammar, job.stop_token_ids, job.caller)
         compiling = self._compiling[job.id] = asyncio.create_task(work)
         try:
@@ -231,7 +230,7 @@ class WorkerServer:
         return Response(status_code=204)
 
     async def _probe(self, request: Request) -> Response:
-        """Returns when the engine has taken a command, as it would take a job."""
+        """Responds when the engine has accepted a command, as it would accept a job."""
         assert self._loop is not None
         loop, taken = self._loop, asyncio.Event()
 
@@ -243,7 +242,7 @@ class WorkerServer:
         return Response(status_code=204)
 
     async def _embed(self, request: Request) -> Response:
-        """The vectors, one behind the other."""
+        """Responds with the vectors, one after the other."""
         job = worker_protocol.EMBED_JOB.decode(await request.body())
         over = self._embedding[job.id] = asyncio.get_running_loop().create_future()
         try:
@@ -272,37 +271,22 @@ async def _handle_memory_error(request: Request, error: Exception) -> Response:
 
 
 def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What asyncio does with errors that nobody waits for, but for the want of memory."""
+    """Exits on a MemoryError of a task; other errors go to asyncio's default handler."""
     if isinstance(error := context.get("exception"), MemoryError):
         _exit_out_of_memory(error)
     loop.default_exception_handler(context)
 
 
 def _exit_out_of_memory(error: MemoryError) -> NoReturn:
-    """A process that has no memory to read what it is asked is of no use to anybody, and seems well
-    as long as its engine turns: it ends, so that another takes its place."""
+    """Exits the process, so that it is restarted: without memory it cannot read requests, but as
+    long as its engine runs, the watchdog sees no problem."""
     with suppress(MemoryError):
         log.critical("out of memory", exc_info=error)
     os._exit(1)
 
 
-class _BearerAuth:
-    """Lets those in who bring the secret."""
-
-    def __init__(self, app: ASGIApp, secret: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {secret}".encode("ascii")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        brought = dict(scope["headers"]).get(b"authorization", b"")
-        if secrets.compare_digest(brought, self._expected):
-            await self._app(scope, receive, send)
-        else:
-            await PlainTextResponse("unauthorized", status_code=401)(scope, receive, send)
-
-
 class _UvicornServer(uvicorn.Server):
-    """on_exit: called when a signal asks it to end, so that the answer without end does."""
+    """A uvicorn server. on_exit: called on a stop signal, to end the endless response."""
 
     def __init__(self, app: ASGIApp, on_exit: Callable[[], None]) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""Texts → vectors: encode → a job for the runner → vectors.
+"""Computes embeddings: encodes the inputs and submits a job to the engine.
 
-Knows: the tokenizer, what the model's folder says of pooling, the `Engine` protocol. Must not know:
-HTTP, tensors, how hidden states are pooled. Whoever stops waiting cancels the job.
+Knows: the tokenizer, the pooling configuration in the model's folder, the `Engine` protocol. Must
+not know: HTTP, tensors, how hidden states are pooled. Cancelling a request cancels its job.
 """
 
 import json
@@ -20,11 +20,11 @@ from app.core.ports import Engine
 from app.core.thread_pools import CancelToken, ThreadPools
 from app.text.tokenizer import Tokenizer
 
-# all inputs of a request together, as OpenAI bounds them: what is asked for more is asked for twice
+# maximum tokens of all inputs of a request, like OpenAI's limit; larger requests must be split
 MAX_INPUT_TOKENS = 300_000
 
-# the files of sentence-transformers that say how its vectors are made, and the kinds of its modules
-# that do nothing here, or what happens here anyway
+# the configuration files of sentence-transformers, and its module types that need no support here:
+# they have no effect on the vectors, or their computation is done anyway
 _MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
     "modules.json",
     "1_Pooling/config.json",
@@ -40,15 +40,16 @@ _KNOWN_POOLINGS: Mapping[str, PoolingType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """How the model's makers want its vectors made. unsupported: a clause, where they want
-    something that is not here."""
+    """The pooling that the model's authors have configured. unsupported: why it is not supported,
+    as a clause; None if it is."""
 
     pooling: PoolingType = "mean"
     unsupported: str | None = None
 
 
 class EmbeddingService:
-    """For one model. context_limit: how long an input may be, asked anew for each request."""
+    """Computes the embeddings of one model. context_limit: returns the maximum length of an input;
+    called for each request."""
 
     def __init__(
         self,
@@ -66,9 +67,9 @@ class EmbeddingService:
         self._pooling_config = read_pooling_config(files)
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """Raises AppError(INVALID) for what this model has no vectors of, AppError(CONTEXT_LENGTH)
-        naming the input that is too long, and whatever the runner raises."""
-        self._files.check_model_name(request.model)
+        """Computes the vectors of a request. Raises AppError(INVALID) for a request that the model
+        does not support, AppError(CONTEXT_LENGTH), which names the input that is too long, and the
+        errors of the runner."""
         pooling = self._resolve_pooling(request)
         with self._engine.reserve() as places:
             inputs = await self._encode_on_thread(request)
@@ -103,7 +104,8 @@ class EmbeddingService:
     def _encode_inputs(
         self, inputs: Sequence[EmbedInput], context_limit: ContextLimit, token: CancelToken
     ) -> tuple[tuple[int, ...], ...]:
-        """Work for a worker thread. Raises as `embed` does; Cancelled when `token` is."""
+        """Encodes the inputs, on a worker thread. Raises as `embed` does, and WorkCancelled when
+        `token` is cancelled."""
         encoded: list[tuple[int, ...]] = []
         total = 0
         for one in inputs:
@@ -153,8 +155,9 @@ class EmbeddingService:
 
 
 def read_pooling_config(files: ModelFiles) -> PoolingConfig:
-    """What sentence-transformers would do with the model's folder; the mean, where it is no model
-    of theirs. Source: modules.json and 1_Pooling/config.json as that library saves them (5.1)."""
+    """Reads the pooling that sentence-transformers would use for the model's folder; the mean if
+    the model has no such configuration. Source: modules.json and 1_Pooling/config.json as that
+    library saves them (5.1)."""
     if files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"):
         return PoolingConfig(
             unsupported="it needs bidirectional attention, and only causal attention is supported"
@@ -169,7 +172,7 @@ def read_pooling_config(files: ModelFiles) -> PoolingConfig:
 
 
 def _parse_pooling(config: Mapping[str, Any]) -> PoolingConfig:
-    """Newer files say it in a word, older ones with a flag for each way."""
+    """Parses 1_Pooling/config.json: newer files have a name, older ones a flag per pooling mode."""
     said = config.get("pooling_mode")
     flags = [
         key.removeprefix(_POOLING_FLAG_PREFIX)
@@ -183,7 +186,7 @@ def _parse_pooling(config: Mapping[str, Any]) -> PoolingConfig:
 
 
 def _read_json(path: Path) -> object:
-    """Parsed JSON; None where there is none that can be read."""
+    """Parsed JSON; None if the file is missing or invalid."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -191,7 +194,7 @@ def _read_json(path: Path) -> object:
 
 
 def _filter_objects(value: object) -> list[Mapping[str, Any]]:
-    """Those in a list; none in what is no list."""
+    """The objects of a JSON list; empty if `value` is not a list."""
     items = cast(list[object], value) if isinstance(value, list) else []
     return [cast(Mapping[str, Any], item) for item in items if isinstance(item, dict)]
 

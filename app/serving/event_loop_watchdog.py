@@ -1,11 +1,11 @@
-"""The event loop's watchdog: measures how late it is, and reports when it does not run at all.
+"""The event loop's watchdog: measures its lag, and reports when it is blocked.
 
 Knows: asyncio, threads, stacks. Must not know: what runs on the loop.
 
-A task on the loop measures its lag and counts; a thread looks at the count. What blocks the loop is
-a defect of ours, and the stack that the log shows names it. A process whose loop stays blocked
-serves no request and cannot say so: it ends, so that what supervises it starts another. The thread
-counts its own looks, not seconds: a machine that slept, or a process that was stopped, is not hung.
+A task on the loop measures the lag and increments a counter; a thread checks the counter. Whatever
+blocks the loop is a bug, and the stack in the log shows it. A process whose loop stays blocked
+cannot serve or report anything: it exits, so that its supervisor restarts it. The thread counts its
+own checks, not seconds, so that a suspended machine or process does not count as hung.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from app.core.server_stats import EventLoopLag
 
 log = logging.getLogger(__name__)
 
-# Seconds between two measurements, and between two looks at them.
+# Seconds between two measurements, and between two checks of the counter.
 _MEASURE_INTERVAL, _CHECK_INTERVAL = 0.05, 0.25
 
-# Seconds without a turn of the loop after which the log says so.
+# Seconds without an iteration of the loop after which a warning is logged.
 _WARN_AFTER = 1.0
 
-# The least that a watchdog may be set to: a machine that swaps may stop everything for seconds.
+# Minimum timeout in seconds: a machine that swaps may block everything for seconds.
 _MIN_TIMEOUT = 30.0
 
 # EX_SOFTWARE of sysexits.h.
@@ -36,8 +36,9 @@ _EXIT_STATUS = 70
 
 
 class EventLoopWatchdog:
-    """lag: where measurements go. watchdog: seconds without a turn after which `on_hang` is
-    called."""
+    """Watches one event loop. lag: receives the measurements. watchdog: seconds without an
+    iteration of the loop after which `on_hang` is called; at least 30. on_hang: None dumps all
+    stacks and exits the process."""
 
     def __init__(
         self, lag: EventLoopLag, *, watchdog: float, on_hang: Callable[[], None] | None = None
@@ -51,7 +52,7 @@ class EventLoopWatchdog:
 
     @asynccontextmanager
     async def run(self) -> AsyncGenerator[None]:
-        """Watches the running loop until this is left."""
+        """Watches the running loop until the context exits."""
         self._loop_thread = threading.get_ident()
         thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
         measuring = asyncio.create_task(self._measure())
@@ -102,7 +103,8 @@ class EventLoopWatchdog:
 
 
 def _dump_stacks_and_exit() -> None:
-    """With what every thread is at, for the report of the defect. Runners end with their parent."""
+    """Prints the stacks of all threads, for a bug report, and exits. Model processes exit with
+    their parent."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     with suppress(RuntimeError, OSError, ValueError):  # there may be no stderr

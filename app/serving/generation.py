@@ -1,10 +1,10 @@
-"""One request's life: reserve → prepare → submit → stream ids → text → events.
+"""Runs generation requests: reserves a place, prepares and submits jobs, streams their events.
 
-Knows: preparation, the text room, the `Engine` protocol. Must not know: HTTP, tensors, where the
-model runs. Cancellation has one place: leaving `open` leaves the submissions, which cancels the
-jobs. A choice that has ended leaves its own, so that nobody computes what nobody will see.
+Knows: the preparation of jobs, app.text, the `Engine` protocol. Must not know: HTTP, tensors, where
+the model runs.
 
-Several streams as one.
+Leaving `open` exits the contexts of the submissions, which cancels the jobs; no other code cancels
+them. A finished choice exits its own context at once, so that no unused tokens are computed.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,14 +50,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _StreamEnd:
-    """A stream has ended; error: what it broke off with."""
+    """A stream has ended. error: the exception with which it failed, or None."""
 
     error: Exception | None = None
 
 
 async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """What all of them bring, as it comes, each in its own order; over when all are. The first that
-    fails ends it. Closing it closes the streams, and returns when they are closed."""
+    """Yields the items of all streams as they arrive, each stream in its own order. Ends when all
+    streams have ended, or raises the first exception of a stream. Closing it closes the streams and
+    waits for that."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
@@ -94,7 +95,7 @@ async def merge_async_iterators(streams: Sequence[AsyncGenerator[T]]) -> AsyncGe
 
 log = logging.getLogger(__name__)
 
-# settings that may change how an answer is computed
+# settings that may affect the output
 _ENGINE_SETTINGS = (
     "quantize",
     "parallel",
@@ -107,18 +108,18 @@ _ENGINE_SETTINGS = (
     "prefill_chunk",
 )
 
-# Tokens of an echoed prompt in one event. With 20 log-probabilities each, writing them takes 2 ms.
+# Tokens of an echoed prompt per event. With 20 logprobs each, serialising them takes 2 ms.
 _ECHO_CHUNK_TOKENS = 128
 
-# characters that a token id is about as much work as
+# characters that take about as much work as one token id
 _CHARACTERS_PER_TOKEN_ID = 4
 
-# tokens of text that a log line shows on each side of a place
+# tokens that a log line shows before and after the position of a cache miss
 _LOGGED_CONTEXT_TOKENS = 8
 
 
 class Generation:
-    """Generates from one model. Outlives what runs its jobs: the engine may be a handle."""
+    """Generates from one model. The engine may be a handle, whose runners may be replaced."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class Generation:
         settings: Settings,
         workers: ThreadPools | None = None,
     ) -> None:
-        """workers: None makes some. Raises AppError(MODEL_FILES) when tokenizer, template or
-        recommendations are broken."""
+        """workers: None creates new thread pools. Raises AppError(MODEL_FILES) if the tokenizer,
+        the template or the generation defaults are invalid."""
         self._settings = settings
         self._workers = workers or ThreadPools()
         self._files = files
@@ -142,7 +143,6 @@ class Generation:
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
         arrived = time.monotonic_ns()
-        self._files.check_model_name(request.model)
         choices = count_choices(request)
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
         async with AsyncExitStack() as stack:
@@ -159,12 +159,12 @@ class Generation:
                     arrived,
                 )
                 said.append(self._stream_choice(line))
-            # left first, so that nobody listens to a submission that is being left
+            # closed first, so that no submission is read while its context exits
             yield await stack.enter_async_context(aclosing(merge_async_iterators(said)))
 
     async def _prepare(self, request: GenerateRequest) -> list[PreparedChoice]:
-        """Ends early when this is cancelled. Others' requests to this model, and to other models,
-        go on beside it."""
+        """Prepares the jobs of a request on a worker thread; ends early when cancelled. Requests of
+        other callers and to other models are prepared concurrently."""
         room = self._get_context_limit()
         return await self._workers.run_cancellable(
             lambda token: self._job_builder.prepare(request, room, token),
@@ -173,11 +173,13 @@ class Generation:
         )
 
     def _fairness_key(self, caller: str) -> str:
-        """Whose work it is: a model whose template is slow must not keep others waiting."""
+        """The key for thread pools. It includes the model, since a slow template must not delay
+        requests to other models."""
         return f"{caller}/{self._files.name}"
 
     def _check_num_choices(self, count: int, param: str) -> None:
-        """More than can be here at once would be told to come again for ever."""
+        """Raises AppError(INVALID) for more choices than the server can ever run and queue at once;
+        otherwise such a request would get a 429 forever."""
         capacity = self._engine.status().capacity
         if capacity is None or count <= (most := capacity.parallel + self._settings.max_queue):
             return
@@ -195,7 +197,8 @@ class Generation:
         return await self._workers.run(encode, size=len(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Raises AppError(CONTEXT_LENGTH) for a text that no prompt to this model could hold."""
+        """Encodes a text. Raises AppError(CONTEXT_LENGTH) for one that exceeds the model's context
+        length."""
         read = self._tokenizer.truncate_text(text, self._files.context_length)
         if len(read) < len(text):
             message = (
@@ -206,7 +209,6 @@ class Generation:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
-        self._files.check_model_name(request.model)
         written = await self._workers.run_cancellable(
             lambda token: self._job_builder.render_prompt(request, token),
             size=estimate_size(request),
@@ -227,7 +229,7 @@ class Generation:
 
     @property
     def context_length(self) -> int:
-        """Positions of one sequence, as far as it is known."""
+        """The maximum number of positions of a sequence, as far as it is known."""
         return self._get_context_limit().context_length
 
     def _get_context_limit(self) -> ContextLimit:
@@ -238,13 +240,12 @@ class Generation:
         )
 
     async def _stream_choice(self, choice: "_ChoiceState") -> AsyncGenerator[Event]:
-        """Updates of a job → events of a choice. Ends with Finish, or raises AppError(ENGINE)."""
+        """Converts the updates of a job to events of a choice. Ends with `Finish`, or raises
+        AppError(ENGINE)."""
         prepared, answer, clock = choice.prepared, choice.answer, choice.clock
         job = prepared.job
-        if prepared.return_token_ids:
-            yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
-        if prepared.echo and job.prompt_logprobs is None:
-            yield TextDelta(choice=prepared.choice, text=prepared.echo)
+        for event in _events_before_output(prepared):
+            yield event
         async with choice.stack:
             async for update in choice.submission:
                 match update:
@@ -252,17 +253,9 @@ class Generation:
                         self._log_cache_miss(job, update)
                         clock.started = update.timestamp_ns
                         clock.cached_tokens = update.cached_tokens
-                        yield PrefillProgress(
-                            prompt_index=prepared.prompt_index,
-                            computed_tokens=update.cached_tokens,
-                            total_tokens=len(job.prompt_token_ids),
-                        )
+                        yield _prefill_progress(prepared, update.cached_tokens)
                     case Prefilled():
-                        yield PrefillProgress(
-                            prompt_index=prepared.prompt_index,
-                            computed_tokens=update.computed_tokens,
-                            total_tokens=len(job.prompt_token_ids),
-                        )
+                        yield _prefill_progress(prepared, update.computed_tokens)
                     case PromptLogprobs():
                         async for delta in self._stream_echo(prepared, update):
                             yield delta
@@ -295,9 +288,9 @@ class Generation:
     async def _stream_echo(
         self, prepared: PreparedChoice, scores: PromptLogprobs
     ) -> AsyncGenerator[TextDelta]:
-        """The prompt with its log-probabilities, in pieces: a long prompt has a million of them,
-        and each piece is written on the event loop. A piece has as much of the text as its tokens
-        spell, the last one all that is left."""
+        """Yields the prompt with its logprobs in pieces: a long prompt has a million of them, and
+        each piece is serialised on the event loop. A piece contains the text of its tokens; the
+        last one contains the rest of the text."""
         text = prepared.echo or ""
         for start in range(0, len(prepared.job.prompt_token_ids), _ECHO_CHUNK_TOKENS):
             read = partial(self._build_echo_logprobs, prepared, scores, start)
@@ -311,8 +304,8 @@ class Generation:
     def _build_echo_logprobs(
         self, prepared: PreparedChoice, scores: PromptLogprobs, start: int
     ) -> tuple[TokenLogprob, ...]:
-        """Of the prompt's tokens from `start` on. The first token of all has no log-probability:
-        nothing comes before it."""
+        """The logprobs of the prompt's tokens from `start` on, at most `_ECHO_CHUNK_TOKENS`. The
+        first token of the prompt has none, since it has no predecessor."""
         ids = prepared.job.prompt_token_ids[start : start + _ECHO_CHUNK_TOKENS]
         # the scores begin with those of the second token
         behind = scores.logprobs[max(0, start - 1) : start - 1 + len(ids)]
@@ -328,8 +321,8 @@ class Generation:
         )
 
     def _log_cache_miss(self, job: Job, started: Started) -> None:
-        """Why the prefix cache served no more, for whoever looks for it. The only place where text
-        of a prompt gets into the log, and only with --debug."""
+        """Logs why no longer prefix was cached. The only code that logs text of a prompt, and only
+        with --debug."""
         if not self._settings.debug:
             return
         served = (
@@ -359,7 +352,8 @@ class Generation:
 
 
 class _ChoiceState:
-    """One choice while it is being made. stack: leaving it leaves the submission."""
+    """The state of a running choice. stack: closing it exits the submission's context. arrived:
+    monotonic time in ns at which the request arrived."""
 
     def __init__(
         self,
@@ -399,7 +393,7 @@ class _ChoiceState:
 
 
 class _ChoiceTimer:
-    """When things happened, in monotonic nanoseconds, and how often."""
+    """Timestamps of a choice, as monotonic times in ns, and its token counts."""
 
     def __init__(self, arrived: int) -> None:
         self.arrived = self.started = arrived
@@ -418,7 +412,8 @@ class _ChoiceTimer:
         self.ended = at
 
     def exceeds(self, seconds: float | None) -> bool:
-        """Whether so much time has passed between the first token and the last."""
+        """Whether at least `seconds` have passed between the first and the last token; False for
+        None."""
         return (
             seconds is not None
             and self.first_token_ns is not None
@@ -435,6 +430,22 @@ class _ChoiceTimer:
         )
 
 
+def _events_before_output(prepared: PreparedChoice) -> Iterator[Event]:
+    job = prepared.job
+    if prepared.return_token_ids:
+        yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
+    if prepared.echo and job.prompt_logprobs is None:
+        yield TextDelta(choice=prepared.choice, text=prepared.echo)
+
+
+def _prefill_progress(prepared: PreparedChoice, computed_tokens: int) -> PrefillProgress:
+    return PrefillProgress(
+        prompt_index=prepared.prompt_index,
+        computed_tokens=computed_tokens,
+        total_tokens=len(prepared.job.prompt_token_ids),
+    )
+
+
 def _job_error(job: Job, ended: Ended) -> AppError:
     message = ended.error or "the engine failed"
     if not ended.invalid_request:
@@ -443,8 +454,8 @@ def _job_error(job: Job, ended: Ended) -> AppError:
 
 
 def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
-    """Changes with whatever may change the answer to a seed: the model and its weights, our
-    version and that of what computes, and the settings that the engine reads."""
+    """The system fingerprint. It changes with everything that may change the output for a seed: the
+    model and its weights, the versions of mlxrunner and MLX, and the engine's settings."""
     parts = (
         version("mlxrunner"),
         version("mlx"),

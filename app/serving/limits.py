@@ -1,9 +1,9 @@
-"""What one caller may take, and how long an answer may take: a `Generate` around a `Generate`.
+"""Limits on the concurrent choices of a caller and on the duration of a request.
 
-Knows: who asks, how many answers are in the making, the clock. Must not know: HTTP, models, how
-answers are made. Everything here runs on the event loop.
+Knows: callers, the number of their running choices, the clock. Must not know: HTTP, models, how
+output is generated. All code runs on the event loop.
 
-A caller is the name of a key; all who come without one are one caller.
+A caller is the name of an API key; all clients without a key are one caller.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from app.core.embeddings import Embeddings, EmbedRequest
@@ -25,108 +25,119 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
 from app.core.model_state import ModelState
 from app.core.observers import count_choices
-from app.core.ports import Generate, ModelCard, RunnerStatus
+from app.core.ports import Generate, ModelCard, Models, ResolvedModel, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 
 Result = TypeVar("Result")
 
 
-class LimitedGenerate:
-    """Implements `Generate`. settings: max_per_key and deadline."""
+class RequestLimits:
+    """Wraps a `Generate` and a `Models`, and implements both. settings: `max_per_key` and
+    `deadline` are used."""
 
-    def __init__(self, inner: Generate, settings: Settings) -> None:
-        self._inner = inner
+    def __init__(self, generate: Generate, models: Models, settings: Settings) -> None:
+        self._generate = generate
+        self._models = models
         self._max_per_caller = settings.max_per_key
         self._deadline = settings.deadline
         self._active: Counter[str] = Counter()
         self._timeouts: set[asyncio.Timeout] = set()
+        self._streams: set[_InterruptibleStream] = set()
         self._abort_error: AppError | None = None
 
     def abort_all(self, error: AppError) -> None:
-        """Every answer in the making ends with this error, and so does each that is asked for from
-        now on."""
+        """Ends all running requests and all future ones with this error."""
         self._abort_error = error
         now = asyncio.get_running_loop().time()
         for wait in self._timeouts:
             if not wait.expired():
                 wait.reschedule(now)
+        for stream in self._streams:
+            stream.interrupt(error)
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
+    async def open(
+        self, request: GenerateRequest, model: ResolvedModel
+    ) -> AsyncGenerator[AsyncIterator[Event]]:
         until = self._compute_deadline()
         async with AsyncExitStack() as stack:
             param = "n" if request.n > 1 else "prompt"
             stack.enter_context(self._admit(request.caller, count_choices(request), param))
             events = await self._await_until(
-                lambda: stack.enter_async_context(self._inner.open(request)), until
+                lambda: stack.enter_async_context(self._generate.open(request, model)), until
             )
-            yield await stack.enter_async_context(aclosing(self._stream_until(events, until)))
+            yield stack.enter_context(self._interrupt_at(events, until))
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         with self._admit(request.caller, 1, "input"):
             return await self._await_until(
-                lambda: self._inner.embed(request), self._compute_deadline()
+                lambda: self._generate.embed(request, model), self._compute_deadline()
             )
 
+    async def resolve(self, name: str | None) -> ResolvedModel:
+        return await self._models.resolve(name)
+
+    async def rescan(self) -> None:
+        await self._models.rescan()
+
+    def list_models(self) -> Sequence[ModelCard]:
+        return self._models.list_models()
+
+    def list_model_states(self) -> Sequence[ModelState]:
+        return self._models.list_model_states()
+
+    def model_state(self, model: ResolvedModel) -> ModelState:
+        return self._models.model_state(model)
+
+    def status(self) -> RunnerStatus:
+        return self._models.status()
+
+    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
+        return await self._await_until(lambda: self._models.load(model, keep_alive), None)
+
+    async def unload(self, model: ResolvedModel) -> ModelState:
+        return await self._await_until(lambda: self._models.unload(model), None)
+
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
+        self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         return await self._await_until(
-            lambda: self._inner.tokenize(text, model, add_special_tokens=add_special_tokens),
+            lambda: self._models.tokenize(model, text, add_special_tokens=add_special_tokens),
             self._compute_deadline(),
         )
 
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+    async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         return await self._await_until(
-            lambda: self._inner.tokenize_chat(request), self._compute_deadline()
+            lambda: self._models.tokenize_chat(model, request), self._compute_deadline()
         )
 
-    async def get_token_bytes(
-        self, ids: Sequence[int], model: str | None = None
-    ) -> Sequence[bytes]:
+    async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return await self._await_until(
-            lambda: self._inner.get_token_bytes(ids, model), self._compute_deadline()
+            lambda: self._models.get_token_bytes(model, ids), self._compute_deadline()
         )
 
-    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+    async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
         return await self._await_until(
-            lambda: self._inner.get_tokenizer_info(model), self._compute_deadline()
+            lambda: self._models.get_tokenizer_info(model), self._compute_deadline()
         )
 
-    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+    async def detokenize(self, model: ResolvedModel, ids: Sequence[int]) -> str:
         return await self._await_until(
-            lambda: self._inner.detokenize(ids, model), self._compute_deadline()
+            lambda: self._models.detokenize(model, ids), self._compute_deadline()
         )
-
-    async def discover(self, model: str) -> None:
-        await self._inner.discover(model)
-
-    def list_models(self) -> Sequence[ModelCard]:
-        return self._inner.list_models()
-
-    def status(self) -> RunnerStatus:
-        return self._inner.status()
-
-    def list_model_states(self) -> Sequence[ModelState]:
-        return self._inner.list_model_states()
-
-    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        return await self._await_until(lambda: self._inner.load(model, keep_alive), None)
-
-    async def unload(self, model: str) -> ModelState:
-        return await self._await_until(lambda: self._inner.unload(model), None)
 
     def _compute_deadline(self) -> float | None:
-        """When an answer that is asked for now has to be whole, by the event loop's clock."""
+        """The deadline of a request that arrives now, on the event loop's clock; None if there is
+        no limit."""
         if self._deadline is None:
             return None
         return asyncio.get_running_loop().time() + self._deadline
 
     @contextmanager
     def _admit(self, caller: str, count: int, param: str) -> Generator[None]:
-        """Raises AppError(INVALID) for more than a caller can ever have, AppError(BUSY) for more
-        than it can have now."""
+        """Counts `count` choices of a caller while the context is active. Raises AppError(INVALID)
+        for more than a caller can ever have, AppError(BUSY) for more than it can have now."""
         most, here = self._max_per_caller, self._active[caller]
         if most is not None and count > most:
             message = (
@@ -148,19 +159,31 @@ class LimitedGenerate:
             if not self._active[caller]:
                 del self._active[caller]
 
-    async def _stream_until(
+    @contextmanager
+    def _interrupt_at(
         self, events: AsyncIterator[Event], deadline: float | None
-    ) -> AsyncGenerator[Event]:
-        while True:
-            event = await self._await_until(lambda: anext(events, None), deadline)
-            if event is None:
-                return
-            yield event
+    ) -> Generator[AsyncIterator[Event]]:
+        """The events until the deadline or `abort_all`, which end the stream with an error."""
+        stream = _InterruptibleStream(events)
+        if self._abort_error is not None:
+            stream.interrupt(self._abort_error)
+        self._streams.add(stream)
+        timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_at(deadline, lambda: stream.interrupt(self._deadline_error()))
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+            if timer is not None:
+                timer.cancel()
 
     async def _await_until(
         self, result: Callable[[], Awaitable[Result]], deadline: float | None
     ) -> Result:
-        """Raises AppError(DEADLINE) if it is not there by then, or what all answers end with."""
+        """Awaits a result. Raises AppError(DEADLINE) at the deadline, or the error passed to
+        `abort_all`."""
         if self._abort_error is not None:
             raise self._abort_error
         if deadline is not None and asyncio.get_running_loop().time() >= deadline:
@@ -183,3 +206,42 @@ class LimitedGenerate:
             f"the request exceeded the deadline of {self._deadline:g} s: "
             "ask for a shorter answer, or increase --deadline",
         )
+
+
+class _InterruptibleStream:
+    """A stream of events that an error can interrupt: the pending `__anext__` and all later ones
+    raise it. `asyncio.timeout` would need an object per event."""
+
+    def __init__(self, events: AsyncIterator[Event]) -> None:
+        self._events = events
+        self._error: AppError | None = None
+        self._waiting: asyncio.Task[Any] | None = None
+
+    def interrupt(self, error: AppError) -> None:
+        """Interrupts the stream. Only the first error counts."""
+        if self._error is None:
+            self._error = error
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._error is not None:
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        cancel_requests = task.cancelling()
+        self._waiting = task
+        try:
+            return await anext(self._events)
+        except asyncio.CancelledError:
+            # like asyncio.timeout: a cancellation by other code stays a cancellation
+            if self._error is None or task.cancelling() > cancel_requests + 1:
+                raise
+            raise self._error from None
+        finally:
+            self._waiting = None
+            if self._error is not None:  # `interrupt` has cancelled the task
+                task.uncancel()

@@ -1,13 +1,12 @@
-"""How the server's log is written: for people, or as one JSON object per line.
+"""The server's log: plain text or one JSON object per line, written by a separate thread.
 
-Knows: logging, the request that is being answered. Must not know: what anybody logs. Whatever a
-client sent stays within its line: control characters, line ends and marks that turn the writing
-round are written as escapes, so that no line can be forged or hidden, and no terminal driven.
+Knows: logging, the context of the current request. Must not know: what other modules log.
 
-The thread that writes the log.
+Text from clients stays within its line: control characters, line ends and marks that change the
+writing direction are escaped, so that a client cannot forge or hide lines or control a terminal.
 
-Lines are made where they arise and written here: a pipe that nobody reads, or a terminal in which
-somebody pressed Ctrl-S, would stop the event loop otherwise, and with it everybody.
+Lines are formatted on the logging thread and written by the log thread: otherwise a pipe that is
+not read, or a terminal stopped by Ctrl-S, would block the event loop and all requests.
 """
 
 import json
@@ -26,18 +25,18 @@ from typing import Any
 from app.core.request_context import REQUEST_CONTEXT
 from app.core.settings import Settings
 
-# Lines that wait for somebody to read those before them; more are lost, and counted.
+# Maximum number of queued lines; further lines are dropped and counted.
 _MAX_QUEUED_RECORDS = 4096
 
-# Seconds that lines may take to be written when a process ends.
+# Seconds for writing queued lines when the process exits.
 _FLUSH_TIMEOUT = 1.0
 
 
 class QueuedLogHandler(QueueHandler):
-    """Hands lines to a thread that writes them to a file descriptor. Nobody who logs ever waits."""
+    """Queues lines for a thread that writes them to a file descriptor. Logging never blocks."""
 
     def __init__(self, descriptor: int) -> None:
-        # no lock of its own in Python: a signal's handler may come in between, and may flush
+        # has no lock in Python code: a signal handler may interrupt it and flush the log
         self._records: SimpleQueue[logging.LogRecord] = SimpleQueue()
         super().__init__(self._records)
         self._dropped = 0
@@ -51,7 +50,7 @@ class QueuedLogHandler(QueueHandler):
             return
         if self._dropped:
             lost, self._dropped = self._dropped, 0
-            # of no request: a formatter asks whose line it is
+            # in an empty context: the line belongs to no request
             self._records.put(Context().run(self.prepare, _make_dropped_record(lost)))
         self._records.put(record)
 
@@ -61,11 +60,11 @@ class QueuedLogHandler(QueueHandler):
     def close(self) -> None:
         if self._wait_until_written():
             self._listener.stop()
-        # else its thread is left where it is: a process that ends does not wait for it
+        # else its thread stays blocked: it is a daemon, so the process exits without it
         super().close()
 
     def _wait_until_written(self) -> bool:
-        """Whether all lines until now are, after a while."""
+        """Whether all lines so far are written within `_FLUSH_TIMEOUT`."""
         mark = _FlushMarker()
         self._records.put(mark)
         return mark.reached.wait(_FLUSH_TIMEOUT)
@@ -77,7 +76,7 @@ def _make_dropped_record(count: int) -> logging.LogRecord:
 
 
 class _FlushMarker(logging.LogRecord):
-    """No line, but where all lines before it are written."""
+    """A marker in the queue. reached: set when all lines before it have been written."""
 
     def __init__(self) -> None:
         super().__init__(__name__, logging.DEBUG, __file__, 0, "", None, None)
@@ -85,12 +84,12 @@ class _FlushMarker(logging.LogRecord):
 
 
 class _LogWriter(QueueListener):
-    """Writes records to a file descriptor, on the listener's own thread.
+    """Writes records to a file descriptor, on the listener's thread.
 
-    It takes the place of the listener's handlers: `logging` locks every handler while it emits, and
-    waits for all these locks when the process ends, which a thread that is blocked on a full pipe
-    would never release. For the same reason it does not write to sys.stderr: Python waits for that
-    object's lock when the process ends, and aborts.
+    It replaces the listener's handlers: `logging` locks a handler while it emits, and waits for
+    these locks when the process exits, but a thread that is blocked on a full pipe never releases
+    its lock. For the same reason it does not write to sys.stderr: Python waits for the lock of that
+    object when the process exits, and aborts.
     """
 
     def __init__(self, queue: SimpleQueue[logging.LogRecord], descriptor: int) -> None:
@@ -106,12 +105,12 @@ class _LogWriter(QueueListener):
             while left:
                 left = left[self._write(left) :]
         except OSError:
-            return  # nobody will ever read it, and there is nobody to tell
+            return  # the descriptor is broken, and the error cannot be reported
 
     def _write(self, data: memoryview) -> int:
         try:
             return os.write(self._descriptor, data)
-        except BlockingIOError:  # another process that has this file does not want to wait
+        except BlockingIOError:  # another process has made this file non-blocking
             select.select([], [self._descriptor], [])
             return 0
 
@@ -120,7 +119,7 @@ _INDENT = "    "
 
 
 def configure_logging(settings: Settings) -> None:
-    """Logs go to stderr from now on, this server's and its libraries'."""
+    """Configures the logs of the server and its libraries, which go to stderr."""
     handler = _make_handler()
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else HumanFormatter())
     chosen = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -129,44 +128,44 @@ def configure_logging(settings: Settings) -> None:
     for old in before:
         if isinstance(old, QueuedLogHandler):
             old.close()
-    # ours only: what libraries say at the lowest level drowns it
+    # debug level only for our own modules: libraries log too much at that level
     root.setLevel(max(chosen, logging.INFO))
     logging.getLogger("app").setLevel(logging.DEBUG if settings.debug else chosen)
-    # faults are told in any case
+    # errors are always logged
     logging.getLogger("app.access").setLevel(
         logging.NOTSET if settings.access_log else logging.ERROR
     )
-    # app.access says more
+    # app.access logs more details
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    # every request of a download, with addresses that are as good as keys
+    # it logs every request of a download, with URLs that contain credentials
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def flush_logs() -> None:
-    """What was logged until now is written when this returns, unless nobody reads it."""
+    """Waits until all lines logged so far are written, for a limited time if they are not read."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
 
 def _make_handler() -> logging.Handler:
-    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]  # where a service has none
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]  # services may have none
         return logging.NullHandler()
     try:
         return QueuedLogHandler(sys.stderr.fileno())
-    except OSError:  # it is no file, and so nothing that one could wait for
+    except OSError:  # not backed by a file descriptor, so it cannot block
         return logging.StreamHandler(sys.stderr)
 
 
 def escape_control_characters(text: str) -> str:
-    """The same text, with escapes for what would not be seen, or would be more than a text."""
+    """Replaces unprintable characters, such as control characters, by escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class HumanFormatter(logging.Formatter):
-    """`time level logger [request]: message`. What belongs to a line and does not fit into it, such
-    as a traceback, stands below it and is indented: no other line begins with a time."""
+    """Formats lines as `time level logger [request]: message`. Tracebacks follow on indented lines,
+    so that only the first line of a record begins with a time."""
 
     def format(self, record: logging.LogRecord) -> str:
         visit = REQUEST_CONTEXT.get()
@@ -179,9 +178,9 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON, all of it ASCII: time (RFC 3339, UTC), level, logger, message; of a request
-    request_id, caller and model, as far as they are known; exception; and what the line says in
-    fields of its own (`extra={"fields": …}`)."""
+    """Formats records as ASCII-only JSON: time (RFC 3339, UTC), level, logger, message; request_id,
+    caller and model of the current request, as far as they are known; exception; and the record's
+    additional fields (`extra={"fields": …}`)."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -199,12 +198,12 @@ class JsonFormatter(logging.Formatter):
         told |= {name: value for name, value in fields.items() if name not in told}
         if more := _format_tracebacks(self, record):
             told["exception"] = "\n".join(more)
-        # DEL is ASCII, and control all the same
+        # json.dumps does not escape DEL, which is a control character in ASCII
         return json.dumps(told, default=str).replace("\x7f", "\\u007f")
 
 
 def _format_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
-    """What stands below the line: a traceback, a stack."""
+    """The traceback and the stack of a record, if any."""
     found: list[str] = []
     if record.exc_info and record.exc_info[0] is not None:
         found.append(formatter.formatException(record.exc_info))

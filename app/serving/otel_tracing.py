@@ -1,9 +1,10 @@
-"""Traces for an OpenTelemetry collector: a span for each request that generates.
+"""Exports traces to an OpenTelemetry collector: a span per generation or embedding request.
 
-Knows: OpenTelemetry's SDK and its conventions for generative AI (semantic-conventions-genai,
-docs/gen-ai/gen-ai-spans.md: in development, as of November 2026) and for errors. Must not know:
-HTTP, how answers are made. What was asked and what was answered is never told, and so no stop
-string, tool or key either.
+Knows: OpenTelemetry's SDK, its conventions for errors and for generative AI
+(semantic-conventions-genai, docs/gen-ai/gen-ai-spans.md: in development, as of November 2026). Must
+not know: HTTP, how output is generated.
+
+Spans never contain prompts or output, nor stop strings, tools or keys.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ from app.core.request_context import REQUEST_CONTEXT
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 
-# seconds that one delivery may take, and that the last ones get when the server stops
+# seconds for one export, and for the last exports when the server stops
 _EXPORT_TIMEOUT = 5.0
 _SHUTDOWN_TIMEOUT = 3.0
 
 _MAX_NAME_LENGTH = 200
 
-# Errors that are the client's: as with HTTP's 4xx, the server's span has not failed.
+# Errors of clients: as for HTTP's 4xx, the status of the server's span is not an error.
 _CLIENT_ERRORS = frozenset(
     {
         ErrorKind.INVALID,
@@ -52,22 +53,23 @@ _CLIENT_ERRORS = frozenset(
     }
 )
 
-# fields of Sampling with a place in the conventions
+# fields of SamplingParams that the conventions define
 _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
 class OtelTracing:
-    """Implements `Tracing`. Delivers in batches, on a thread of its own. A collector that is
-    slow, or gone, costs the spans that do not fit into the queue, and no request anything."""
+    """Implements `Tracing`. Exports spans in batches, on a separate thread. If the collector is
+    slow or unreachable, spans that do not fit in the queue are dropped; requests are not affected.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises AppError(INVALID) if `settings.otlp` is no address."""
+        """Raises AppError(INVALID) if `settings.otlp` is not a URL."""
         address = _resolve_traces_endpoint(settings.otlp or "")
         self._exporter = OTLPSpanExporter(endpoint=address, timeout=_EXPORT_TIMEOUT)
         resource = Resource.create(
             {"service.name": "mlxrunner", "service.version": version("mlxrunner")}
         )
-        # shut down by `stop`, not when the interpreter ends: nothing may hold that up
+        # shut down by `stop`, not by an exit handler, which could delay the exit
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mlxrunner")
@@ -77,7 +79,7 @@ class OtelTracing:
         }
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
-        """To be told of every request (`app.core.observers.ObserverFactory`)."""
+        """Starts the span of a request; an `app.core.observers.ObserverFactory`."""
         attributes = {**self._server, **_request_attributes(request)}
         visit = REQUEST_CONTEXT.get()
         carried = {} if visit is None else {"traceparent": visit.traceparent}
@@ -94,7 +96,7 @@ class OtelTracing:
         return RequestSpan(self, span, request.model)
 
     def add_child_span(self, parent: Span, name: str, start: int, end: int, choice: int) -> None:
-        """A stretch of a request, in Unix nanoseconds."""
+        """Adds the span of a phase of a request. start, end: Unix time in ns."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(parent, Context()),
@@ -104,8 +106,8 @@ class OtelTracing:
         span.end(end_time=end)
 
     async def stop(self) -> None:
-        """Delivers what is there, for a few seconds at most."""
-        # a daemon: the interpreter does not wait for a collector that does not answer
+        """Exports the remaining spans, for a few seconds at most."""
+        # a daemon: the process exits without waiting for an unresponsive collector
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         await asyncio.to_thread(last.join, _SHUTDOWN_TIMEOUT)
@@ -114,13 +116,13 @@ class OtelTracing:
 
 
 class RequestSpan:
-    """The span of one request (`app.core.observers.RequestObserver`)."""
+    """The span of one request. Implements `app.core.observers.RequestObserver`."""
 
     def __init__(self, spans: OtelTracing, span: Span, model: str) -> None:
         self._spans = spans
         self._model = model
         self._span = span
-        # Unix time, counted on by a clock that nobody sets
+        # Unix time of the start, advanced by the monotonic clock
         self._started_ns = time.time_ns()
         self._started_monotonic_ns = time.monotonic_ns()
         self._loaded_ns = self._started_ns
@@ -149,7 +151,7 @@ class RequestSpan:
             return
         known = isinstance(error, AppError)
         self._error = error.kind.value if known else type(error).__qualname__
-        # without the message, which may quote the request
+        # no description, since the message may quote the request
         if not known or error.kind not in _CLIENT_ERRORS:
             self._span.set_status(Status(StatusCode.ERROR))
 
@@ -179,7 +181,7 @@ class RequestSpan:
     def _on_finish(self, event: Finish) -> None:
         usage = event.usage
         self._reasons.append(event.reason)
-        # a prompt counts once, however many answers it gets
+        # a prompt counts once, whatever its number of choices
         self._prompt_tokens.setdefault(
             event.prompt_index, (usage.prompt_tokens, usage.cached_tokens)
         )
@@ -190,7 +192,8 @@ class RequestSpan:
 
 
 def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
-    """What a choice spent its time with, behind each other. arrived: Unix nanoseconds.
+    """The consecutive phases of a choice, as (name, start, end). All times, including `arrived`,
+    are Unix times in ns.
 
     |-- queue --|-- prefill --|-- decode --|
     """
@@ -205,7 +208,7 @@ def split_phases(arrived: int, timings: Timings) -> list[tuple[str, int, int]]:
 
 
 def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, AttributeValue]:
-    """Attributes that the request alone decides."""
+    """The attributes of a span that are known from the request."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.provider.name": "mlxrunner",
         "gen_ai.request.model": request.model[:_MAX_NAME_LENGTH],
@@ -229,8 +232,8 @@ def _request_attributes(request: GenerateRequest | EmbedRequest) -> dict[str, At
 
 
 def _resolve_traces_endpoint(address: str) -> str:
-    """Where traces go at a collector's address, which may say the path itself (OpenTelemetry's
-    OTLP Exporter Configuration)."""
+    """The URL for traces at a collector: `/v1/traces` is appended unless the address has a path
+    (OpenTelemetry's OTLP Exporter Configuration). Raises AppError(INVALID)."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise AppError(

@@ -1,7 +1,7 @@
-"""A request → the jobs that it comes to, and how their answers are read.
+"""Builds the jobs of a request, with the options for processing their output.
 
-Knows: the text room, how long a prompt may be, what the model's makers recommend. Must not know:
-runners, HTTP, tensors. Work for a worker thread: a long prompt takes a while.
+Knows: app.text, the limit on a prompt's length, the generation defaults of the model. Must not
+know: runners, HTTP, tensors. Runs on a worker thread, since a long prompt takes a while.
 """
 
 import uuid
@@ -14,15 +14,8 @@ from app.core.generation_config import read_generation_defaults
 from app.core.jobs import Job
 from app.core.model_files import ModelFiles
 from app.core.model_state import ContextLimit
-from app.core.requests import (
-    Conversation,
-    GenerateRequest,
-    Grammar,
-    Message,
-    Prompt,
-    PromptBatch,
-    SamplingParams,
-)
+from app.core.requests import Conversation, GenerateRequest, Grammar, Message, Prompt, PromptBatch
+from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.core.thread_pools import CancelToken
 from app.text.infill import build_infill_prompt, find_infill_stop_ids
@@ -30,24 +23,25 @@ from app.text.output import ChoiceOutputProcessor, OutputOptions
 from app.text.prompt import PromptBuilder, RenderedPrompt
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions
 
-# What a context shift never discards where the request does not say: the first tokens, to which
-# attention clings whatever they are (Xiao et al. 2023, arXiv:2309.17453; Ollama's num_keep is 4).
+# Default number of leading tokens that a context shift never discards: the first tokens get much
+# attention whatever they are (Xiao et al. 2023, arXiv:2309.17453; Ollama's num_keep is 4).
 DEFAULT_NUM_KEEP = 4
 
-# An answer that may outgrow its context needs another end: so many contexts, as in Ollama.
+# Maximum output with context shift, in context lengths, as in Ollama.
 MAX_SHIFTED_CONTEXTS = 10
 
 _SEED_RANGE = 1 << 64
 
-# What a message and a tool weigh beside their texts, in characters: a template works on each.
+# Cost of rendering a message and a tool, in characters, in addition to their texts.
 _CHARACTERS_PER_MESSAGE, _CHARACTERS_PER_TOOL = 64, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChoice:
-    """One choice. prompt_index: which prompt of the request it answers. echo: the prompt's text,
-    where the answer begins with it. return_token_ids: whether the prompt's ids are to be told.
-    discard_output: the job samples one token, because it must, and nobody wanted any."""
+    """One choice and its job. prompt_index: index of its prompt in the request. echo: text of the
+    prompt if the output begins with it, else None. return_token_ids: whether to return the prompt's
+    ids. discard_output: the request asked for no tokens; the job samples one, which is the minimum.
+    """
 
     choice: int
     prompt_index: int
@@ -70,8 +64,8 @@ class PreparedChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EncodedPrompt:
-    """One prompt: its ids, its text where there is one, and how a conversation's answer is read.
-    stop_token_ids: ids that end the answer, besides the model's."""
+    """An encoded prompt. text: None if the request has only ids. rendered_prompt: set for a
+    conversation. stop_token_ids: ids that end the output in addition to the model's."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -80,10 +74,11 @@ class _EncodedPrompt:
 
 
 class JobBuilder:
-    """For one model; immutable."""
+    """Builds the jobs of one model; immutable."""
 
     def __init__(self, files: ModelFiles, settings: Settings) -> None:
-        """Raises AppError(MODEL_FILES) when tokenizer, template or recommendations are broken."""
+        """Raises AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults
+        are invalid."""
         self._context_shift = settings.context_shift
         self._max_tokens_limit = settings.max_tokens
         self._files = files
@@ -98,8 +93,8 @@ class JobBuilder:
         context_limit: ContextLimit,
         token: CancelToken | None = None,
     ) -> list[PreparedChoice]:
-        """All choices in their order. Raises AppError(INVALID or CONTEXT_LENGTH), Cancelled soon
-        after `token` is cancelled."""
+        """Returns all choices in order. Raises AppError(INVALID) or AppError(CONTEXT_LENGTH), and
+        WorkCancelled soon after `token` is cancelled."""
         token = token or CancelToken()
         several = isinstance(request.prompt, PromptBatch)
         prompts = request.prompt.prompts if isinstance(request.prompt, PromptBatch) else None
@@ -116,8 +111,8 @@ class JobBuilder:
     def render_prompt(
         self, request: GenerateRequest, token: CancelToken | None = None
     ) -> RenderedPrompt:
-        """The prompt of a request whose prompt is a conversation. Raises AppError(INVALID);
-        Cancelled soon after `token` is cancelled."""
+        """Renders the prompt of a request whose prompt is a conversation. Raises AppError(INVALID),
+        and WorkCancelled soon after `token` is cancelled."""
         assert isinstance(request.prompt, Conversation)
         return self._prompt_builder.build(request, request.prompt, token)
 
@@ -151,8 +146,8 @@ class JobBuilder:
         context_limit: ContextLimit,
         token: CancelToken,
     ) -> _EncodedPrompt:
-        """The prompt's ids: at least one, and, unless contexts are shifted, so few that one more
-        fits the context."""
+        """Encodes a prompt to at least one id; without context shift, at least one more id fits in
+        the context. param: path of the request field."""
         match prompt:
             case Conversation():
                 written = self._prompt_builder.build(request, prompt, token)
@@ -200,8 +195,8 @@ class JobBuilder:
             self._check_id(token, "logit_bias", self._files.sampleable_vocab_size)
         grammar = _resolve_grammar(request, encoded.rendered_prompt)
         scored = request.echo and request.top_logprobs is not None
-        # Programs that score a text (lm-evaluation-harness) ask for one token behind it and leave
-        # out its entry, the last one: it must be there, also where the text is over.
+        # Programs that score a text (lm-evaluation-harness) request one more token and ignore its
+        # entry, the last one: it must exist even if the model would end the output.
         endless = request.ignore_eos or (scored and request.max_tokens == 1)
         return Job(
             id=uuid.uuid4().hex,
@@ -214,7 +209,9 @@ class JobBuilder:
             prompt_logprobs=request.top_logprobs if scored else None,
             cache_prompt=request.cache_prompt,
             grammar=grammar,
-            num_keep=resolve_num_keep(keep, length=len(ids), context=context_limit.context_length),
+            num_keep=resolve_num_keep(keep, length=len(ids), context=context_limit.context_length)
+            if self._context_shift
+            else 0,
             caller=request.caller,
         )
 
@@ -222,7 +219,7 @@ class JobBuilder:
         self, request: GenerateRequest, rendered_prompt: RenderedPrompt | None
     ) -> OutputOptions:
         reading = OutputOptions(
-            # the request's are apart: what ends the model's turns does so whoever asks
+            # separate from the request's: the model's stop strings end its turns in any request
             model_stops=() if request.ignore_eos else self._stops.strings,
             stop_strings=request.stop,
             min_tokens=request.min_tokens,
@@ -238,7 +235,8 @@ class JobBuilder:
         )
 
     def _resolve_num_keep(self, request: GenerateRequest, ids: Sequence[int]) -> int:
-        """As `kept` reads it. Who counts tokens of a text does not count the one that begins it."""
+        """The argument of `resolve_num_keep`. A leading beginning-of-sequence id is added, since
+        clients do not count it."""
         keep = DEFAULT_NUM_KEEP if request.num_keep is None else request.num_keep
         begun = ids[0] == self.tokenizer.bos_token_id
         return keep + begun if keep >= 0 else keep
@@ -278,7 +276,7 @@ class JobBuilder:
         )
 
     def _clip_text(self, text: str, context_limit: ContextLimit) -> str:
-        if self._context_shift:  # then the end counts, however long the text is
+        if self._context_shift:  # the end of the text is kept, however long the text is
             return text
         return self.tokenizer.truncate_text(text, context_limit.context_length)
 
@@ -291,7 +289,8 @@ class JobBuilder:
         is_clipped: bool = False,
         what: str = "prompt",
     ) -> Sequence[int]:
-        """is_clipped: the prompt goes on behind these ids."""
+        """Returns `ids`. Raises AppError if there are none or too many. is_clipped: whether the
+        prompt is longer than these ids. what: name of the prompt in the message."""
         if not ids:
             raise AppError(ErrorKind.INVALID, "the prompt has no tokens", param=param)
         if len(ids) >= context_limit.context_length and not self._context_shift:
@@ -304,7 +303,8 @@ class JobBuilder:
         return ids
 
     def _check_embeddable(self, ids: Sequence[int], param: str) -> None:
-        """A tokenizer may have been given tokens that this model has nothing for."""
+        """Raises AppError(INVALID) for an id without an embedding: a tokenizer may have added
+        tokens that the model lacks."""
         token = max(ids, default=0)
         if token >= self._files.vocab_size:
             text = mark_client_text(repr(self.tokenizer.token_text(token)))
@@ -325,7 +325,7 @@ class JobBuilder:
 
 
 def estimate_size(request: GenerateRequest) -> int:
-    """About how many characters are read to prepare it."""
+    """The approximate number of characters to process to prepare a request."""
     prompts = (
         request.prompt.prompts if isinstance(request.prompt, PromptBatch) else (request.prompt,)
     )
@@ -346,7 +346,8 @@ def _estimate_message_size(message: Message) -> int:
 def _resolve_grammar(
     request: GenerateRequest, rendered_prompt: RenderedPrompt | None
 ) -> Grammar | None:
-    """Raises AppError(INVALID) where the request wants an answer to go on that is over."""
+    """The grammar of the output, or None. Raises AppError(INVALID) if the request also asks to
+    continue after the end of the output (min_tokens, ignore_eos)."""
     grammar = request.grammar if rendered_prompt is None else rendered_prompt.grammar
     if grammar is None:
         return None
@@ -361,7 +362,8 @@ def _resolve_grammar(
 
 
 def _copy_choice(first: PreparedChoice, copy: int, request: GenerateRequest) -> PreparedChoice:
-    """Another choice to the same prompt: it draws otherwise, and only the first tells the ids."""
+    """A further choice for the same prompt, with a different seed; only the first choice returns
+    the prompt's ids. copy: 0 is the first choice itself."""
     if copy == 0:
         return first
     seed = first.job.sampling.seed

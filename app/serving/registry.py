@@ -1,8 +1,7 @@
-"""Which models a request may name, and where their files are.
+"""The registry of models that requests may use, and of their files.
 
-Knows: the models named at start, those that are installed, how long each stays. Must not know: what
-is in memory, HTTP. Everything here runs on the event loop but for looks at the disk, which take
-threads of their own.
+Knows: the models named at start, the installed models, their keep-alive. Must not know: which
+models are loaded, HTTP. All code runs on the event loop, except disk access, which uses threads.
 """
 
 import asyncio
@@ -22,10 +21,10 @@ from app.engine.model_info import complete_config
 
 log = logging.getLogger(__name__)
 
-# seconds that a model stays which nobody named at start, as at Ollama
+# keep-alive in seconds of models that were not named at start, as in Ollama
 _DEFAULT_KEEP_ALIVE = 300.0
 
-# seconds between two looks at what is installed
+# minimum seconds between two scans of the installed models
 _RESCAN_INTERVAL = 1.0
 
 
@@ -34,7 +33,7 @@ _Tasks = dict[str, asyncio.Task[ModelFiles]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredModel:
-    """A model that can be asked for. files: as they were when it was last looked at."""
+    """A model that requests may use. files: its files as last read."""
 
     served: ServedModel
     files: ModelFiles
@@ -43,7 +42,7 @@ class RegisteredModel:
 def build_entry(
     model: ModelSettings | None, files: ModelFiles, settings: Settings
 ) -> RegisteredModel:
-    """One of those named at start; None is the built-in model."""
+    """Builds the entry of a model named at start. model: None is the built-in model."""
     model = model or ModelSettings(name=files.name)
     own = settings.for_model(model)
     name = model.alias or files.name
@@ -60,11 +59,11 @@ def build_entry(
 
 
 class ModelRegistry:
-    """entries: the models named at start, in their order. With `settings.installed` all others that
-    are on this machine stand behind them."""
+    """The models that requests may use. entries: the models named at start, in order. With
+    `settings.installed`, all other models installed on this machine follow them."""
 
     def __init__(self, entries: Sequence[RegisteredModel], settings: Settings) -> None:
-        """Raises AppError(INVALID) for two models of one name."""
+        """Raises AppError(INVALID) for two models with the same name."""
         self._settings = settings
         self._named: dict[str, RegisteredModel] = {entry.served.name: entry for entry in entries}
         self._installed: dict[str, RegisteredModel] = {}
@@ -82,13 +81,13 @@ class ModelRegistry:
             )
 
     def entries(self) -> Iterator[RegisteredModel]:
-        """Those named at start first."""
+        """All entries, those named at start first."""
         yield from self._named.values()
         yield from self._installed.values()
 
     def find(self, name: str) -> RegisteredModel | None:
-        """By the name that clients use. Ollama's clients write out the tag that a name without one
-        stands for."""
+        """Finds a model by the name that clients use. Ollama's clients may append the default tag
+        ":latest"."""
         for spelled in (name, name.removesuffix(":latest")):
             entry = self._named.get(spelled) or self._installed.get(spelled)
             if entry is not None:
@@ -96,13 +95,13 @@ class ModelRegistry:
         return None
 
     async def discover(self, name: str) -> None:
-        """See whether a model of that name was installed meanwhile; all that were, in fact."""
+        """Scans the installed models if there is no model of that name yet."""
         if self.find(name) is None and self._settings.installed:
             await self.rescan()
 
     async def rescan(self) -> None:
-        """Look at all that is installed, if nobody did just now. Who asks meanwhile waits for the
-        same look."""
+        """Scans the installed models, at most once per `_RESCAN_INTERVAL`. Concurrent calls wait
+        for the same scan."""
         if self._scan_task is None or self._scan_task.done():
             if time.monotonic() - self._scanned_at < _RESCAN_INTERVAL:
                 return
@@ -110,28 +109,29 @@ class ModelRegistry:
         await asyncio.shield(self._scan_task)
 
     async def update(self, served: ServedModel) -> None:
-        """Read the files of a model again, digests left out, as its next load will find them. What
-        is wrong with them is the error of that load."""
+        """Reads the files of a model again, without verifying digests. Errors are ignored, since
+        the next load reports them."""
         with suppress(AppError):
             await self._share_read(self._update_tasks, served, _find_files)
 
     async def load_verified_files(self, served: ServedModel) -> ModelFiles:
-        """As they are on the disk now, their digests checked. Raises AppError. Who asks meanwhile
-        waits for the same look: it may take minutes, which whoever leaves cannot end, and clients
-        that come and go must not take all threads that there are."""
+        """Reads the current files of a model and verifies their digests. Raises AppError.
+
+        Concurrent calls share one read: it may take minutes and cannot be cancelled, and repeated
+        requests of disconnecting clients must not occupy all threads."""
         try:
             return await self._share_read(self._verify_tasks, served, _resolve_verified)
         except AppError as error:
             if error.kind is not ErrorKind.MODEL_NOT_FOUND or served.name not in self._named:
                 raise
-            # it is listed, and the client's request is right
+            # the model is listed, so this is not an error of the request
             message = f"the files of {served.name} no longer exist: {error.message}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
 
     async def _share_read(
         self, tasks: _Tasks, served: ServedModel, read: Callable[[str | None], ModelFiles]
     ) -> ModelFiles:
-        """One look for all who ask at the same time."""
+        """Runs one read for all concurrent calls."""
         task = tasks.get(served.name)
         if task is None:
             work = self._read(served, read)
@@ -142,7 +142,8 @@ class ModelRegistry:
     async def _read(
         self, served: ServedModel, read: Callable[[str | None], ModelFiles]
     ) -> ModelFiles:
-        """Others compare entries and files by identity, so equal files change nothing."""
+        """Reads the files on a thread. Equal files leave the entry unchanged, since other code
+        compares entries and files by identity."""
         files = replace(await asyncio.to_thread(read, served.source), name=served.name)
         for entries in (self._named, self._installed):
             entry = entries.get(served.name)
@@ -154,7 +155,7 @@ class ModelRegistry:
         try:
             found, unfit = await asyncio.to_thread(_scan_installed, self._installed)
         except AppError as error:
-            # what is known is served as before, and what nobody can find is simply not here
+            # known models are still served; models that cannot be found are reported as missing
             self._log_scan_error(error.message)
             return
         self._last_error = None
@@ -167,14 +168,14 @@ class ModelRegistry:
         self._scanned_at = time.monotonic()
 
     def _log_scan_error(self, message: str) -> None:
-        """Once, and not whenever a request names a model that is not here."""
+        """Logs the error once, not for every request that names a missing model."""
         if message != self._last_error:
             log.warning("cannot scan the installed models: %s", message)
         self._last_error, self._scanned_at = message, time.monotonic()
 
     def _reuse_entry(self, name: str, files: ModelFiles) -> RegisteredModel:
-        """The same entry as long as the files are the same: others remember what they know of it
-        by it."""
+        """Returns the existing entry if the files are unchanged, since other code caches data by
+        its identity."""
         entry, known = self._build_entry(name, files), self._installed.get(name)
         return known if known is not None and known.files == entry.files else entry
 
@@ -202,12 +203,12 @@ def _find_files(source: str | None) -> ModelFiles:
 def _forget_task(tasks: _Tasks, name: str, task: asyncio.Task[ModelFiles]) -> None:
     del tasks[name]
     if not task.cancelled():
-        task.exception()  # every request that waited for it may have left
+        task.exception()  # mark it as retrieved: all waiting requests may have been cancelled
 
 
 def _scan_installed(known: Iterable[str]) -> tuple[list[tuple[str, ModelFiles]], list[str]]:
-    """Installed models that could be served, by their names, and the names of those that could
-    not. known: names which are no news."""
+    """The installed models that can be served, as (name, files), and the names of those that
+    cannot. known: names that are not logged again."""
     found: list[tuple[str, ModelFiles]] = []
     unfit: list[str] = []
     known = set(known)

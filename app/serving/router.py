@@ -1,14 +1,14 @@
-"""One `Generate` in front of many models: who is asked, is it in memory, then let it answer.
+"""The router: resolves the model of a request, waits for its load and passes the request on.
 
-Knows: the catalogue, the pool, that a model's text room takes a while to make. Must not know: HTTP,
-tensors, who is evicted for whom.
+Knows: the registry, the pool, that creating a `Generation` takes a while. Must not know: HTTP,
+tensors, which models are evicted.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from app.core.events import Event
 from app.core.jobs import EngineStats, Ledger
 from app.core.model_files import ModelFiles
 from app.core.model_state import ModelPhase, ModelState, ServedModel
-from app.core.ports import ModelCard, RunnerState, RunnerStatus
+from app.core.ports import ModelCard, ResolvedModel, RunnerState, RunnerStatus
 from app.core.requests import GenerateRequest
 from app.core.thread_pools import ThreadPools
 from app.runners.pool import ModelLease, ModelPool
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# seconds between two words to a request that waits for its model, and after which one comes again
-# that waited in vain
+# seconds between two progress events to a request that waits for its model, and Retry-After of a
+# request whose model did not load in time
 _PROGRESS_INTERVAL, _LOADING_RETRY_AFTER = 1.0, 10
 
-# How a server stands whose models stand so, the worst one first. One that is not loaded, because
-# it had to make room or nobody asked for it, will be when somebody asks.
+# The state of the server by the phases of its models, worst state first. Other phases count as
+# ready: a model that is not loaded, or was evicted, is loaded on its next request.
 _STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
     ("failed", frozenset({"failed", "refused"})),
     ("stalled", frozenset({"stalled"})),
@@ -42,10 +42,23 @@ _STATES_BY_SEVERITY: Sequence[tuple[RunnerState, frozenset[ModelPhase]]] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ResolvedModel:
+    entry: RegisteredModel
+    card: ModelCard
+
+
+def _entry_of(model: ResolvedModel) -> RegisteredModel:
+    assert isinstance(model, _ResolvedModel), "resolved by another router"
+    return model.entry
+
+
 class ModelRouter:
-    """Implements `Generate`. preload: names of models that are loaded at the start, by which the
-    server's health is told. load_wait: seconds that whoever asks for vectors waits for a model.
-    check_tokenizer: raises AppError for files whose tokenizer must not be used in this process."""
+    """Implements `Generate` and `Models`.
+
+    preload: names of the models loaded at start; they determine the server's health. load_wait:
+    seconds that an embedding request waits for its model. check_tokenizer: raises AppError for
+    files whose tokenizer must not be used in this process."""
 
     def __init__(
         self,
@@ -68,29 +81,50 @@ class ModelRouter:
         pool.on_unloaded = self._drop_generation
 
     async def preload_models(self) -> None:
-        """Have loaded what is to be preloaded. One is waited for: raises AppError if it cannot be
-        loaded. Of several, each is loaded where there is room: none may drive another one out."""
+        """Loads the models to preload. Waits for a single model, and raises AppError if it cannot
+        be loaded. Several models are each loaded if memory is free; none is evicted for
+        another."""
         for name in self._preload_names:
             self._pool.preload(self._find_entry(name).served)
         if len(self._preload_names) == 1:
-            await self.load(self._preload_names[0])
+            await self.load(await self.resolve(self._preload_names[0]))
+
+    async def resolve(self, name: str | None) -> ResolvedModel:
+        if name is None:
+            entry = next(self._registry.entries(), None)
+            if entry is None:
+                message = "no model is available yet: try again in a moment"
+                raise AppError(ErrorKind.LOADING, message)
+            name = entry.served.name
+        await self._registry.discover(name)
+        entry = self._find_entry(name)
+        if self._pool.model_state(entry.served).phase == "unloaded":
+            # the card is built before the load, and must describe the files that will be loaded
+            await self._registry.update(entry.served)
+            entry = self._find_entry(name)
+        return _ResolvedModel(entry=entry, card=self._build_card(entry))
+
+    async def rescan(self) -> None:
+        await self._registry.discover("")
 
     @asynccontextmanager
-    async def open(self, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event]]:
-        entry = self._find_entry(request.model)
+    async def open(
+        self, request: GenerateRequest, model: ResolvedModel
+    ) -> AsyncGenerator[AsyncIterator[Event]]:
+        entry = _entry_of(model)
         async with self._lease(entry) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
                     yield events
                 return
-            await lease.wait()  # which says so at once where it was refused
+            await lease.wait()  # raises at once if the lease was rejected
             generation = await self._get_generation(entry)
             async with generation.open(request) as events:
                 self._apply_keep_alive(entry, request)
                 yield events
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
-        entry = self._find_entry(request.model)
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
+        entry = _entry_of(model)
         async with self._lease(entry) as lease:
             try:
                 async with asyncio.timeout(self._load_wait):
@@ -108,39 +142,30 @@ class ModelRouter:
             return embeddings
 
     async def tokenize(
-        self, text: str, model: str | None = None, *, add_special_tokens: bool = True
+        self, model: ResolvedModel, text: str, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         return await self._with_generation(
             model,
             lambda generation: generation.tokenize(text, add_special_tokens=add_special_tokens),
         )
 
-    async def tokenize_chat(self, request: GenerateRequest) -> Sequence[int]:
+    async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
         return await self._with_generation(
-            request.model, lambda generation: generation.tokenize_chat(request)
+            model, lambda generation: generation.tokenize_chat(request)
         )
 
-    async def get_token_bytes(
-        self, ids: Sequence[int], model: str | None = None
-    ) -> Sequence[bytes]:
+    async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return await self._with_generation(
             model, lambda generation: generation.get_token_bytes(ids)
         )
 
-    async def get_tokenizer_info(self, model: str | None = None) -> Mapping[str, Any]:
+    async def get_tokenizer_info(self, model: ResolvedModel) -> Mapping[str, Any]:
         return await self._with_generation(
             model, lambda generation: generation.get_tokenizer_info()
         )
 
-    async def detokenize(self, ids: Sequence[int], model: str | None = None) -> str:
+    async def detokenize(self, model: ResolvedModel, ids: Sequence[int]) -> str:
         return await self._with_generation(model, lambda generation: generation.detokenize(ids))
-
-    async def discover(self, model: str) -> None:
-        await self._registry.discover(model)
-        entry = self._registry.find(model)
-        # the card is read before the model is loaded, and must be that of the files it is loaded of
-        if entry is not None and self._pool.model_state(entry.served).phase == "unloaded":
-            await self._registry.update(entry.served)
 
     def list_models(self) -> Sequence[ModelCard]:
         return [self._build_card(entry) for entry in self._registry.entries()]
@@ -148,11 +173,14 @@ class ModelRouter:
     def list_model_states(self) -> Sequence[ModelState]:
         return [self._pool.model_state(entry.served) for entry in self._registry.entries()]
 
+    def model_state(self, model: ResolvedModel) -> ModelState:
+        return self._pool.model_state(_entry_of(model).served)
+
     def status(self) -> RunnerStatus:
         states = self.list_model_states()
         kept = [state for state in states if state.name in self._preload_names]
         phases: set[ModelPhase] = {
-            # with an error it broke, and its phase says so only when its runner has stopped
+            # unloading with an error means that it failed; the phase is "failed" only later
             "failed" if state.phase == "unloading" and state.error is not None else state.phase
             for state in kept
         }
@@ -175,9 +203,9 @@ class ModelRouter:
             compiling=sum(state.compiling for state in states),
         )
 
-    async def load(self, model: str, keep_alive: float | None = None) -> ModelState:
-        entry = self._find_entry(model)
-        # also one that was refused lately: whoever asks has perhaps mended it
+    async def load(self, model: ResolvedModel, keep_alive: float | None = None) -> ModelState:
+        entry = _entry_of(model)
+        # also load a model that is refused after failures: the cause may have been fixed
         self._pool.get_handle(entry.served).reset_backoff()
         async with self._lease(entry) as lease:
             await asyncio.gather(lease.wait(), self._get_generation(entry))
@@ -185,8 +213,8 @@ class ModelRouter:
                 self._pool.set_keep_alive(entry.served, keep_alive, admin=True)
         return self._pool.model_state(entry.served)
 
-    async def unload(self, model: str) -> ModelState:
-        entry = self._find_entry(model)
+    async def unload(self, model: ResolvedModel) -> ModelState:
+        entry = _entry_of(model)
         await self._pool.unload(entry.served)
         return self._pool.model_state(entry.served)
 
@@ -212,8 +240,7 @@ class ModelRouter:
         )
 
     def _get_fingerprint(self, entry: RegisteredModel) -> str:
-        """Made once: it takes a millisecond, and each request asks for those of all models, on
-        whichever thread it is read."""
+        """The fingerprint of the model's files; cached, since computing it takes a millisecond."""
         name = entry.served.name
         current = self._pool.loaded_files(entry.served) or entry.files
         files, known = self._fingerprints.get(name, (None, ""))
@@ -233,15 +260,16 @@ class ModelRouter:
     def _apply_keep_alive(
         self, entry: RegisteredModel, request: GenerateRequest | EmbedRequest
     ) -> None:
-        """What a request may change of its model, once it is known not to be refused."""
+        """Applies the keep-alive of a request that was accepted."""
         if request.keep_alive is not None:
             self._pool.set_keep_alive(entry.served, request.keep_alive, admin=request.admin)
 
     async def _stream_after_load(
         self, entry: RegisteredModel, lease: ModelLease, request: GenerateRequest
     ) -> AsyncGenerator[Event]:
-        """`LoadProgress` now and then until the model is there, then its own events."""
-        # its tokenizer and templates are read while its weights are
+        """Yields `ModelLoading` periodically until the model is loaded, then the request's own
+        events."""
+        # the tokenizer and templates are read while the weights are loaded
         loaded = asyncio.gather(lease.wait(), self._get_generation(entry))
         try:
             while not loaded.done():
@@ -251,7 +279,7 @@ class ModelRouter:
         finally:
             loaded.cancel()
             await asyncio.gather(loaded, return_exceptions=True)
-        # not the one of before: it may be that of a runner which was still on its way out
+        # get it again: the previous one may belong to a runner that was still being stopped
         generation = await self._get_generation(entry)
         async with generation.open(request) as events:
             self._apply_keep_alive(entry, request)
@@ -259,18 +287,18 @@ class ModelRouter:
                 yield event
 
     async def _with_generation(
-        self, model: str | None, use: Callable[[Generation], Awaitable[Result]]
+        self, model: ResolvedModel, use: Callable[[Generation], Awaitable[Result]]
     ) -> Result:
-        """What needs no model in memory, only how it reads and writes."""
-        entry = next(self._registry.entries()) if model is None else self._find_entry(model)
+        """Calls `use` with the model's `Generation`, without loading the weights."""
+        entry = _entry_of(model)
         try:
             return await use(await self._get_generation(entry))
         finally:
             self._drop_if_unloaded(entry)
 
     async def _get_generation(self, entry: RegisteredModel) -> Generation:
-        """The text room of a model: made once, for as long as the model stays in memory. Raises
-        AppError where tokenizer or templates are broken."""
+        """The `Generation` of a model; created once and kept while the model stays in memory.
+        Raises AppError if the tokenizer or templates are invalid."""
         name = entry.served.name
         task = self._generations.get(name)
         if task is None:
@@ -278,11 +306,11 @@ class ModelRouter:
                 self._create_generation(entry.served)
             )
             task.add_done_callback(lambda made: self._drop_if_failed(name, made))
-        # others may wait for the same one
+        # other requests may wait for the same task
         return await asyncio.shield(task)
 
     def _drop_if_failed(self, name: str, task: asyncio.Task[Generation]) -> None:
-        """If it is there; what could not be made is tried again by whoever asks next."""
+        """Drops a failed task, so that the next request tries again."""
         failed = task.cancelled() or task.exception() is not None
         if failed and self._generations.get(name) is task:
             del self._generations[name]
@@ -300,19 +328,20 @@ class ModelRouter:
             raise redact_paths(error, entry.files.path if entry else None, served.name) from error
 
     def _drop_if_unloaded(self, entry: RegisteredModel) -> None:
-        """Of a model that nobody asks for any more, and that was not loaded after all, nobody will
-        say that it is unloaded."""
+        """Drops the `Generation` of a model without requests that was never loaded: the pool does
+        not report such a model as unloaded."""
         state = self._pool.model_state(entry.served)
         if not state.leases and state.phase in ("unloaded", "refused"):
             self._drop_generation(entry.served)
 
     def _drop_generation(self, served: ServedModel) -> None:
-        """Its tokenizer takes memory too. Whoever uses it just now goes on with it."""
+        """Drops the `Generation` of a model to free the memory of its tokenizer; running requests
+        continue to use it."""
         self._generations.pop(served.name, None)
 
 
 def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """The figures of several engines as one's."""
+    """The sums of the statistics of several engines."""
     misses: dict[str, int] = {}
     for one in stats:
         for reason, count in one.prefix_miss_counts:

@@ -1,6 +1,6 @@
-"""Whether requests are traced.
+"""Enables tracing if it is configured.
 
-Knows: that traces need packages which not everybody has installed. Must not know: what a trace is.
+Knows: the optional packages that tracing needs. Must not know: the content of traces.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from app.core.settings import Settings
 
 
 class Tracing(Protocol):
-    """Collects traces, and delivers them."""
+    """Collects and exports traces."""
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> RequestObserver:
-        """To be told of every request (`app.core.observers.ObserverFactory`)."""
+        """Starts the trace of a request; an `app.core.observers.ObserverFactory`."""
         ...
 
     async def stop(self) -> None:
-        """Delivers what is there, for a few seconds at most."""
+        """Exports the remaining traces, for a few seconds at most."""
         ...
 
 
 def create_tracing(settings: Settings) -> Tracing | None:
-    """None where nobody asked for traces: then nothing of them is even imported. Raises
-    AppError(INVALID) where somebody did, and they cannot be had."""
+    """Creates the tracing; None if it is not configured, in which case nothing is imported for it.
+    Raises AppError(INVALID) if it is configured and not available."""
     make = _load_tracing_class(settings)
     return None if make is None else make(settings)
 
 
 def check_tracing(settings: Settings) -> None:
-    """Raises AppError(INVALID) where traces are configured and their packages are not installed."""
+    """Raises AppError(INVALID) if tracing is configured and its packages are not installed."""
     _load_tracing_class(settings)
 
 

@@ -1,14 +1,14 @@
-"""Where models lie: a name in, `ModelFiles` out. Never opens a tensor, never asks the network.
+"""The model stores: resolves a name to `ModelFiles`. Never opens a tensor, never uses the network.
 
-Knows: the order in which sources are asked. Must not know: what a model is made of.
+Knows: the order in which sources are searched. Must not know: the contents of a model.
 
     builtin                 the model that ships with the project
-    a folder                in the layout of the Hugging Face hub; whatever looks like a path is one
+    a folder                in the layout of the Hugging Face hub; anything that looks like a path
     org/name[@revision]     the Hugging Face cache
     [[host/]ns/]name[:tag]  Ollama's store
 
-A name is looked up in this order, and the first that has it wins. What none has can perhaps be
-downloaded (app.store.hub); that is asked for elsewhere.
+A name is looked up in this order, and the first match wins. A model that is not found may be
+downloadable; app.store.hub handles that.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ _Name = TypeVar("_Name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledModel:
-    """A model that is here, perhaps broken. source: in a word. read: raises AppError where it
-    cannot be served."""
+    """An installed model, perhaps incomplete. source: the name of its source. read: reads its
+    files; raises AppError if it cannot be served."""
 
     name: str
     source: str
@@ -39,7 +39,7 @@ class InstalledModel:
 
 
 def resolve(name: str | None) -> ModelFiles:
-    """What `find` finds, and every blob whose name is a digest has that digest."""
+    """Finds a model as `find` does, and verifies the digest of every blob that is named by one."""
     files = find(name)
     DigestCache().verify(manifest.get_digests(files.shards))
     return files
@@ -47,8 +47,8 @@ def resolve(name: str | None) -> ModelFiles:
 
 @contextlib.contextmanager
 def _translate_os_errors() -> Generator[None]:
-    """Raises AppError(MODEL_FILES) for a place that may not be read or went away just now: any
-    look at a disk may find that."""
+    """Raises AppError(MODEL_FILES) for a file or folder that cannot be read or disappears, which
+    any disk access may find."""
     try:
         yield
     except OSError as error:
@@ -59,10 +59,10 @@ def _translate_os_errors() -> Generator[None]:
 
 @_translate_os_errors()
 def find(name: str | None) -> ModelFiles:
-    """Reads JSON and the headers of tensors. None is the built-in model.
+    """Finds a model; reads JSON and tensor headers only. name: None for the built-in model.
 
-    Raises NotHere where no source has it, and AppError(MODEL_FILES) with one line that says what
-    is wrong with what the first one has.
+    Raises ModelNotFoundError if no source has it, and AppError(MODEL_FILES) with a message of one
+    line if the files of the first match are invalid.
     """
     if name is None or name == BUILTIN:
         return _read_builtin()
@@ -73,16 +73,16 @@ def find(name: str | None) -> ModelFiles:
     if found is not None:
         return found
     if wanted.hub is None and wanted.folder is not None and wanted.folder.is_dir():
-        return hf_folder.read(wanted.folder, name=name)  # which says what it lacks
+        return hf_folder.read(wanted.folder, name=name)  # names the missing files
     raise _not_found_error(wanted)
 
 
 def list_installed() -> Iterator[InstalledModel]:
-    """Every model that has a name of its own here."""
+    """Yields every installed model."""
     yield InstalledModel(
         name=BUILTIN, source="built in", path=_builtin_folder(), read=_read_builtin
     )
-    # takes a sixth of a second to import, which is only spent where it is needed
+    # takes a sixth of a second to import, which is only spent where needed
     from app.store.hub import cache
 
     with _translate_os_errors():
@@ -111,7 +111,8 @@ def _make_reader(
 
 
 def _find_in_folder(wanted: ModelName) -> ModelFiles | None:
-    """A path is taken at its word. What could be a name too must look like a model."""
+    """Reads a folder. An explicit path must be a model; a name that is also a folder only counts if
+    it looks like one."""
     folder = wanted.folder
     if folder is None or not folder.is_dir():
         return None
@@ -134,7 +135,7 @@ def _find_in_ollama_store(wanted: ModelName) -> ModelFiles | None:
 
 
 def _not_found_error(wanted: ModelName) -> ModelNotFoundError:
-    """What was looked for, where, and what to do."""
+    """Returns the error with the places searched and a suggestion."""
     if wanted.hub is None and wanted.ollama is None:
         return ModelNotFoundError(f"{wanted.text} is not a folder: check the path")
     is_folder = wanted.folder is not None and wanted.folder.is_dir()
@@ -157,7 +158,7 @@ def _not_found_error(wanted: ModelName) -> ModelNotFoundError:
 
 
 def is_builtin(files: ModelFiles) -> bool:
-    """Whether the model is the one that ships with the project."""
+    """Returns whether the model is the one that ships with the project."""
     return files.path == _builtin_folder()
 
 

@@ -1,9 +1,9 @@
-"""The small files of a model: JSON objects and text.
+"""Reading of a model's small files: JSON objects and text.
 
-Knows: what may lie at a path instead of the file that belongs there. Must not know: which files a
-model has, what they say.
+Knows: what may be at a path instead of the expected file. Must not know: which files a model has,
+their meaning.
 
-A folder of the Hugging Face cache is made of links into its blobs, so links are as good as files.
+A folder of the Hugging Face cache consists of links to its blobs, so links are treated like files.
 """
 
 import json
@@ -17,20 +17,20 @@ import orjson
 
 from app.core.errors import AppError, ErrorKind
 
-# configs have some kilobytes, the largest chat templates a hundred
+# configs have a few kilobytes, the largest chat templates a hundred
 _MAX_BYTES = 16 << 20
 
 
 def is_regular_file(path: Path) -> bool:
-    """Raises AppError(MODEL_FILES) for what is there and cannot be read: a link that leads nowhere
-    or in a circle, a folder, a pipe (which would be waited for)."""
+    """Returns whether the path is a regular file. Raises AppError(MODEL_FILES) if it exists but
+    cannot be read: a broken or circular link, a folder, a pipe (which would block)."""
     try:
         found = os.stat(path)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise unreadable_error(path, "it is a link to a missing file") from error
         return False
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise unreadable_error(path, _format_reason(error)) from error
     if not stat.S_ISREG(found.st_mode):
         raise unreadable_error(path, "it is not a regular file")
@@ -38,9 +38,10 @@ def is_regular_file(path: Path) -> bool:
 
 
 def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str, Any] | None:
-    """The JSON object in a file, or None when there is no such file. max_bytes: bytes.
+    """Reads the JSON object in a file; None if the file does not exist. max_bytes: largest size in
+    bytes.
 
-    Raises AppError(MODEL_FILES), one line that names the file.
+    Raises AppError(MODEL_FILES) with a message of one line that names the file.
     """
     if not is_regular_file(path):
         return None
@@ -57,7 +58,8 @@ def read_json_object(path: Path, *, max_bytes: int = _MAX_BYTES) -> Mapping[str,
 
 
 def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
-    """The text in a file, or None when there is no such file. Raises as `read_json_object` does."""
+    """Reads the text in a file; None if the file does not exist. Raises as `read_json_object`
+    does."""
     if not is_regular_file(path):
         return None
     try:
@@ -67,11 +69,12 @@ def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
 
 
 def _parse_with_infinity(content: bytes) -> Any:
-    """Python writes Infinity, which is not JSON, and configs hold it (Nemotron-H's
-    time_step_limit). None where that is not what is wrong; NaN is no setting of anything."""
+    """Parses JSON with Infinity, which Python writes although JSON lacks it, and which occurs in
+    configs (Nemotron-H's time_step_limit). Returns None if that is not the error; NaN is rejected,
+    because no setting uses it."""
     try:
         found = json.loads(content, parse_constant=_parse_infinity)
-        orjson.dumps(found)  # which refuses all else that JSON does not have
+        orjson.dumps(found)  # rejects everything else that is not JSON
     except (ValueError, TypeError, RecursionError):
         return None
     return found

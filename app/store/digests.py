@@ -1,7 +1,9 @@
-"""Files whose name or listing says what they must hash to.
+"""Verification of files whose name or listing contains their digest.
 
-Knows: SHA-256, git's SHA-1 of a file, and which files were found whole before. Must not know: what
-the files hold. hashlib lets go of the interpreter, so threads hash at the disk's speed.
+Knows: SHA-256, git's SHA-1 of a file, which files were verified before. Must not know: the contents
+of the files.
+
+hashlib releases the GIL, so threads hash at the disk's speed.
 """
 
 import contextlib
@@ -24,20 +26,20 @@ log = logging.getLogger(__name__)
 
 _THREADS = 4
 
-# bytes that take a second or more
+# size from which hashing takes a second or more
 _LOG_FROM_BYTES = 1 << 30
 _CHUNK = 1 << 20
 
 
 def sha256(path: Path) -> str:
-    """64 hexadecimal digits. Raises OSError."""
+    """Returns 64 hexadecimal digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def git_sha1(path: Path) -> str:
-    """How git, and so the hub, names a small file: the SHA-1 of its kind, its size and itself.
-    Raises OSError."""
+    """Returns git's blob id, which the hub uses for small files: the SHA-1 of type, size and
+    content. Raises OSError."""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -46,19 +48,19 @@ def git_sha1(path: Path) -> str:
 
 
 class DigestCache:
-    """Remembers which files had the digest that they should have, so that a start need not read
-    every model twice. It guards against broken disks and copies: whoever can write to the store
-    could write here too.
+    """A cache of verified files, so that a start does not read every model again. It protects
+    against broken disks and copies, not against attackers, who could also write to this cache.
 
-    A file is known by digest, size, time of change and inode: whatever replaces or alters it is
-    hashed again. Where nothing can be written, nothing is remembered."""
+    A file is identified by digest, size, modification time and inode; a replaced or modified file
+    is hashed again. If the cache cannot be written, nothing is cached.
+    """
 
     def __init__(self, cache_file: Path | None = None) -> None:
         self._path = cache_file or app_cache_folder() / "verified.json"
 
     def verify(self, files: Mapping[Path, str]) -> None:
-        """files: the SHA-256 that each must have. Raises AppError(MODEL_FILES) for the first that
-        has another, and for one that cannot be read."""
+        """Verifies files. files: the expected SHA-256 of each. Raises AppError(MODEL_FILES) for the
+        first that differs or cannot be read."""
         known = self._read()
         try:
             marks = {path: _fingerprint(path) for path in files}
@@ -89,7 +91,7 @@ class DigestCache:
         return cast(dict[str, list[int]], found) if isinstance(found, dict) else {}
 
     def _write(self, verified: Mapping[str, Any]) -> None:
-        """At once or not at all: another process may be reading."""
+        """Writes atomically, because another process may be reading."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
@@ -98,7 +100,7 @@ class DigestCache:
 
 
 def app_cache_folder() -> Path:
-    """Ours alone, and of no worth: it may be deleted at any time."""
+    """Returns the cache folder of this program; it may be deleted at any time."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "mlxrunner"
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"

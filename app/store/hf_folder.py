@@ -1,9 +1,9 @@
-"""A folder in the layout of the Hugging Face hub.
+"""Model folders in the layout of the Hugging Face hub.
 
-Knows: file names and JSON. Must not know: tensors, tokenizers, templates' meaning.
+Knows: file names, JSON. Must not know: tensors, tokenizers, the meaning of templates.
 
-What a folder says is believed as far as it can be held against something. Code in it is never run,
-and pickles, which are code, are never opened.
+The contents are checked as far as possible. Code in a folder is never run, and pickles, which are
+code, are never opened.
 """
 
 import logging
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 
-# names of 100,000 tensors take 10 MB
+# the names of 100,000 tensors take 10 MB
 _MAX_INDEX_BYTES = 128 << 20
 
-# what weights may lie in that are not read here
+# weight formats that are not supported
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _GGUF = "*.gguf"
 
@@ -33,7 +33,8 @@ _MAX_LISTED_TENSORS = 3
 
 
 def read(folder: Path, *, name: str) -> ModelFiles:
-    """Raises AppError(MODEL_FILES) for whatever is missing, unreadable or not what it says."""
+    """Reads a model folder. Raises AppError(MODEL_FILES) for files that are missing, unreadable or
+    invalid."""
     config = read_json_object(folder / "config.json")
     if config is None:
         raise _missing_config_error(folder)
@@ -75,7 +76,7 @@ _SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
 
 
 def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
-    """Of the files that the index names, or else of every one that is named like weights."""
+    """Returns the shards: the files named in the index, or all files named like weights."""
     index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
     if index is None:
         found = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
@@ -89,8 +90,8 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
 
 
 def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
-    """`model*.safetensors` where there are any: other files beside them are adapters, or the same
-    weights again under other names (consolidated.safetensors)."""
+    """Returns `model*.safetensors` if there are any: other files beside them are adapters, or the
+    same weights under other names (consolidated.safetensors)."""
     every = sorted(folder.glob("*.safetensors"))
     if every:
         return [path for path in every if path.name.startswith("model")] or every
@@ -106,7 +107,7 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
 
 
 def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
-    """Tensor -> the file that it is in, which lies beside the index."""
+    """Returns the file of each tensor, in the same folder as the index."""
     found: Any = index.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise _model_files_error(f"{path} has no weight_map")

@@ -1,7 +1,8 @@
-"""What a model may be called: a folder, a hub id, an Ollama name, `builtin`.
+"""Model names: a folder, a hub id, an Ollama name, `builtin`.
 
-Knows: the spelling of each. Must not know: whether anything of that name is there. What is read
-here is safe to be a part of a path: no part can lead out of the folder that it is looked up in.
+Knows: the syntax of each. Must not know: whether a model of that name exists.
+
+Parsed names are safe as parts of a path: no part can escape the folder that it is looked up in.
 """
 
 import re
@@ -29,8 +30,8 @@ _PART_PATTERN = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A repository of the Hugging Face hub. revision: a branch, a tag or a commit; None is the
-    main branch."""
+    """A repository on the Hugging Face hub. revision: a branch, a tag or a commit; None is the main
+    branch."""
 
     repo_id: str
     revision: str | None = None
@@ -41,7 +42,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaName:
-    """A model of Ollama's store, in full: manifests/<host>/<namespace>/<model>/<tag>."""
+    """A fully qualified model in Ollama's store: manifests/<host>/<namespace>/<model>/<tag>."""
 
     host: str
     namespace: str
@@ -49,7 +50,7 @@ class OllamaName:
     tag: str
 
     def __str__(self) -> str:
-        """As short as can be: what goes without saying is not said."""
+        """Returns the shortest form, without defaults."""
         parts = [self.model]
         if self.namespace != DEFAULT_NAMESPACE or self.host != DEFAULT_HOST:
             parts.insert(0, self.namespace)
@@ -60,7 +61,7 @@ class OllamaName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelName:
-    """One name and what it may mean, None where it cannot mean that."""
+    """A name and its possible interpretations; None for those that do not apply."""
 
     text: str
     folder: Path | None
@@ -69,7 +70,7 @@ class ModelName:
 
 
 def parse_model_name(text: str) -> ModelName:
-    """Raises AppError(MODEL_NOT_FOUND) for what is no name of anything."""
+    """Parses a name. Raises AppError(MODEL_NOT_FOUND) if it has no valid interpretation."""
     if "\0" in text or not text.strip():
         raise _name_error(text, "is not the name of a model")
     if "://" in text:
@@ -92,7 +93,7 @@ def parse_model_name(text: str) -> ModelName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """org/name or org/name@revision."""
+    """Parses org/name or org/name@revision."""
     repo, at, revision = text.partition("@")
     organisation, slash, name = repo.partition("/")
     if (
@@ -109,13 +110,13 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def is_revision(text: str) -> bool:
-    """Whether `text` may name a branch, a tag or a commit."""
+    """Returns whether `text` may be a branch, a tag or a commit."""
     safe = all(part and not part.startswith(".") for part in text.split("/"))
     return bool(_REVISION_PATTERN.fullmatch(text)) and safe and ".." not in text
 
 
 def parse_ollama_name(text: str) -> OllamaName | None:
-    """name, name:tag, namespace/name:tag or host/namespace/name:tag."""
+    """Parses name, name:tag, namespace/name:tag or host/namespace/name:tag."""
     path, colon, tag = text.rpartition(":")
     if not colon or "/" in tag:
         path, tag = text, DEFAULT_TAG
@@ -148,9 +149,10 @@ def _name_error(text: str, why: str) -> AppError:
 
 
 class ModelNotFoundError(AppError):
-    """A model that is not on this machine, or not the whole of it.
+    """A model that is not installed, or incomplete.
 
-    hub: from where it could be downloaded, where that is possible."""
+    hub: the repository that it can be downloaded from; None if there is none.
+    """
 
     def __init__(self, message: str, *, hub: HubName | None = None) -> None:
         super().__init__(ErrorKind.MODEL_NOT_FOUND, message)

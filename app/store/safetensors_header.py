@@ -1,14 +1,14 @@
-"""The header of a safetensors file, and never what lies behind it.
+"""Parsing of safetensors headers; the data behind a header is never read.
 
-Knows: the format (huggingface/safetensors, README.md, "Format"). Must not know: what tensors mean,
-which of them a model needs.
+Knows: the format (huggingface/safetensors, README.md, "Format"). Must not know: the meaning of
+tensors, which of them a model needs.
 
     [ 8 bytes: size of the header | header: a JSON object | data ......................... ]
                                                           [ tensor | tensor | ... | tensor ]
 
-Everything that the header claims is held against the length of the file, so that whoever reads the
-tensors later can trust it: each tensor has exactly the bytes that its type and shape ask for, and
-together they are the data, without holes or overlap.
+The header is checked against the length of the file, so that code that reads the tensors can rely
+on it: each tensor has exactly the bytes of its type and shape, and together they cover the data
+without gaps or overlap.
 """
 
 import hashlib
@@ -49,22 +49,22 @@ DTYPE_BITS: Mapping[str, int] = {
     "C64": 64,
 }
 
-_LENGTH_BYTES = 8  # bytes that the size of the header takes
+_LENGTH_BYTES = 8  # bytes of the header's size field
 
-# the format's own bound on a header; a checkpoint of 90,000 tensors needs a tenth of it
+# the format's limit on a header; a checkpoint of 90,000 tensors needs a tenth of it
 _MAX_HEADER_BYTES = 100_000_000
 
-# a dimension is an int32 wherever tensors are computed with, and nobody has more than a few
+# dimensions are int32 in every tensor library, and no tensor has more than a few
 _MAX_DIMENSION = (1 << 31) - 1
 _MAX_NUM_DIMENSIONS = 16
 _MAX_ELEMENTS = (1 << 63) - 1
 
-_MAX_NAME_LENGTH = 80  # characters of a foreign name in a message
+_MAX_NAME_LENGTH = 80  # characters of an unknown name in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """start, end: its bytes within the data, which begins where the header ends."""
+    """start, end: byte offsets within the data, which begins after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,9 +82,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """What one file holds. metadata: its `__metadata__`, empty when it has none. fingerprint: a
-    digest of the header, the size and the modification time of the file, so that it changes when
-    the file is replaced."""
+    """The header of one file. metadata: its `__metadata__`; empty if it has none. fingerprint: a
+    digest of the header, the size and the modification time of the file; it changes when the file
+    is replaced."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
@@ -93,13 +93,13 @@ class SafetensorsHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def read(path: Path) -> SafetensorsHeader:
-    """Raises AppError(MODEL_FILES), one line that names the file, for whatever is not as the
-    format says."""
+    """Reads a header. Raises AppError(MODEL_FILES), one line that names the file, if it violates
+    the format."""
     try:
         found = _stat_regular_file(path)
         size = found.st_size
@@ -126,12 +126,13 @@ def read(path: Path) -> SafetensorsHeader:
 
 
 def combine_fingerprints(headers: Iterable[SafetensorsHeader]) -> str:
-    """One digest of the versions of several files."""
+    """Returns one digest for the versions of several files."""
     return hashlib.sha256(" ".join(header.fingerprint for header in headers).encode()).hexdigest()
 
 
 def _stat_regular_file(path: Path) -> os.stat_result:
-    """Opening a pipe would wait for somebody to write into it. Raises OSError."""
+    """Returns the file status of a regular file. Opening a pipe would block until it has a writer.
+    Raises OSError."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise _invalid_header_error(path, "it is not a regular file")
@@ -141,10 +142,10 @@ def _stat_regular_file(path: Path) -> os.stat_result:
 def _parse_header(
     path: Path, text: bytes, *, data_bytes: int, fingerprint: str
 ) -> SafetensorsHeader:
-    """data_bytes: bytes behind the header."""
+    """Parses the header. data_bytes: bytes after it."""
     try:
         found: Any = json.loads(text.decode(), object_pairs_hook=_reject_duplicates)
-    # RecursionError: something nested ten thousand deep
+    # RecursionError: nested ten thousand levels deep
     except (ValueError, RecursionError) as error:
         raise _invalid_header_error(
             path, f"its header is not JSON ({_format_reason(error)})"
@@ -159,7 +160,7 @@ def _parse_header(
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers do not agree on which of two entries counts."""
+    """Rejects duplicate keys, because readers disagree on which one counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -168,7 +169,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_metadata(path: Path, entry: Any) -> dict[str, str]:
-    if entry is None:  # so MLX says "none"
+    if entry is None:  # MLX writes null for an empty entry
         return {}
     if not isinstance(entry, dict):
         raise _invalid_header_error(path, "its __metadata__ is not an object")
@@ -179,7 +180,7 @@ def _parse_metadata(path: Path, entry: Any) -> dict[str, str]:
 
 
 def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
-    if not name.isprintable():  # it would stand in messages and logs
+    if not name.isprintable():  # it appears in messages and logs
         raise _invalid_header_error(
             path, f"the tensor name {_quote_name(name)} contains unprintable characters"
         )
@@ -209,7 +210,7 @@ def _parse_tensor(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _count_elements(shape: list[Any]) -> int | None:
-    """How many a tensor of this shape has; None where there can be no such tensor."""
+    """Returns the number of elements of this shape; None if it is invalid."""
     if len(shape) > _MAX_NUM_DIMENSIONS:
         return None
     count, bound = 1, 1
@@ -219,15 +220,15 @@ def _count_elements(shape: list[Any]) -> int | None:
         if not 0 <= size <= _MAX_DIMENSION:
             return None
         count *= size
-        bound *= max(size, 1)  # a zero must not hide what the others come to
+        bound *= max(size, 1)  # a zero must not hide the size of the other dimensions
         if bound > _MAX_ELEMENTS:
             return None
     return count
 
 
 def _check_contiguous(path: Path, tensors: Mapping[str, TensorInfo], *, data_bytes: int) -> None:
-    """The tensors are the data_bytes: each begins where another ends, the last one ends the
-    file."""
+    """Checks that the tensors cover exactly `data_bytes` bytes: each begins where another one ends,
+    and the last one ends the file."""
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != at:

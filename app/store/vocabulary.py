@@ -1,6 +1,6 @@
-"""How many ids a tokenizer.json has, without the library that reads it properly.
+"""The vocabulary size of a tokenizer.json, without the tokenizers library.
 
-Knows: where the file keeps its tokens. Must not know: what they spell, how text becomes ids.
+Knows: where the file stores its tokens. Must not know: their text, how text is tokenized.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +15,10 @@ _MAX_BYTES = 512 << 20
 
 
 def count_token_ids(tokenizer: Path) -> int | None:
-    """The highest id plus one; None where the file does not tell, which whoever uses it will
-    complain of.
+    """Returns the highest id plus one; None if the file does not contain a vocabulary, which is
+    reported when it is loaded.
 
-    Raises AppError(MODEL_FILES) for a file that is not there, or is no JSON object.
+    Raises AppError(MODEL_FILES) for a file that does not exist or is not a JSON object.
     """
     found = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
     if found is None:
@@ -33,7 +33,7 @@ def _iterate_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
     vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):
         yield from filter(_is_id, cast(dict[str, Any], vocabulary).values())
-    if isinstance(vocabulary, list):  # Unigram: pieces with scores, in the order of their ids
+    if isinstance(vocabulary, list):  # Unigram: pieces with scores, in id order
         yield len(cast("list[Any]", vocabulary)) - 1
     for token in cast("list[Any]", added) if isinstance(added, list) else ():
         match token:

@@ -1,12 +1,12 @@
-"""What a chat template can be told, found out by trying it.
+"""Capabilities of a chat template, detected by rendering test conversations.
 
-Knows: a short conversation with a call in it, and what can be done where a template fails on it.
-Must not know: Jinja, tokens, whose template it is.
+Knows: a short conversation with a tool call, workarounds for templates that fail on it. Must not
+know: Jinja, tokens, whose template it is.
 
-Templates were written for whatever their makers sent. OpenAI's clients send less (a result without
-the name of its function, a tool without a description), send more (two calls in a turn) and send
-it otherwise (long ids). No two templates mind the same of it, and most say what they mind only by
-failing. llama.cpp finds it out the same way (`common/chat.cpp`, its template capabilities).
+Templates are written for the input of their authors. OpenAI's clients send less (a result without
+the name of its function, a tool without a description), more (two calls in a turn) and other forms
+(long ids). Each template has different requirements, and most only show them by failing. llama.cpp
+detects them the same way (`common/chat.cpp`, its template capabilities).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from app.core.errors import AppError
 from app.core.requests import Message, Tool, ToolCall
 
-# A template that takes longer than this for all that it is tried with is taken as it is.
+# Seconds for all test renders; a slower template is used without workarounds.
 _DETECTION_TIMEOUT = 5.0
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -39,7 +39,7 @@ _TOOL = Tool(
 
 
 class Render(Protocol):
-    """`ChatTemplate.render`, as far as it is needed here."""
+    """The signature of `ChatTemplate.render`, as far as needed here."""
 
     def __call__(
         self,
@@ -52,15 +52,17 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCapabilities:
-    """supports_system_role: system messages are rendered. supports_developer_role: so are the
-    developer's. supports_tools: tools are. supports_tool_calls: calls and their results are, beside
-    tools; supports_tool_calls_without_tools: without any. supports_tool_responses: where calls are
-    not, their results are.
+    """What a template supports.
 
-    Where they are, but not as they come: requires_tool_list: no tools must be an empty list of
-    them. described: every tool needs a description. requires_string_arguments: arguments must be
-    text. requires_short_call_ids: ids must be nine letters and digits. requires_single_calls: a
-    turn can hold one call.
+    supports_system_role: system messages. supports_developer_role: developer messages.
+    supports_tools: tools. supports_tool_calls: calls and their results, together with tools.
+    supports_tool_calls_without_tools: the same without tools. supports_tool_responses: results,
+    even if calls are not supported.
+
+    Required changes to the input: requires_tool_list: no tools must be an empty list.
+    requires_tool_description: every tool needs a description. requires_string_arguments: arguments
+    must be text. requires_short_call_ids: ids must be nine letters and digits.
+    requires_single_calls: a turn can have only one call.
     """
 
     supports_system_role: bool = True
@@ -76,7 +78,7 @@ class TemplateCapabilities:
     requires_single_calls: bool = False
 
     def format_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-        """In OpenAI's shape, which is what templates expect."""
+        """Returns tools in OpenAI's format, which templates expect."""
         given = [self._format_tool(tool) for tool in tools]
         return given if given or self.requires_tool_list else None
 
@@ -88,7 +90,7 @@ class TemplateCapabilities:
         return {"type": "function", "function": function}
 
     def adapt_messages(self, messages: Iterable[Message]) -> list[Message]:
-        """The conversation, so that the template can render it."""
+        """Adapts a conversation, so that the template can render it."""
         turns = list(add_tool_names(messages))
         if self.requires_single_calls:
             turns = list(_split_parallel_calls(turns))
@@ -102,37 +104,37 @@ class TemplateCapabilities:
 
 
 def detect_capabilities(render: Render) -> TemplateCapabilities:
-    """Of the template behind `render`."""
-    trial = _TemplateProbe(render)
+    """Detects the capabilities of the template behind `render`."""
+    probe = _TemplateProbe(render)
     known = TemplateCapabilities()
-    if not trial.renders(known, [_USER_MESSAGE]) and trial.renders(
+    if not probe.renders(known, [_USER_MESSAGE]) and probe.renders(
         with_list := replace(known, requires_tool_list=True)
     ):
         known = with_list
     known = replace(
         known,
-        supports_system_role=trial.renders(known, [_SYSTEM_MESSAGE, _USER_MESSAGE])
-        or not trial.renders(known, [_USER_MESSAGE]),
-        supports_developer_role=trial.renders(
+        supports_system_role=probe.renders(known, [_SYSTEM_MESSAGE, _USER_MESSAGE])
+        or not probe.renders(known, [_USER_MESSAGE]),
+        supports_developer_role=probe.renders(
             known, [replace(_SYSTEM_MESSAGE, role="developer"), _USER_MESSAGE]
         ),
     )
-    known = replace(known, supports_tools=trial.renders(known, [_USER_MESSAGE], [_TOOL]))
-    if known.supports_tools and not trial.renders(
+    known = replace(known, supports_tools=probe.renders(known, [_USER_MESSAGE], [_TOOL]))
+    if known.supports_tools and not probe.renders(
         known, [_USER_MESSAGE], [replace(_TOOL, description=None)]
     ):
         known = replace(known, requires_tool_description=True)
-    return _detect_tool_calls(trial, known)
+    return _detect_tool_calls(probe, known)
 
 
 def _detect_tool_calls(
-    trial: "_TemplateProbe", known: TemplateCapabilities
+    probe: "_TemplateProbe", known: TemplateCapabilities
 ) -> TemplateCapabilities:
-    """How calls and their results are rendered, with as few changes to them as need be."""
+    """Detects how calls and results are rendered, with the fewest changes."""
     one = [_USER_MESSAGE, *_build_call_round("1")]
     for changes in _subsets(("requires_short_call_ids", "requires_string_arguments")):
         tried = replace(known, **dict.fromkeys(changes, True))
-        beside, alone = trial.renders(tried, one, [_TOOL]), trial.renders(tried, one)
+        beside, alone = probe.renders(tried, one, [_TOOL]), probe.renders(tried, one)
         if not (beside and known.supports_tools) and not alone:
             continue
         tried = replace(
@@ -143,10 +145,10 @@ def _detect_tool_calls(
         two = [_USER_MESSAGE, *_build_call_round("1", "2")]
         tools = [_TOOL] if tried.supports_tool_calls else []
         alike = replace(tried, requires_single_calls=True)
-        if not trial.renders(tried, two, tools) and trial.renders(alike, two, tools):
+        if not probe.renders(tried, two, tools) and probe.renders(alike, two, tools):
             return alike
         return tried
-    # a call that was said in so many words
+    # the call written as plain text
     said = [
         _USER_MESSAGE,
         Message(role="assistant", content=_argument_value("1")),
@@ -154,7 +156,7 @@ def _detect_tool_calls(
     ]
     return replace(
         known,
-        supports_tool_responses=trial.renders(known, said, [_TOOL] if known.supports_tools else []),
+        supports_tool_responses=probe.renders(known, said, [_TOOL] if known.supports_tools else []),
     )
 
 
@@ -169,7 +171,7 @@ class _TemplateProbe:
         messages: Sequence[Message] = (_USER_MESSAGE,),
         tools: Sequence[Tool] = (),
     ) -> bool:
-        """Whether all that stands in them is in the prompt."""
+        """Returns whether the prompt contains everything in the messages and tools."""
         if time.monotonic() > self._deadline:
             return False
         turns = capabilities.adapt_messages(messages)
@@ -196,7 +198,7 @@ def _expected_texts(messages: Sequence[Message], tools: Sequence[Tool]) -> Itera
 
 
 def _build_call_round(*numbers: str) -> list[Message]:
-    """A turn with as many calls, and their results."""
+    """Builds a turn with one call per number, and their results."""
     ids = [_CALL_ID + number for number in numbers]
     calls = tuple(
         ToolCall(id=id, name=_TOOL.name, arguments=f'{{"place": "{_argument_value(id)}"}}')
@@ -211,13 +213,13 @@ def _argument_value(id: str) -> str:
 
 
 def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The small ones first."""
+    """Yields all subsets, small ones first."""
     for size in range(len(names) + 1):
         yield from itertools.combinations(names, size)
 
 
 def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
-    """Results with the names of their functions, which OpenAI's clients leave out."""
+    """Adds the function names to results, which OpenAI's clients omit."""
     names: dict[str, str] = {}
     for message in messages:
         names.update((call.id, call.name) for call in message.tool_calls)
@@ -229,7 +231,7 @@ def add_tool_names(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _split_parallel_calls(turns: Sequence[Message]) -> Iterator[Message]:
-    """Each call in a turn of its own, with its result behind it."""
+    """Puts each call into a turn of its own, followed by its result."""
     place = 0
     while place < len(turns):
         turn = turns[place]
@@ -258,14 +260,14 @@ def _shorten_call_ids(turn: Message) -> Message:
 
 
 def _shorten_id(id: str) -> str:
-    """Always the same for the same id: a prompt that changes is not served by the cache."""
+    """Shortens an id deterministically, so that cached prefixes still match."""
     if len(id) == 9 and id.isascii() and id.isalnum():
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
-    """What the system says at first, the user says."""
+    """Merges a leading system message into the user's message."""
     first = list(itertools.takewhile(lambda turn: turn.role in _SYSTEM_ROLES, turns))
     if not first:
         return list(turns)

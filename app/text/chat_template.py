@@ -1,7 +1,7 @@
-"""Conversations → prompts, through the model's own chat template.
+"""Chat templates: from conversations to prompts.
 
-Knows: which template a model brings, and how messages look to it. Must not know: token ids, HTTP,
-or what Jinja is (`app/text/jinja_sandbox.py` does).
+Knows: which template a model has, the format of messages in it. Must not know: token ids, HTTP,
+Jinja (`app/text/jinja_sandbox.py`).
 """
 
 import json
@@ -17,24 +17,25 @@ from app.core.thread_pools import CancelToken
 from app.text.jinja_sandbox import Clock, SandboxedTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions, parse_special_token
 
-# For models that bring no template, which are models that have learnt no roles: what was said,
-# one after the other, so that a conversation of one message is continued like a plain prompt. Any
-# markers we could make up (ChatML, say) are to such a model just more text to imitate.
+# For models without a template, which were not trained on roles: the contents are concatenated, so
+# that a single message is continued like a plain prompt. Such a model would take invented markers
+# (such as ChatML's) for text to imitate.
 FALLBACK_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
 class ChatTemplate:
-    """One model's template, or `FALLBACK_TEMPLATE`; immutable.
+    """The template of one model, or `FALLBACK_TEMPLATE`; immutable.
 
-    includes_special_tokens: its text brings the special tokens that begin a prompt, so encode it
-    without adding any. False for `FALLBACK_TEMPLATE`, whose text is encoded like any other.
+    includes_special_tokens: the rendered text contains the special tokens at the start of a prompt,
+    so encode it without adding any. False for `FALLBACK_TEMPLATE`, whose text is encoded like any
+    other.
     """
 
     def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
-        """now: the clock of templates that tell the model what day it is.
+        """now: the clock for templates that include the current date.
 
-        A separate chat_template.jinja wins over the one in tokenizer_config.json. Raises
-        AppError(MODEL_FILES) when a template is broken.
+        A separate chat_template.jinja takes precedence over tokenizer_config.json. Raises
+        AppError(MODEL_FILES) if a template is broken.
         """
         sources = _read_sources(files)
         file = "tokenizer_config.json" if files.chat_template is None else "chat_template.jinja"
@@ -48,7 +49,7 @@ class ChatTemplate:
         self._now = now
 
     def get_source(self, *, tools: bool) -> str:
-        """What renders conversations with tools, or without."""
+        """Returns the source of the template for conversations with or without tools."""
         return self._select(tools=tools).source
 
     def render(
@@ -62,11 +63,11 @@ class ChatTemplate:
         cancel_token: CancelToken | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt. string_arguments: calls get their arguments as text. template_kwargs:
-        whatever else the template asks for, such as enable_thinking.
+        """Renders the prompt. string_arguments: pass the arguments of calls as text.
+        template_kwargs: other template variables, such as enable_thinking.
 
-        Raises AppError(INVALID) when the template refuses the conversation or fails on it.
-        Cancelled when `cancel_token` is.
+        Raises AppError(INVALID) if the template rejects the conversation or fails on it. Raises
+        WorkCancelled when `cancel_token` is cancelled.
         """
         template = self._select(tools=tools is not None)
         context = {
@@ -86,7 +87,8 @@ class ChatTemplate:
         return template.render(context, now=self._now, cancel_token=cancel_token)
 
     def _functions_variables(self, tools: Sequence[Json] | None) -> dict[str, Any]:
-        """Firefunction's template wants the tools written out, and what time it is."""
+        """Returns the variables of Firefunction's template: the tools as text and the current
+        time."""
         if tools is None:
             return {}
         functions = [tool.get("function", tool) for tool in tools]
@@ -96,7 +98,7 @@ class ChatTemplate:
         }
 
     def get_variables(self, *, tools: bool) -> frozenset[str]:
-        """What that template looks for in its context."""
+        """Returns the variables that the template reads."""
         return self._select(tools=tools).variables
 
     def _select(self, *, tools: bool) -> SandboxedTemplate:
@@ -107,9 +109,9 @@ class ChatTemplate:
 def build_tokenizer_info(
     files: ModelFiles, tokenizer: Tokenizer, *, context: int
 ) -> dict[str, Any]:
-    """What clients that render and count by themselves look for: the keys of tokenizer_config.json
-    that speak of special tokens, None for those that the model does not have, its class and the
-    chat template. context: positions of one sequence."""
+    """Returns the fields for clients that render and count tokens themselves: the keys of
+    tokenizer_config.json for special tokens (None if the model lacks one), the tokenizer class and
+    the chat template. context: positions of one sequence."""
     ends = sorted(find_model_stop_conditions(files, tokenizer).ids)
     beginning = (
         None if tokenizer.bos_token_id is None else tokenizer.id_to_token(tokenizer.bos_token_id)
@@ -120,7 +122,7 @@ def build_tokenizer_info(
         "model_max_length": context,
         "add_bos_token": config.get("add_bos_token") is True,
         "bos_token": beginning,
-        # where tokenizer_config.json names none, config.json may
+        # config.json may name one where tokenizer_config.json does not
         "eos_token": tokenizer.id_to_token(ends[0]) if ends else None,
         **dict.fromkeys(("unk_token", "pad_token")),
         **_read_special_tokens(config),
@@ -129,7 +131,7 @@ def build_tokenizer_info(
 
 
 def _read_sources(files: ModelFiles) -> dict[str, str]:
-    """Name → template. Empty when the model brings none, else with a "default"."""
+    """Returns templates by name: empty without a template, otherwise with a "default"."""
     if files.chat_template is not None:
         return {"default": files.chat_template}
     given: Any = files.tokenizer_config.get("chat_template")
@@ -153,7 +155,7 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
 
 
 def _read_special_tokens(config: Json) -> dict[str, Any]:
-    """What templates call bos_token, eos_token and so on, as far as the model has them."""
+    """Returns bos_token, eos_token and so on for templates, as far as the model has them."""
     tokens: dict[str, Any] = {}
     for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
         text = parse_special_token(config.get(f"{name}_token"))
@@ -170,7 +172,8 @@ def _read_special_tokens(config: Json) -> dict[str, Any]:
 def _to_template_message(
     message: Message, field: str, template: str, *, string_arguments: bool
 ) -> dict[str, Any]:
-    """A message as the template expects it. "developer" is OpenAI's newer word for "system"."""
+    """Converts a message to the form that the template expects. "developer" is OpenAI's newer name
+    for "system"."""
     renamed = message.role == "developer" and "developer" not in template
     said: dict[str, Any] = {
         "role": "system" if renamed else message.role,
@@ -195,8 +198,9 @@ def _to_template_message(
 
 
 def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
-    """What the template calls an earlier turn's reasoning. gpt-oss's calls it thinking, and refuses
-    a turn that has calls, content and thinking: there it is the content that counts."""
+    """Yields the template's keys for the reasoning of an earlier turn. gpt-oss's key is "thinking",
+    and its template rejects a turn with calls, content and thinking; then the content takes
+    precedence."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         crowded = name == "thinking" and message.tool_calls and message.content
         if re.search(rf"""(\.|\[['"]|['"]){name}\b""", template) and not crowded:
@@ -204,9 +208,9 @@ def _reasoning_keys(message: Message, template: str) -> Iterator[str]:
 
 
 def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
-    """The object that the arguments of a call in the history are. An empty text, which some clients
-    send for a tool without parameters, is the empty object. Raises AppError(INVALID) for any other
-    text, with `field` as the place."""
+    """Parses the arguments of a call in the history. An empty text, which some clients send for a
+    tool without parameters, is the empty object. Raises AppError(INVALID) for any other text, with
+    `field` as its path."""
     try:
         arguments: Any = json.loads(call.arguments) if call.arguments.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -219,7 +223,8 @@ def parse_arguments(call: ToolCall, field: str) -> dict[str, Any]:
 
 
 def _to_template_call(call: ToolCall, field: str, *, string_arguments: bool) -> dict[str, Any]:
-    """Most templates write arguments in their models' own syntax, so they want the object."""
+    """Converts a call. Most templates write arguments in their models' own syntax, so they require
+    the object."""
     arguments = parse_arguments(call, field)
     return {
         "id": call.id,

@@ -1,8 +1,10 @@
-"""From sampled ids to released text, piece by piece.
+"""Detokenization: from sampled ids to text that may be sent.
 
-Knows: how to wait for whole characters, and for what may become a stop string. Must not know: who
-samples, who reads, or that there is a network. Every stage has `feed` and `flush`; what it gives
-out, joined, never depends on how its input was cut.
+Knows: how to wait for complete characters and possible stop strings. Must not know: sampling,
+clients, the network.
+
+Every stage has `feed` and `flush`; its concatenated output never depends on how its input was
+split.
 """
 
 import codecs
@@ -14,18 +16,18 @@ from typing import Protocol
 
 from app.text.tokenizer import ByteDecoder, Tokenizer
 
-_MAX_CHARACTER_BYTES = 4  # bytes of the longest character in UTF-8
+_MAX_CHARACTER_BYTES = 4  # bytes of the longest UTF-8 character
 
 
 class Detokenizer:
-    """Sampled ids → text. Never half a character; joined, it is what decoding the prompt's ids and
-    the sampled ids together adds to the prompt's text. So a space before the first word is kept
-    after a prompt, and dropped at the start of a text where the tokenizer drops it; a character
-    whose first bytes are the prompt's appears whole.
+    """Converts sampled ids to text, in complete characters. The concatenated output is what the
+    sampled ids add when they are decoded together with the prompt's ids. So a leading space is kept
+    after a prompt, and dropped at the start of a text if the tokenizer drops it there; a character
+    whose first bytes are in the prompt is output whole.
 
-    Why not `tokenizers.decoders.DecodeStream` (0.23): it has no flush, so a text that ends in half
-    a character is lost; after a bad byte in a run of byte tokens every further step raises
-    "Invalid prefix encountered"; and a run of n bad bytes costs n² (4000 took two seconds).
+    `tokenizers.decoders.DecodeStream` (0.23) is not used because it has no flush, so a text that
+    ends within a character is lost; after a bad byte in a run of byte tokens every further step
+    raises "Invalid prefix encountered"; and a run of n bad bytes costs n² (4000 took two seconds).
     """
 
     def __init__(
@@ -35,24 +37,24 @@ class Detokenizer:
         *,
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """visible_special_ids: special tokens of the answer that are text nevertheless."""
-        spelling = tokenizer.byte_decoder
+        """visible_special_ids: special tokens of the output that are shown as text."""
+        byte_decoder = tokenizer.byte_decoder
         self._backend: _Backend = (
             _WordDetokenizer(tokenizer, prompt, visible_special_ids)
-            if spelling is None
-            else _ByteDetokenizer(tokenizer, spelling, prompt, visible_special_ids)
+            if byte_decoder is None
+            else _ByteDetokenizer(tokenizer, byte_decoder, prompt, visible_special_ids)
         )
 
     @property
     def has_partial_character(self) -> bool:
-        """The last id fed ends within a character that has not been given out yet."""
+        """Whether the last id ended within a character that has not been output."""
         return self._backend.has_partial_character
 
     def feed(self, id: int) -> str:
         return self._backend.feed(id)
 
     def flush(self) -> str:
-        """The rest: U+FFFD where the text ends within a character."""
+        """Returns the rest: U+FFFD if the text ends within a character."""
         return self._backend.flush()
 
 
@@ -66,7 +68,8 @@ class _Backend(Protocol):
 
 
 class _ByteDetokenizer:
-    """For tokens that spell bytes: an incremental UTF-8 decoder, primed with the prompt's end."""
+    """For byte-level tokens: an incremental UTF-8 decoder, initialized with the end of the
+    prompt."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class _ByteDetokenizer:
             tail = self._visible_bytes(id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
-        # All of it is the prompt's own text but the beginning of a last, unfinished character.
+        # This is the prompt's own text, except for the first bytes of an incomplete last character.
         self._utf8_decoder.decode(tail)
         self._strips_space = byte_decoder.strips_leading_space and not tail
 
@@ -110,12 +113,12 @@ class _ByteDetokenizer:
 
 
 class _WordDetokenizer:
-    """For decoders that join words: what a token adds to the text of the few before it.
+    """For decoders that join words: outputs what a token adds to the text of the few before it.
 
-    Such decoders look no further than at the neighbour: is there a word before this one, to be set
-    apart from? The window is  given out | not yet  with at most `_MAX_CHARACTER_BYTES` ids on each
-    side. Only if one knows byte tokens too, and a byte is bad, may the stream differ from the
-    whole.
+    Such decoders only look at the previous token, to decide on a space between two words. The
+    window is output | pending with at most `_MAX_CHARACTER_BYTES` ids on each side. The stream may
+    differ from decoding everything at once only if the decoder also has byte tokens and a byte is
+    invalid.
     """
 
     def __init__(
@@ -156,14 +159,14 @@ class _WordDetokenizer:
         return text
 
     def _may_begin_mid_character(self) -> bool:
-        """Whether the ids before may begin within a character, which spoils the bytes behind it for
-        the library. A character's other bytes are no further away than three ids."""
+        """Whether the previous ids may begin within a character, which makes the library decode the
+        following bytes incorrectly. The character's other bytes are at most three ids away."""
         return len(
             self._context_ids
         ) < 2 * _MAX_CHARACTER_BYTES - 1 and "\ufffd" in self._tokenizer.decode(self._context_ids)
 
     def _decode_marker(self, id: int) -> str:
-        """A special token, as it is written; words on its two sides are no neighbours."""
+        """Returns the text of a special token; the words before and after it are not joined."""
         text = self.flush() + self._tokenizer.token_text(id)
         self._context_ids = []
         return text
@@ -176,63 +179,63 @@ class _WordDetokenizer:
 
 
 class VisibleTokens:
-    """How many sampled tokens lie wholly within the first characters of their text: those are the
-    ones a client that was shown just these characters will send back."""
+    """Counts the sampled tokens that lie completely within the first characters of their text: the
+    tokens that a client that received these characters will send back."""
 
     def __init__(self) -> None:
         self._length = 0
-        self._ends = array("q")  # a list of ints takes five times as much
+        self._ends = array("q")  # a list of ints takes five times the memory
 
     def feed(self, text: str, *, has_partial_character: bool) -> None:
-        """What one token brought out of the Detokenizer, and the Detokenizer's state after it."""
+        """Adds the text that one token produced, and the Detokenizer's state after it."""
         self._length += len(text)
-        # Waiting bytes are the beginning of exactly one character, whatever becomes of them.
+        # Pending bytes become exactly one character, whether they are completed or not.
         self._ends.append(self._length + has_partial_character)
 
     def count_within(self, length: int) -> int:
-        """length: characters of the text that were shown."""
+        """Returns the number of tokens. length: characters of the text that were output."""
         return bisect_right(self._ends, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopResult:
-    """text: what may be shown now. matched_stop: the stop string that was found, and then all is
-    over."""
+    """text: text that may be output now. matched_stop: the stop string that was found, which ends
+    the output; else None."""
 
     text: str
     matched_stop: str | None = None
 
 
 class StopFinder:
-    """Text → the text before the first stop string.
+    """Cuts the text at the first stop string.
 
-    The first is the one that starts first, and of two that start together the one that ends first.
-    Held back is only what may still turn out to be a stop string or, when one was found, to be in
+    The first is the one that starts first, and of two with the same start the one that ends first.
+    Text is held back only while it may still become a stop string or, after one was found, part of
     another that started before it. With the stops "bcde" and "d":
 
-        shown | held
-            a | bcd      "d" is there, but "bcde" starts earlier and may come
-            a | bcde     it came: "a" is all
-          abc | dx       it did not: "abc" is all
+        output | held
+             a | bcd      "d" was found, but "bcde" starts earlier and may follow
+             a | bcde     it did: the result is "a"
+           abc | dx       it did not: the result is "abc"
 
-    One Knuth-Morris-Pratt automaton per stop string: a character costs the same, amortised, however
-    the text is cut and however a stop string repeats itself.
+    There is one Knuth-Morris-Pratt automaton per stop string: the amortized cost of a character
+    does not depend on how the text is split or how a stop string repeats itself.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        """stop_strings: none of them empty."""
+        """stop_strings: not empty strings."""
         self._automata = tuple(_KmpAutomaton(stop) for stop in stop_strings)
-        self._held_text = ""  # the text  shown | held
+        self._held_text = ""  # the text output | held
         self._num_read = 0  # characters read
         self._match: tuple[int, str] | None = (
-            None  # where the first stop so far starts; which it is
+            None  # start of the first stop found so far, and its index
         )
         self.released = (
-            0  # characters given out; after a hit, `VisibleTokens.count_within` wants this
+            0  # characters output; `VisibleTokens.count_within` needs this after a match
         )
 
     def feed(self, text: str) -> StopResult:
-        """Not to be called again once a stop was found."""
+        """Adds text. Must not be called after a stop was found."""
         self._held_text += text
         for character in text:
             self._step(character)
@@ -241,12 +244,12 @@ class StopFinder:
         return StopResult(text=self._release(self._open_match_start))
 
     def flush(self) -> StopResult:
-        """No more text will come: the rest, or the stop that was waiting for an earlier one."""
+        """Ends the text: returns the rest, or the stop that waited for an earlier one."""
         return self._finish()
 
     @property
     def _open_match_start(self) -> int:
-        """Where the longest stop string that is not complete yet starts."""
+        """Returns the start of the longest incomplete match."""
         return self._num_read - max((automaton.matched for automaton in self._automata), default=0)
 
     def _step(self, character: str) -> None:
@@ -270,27 +273,27 @@ class StopFinder:
 
 
 class _KmpAutomaton:
-    """`matched`: the most characters at the end of the text that begin the stop string, but not
-    all of it (Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977)."""
+    """matched: length of the longest suffix of the text that is a proper prefix of the stop string
+    (Knuth, Morris, Pratt: Fast Pattern Matching in Strings, 1977)."""
 
     def __init__(self, stop: str) -> None:
         assert stop
         self.stop = stop
         self.matched = 0
-        # borders[n]: the longest proper prefix of stop[:n] that also ends it. Only those up to
-        # `matched` are looked at, so a stop string costs no more than the text that it is held
-        # against, however long it is.
+        # borders[n]: the longest proper prefix of stop[:n] that is also its suffix. Computed only
+        # up to `matched`, so a long stop string costs no more than the text that it is compared
+        # with.
         self._borders = [0, 0]
 
     def step(self, character: str) -> bool:
-        """Whether this character completes the stop string."""
+        """Adds a character. Returns whether it completes the stop string."""
         self.matched = self._next(self.matched, character)
         if self.matched < len(self.stop):
             if self.matched == len(self._borders):
                 border = self._next(self._borders[-1], self.stop[self.matched - 1])
                 self._borders.append(border)
             return False
-        self.matched = 0  # whatever follows starts later, and so is not the first
+        self.matched = 0  # a later match starts later, so it is not the first
         return True
 
     def _next(self, matched: int, character: str) -> int:

@@ -1,16 +1,17 @@
-"""Calls for models whose template knows of none: told in words, written as JSON.
+"""Tool calls for models whose template does not support them: described in text, written as JSON.
 
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
-Knows: how tools, calls and results are told to a model that was never trained on any. Must not
-know: templates, tokens. It is also how every model writes calls that it must make and whose own
-syntax cannot hold them to their schema.
+Knows: how to describe tools, calls and results to a model that was not trained on them. Must not
+know: templates, tokens.
 
-Calls of earlier turns, for templates that offer tools and have no words for what came of them.
+Every model also uses this format for required calls if its own syntax cannot constrain them to
+their schema.
 
-Such templates expect that an answer with calls is sent back as it was written (those of LFM2,
-Granite and SmolLM3 do). OpenAI's clients send the calls apart from the text, so they are written
-again: what a model finds in its own turns is how it goes on.
+Some templates offer tools but do not render earlier calls. They expect that a turn with calls is
+sent back as it was written (those of LFM2, Granite and SmolLM3 do). OpenAI's clients send the calls
+separately from the text, so they are rendered into the text again: models imitate the format of
+their earlier turns.
 """
 
 import json
@@ -18,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Message, Tool
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.chat_template import parse_arguments
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import parse_call_object
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder
@@ -29,10 +31,9 @@ from app.text.syntax.reader import Reader, Resumable
 def inline_tool_calls(
     messages: Sequence[Message], family: ChatFamily, *, keep_results: bool
 ) -> Sequence[Message]:
-    """The conversation without calls beside the text of its turns. keep_results: whether the
-    template renders results as such; if not, the user tells them. Where the family cannot write a
-    call of it, all are told in plain words. Raises AppError(INVALID) for arguments that are no
-    object."""
+    """Moves calls into the text of their turns. keep_results: whether the template renders results;
+    if not, they become user messages. If the family cannot write one of the calls, all are
+    described in plain text. Raises AppError(INVALID) for arguments that are not an object."""
     turns: list[Message] = []
     for place, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls):
@@ -49,19 +50,21 @@ def inline_tool_calls(
     return turns if keep_results else render_tools_as_text(turns, ())
 
 
-# what models put around JSON
+# what models write around JSON
 _FENCE_STARTS, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
 
 _CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
 
 
 class GenericFamily(ChatFamily):
-    """A call is a JSON object at the beginning of a line, which names one of the tools; a block of
-    Markdown around it belongs to it. Or it stands behind a trigger, and only there."""
+    """Calls as JSON objects at the start of a line, each with the name of a tool; a Markdown code
+    block around an object is part of the call. With a trigger, calls are only parsed after it."""
+
+    plain_without_tools = True
 
     def __init__(self, reasoning_separator: str = "", *, trigger: str | None = None) -> None:
-        """reasoning_separator: of the family whose models reason as they always do before such
-        calls. trigger: what their own calls begin with."""
+        """reasoning_separator: of the model's own family, whose reasoning precedes such calls.
+        trigger: the begin marker of its own calls."""
         self.reasoning_separator = reasoning_separator
         self._trigger = trigger
 
@@ -71,7 +74,7 @@ class GenericFamily(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        # white space before the tag has been read already, where the tag begins with some
+        # white space before the tag was consumed already, if the tag begins with some
         bare = replace(tags, open=tags.open.lstrip())
         yield from super().parse_reasoning(reader, output, bare, in_reasoning=in_reasoning)
         if (
@@ -128,7 +131,7 @@ def _call_prefix(name: str) -> str:
 
 
 def _skip_fence_end(reader: Reader) -> Resumable[bool]:
-    """Whether the block does behind a call; then its end is taken."""
+    """Consumes the end of the code block after a call; returns whether there was one."""
     behind = reader.hold()
     yield from reader.skip_space()
     if (yield from reader.accept(_FENCE_END)) is not None:
@@ -139,7 +142,7 @@ def _skip_fence_end(reader: Reader) -> Resumable[bool]:
 
 
 def _parse_line(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-    """The rest of a line, its end included."""
+    """Parses the rest of a line, including its end."""
     at = reader.at
     if (yield from reader.read_until("\n", on_text=output.add_content)) is not None:
         output.add_content("\n", reader.at - 1)
@@ -147,9 +150,9 @@ def _parse_line(reader: Reader, output: OutputBuilder) -> Resumable[None]:
 
 
 def render_tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The conversation in words that any template can render: the tools in the system message,
-    calls and their results in what the assistant and the user say. tools: may be none, where only
-    the history knows of calls."""
+    """Renders tools as text that any template can render: the tools in the system message, calls
+    and their results in assistant and user messages. tools: empty if only the history contains
+    calls."""
     turns = list(_merge_user_messages(map(_render_message_as_text, messages)))
     if not tools:
         return turns
@@ -195,8 +198,8 @@ def _render_message_as_text(message: Message) -> Message:
 
 
 def _merge_user_messages(messages: Iterator[Message]) -> Iterator[Message]:
-    """Results that follow each other, and what the user says behind them, are one turn: many
-    templates want the user and the assistant to take turns."""
+    """Merges consecutive results and user messages into one turn: many templates require that user
+    and assistant alternate."""
     last: Message | None = None
     for message in messages:
         if last is not None and last.role == message.role == "user":

@@ -1,8 +1,8 @@
-"""What stands between a prefix and a suffix, for models trained to fill in.
+"""Fill-in-the-middle prompts: the text between a prefix and a suffix, for models trained for it.
 
-Knows: the tokens that code models mark the three parts with. Must not know: requests, who asked.
+Knows: the tokens that code models use for the three parts. Must not know: requests, callers.
 
-Each form was published with its models (Bavarian et al. 2022, arXiv:2207.14255, has the idea):
+Each format was published with its models (introduced by Bavarian et al. 2022, arXiv:2207.14255):
 StarCoder and Granite, Qwen-Coder and CodeGemma, Code Llama, DeepSeek-Coder, Codestral.
 """
 
@@ -15,22 +15,22 @@ from app.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _FimFormat:
-    """Tokens before the prefix, before the suffix, and where the model goes on (None: it goes on
-    where the prefix ends, which then comes last)."""
+    """Tokens before the prefix, before the suffix, and before the middle (None: the middle follows
+    the prefix, which then comes last)."""
 
     prefix: str
     suffix: str
     middle: str | None
 
 
-# With these the models end what they fill in, whether or not their turns end with them; the last
-# four say that another file would follow (llama.cpp's vocabulary has the same list).
+# The models end the middle with these, which may differ from their end-of-turn tokens; the last
+# four would start another file (llama.cpp's vocabulary has the same list).
 _FIM_STOP_TOKENS = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
 )
 
-# no text begins with it
+# a character that starts no other text
 _BOUNDARY = "\u263a"
 
 _FIM_FORMATS = (
@@ -45,9 +45,9 @@ _FIM_FORMATS = (
 
 
 def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Sequence[int]:
-    """The ids of a prompt that asks for the text between the two.
+    """Returns the ids of a prompt for the text between the two.
 
-    Raises AppError(INVALID) where the tokenizer has no tokens for it.
+    Raises AppError(INVALID) if the tokenizer has no tokens for it.
     """
     for form in _FIM_FORMATS:
         before = tokenizer.token_to_id(form.prefix)
@@ -70,14 +70,14 @@ def build_infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> Seque
 
 
 def find_infill_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end what is filled in, besides those that end every answer."""
+    """Returns ids that end the middle, besides the end-of-sequence ids."""
     ids = (tokenizer.token_to_id(text) for text in _FIM_STOP_TOKENS)
     return frozenset(id for id in ids if id is not None)
 
 
 def _encode_continuation(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    """Ids of a text that begins in the middle: without the space that some tokenizers put before
-    every text. Code Llama and Codestral were trained so (mistral-common, `encode_infilling`)."""
+    """Encodes a text that starts in the middle, without the space that some tokenizers prepend.
+    Code Llama and Codestral were trained this way (mistral-common, `encode_infilling`)."""
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.strips_leading_space:
         return tokenizer.encode(text, add_special_tokens=False)
     ids = tokenizer.encode(_BOUNDARY + text, add_special_tokens=False)

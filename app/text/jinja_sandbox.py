@@ -1,16 +1,14 @@
-"""Jinja, as chat templates expect it and as safe as it can be made.
+"""A Jinja sandbox for chat templates, compatible with Hugging Face transformers.
 
-Knows: jinja2, and the conventions that templates are written against: those of Hugging Face
-transformers (`utils/chat_template_utils.py`, render_jinja_template). Must not know: where
-templates come from, messages, token ids.
+Knows: jinja2, the conventions of templates in transformers (`utils/chat_template_utils.py`,
+render_jinja_template). Must not know: where templates come from, messages, token ids.
 
-Templates come with models, and what they are given comes from strangers. The sandbox keeps both
-away from Python. A `RenderCostLimit` keeps a render from going on for ever, and from making more
-text than any prompt has: the clock is looked at in every turn of every loop and at every call
-(which is how macros recurse), and whatever makes text or lists is weighed or counted. Jinja
-computes constants when it compiles, so compiling has a budget as well. What a hostile template can
-still do is fill memory with small things as fast as Python makes them, for as long as a render may
-take.
+Templates come with models, and their input comes from clients; neither is trusted. The sandbox
+gives both no access to Python. A `RenderCostLimit` limits the time of a render and the text that it
+produces: the clock is checked in every iteration of every loop and at every call (which is how
+macros recurse), and everything that creates text or lists is estimated or counted. Jinja evaluates
+constants when it compiles, so compiling has a budget as well. A hostile template can still allocate
+many small objects, as fast as Python creates them, within the time limit of a render.
 """
 
 import functools
@@ -39,27 +37,26 @@ Clock = Callable[[], datetime]
 
 RENDER_TIMEOUT = 5.0
 
-# that one render may make in all its steps; a long conversation is a hundredth of it
+# characters produced by all steps of one render; a long conversation takes a hundredth
 _MAX_RENDERED_CHARACTERS = 1 << 28
 
-# of a template; the longest that are known have a tenth of it
+# characters of a template; the longest known ones have a tenth
 _MAX_TEMPLATE_CHARACTERS = 1 << 18
 
-# of what a template says when it fails
+# characters of a template's error message
 _MAX_REASON_LENGTH = 500
 
-# They write web pages, and make much of little.
+# For web pages, and their output may be much larger than their input.
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class SandboxedTemplate:
-    """A compiled template; immutable. variables: what it looks for in its context."""
+    """A compiled template; immutable. variables: the names that it reads from its context."""
 
     def __init__(self, source: str, *, location: str, seconds: float = RENDER_TIMEOUT) -> None:
-        """location: where it stands, for whoever has to mend it. seconds: how long one render may
-        take.
+        """location: the template's file, for error messages. seconds: time limit of one render.
 
-        Raises AppError(MODEL_FILES) when the source cannot be compiled.
+        Raises AppError(MODEL_FILES) if the source cannot be compiled.
         """
         self.source = source
         self._seconds = seconds
@@ -74,7 +71,7 @@ class SandboxedTemplate:
             parsed = sandbox.parse(source)
             self._code = sandbox.compile(parsed)
             self.variables = frozenset(find_undeclared_variables(parsed))
-        except Exception as error:  # Jinja's, or Python's about what Jinja made of it
+        except Exception as error:  # Jinja's error, or Python's for the generated code
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             message = f"the chat template in {location} is invalid{line}: {_format_reason(error)}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
@@ -82,10 +79,10 @@ class SandboxedTemplate:
     def render(
         self, context: Mapping[str, Any], *, now: Clock, cancel_token: CancelToken | None = None
     ) -> str:
-        """now: the clock of templates that tell the model what day it is.
+        """Renders the template. now: the clock for templates that include the current date.
 
-        Raises AppError(INVALID): in the template's own words when it refuses the context.
-        Cancelled when `cancel_token` is.
+        Raises AppError(INVALID), with the template's own message if it rejects the context. Raises
+        WorkCancelled when `cancel_token` is cancelled.
         """
 
         def strftime_now(form: str) -> str:
@@ -102,8 +99,8 @@ class SandboxedTemplate:
         except WorkCancelled:
             raise
         except Exception as error:
-            # A program that we did not write may fail in every way there is; mostly because the
-            # conversation is not of the shape that it was written for.
+            # A template may fail with any exception; usually the conversation does not have the
+            # expected form.
             reason = mark_client_text(_format_reason(error))
             message = f"the model's chat template cannot render this conversation: {reason}"
             raise AppError(ErrorKind.INVALID, message, param="messages") from error
@@ -119,11 +116,11 @@ class SandboxedTemplate:
 
 
 class _RaisedByTemplate(TemplateError):
-    """The template called raise_exception."""
+    """Raised when the template calls raise_exception."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of transformers, for one render or one compilation, with its budget."""
+    """The environment of transformers with a budget, for one render or one compilation."""
 
     intercepted_binops = frozenset(render_cost.OPERATORS)
 
@@ -136,7 +133,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         )
         self._limit = limit
         self.concat = limit.join
-        # Jinja's stubs know only the filters and globals that are there from the beginning.
+        # Jinja's stubs only declare the default filters and globals.
         filters, names = cast("dict[str, Any]", self.filters), cast("dict[str, Any]", self.globals)
         for name, inner in filters.items():
             filters[name] = self._limit_filter(inner, render_cost.FILTERS.get(name))
@@ -187,7 +184,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return format_map if value.__name__ == "format_map" else format
 
     def _limit_filter(self, inner: Any, estimate: render_cost.CostEstimate | None) -> Any:
-        """A filter, with what it makes counted. Some take a context before the value."""
+        """Wraps a filter so that its output is counted. Some filters take a context before the
+        value."""
         before = 1 if hasattr(inner, "jinja_pass_arg") else 0
 
         @functools.wraps(inner)
@@ -203,7 +201,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return counted
 
     def _check_output(self, value: Any) -> Any:
-        """Whatever {{ }} shows: it is made a text next."""
+        """Checks a value output by {{ }}, which is converted to text next."""
         if not isinstance(value, str):
             self._limit.check_size(self._limit.measure(value))
         return value
@@ -216,7 +214,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._join_strings(str(d), self._to_strings(items))
 
     def _concatenate(self, items: Iterable[Any]) -> str:
-        """What ~ stands between."""
+        """Concatenates the operands of ~."""
         return self._limit.join(self._to_strings(items))
 
     def _join_strings(self, separator: str, items: Iterable[str]) -> str:
@@ -245,7 +243,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own filter escapes HTML and sorts keys. Models were trained on neither."""
+        """Encodes JSON. Jinja's own filter escapes HTML and sorts keys, unlike the models' training
+        data."""
         around = sum(map(len, separators or ())) + 1
         self._limit.check_size(self._limit.measure(value) * around)
         self._limit.check_size(indent if isinstance(indent, int) else len(indent or ""))
@@ -256,7 +255,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    """`str.format`, each of whose fields may be as wide as it says."""
+    """`str.format` with the width of each field checked."""
 
     def __init__(self, sandbox: _Sandbox, limit: RenderCostLimit) -> None:
         super().__init__(sandbox)
@@ -270,7 +269,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _SandboxRewriter(NodeTransformer):
-    """What Jinja compiles to plain Python goes through the sandbox's filters instead."""
+    """Replaces operations that Jinja compiles to plain Python by the sandbox's filters."""
 
     def __init__(self, sandbox: _Sandbox) -> None:
         self._sandbox = sandbox
@@ -299,8 +298,8 @@ class _SandboxRewriter(NodeTransformer):
 
 
 class _GenerationTag(Extension):
-    """{% generation %}…{% endgeneration %} marks, for training, what the assistant says. Here it
-    is its body and nothing more; in a scope of its own, as there."""
+    """{% generation %}…{% endgeneration %} marks the assistant's output for training. Here it only
+    renders its body, in a scope of its own, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012  # declared so by Jinja
 
@@ -318,6 +317,6 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _format_reason(error: Exception) -> str:
-    """What it says, on one line. Templates put what they like into their errors."""
+    """Returns the error message on one line. Templates control the text of their errors."""
     text = " ".join(str(error)[: 2 * _MAX_REASON_LENGTH].split())
     return text if len(text) <= _MAX_REASON_LENGTH else text[:_MAX_REASON_LENGTH] + "…"

@@ -1,12 +1,13 @@
-"""Sampled tokens → the pieces of an answer that a client is shown.
+"""Output processing: from sampled tokens to deltas for the client.
 
-Knows: detokenising, stop strings, the splitter of a chat family, and which tokens lie in what was
-shown. Must not know: where tokens come from, how pieces are sent. A stage like those of
-`stream.py`: `feed` and `flush`.
+Knows: detokenization, stop strings, the output parser of a chat family, which tokens the released
+text contains. Must not know: where tokens come from, how deltas are sent.
 
-    id → Detokenizer → the model's stops → Splitter ┬ text → the request's stops → TextDelta
-                                                    ├ reasoning → ReasoningDelta
-                                                    └ calls → CallDelta
+A stage with `feed` and `flush`, like those of `detokenizer.py`:
+
+    id → Detokenizer → the model's stops → OutputParser ┬ text → the request's stops → TextDelta
+                                                        ├ reasoning → ReasoningDelta
+                                                        └ calls → ToolCallDelta
 """
 
 import os
@@ -32,11 +33,14 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How one answer is read. model_stops: what ends the model's turns wherever it stands.
-    stop_strings: the request's stop strings, which end the text that the client sees; not in the
-    first `min_tokens` tokens. visible_special_ids: special tokens that are text. return_token_ids:
-    whether the client wants the tokens' ids. parallel_tool_calls: whether more than one call may be
-    read. make_call_id: see `ChatFamily.make_call_id`."""
+    """How one output is processed.
+
+    model_stops: strings that end the model's turn anywhere. stop_strings: the request's stop
+    strings, applied to the text that the client sees, after the first `min_tokens` tokens.
+    visible_special_ids: special tokens that are text. return_token_ids: whether the client wants
+    token ids. parallel_tool_calls: whether more than one call may be parsed. make_call_id: see
+    `ChatFamily.make_call_id`.
+    """
 
     model_stops: tuple[str, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -48,8 +52,8 @@ class OutputOptions:
 
 
 class ChoiceOutputProcessor:
-    """The text of one choice. stopped: it is over, and nothing more is to be fed. matched_stop: by
-    which of the request's stop strings."""
+    """Processes the output of one choice. stopped: the output has ended, and no more tokens may be
+    fed. matched_stop: the request's stop string that ended it, or None."""
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class ChoiceOutputProcessor:
         options: OutputOptions,
         parser: OutputParser | None = None,
     ) -> None:
-        """parser: of the model's family; None where all is text."""
+        """parser: of the model's family; None if the whole output is text."""
         self._tokenizer = tokenizer
         self._choice = choice
         self._options = options
@@ -71,11 +75,11 @@ class ChoiceOutputProcessor:
         self._parser = parser
         self._stop_filter = _StopFilter(options.stop_strings)
         self._token_ends = VisibleTokens()
-        self._pending_tokens: list[Token] = []  # whose logprobs or ids have not been told
-        self._num_attached = 0  # tokens whose have
-        self._parser_position = 0  # characters given to the splitter
-        self._last_settled = 0  # before which nothing was held back when the last were
-        self._cut_at: int | None = None  # where the answer was cut off, when it was
+        self._pending_tokens: list[Token] = []  # whose logprobs or ids were not sent yet
+        self._num_attached = 0  # tokens whose were sent
+        self._parser_position = 0  # characters fed to the parser
+        self._last_settled = 0  # the settled position when tokens were last attached
+        self._cut_at: int | None = None  # where the output was cut, if it was
         self._num_tokens = 0
         self.num_tool_calls = 0
         self._call_ids: set[str] = set()
@@ -85,13 +89,13 @@ class ChoiceOutputProcessor:
 
     @property
     def visible_tokens(self) -> int:
-        """Tokens that lie wholly in what was given out."""
+        """The number of tokens that lie completely in the released text."""
         return self._token_ends.count_within(
             self._settled if self._cut_at is None else self._cut_at
         )
 
     def feed(self, token: Token) -> list[Delta]:
-        """What may be shown now that this token is known."""
+        """Adds a token. Returns the deltas that may be sent now."""
         self._num_tokens += 1
         text = self._detokenizer.feed(token.id)
         self._token_ends.feed(text, has_partial_character=self._detokenizer.has_partial_character)
@@ -101,7 +105,7 @@ class ChoiceOutputProcessor:
         return self._attach_tokens(deltas, self.visible_tokens)
 
     def flush(self) -> list[Delta]:
-        """The rest, now that no token will follow."""
+        """Ends the output. Returns the remaining deltas."""
         deltas = self._feed_parser(self._model_stop_finder.feed(self._detokenizer.flush()))
         if not self.stopped:
             deltas += self._feed_parser(self._model_stop_finder.flush())
@@ -115,7 +119,7 @@ class ChoiceOutputProcessor:
 
     @property
     def _settled(self) -> int:
-        """Position before which nothing is held back, in all that the model wrote."""
+        """Returns the position in the model's output before which nothing is held back."""
         settled = self._parser_position if self._parser is None else self._parser.settled
         return min(settled, self._stop_filter.settled_before(settled))
 
@@ -159,7 +163,7 @@ class ChoiceOutputProcessor:
                 if self.stopped:
                     return before
                 if self.num_tool_calls and not self._options.parallel_tool_calls:
-                    # it began behind all that had been given out before this text was read
+                    # it begins after all text released before this piece
                     self._stop_at(self._last_settled)
                     return before
                 return [*before, self._start_tool_call(piece)]
@@ -173,13 +177,13 @@ class ChoiceOutputProcessor:
     def _start_tool_call(self, piece: ToolCallStart) -> ToolCallDelta:
         call, self.num_tool_calls = self.num_tool_calls, self.num_tool_calls + 1
         id = piece.id or self._options.make_call_id(call)
-        if id is None or id in self._call_ids:  # a model that has lost its way repeats itself
+        if id is None or id in self._call_ids:  # a degenerate model repeats itself
             id = f"call_{os.urandom(12).hex()}"
         self._call_ids.add(id)
         return ToolCallDelta(choice=self._choice, call_index=call, id=id, name=piece.name)
 
     def _flush_text(self) -> list[Delta]:
-        """Something else begins, or nothing: no stop string reaches beyond here."""
+        """Ends a text part: no stop string extends beyond it."""
         return self._emit_text(self._stop_filter.flush())
 
     def _emit_text(self, found: StopResult) -> list[Delta]:
@@ -193,7 +197,7 @@ class ChoiceOutputProcessor:
         self._cut_at = at
 
     def _attach_tokens(self, deltas: list[Delta], limit: int) -> list[Delta]:
-        """What is to be told of the tokens that are in sight now goes with the first text."""
+        """Attaches the data of the tokens before `limit` to the first text delta."""
         told = self._pending_tokens[: max(0, limit - self._num_attached)]
         if not told:
             return deltas
@@ -211,18 +215,18 @@ class ChoiceOutputProcessor:
 
 
 class _StopFilter:
-    """Text that the client sees → the same before the first of its stop strings, and where in all
-    that the model wrote it ends. A stop string does not reach over a call or over reasoning."""
+    """Cuts client-visible text at its first stop string, and tracks where it ends in the model's
+    output. A stop string does not extend across a call or reasoning."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stop_strings = stops
         self._finder = StopFinder(stops)
-        self._num_fed = 0  # characters given to the finder
-        self._offsets: list[tuple[int, int]] = []  # of its pieces: position there, and in all
+        self._num_fed = 0  # characters fed to the finder
+        self._offsets: list[tuple[int, int]] = []  # position of each piece: fed, output
         self.cut_at = 0
 
     def settled_before(self, upto: int) -> int:
-        """upto, unless text before it is held back."""
+        """Returns `upto`, or a smaller position if text before it is held back."""
         return (
             upto
             if self._finder.released == self._num_fed
@@ -230,7 +234,7 @@ class _StopFilter:
         )
 
     def pass_through(self, text: str, at: int) -> StopResult:
-        """Text in which no stop is looked for."""
+        """Passes text through without searching for stops."""
         return StopResult(text=self.flush().text + text)
 
     def feed(self, text: str, at: int) -> StopResult:
@@ -241,7 +245,7 @@ class _StopFilter:
         return self._record_stop(self._finder.feed(text))
 
     def flush(self) -> StopResult:
-        """No more text will come in this place."""
+        """Ends the current text part."""
         found = self._record_stop(self._finder.flush())
         self._finder = StopFinder(self._stop_strings)
         self._offsets.clear()
@@ -254,14 +258,14 @@ class _StopFilter:
         return found
 
     def _output_position(self, position: int) -> int:
-        """Where a character of this text stands in all that the model wrote."""
+        """Returns the position in the model's output of a character of this text."""
         number = bisect_right(self._offsets, position, key=lambda place: place[0]) - 1
         start, at = self._offsets[max(0, number)]
         return at + position - start
 
 
 def build_token_logprob(tokenizer: Tokenizer, token: Token) -> TokenLogprob:
-    """A token with its alternatives, in text."""
+    """Returns a token and its alternatives as text."""
     return TokenLogprob(
         text=tokenizer.token_text(token.id),
         token_bytes=tokenizer.token_bytes(token.id),

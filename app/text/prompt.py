@@ -1,9 +1,7 @@
-"""Requests → prompts: the text, or the ids, that a model goes on from, and how its answer is read.
+"""Prompt construction: from requests to text or ids, and the settings for parsing the output.
 
-Knows: the model's template and family, tools, reasoning, what fills in. Must not know: the context
-length, the engine, sampling.
-
-How a request says how much the model should think, in the words of its template.
+Knows: the model's template and family, tools, reasoning variables of templates, fill-in-the-middle.
+Must not know: the context length, the engine, sampling.
 """
 
 import re
@@ -24,18 +22,18 @@ from app.core.requests import (
     Tool,
 )
 from app.core.thread_pools import CancelToken
-from app.grammar.constraint import AnswerStart, OutputRequirements, build_constraint
+from app.grammar.constraint import AnswerStart, OutputRequirements, ReasoningTags, build_constraint
 from app.text.capabilities import add_tool_names, detect_capabilities
 from app.text.chat_template import ChatTemplate
-from app.text.family import ChatFamily, ReasoningTags, find_family
+from app.text.family import ChatFamily, find_family
 from app.text.generic_tool_calls import GenericFamily, inline_tool_calls, render_tools_as_text
 from app.text.syntax.output_parser import OutputParser
 from app.text.tokenizer import Tokenizer
 
-# most used first; the last is Cohere's
+# most common first; the last is Cohere's
 _ENABLE_VARIABLES = ("enable_thinking", "thinking", "reasoning")
 
-# Seed-OSS's: it was trained to keep to it, and thinks nothing where it is 0
+# Seed-OSS's: the model was trained to respect it, and does not reason at 0
 _BUDGET_VARIABLE = "thinking_budget"
 
 _OFF_EFFORTS = ("none",)
@@ -48,10 +46,11 @@ def build_thinking_kwargs(
     supports_reasoning: bool,
     supports_none: bool,
 ) -> Mapping[str, Any]:
-    """Variables for the template. variables: those that it looks for. supports_reasoning: whether
-    its models reason. supports_none: whether it knows the effort "none".
+    """Returns reasoning variables for the template. variables: those that it reads.
+    supports_reasoning: whether its models reason. supports_none: whether it supports the effort
+    "none".
 
-    Raises AppError(INVALID) for an effort that cannot be made, or that nobody makes.
+    Raises AppError(INVALID) for an effort that the model does not support or that is unknown.
     """
     budget = {} if thinking.token_budget is None else {_BUDGET_VARIABLE: thinking.token_budget}
     told = budget if _BUDGET_VARIABLE in variables else {}
@@ -93,7 +92,7 @@ def _build_effort_kwargs(
 
 
 def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: bool) -> None:
-    """Raises AppError(INVALID) for a budget of something that does not happen."""
+    """Raises AppError(INVALID) for a reasoning budget if the model does not reason."""
     if thinking.token_budget is not None and not supports_reasoning:
         message = "this model does not support reasoning: omit thinking_budget"
         raise AppError(ErrorKind.INVALID, message, param="thinking_budget")
@@ -106,10 +105,10 @@ _NONE_EFFORT = re.compile(r"""(['"])none\1""")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A conversation as the model gets it. text: the prompt. add_special_tokens: whether it is
-    encoded with the tokens that begin a text. grammar: what the answer follows. family, tools,
-    tags, in_reasoning: how it is read; see `ChatFamily.build_parser`. visible_special_ids: special
-    tokens that are part of that."""
+    """A rendered conversation. text: the prompt. add_special_tokens: whether to encode it with the
+    special tokens at the start of a text. grammar: the grammar of the output. family, tools,
+    reasoning_tags, in_reasoning: how the output is parsed; see `ChatFamily.build_parser`.
+    visible_special_ids: special tokens of its syntax."""
 
     text: str
     add_special_tokens: bool
@@ -120,17 +119,20 @@ class RenderedPrompt:
     in_reasoning: bool
     visible_special_ids: frozenset[int]
 
-    def build_parser(self) -> OutputParser:
+    def build_parser(self) -> OutputParser | None:
+        """Returns the output parser; None if the whole output is content."""
+        if self.reasoning_tags is None and not self.tools and self.family.plain_without_tools:
+            return None
         return self.family.build_parser(
             tools=self.tools, tags=self.reasoning_tags, in_reasoning=self.in_reasoning
         )
 
 
 class PromptBuilder:
-    """How one model is talked to; immutable."""
+    """Builds the prompts of one model; immutable."""
 
     def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
-        """Raises AppError(MODEL_FILES) when the template is broken."""
+        """Raises AppError(MODEL_FILES) if the template is broken."""
         self._system_prompt = files.system_prompt
         self._tokenizer = tokenizer
         self._template = ChatTemplate(files)
@@ -146,7 +148,8 @@ class PromptBuilder:
         conversation: Conversation,
         cancel_token: CancelToken | None = None,
     ) -> RenderedPrompt:
-        """Raises AppError(INVALID). Cancelled when `cancel_token` is."""
+        """Renders a conversation. Raises AppError(INVALID); WorkCancelled when `cancel_token` is
+        cancelled."""
         tools = () if request.tool_choice == "none" else request.tools
         _check_tool_choice(request)
         reasons = self._reasoning_tags is not None
@@ -160,14 +163,22 @@ class PromptBuilder:
             choice=request.tool_choice,
             parallel=request.parallel_tool_calls,
         )
-        # whoever was told of tools in words answers in those words
+        # a model that was given tools as text calls them in the generic format
         reader = self._family if offered or not tools else self._generic_family
-        follows = build_constraint(asked, turn, reader, self._tokenizer.added_token_to_id)
-        family = follows.family
+        grammar, family = None, reader
+        if tools or request.grammar is not None or turn.thinking_budget is not None:
+            constraint = build_constraint(
+                asked,
+                turn,
+                reader,
+                lambda trigger: GenericFamily(reader.reasoning_separator, trigger=trigger),
+                self._tokenizer.added_token_to_id,
+            )
+            grammar, family = constraint.grammar, constraint.family
         return RenderedPrompt(
             text=text,
             add_special_tokens=not self._template.includes_special_tokens,
-            grammar=follows.grammar,
+            grammar=grammar,
             family=family,
             tools=tools,
             reasoning_tags=turn.reasoning_tags,
@@ -184,18 +195,21 @@ class PromptBuilder:
         tools: Sequence[Tool],
         cancel_token: CancelToken | None,
     ) -> tuple[str, bool]:
-        """The prompt, and whether the tools were offered as the template does it: what it has no
-        words for, or fails on, is told in ours. Raises its refusal of what it refuses anyway."""
-        manners = self._capabilities
+        """Renders the prompt; also returns whether the template rendered the tools. What it does
+        not support or fails on is rendered as text. Raises the template's error if that fails
+        too."""
+        capabilities = self._capabilities
         calls = any(message.tool_calls or message.role == "tool" for message in messages)
         recounts = (
-            manners.supports_tool_calls if tools else manners.supports_tool_calls_without_tools
+            capabilities.supports_tool_calls
+            if tools
+            else capabilities.supports_tool_calls_without_tools
         )
-        offered = manners.supports_tools and bool(tools)
+        offered = capabilities.supports_tools and bool(tools)
         messages = list(add_tool_names(messages))
         if offered and calls and not recounts:
             messages = inline_tool_calls(
-                messages, self._family, keep_results=manners.supports_tool_responses
+                messages, self._family, keep_results=capabilities.supports_tool_responses
             )
         elif (tools and not offered) or (calls and not recounts):
             messages = render_tools_as_text(messages, tools)
@@ -217,7 +231,7 @@ class PromptBuilder:
         tools: Sequence[Tool],
         cancel_token: CancelToken | None,
     ) -> str:
-        template, manners = self._template, self._capabilities
+        template, capabilities = self._template, self._capabilities
         variables = build_thinking_kwargs(
             request.reasoning,
             template.get_variables(tools=bool(tools)),
@@ -225,9 +239,9 @@ class PromptBuilder:
             supports_none=_NONE_EFFORT.search(template.get_source(tools=bool(tools))) is not None,
         )
         return template.render(
-            manners.adapt_messages(messages),
-            tools=manners.format_tools(tools),
-            string_arguments=manners.requires_string_arguments,
+            capabilities.adapt_messages(messages),
+            tools=capabilities.format_tools(tools),
+            string_arguments=capabilities.requires_string_arguments,
             cancel_token=cancel_token,
             **{**variables, **request.chat_template_kwargs},
         )
@@ -244,13 +258,13 @@ class PromptBuilder:
     def _find_marker_ids(
         self, family: ChatFamily | None, tags: ReasoningTags | None
     ) -> frozenset[int]:
-        """Special tokens that mark what is read out of the answer."""
+        """Returns special tokens that the output parser needs to see."""
         texts = () if family is None and tags is None else self._family.markers
         ids = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(id for id in ids if id is not None)
 
     def _add_system_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """What the model is told at first, unless the conversation tells it."""
+        """Adds the model's default system prompt, unless the conversation has one."""
         if self._system_prompt is None or any(
             message.role in _SYSTEM_ROLES for message in messages
         ):

@@ -1,16 +1,14 @@
-"""How much the functions make that make much of little.
+"""Limits on the cost of rendering a chat template: time and produced text.
 
 Knows: Python's methods and Jinja's filters by name and signature. Must not know: templates.
 
-An estimate is called as the function would be, behind the budget that it is for, and says how many
-characters or elements come out at most; or raises as the budget does. What is not in these tables
-makes at most a few times of what it is given.
+A step that may produce far more than its input (`'x' * 10**10`) is estimated before it runs; one
+that produces about as much as its input is counted afterwards. Both use the same budget, so that
+splitting the work into many steps does not avoid it.
 
-What one render of a chat template may take: time, and text that is made on the way.
-
-A step that makes much out of little (`'x' * 10**10`) is weighed before it is taken; one that makes
-about as much as it was given is counted afterwards. Both draw on one budget, so that a thousand
-steps are no better than one.
+An estimate has the signature of its function, after the budget as first argument, and returns the
+maximum number of characters or elements produced; or it raises as the budget does. Functions not in
+these tables produce at most a few times their input.
 """
 
 import re
@@ -22,19 +20,19 @@ from app.core.thread_pools import CancelToken
 
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
-# values looked at between two looks at the clock
+# values visited between two checks of the clock
 _CLOCK_CHECK_INTERVAL = 1024
 
-# what an element of a list takes, in characters
+# cost of a list element, in characters
 ELEMENT_CHARACTERS = 8
 
-# characters of a number, a bracket with its comma, and the like
+# characters of a number, a bracket with its comma, and similar
 _SCALAR_CHARACTERS = 4
 
 
 class RenderCostLimit:
-    """characters: what all steps together may make, as `size` counts it. cancel_token: cancelled
-    when the render is not needed any more."""
+    """characters: what all steps together may produce, as `measure` counts it. cancel_token:
+    cancelled when the render is no longer needed."""
 
     def __init__(
         self, *, seconds: float, characters: int, cancel_token: CancelToken | None = None
@@ -45,30 +43,30 @@ class RenderCostLimit:
         self._max_characters = self._remaining = characters
 
     def check_time(self) -> None:
-        """Raises TimeoutError, Cancelled."""
+        """Raises TimeoutError, WorkCancelled."""
         self._cancel_token.check()
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
 
     def check_size(self, count: int) -> None:
-        """Raises MemoryError if `count` characters are more than is left."""
+        """Raises MemoryError if `count` characters exceed the remaining budget."""
         if count > self._remaining:
             raise MemoryError(f"rendering produces more than {self._max_characters} characters")
 
     def charge(self, value: object) -> None:
-        """Count what was made. Raises as `afford` does."""
+        """Counts a produced value. Raises as `check_size` does."""
         count = shallow_size(value)
         self.check_size(count)
         self._remaining -= count
 
     def iterate(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The same, with a look at the clock before each."""
+        """Yields the items, with a check of the clock before each."""
         for item in items:
             self.check_time()
             yield item
 
     def join(self, parts: Iterable[str]) -> str:
-        """One text, counted before it is made."""
+        """Joins texts; the size is counted before the result is created."""
         held: list[str] = []
         total = 0
         for piece in parts:
@@ -79,8 +77,8 @@ class RenderCostLimit:
         return "".join(held)
 
     def measure(self, value: object) -> int:
-        """About how many characters `value` is written in; what it contains many times is written
-        as often. Raises as `afford` and `check` do, and stops as early."""
+        """Estimates the characters of `value` as text; an element contained several times counts
+        each time. Raises as `check_size` and `check_time` do, and stops early."""
         if isinstance(value, str | bytes):
             return len(value)
         total, looked = 0, 0
@@ -92,14 +90,14 @@ class RenderCostLimit:
                 self.check_time()
             total += len(item) if isinstance(item, str | bytes) else _SCALAR_CHARACTERS
             inner = _children(item)
-            # before the list of what is to be looked at grows by it
+            # before the list of values to visit grows
             self.check_size(total + len(todo) + len(inner))
             todo += inner
         return total
 
 
 def shallow_size(value: object) -> int:
-    """What a value takes by itself, in characters: what it contains is somewhere else too."""
+    """Returns the cost of a value without its elements, in characters."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, list | tuple | dict | set):
@@ -116,12 +114,12 @@ def _children(value: object) -> list[Any]:
 
 CostEstimate = Callable[..., int]
 
-# of a whole number, in bits: more than any hash, and nothing to compute with
+# bits of an integer: more than any hash, but cheap to compute with
 _MAX_INTEGER_BITS = 1 << 16
 
 _UNBOUNDED = 1 << 63
 
-# a conversion of the % operator: its width and its precision
+# a conversion of the % operator, with width and precision
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
 
 _DIGITS = re.compile(r"\d+")
@@ -145,7 +143,7 @@ def estimate_add(limit: RenderCostLimit, left: Any, right: Any) -> int:
 
 
 def estimate_percent_format(limit: RenderCostLimit, form: Any, given: Any) -> int:
-    """Raises ValueError for a width that is not written in the format."""
+    """Estimates `form % given`. Raises ValueError for a width given as an argument."""
     if not isinstance(form, str):
         return 0
     total = len(form) + form.count("%") * limit.measure(given)
@@ -157,7 +155,7 @@ def estimate_percent_format(limit: RenderCostLimit, form: Any, given: Any) -> in
 
 
 def estimate_format_field(limit: RenderCostLimit, value: Any, spec: str) -> int:
-    """Of `format(value, spec)`."""
+    """Estimates `format(value, spec)`."""
     return limit.measure(value) + sum(map(_parse_width, _DIGITS.findall(spec)))
 
 
@@ -166,7 +164,7 @@ def _integer_size(count: int) -> int:
 
 
 def _parse_width(digits: str) -> int:
-    """Python reads no number of thousands of digits."""
+    """Parses a width. Python rejects numbers of thousands of digits."""
     return int(digits or 0) if len(digits) < 19 else _UNBOUNDED
 
 
@@ -239,7 +237,7 @@ OPERATORS: Mapping[str, CostEstimate] = {
     "%": estimate_percent_format,
 }
 
-# of texts, bytes and numbers
+# methods of texts, bytes and numbers
 METHODS: Mapping[str, CostEstimate] = {
     "center": _estimate_padding,
     "expandtabs": _estimate_expandtabs,
@@ -251,7 +249,7 @@ METHODS: Mapping[str, CostEstimate] = {
     "zfill": _estimate_padding,
 }
 
-# what these are given becomes text as a whole, whatever it is
+# these filters convert their whole input to text
 _TEXT_FILTERS = (
     *("capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "striptags", "sum"),
     *("title", "trim", "truncate", "upper", "urlencode", "wordcount"),

@@ -1,16 +1,16 @@
-"""Token ids and the text they stand for.
+"""Tokenizers: conversion between text and token ids.
 
-Knows: the model's tokenizer.json, through the `tokenizers` library, and which ids begin and end a
-text. Must not know: chat templates, requests, where ids come from or go to.
+Knows: the model's tokenizer.json, through the `tokenizers` library, the ids at the start and end of
+a text, how tokens represent bytes. Must not know: chat templates, requests, where ids come from or
+go to.
 
-A token spells bytes. The text of ids is those bytes joined and read as UTF-8, where each malformed
-sequence becomes one U+FFFD (the Unicode Standard's "maximal subpart", as everywhere on the web).
-One definition for whole texts, streams and log-probabilities. It is what `tokenizers` does too, but
-for one case: with byte tokens such as <0xFF>, one bad byte there turns the *whole run* of byte
-tokens around it into U+FFFD, good characters included. A stream cannot take a character back, and
-a reader is better served by what was good; so we, like SentencePiece, replace only what is bad.
-
-How the tokens of a vocabulary spell bytes.
+A token represents bytes. The text of ids is the concatenated bytes decoded as UTF-8, where each
+malformed sequence becomes one U+FFFD (the Unicode Standard's "maximal subpart", as on the web).
+This definition holds for whole texts, streams and log-probabilities. `tokenizers` does the same,
+with one exception: with byte tokens such as <0xFF>, one bad byte turns the *whole run* of byte
+tokens around it into U+FFFD, including valid characters. A stream cannot retract a character, and
+valid characters are worth keeping, so this module, like SentencePiece, replaces only the malformed
+bytes.
 """
 
 import json
@@ -32,9 +32,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteDecoder:
-    """alphabet: character → byte; empty where tokens are plain text. replacements: (from, to),
-    applied to plain text in order. strips_leading_space: one space at the very start of a text
-    belongs to the tokenizer and is not shown (SentencePiece's dummy prefix)."""
+    """alphabet: character → byte; empty if tokens are plain text. replacements: (from, to), applied
+    to plain text in order. strips_leading_space: whether one space at the very start of a text was
+    added by the tokenizer and is removed (SentencePiece's dummy prefix)."""
 
     alphabet: Mapping[str, int]
     replacements: tuple[tuple[str, str], ...] = ()
@@ -42,8 +42,9 @@ class ByteDecoder:
 
     @staticmethod
     def from_config(config: Json) -> "ByteDecoder | None":
-        """The spelling behind the "decoder" of a tokenizer.json. None for decoders that join words
-        rather than bytes: WordPiece, Metaspace, BPE with a word suffix, CTC, none at all."""
+        """Builds the byte decoder from the "decoder" of a tokenizer.json. None for decoders that
+        join words instead of bytes: WordPiece, Metaspace, BPE with a word suffix, CTC, none at
+        all."""
         parts = _flatten_decoder(config)
         if [part["type"] for part in parts] == ["ByteLevel"]:
             return ByteDecoder(alphabet=_build_byte_alphabet())
@@ -67,11 +68,11 @@ class ByteDecoder:
         )
 
     def decode_token(self, token: str) -> bytes:
-        """What one token spells in the middle of a text."""
+        """Returns the bytes of one token in the middle of a text."""
         if self.alphabet:
             try:
                 return bytes([self.alphabet[character] for character in token])
-            except KeyError:  # an added token, which stands in the file as itself
+            except KeyError:  # an added token, stored as plain text
                 return token.encode()
         for old, new in self.replacements:
             token = token.replace(old, new)
@@ -87,8 +88,9 @@ def _flatten_decoder(decoder: Json) -> list[Json]:
 
 
 def _build_byte_alphabet() -> Mapping[str, int]:
-    """Byte-level BPE's printable stand-ins (openai/gpt-2 `src/encoder.py`, bytes_to_unicode): a
-    printable Latin-1 byte is its own character, the others follow from U+0100 on, in order."""
+    """Returns byte-level BPE's printable characters for bytes (openai/gpt-2 `src/encoder.py`,
+    bytes_to_unicode): a printable Latin-1 byte is its own character, the others follow from U+0100
+    on, in order."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = (byte for byte in range(256) if byte not in own)
     return {
@@ -97,28 +99,28 @@ def _build_byte_alphabet() -> Mapping[str, int]:
     }
 
 
-# tokens whose bytes are remembered, 100 B each
+# tokens with cached bytes, 100 B each
 _TOKEN_BYTES_CACHE_SIZE = 1 << 15
 
-# Bytes that one text may become in the library, which needs up to a hundred times as much memory
-# for them, and how many for one of its own it may become in any case. Only a text that the
-# tokenizer could make longer is measured first, in pieces that cannot become more than _AT_ONCE.
+# Limits on the normalized size of a text in the library, which needs up to a hundred times as much
+# memory: bytes in total, and bytes per input byte that are accepted in any case. Only texts that
+# the tokenizer could expand further are measured, in pieces.
 _MAX_NORMALIZED_BYTES, _MAX_EXPANSION = 16 << 20, 16
 _NORMALIZER_CHUNK_BYTES = 4 << 20
 
 # bytes of one character
 _MAX_CHARACTER_BYTES = 4
 
-# characters of what the library says that a message repeats
+# characters of a library error repeated in a message
 _MAX_REASON_LENGTH = 200
 
 
 class Tokenizer:
     """One model's tokenizer; immutable.
 
-    bos_token_id: the id that begins a text, if the model has one. special_ids: ids that are
-    control, not text. byte_decoder: None where only the library's own decoder knows what tokens
-    spell.
+    bos_token_id: the id at the start of a text; None if the model has none. special_ids: ids of
+    control tokens, which are not text. byte_decoder: None if only the library's decoder knows the
+    bytes of tokens.
     """
 
     def __init__(
@@ -128,10 +130,10 @@ class Tokenizer:
         bos_token_id: int | None = None,
         add_bos: bool | None = None,
     ) -> None:
-        """add_bos: whether a text begins with bos; None leaves it to the post-processor that
-        tokenizer.json describes. Raises ValueError for a tokenizer that can make a text longer than
-        `ExpansionFactors` accepts."""
-        inner.no_truncation()  # what training set, some files still hold
+        """add_bos: whether a text begins with bos; None uses the post-processor of tokenizer.json.
+        Raises ValueError for a tokenizer that can expand a text more than `ExpansionFactors`
+        accepts."""
+        inner.no_truncation()  # set for training and still in some files
         inner.no_padding()
         self._inner = inner
         self.bos_token_id = bos_token_id
@@ -144,12 +146,13 @@ class Tokenizer:
         self.byte_decoder = ByteDecoder.from_config(_component_config(inner.decoder))
         self._prefix_ids = _find_prefix_ids(inner, bos_token_id, add_bos)
         self._suffix_ids = _find_suffix_ids(inner)
-        # twenty rivals of each token are mostly the same few
+        # twenty alternatives of each token are mostly the same few
         self._cached_token_bytes = lru_cache(_TOKEN_BYTES_CACHE_SIZE)(self._compute_token_bytes)
 
     @staticmethod
     def load(files: ModelFiles) -> "Tokenizer":
-        """Raises AppError(MODEL_FILES) when tokenizer.json is missing or broken."""
+        """Loads a tokenizer. Raises AppError(MODEL_FILES) if tokenizer.json is missing or
+        broken."""
         path = files.tokenizer_path
         if not path.is_file():
             raise AppError(
@@ -166,37 +169,38 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added ones included. The model's logits may be padded beyond it."""
+        """The number of tokens, including added ones. The model's logits may be padded beyond
+        it."""
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE):
             return self._inner.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. Special tokens written out in it are recognised.
+        """Returns the ids of a text. Special tokens written out in it are recognized.
 
-        add_special_tokens: begin as this model's texts begin (with BOS, mostly), unless the text
-        brings that itself. No EOS ever ends it: the text is there to be continued. Raises
+        add_special_tokens: add the model's tokens at the start of a text (usually BOS), unless the
+        text contains them already. EOS is never added, because the text will be continued. Raises
         AppError(INVALID).
         """
         with _LibraryErrorGuard(ErrorKind.INVALID, "this model's tokenizer cannot encode the text"):
             self._check_expansion(text)
             try:
-                # lets other threads run meanwhile; without offsets it is twice as fast
+                # releases the GIL; without offsets it is twice as fast
                 ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            except TypeError as error:  # all that a str which is not UTF-8 comes to
+            except TypeError as error:  # raised for a str that is not valid UTF-8
                 raise _surrogate_error() from error
         if not add_special_tokens or tuple(ids[: len(self._prefix_ids)]) == self._prefix_ids:
             return ids
         return [*self._prefix_ids, *ids]
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """Ids of a text that nothing will follow, such as one that becomes a vector: begun as
-        `encode` does with add_special, and ended as tokenizer.json's post-processor ends texts
-        (where a vector is that of the last token, it is this one's). Raises AppError(INVALID)."""
+        """Returns the ids of a text for an embedding: with the start tokens of `encode` and the end
+        tokens of tokenizer.json's post-processor (last-token pooling uses the last of these).
+        Raises AppError(INVALID)."""
         return [*self.encode(text, add_special_tokens=True), *self._suffix_ids]
 
     def truncate_text(self, text: str, num_tokens: int) -> str:
-        """The text, or a beginning of it that alone has far more than `num_tokens` tokens: so that
-        ten million characters cost no more than a context's worth does. Raises as `encode` does."""
+        """Returns the text, or a prefix of it that alone has far more than `num_tokens` tokens, so
+        that ten million characters cost no more than one context. Raises as `encode` does."""
         size = 8 * num_tokens
         while size < len(text):
             if len(self.encode(text[:size], add_special_tokens=False)) > 2 * num_tokens:
@@ -205,9 +209,9 @@ class Tokenizer:
         return text
 
     def _check_expansion(self, text: str) -> None:
-        """Raises AppError(INVALID) for a text that the library would make too long to hold."""
-        growth = self._expansion
-        factor = growth.normalizer * growth.pre_tokenizer
+        """Raises AppError(INVALID) for a text whose normalized form would be too large."""
+        expansion = self._expansion
+        factor = expansion.normalizer * expansion.pre_tokenizer
         if (
             factor <= _MAX_EXPANSION
             or _MAX_CHARACTER_BYTES * len(text) * factor <= _MAX_NORMALIZED_BYTES
@@ -216,7 +220,7 @@ class Tokenizer:
         normalizer = self._inner.normalizer
         assert normalizer is not None, "pre-tokenizers alone are limited to less"
         most = max(_MAX_NORMALIZED_BYTES, _MAX_EXPANSION * len(text.encode(errors="surrogatepass")))
-        step = max(1, int(_NORMALIZER_CHUNK_BYTES / (_MAX_CHARACTER_BYTES * growth.normalizer)))
+        step = max(1, int(_NORMALIZER_CHUNK_BYTES / (_MAX_CHARACTER_BYTES * expansion.normalizer)))
         written = 0
         for at in range(0, len(text), step):
             try:
@@ -224,17 +228,17 @@ class Tokenizer:
             except TypeError as error:
                 raise _surrogate_error() from error
             written += len(piece.encode())
-            if written * growth.pre_tokenizer > most:
+            if written * expansion.pre_tokenizer > most:
                 message = "the text is too long after this model's tokenizer has normalized it"
                 raise AppError(ErrorKind.INVALID, message)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text a reader should see: special tokens, and ids that are no token, show nothing."""
+        """Returns the visible text: special tokens and unknown ids are skipped."""
         return self._decode_all([id for id in ids if self.is_visible(id)])
 
     def decode_verbatim(self, ids: Sequence[int]) -> str:
-        """The text with special tokens written out. Raises AppError(INVALID) for an id outside the
-        vocabulary, and for ids that the tokenizer cannot turn into a text."""
+        """Returns the text with special tokens written out. Raises AppError(INVALID) for an id
+        outside the vocabulary, and for ids that the tokenizer cannot decode."""
         for id in ids:
             if self._lookup_token(id) is None:
                 message = f"{id} is not a token of this model, which has {self.vocab_size} tokens"
@@ -245,29 +249,29 @@ class Tokenizer:
             raise AppError(ErrorKind.INVALID, error.marked_message) from error
 
     def is_visible(self, id: int) -> bool:
-        """Whether the id is part of what a reader should see."""
+        """Returns whether the id is part of the visible text."""
         return id not in self.special_ids and self.has_id(id)
 
     def has_id(self, id: int) -> bool:
-        """Whether the id is a token."""
+        """Returns whether the id is a token."""
         return self._lookup_token(id) is not None
 
     def id_to_token(self, id: int) -> str | None:
-        """A token as the vocabulary writes it, such as "</s>"."""
+        """Returns a token as stored in the vocabulary, such as "</s>"."""
         return self._lookup_token(id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it, such as "</s>"."""
+        """Returns the id of a token as stored in the vocabulary, such as "</s>"."""
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE):
             return self._inner.token_to_id(token)
 
     def added_token_to_id(self, text: str) -> int | None:
-        """The id of a text that was added to the vocabulary as a whole: a marker, mostly."""
+        """Returns the id of an added token: usually a marker."""
         return self._added_tokens.get(text)
 
     def token_bytes(self, id: int) -> bytes:
-        """Exactly what one token spells in the middle of a text: its leading space included, half
-        a character where it is half of one, b"" for an id that is no token."""
+        """Returns the exact bytes of a token in the middle of a text: with its leading space,
+        incomplete characters included, b"" for an unknown id."""
         return self._cached_token_bytes(id)
 
     def _compute_token_bytes(self, id: int) -> bytes:
@@ -276,15 +280,16 @@ class Tokenizer:
             return b""
         if self.byte_decoder is not None:
             return self.byte_decoder.decode_token(token)
-        # Decoders of the other kind treat a first token apart: look at the second of two.
+        # Other decoders treat the first token differently: decode two and use the second.
         return self._decode_all([id, id]).removeprefix(self._decode_all([id])).encode()
 
     def token_text(self, id: int) -> str:
-        """`token_bytes` as text, with U+FFFD where they are not whole characters."""
+        """Returns `token_bytes` as text, with U+FFFD for incomplete characters."""
         return self.token_bytes(id).decode(errors="replace")
 
     def _decode_all(self, ids: Sequence[int]) -> str:
-        """Raises AppError(MODEL_FILES): ids that the model samples are nobody's mistake."""
+        """Decodes ids that the model sampled, so an error is not the client's: raises
+        AppError(MODEL_FILES)."""
         if self.byte_decoder is None:
             with _LibraryErrorGuard(
                 ErrorKind.MODEL_FILES, "this model's tokenizer cannot decode tokens"
@@ -296,7 +301,7 @@ class Tokenizer:
         return raw.decode(errors="replace")
 
     def _lookup_token(self, id: int) -> str | None:
-        # The library takes 32 bits without a sign, and raises OverflowError for anything else.
+        # The library takes unsigned 32-bit ids, and raises OverflowError for others.
         if not 0 <= id < 1 << 32:
             return None
         with _BROKEN_GUARD:
@@ -304,8 +309,8 @@ class Tokenizer:
 
 
 class _LibraryErrorGuard:
-    """`with _Reported(…):` raises AppError in place of whatever the library raises, which is
-    nothing narrower than Exception, or PanicException."""
+    """A context manager that raises AppError in place of library errors, which are plain Exception
+    or PanicException."""
 
     __slots__ = ("_kind", "_what")
 
@@ -337,7 +342,7 @@ class _LibraryErrorGuard:
 
 
 _BROKEN_MESSAGE = "this model's tokenizer is broken"
-# made once: it is needed for each token of an answer
+# created once, because it is used for each output token
 _BROKEN_GUARD = _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE)
 
 
@@ -354,13 +359,14 @@ def _pipeline_components(inner: tokenizers.Tokenizer) -> tuple[Any, Any, Any]:
 
 
 def _component_config(part: Any) -> Json:
-    """As tokenizer.json describes it; {} for none."""
+    """Returns the component's part of tokenizer.json; {} for none."""
     return {} if part is None else json.loads(part.__getstate__())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStopConditions:
-    """What ends an answer of one model. ids: tokens that do. strings: those that are no token."""
+    """The stop conditions of one model. ids: stop tokens. strings: stop strings that are not a
+    token."""
 
     ids: frozenset[int]
     strings: tuple[str, ...]
@@ -369,17 +375,17 @@ class ModelStopConditions:
 def find_model_stop_conditions(
     files: ModelFiles, tokenizer: Tokenizer, extra_strings: Sequence[str] = ()
 ) -> ModelStopConditions:
-    """The union of eos_token_id in generation_config.json (else in config.json), the eos_token of
-    tokenizer_config.json, and `extra_strings`. A text that is a special token ends an answer as its
-    id, since nobody ever sees it as text.
+    """Returns the union of eos_token_id in generation_config.json (or else in config.json), the
+    eos_token of tokenizer_config.json, and `extra_strings`. A string that is a special token is
+    used as its id, since it never appears as text.
 
-    mlx-lm (utils.py, TokenizerWrapper) and vLLM take the same union. Any of the three alone is
-    wrong for some model: conversions lose generation_config.json, and then config.json names only
-    the end of a document (Llama 3's <|end_of_text|>, Phi 3's <|endoftext|>) where tokenizer_config
-    has the end of a turn; for Gemma it is the other way round. An id that is no token is never
-    sampled, ends nothing, and is left out.
+    mlx-lm (utils.py, TokenizerWrapper) and vLLM use the same union. Each of the three alone is
+    wrong for some model: conversions drop generation_config.json, and then config.json contains
+    only the end of a document (Llama 3's <|end_of_text|>, Phi 3's <|endoftext|>) while
+    tokenizer_config has the end of a turn; for Gemma it is the other way round. An id that is not a
+    token is never sampled, and is omitted.
 
-    Raises AppError(MODEL_FILES) for an eos_token_id which is neither an id nor a list of ids.
+    Raises AppError(MODEL_FILES) for an eos_token_id that is neither an id nor a list of ids.
     """
     ids = set(next(files.read_token_ids("eos_token_id"), frozenset[int]()))
     eos = parse_special_token(files.tokenizer_config.get("eos_token"))
@@ -394,7 +400,7 @@ def find_model_stop_conditions(
 
 
 def parse_special_token(value: Any) -> str | None:
-    """A special token as tokenizer_config.json writes it: a string, or an object around one."""
+    """Parses a special token of tokenizer_config.json: a string, or an object that contains one."""
     match value:
         case str(text) | {"content": str(text)}:
             return text
@@ -405,7 +411,7 @@ def parse_special_token(value: Any) -> str | None:
 def _find_prefix_ids(
     inner: tokenizers.Tokenizer, bos: int | None, add_bos: bool | None
 ) -> tuple[int, ...]:
-    """What every text begins with."""
+    """Returns the ids at the start of every text."""
     probe = inner.encode("a", add_special_tokens=True)
     mask = [*probe.special_tokens_mask, 0]
     written = tuple(probe.ids[: mask.index(0)])
@@ -417,7 +423,7 @@ def _find_prefix_ids(
 
 
 def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the post-processor writes behind every text."""
+    """Returns the ids that the post-processor appends to every text."""
     probe = inner.encode("a", add_special_tokens=True)
     behind = probe.special_tokens_mask[::-1].index(0)
     return tuple(probe.ids[len(probe.ids) - behind :])

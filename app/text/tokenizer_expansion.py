@@ -1,11 +1,11 @@
-"""How much longer a tokenizer can make a text.
+"""Limits on how much a tokenizer can expand a text.
 
-Knows: the normalizers, pre-tokenizers and decoders that a tokenizer.json may name, and what each of
-them writes for one byte at most. Must not know: the `tokenizers` library, texts.
+Knows: the normalizers, pre-tokenizers and decoders of tokenizer.json, the maximum output of each
+per input byte. Must not know: the `tokenizers` library, texts.
 
-A chain of a few `Replace` multiplies: six that write a thousand characters for one make 10^18 of a
-single letter, and the library ends the process when that much memory is not there. Which letter
-that is, no trial can find out, so the product of the worst cases is limited.
+A chain of a few `Replace` multiplies: six that write a thousand characters for one produce 10^18
+from a single letter, and the library aborts the process when it is out of memory. Tests cannot find
+the letter, so the product of the worst cases is limited.
 """
 
 import base64
@@ -18,20 +18,20 @@ from typing import Any, cast
 
 from app.core.model_files import Json
 
-# Bytes that a chain may write for one. The chains of published tokenizers come to 1 to 150;
-# ALBERT's, which normalizes Unicode twice, to 550.
+# Bytes that a chain may write per byte. The chains of published tokenizers have 1 to 150; ALBERT's,
+# which normalizes Unicode twice, has 550.
 MAX_NORMALIZER_FACTOR = 1000
-# of published ones, at most 4
+# published tokenizers: at most 4
 MAX_PRE_TOKENIZER_FACTOR = 8
-# of published ones, at most 4
+# published tokenizers: at most 4
 MAX_DECODER_FACTOR = 64
 
-# of a kind that is not known here
+# of an unknown component type
 _UNKNOWN_COMPONENT_FACTOR = 4.0
 
-# One character that must be there, perhaps several times, and nothing else. Any other expression
-# counts as if it matched the empty text in every place. A lazy quantifier is left out: Oniguruma
-# reads `x{2}?` as `(?:x{2})?`.
+# One required character, possibly repeated, and nothing else. Any other expression counts as if it
+# matched the empty text at every position. Lazy quantifiers are excluded: Oniguruma reads `x{2}?`
+# as `(?:x{2})?`.
 _ONE_CHARACTER = re.compile(
     r"(?:[^\\()\[\]{}|*+?.^$]|\\[snrtd]|\[\^?[^\[\]\\&]+\])(?:\+|\{[1-9][0-9]*(?:,[0-9]*)?\})?"
 )
@@ -41,7 +41,7 @@ _Factors = Mapping[str, float | Callable[[Json], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionFactors:
-    """Bytes that each part writes for one byte, at most."""
+    """The maximum number of bytes that each part writes per byte."""
 
     normalizer: float
     pre_tokenizer: float
@@ -49,8 +49,8 @@ class ExpansionFactors:
 
     @staticmethod
     def from_config(normalizer: Json, pre_tokenizer: Json, decoder: Json) -> "ExpansionFactors":
-        """Each as tokenizer.json describes it, {} for none. Raises ValueError for a chain that can
-        write more than is accepted."""
+        """Computes the factors. Arguments: the parts of tokenizer.json, {} for none. Raises
+        ValueError for a chain that exceeds the limit."""
         return ExpansionFactors(
             normalizer=_chain_factor(
                 "normalizers", normalizer, _NORMALIZERS, MAX_NORMALIZER_FACTOR
@@ -63,7 +63,7 @@ class ExpansionFactors:
 
 
 def _chain_factor(name: str, config: Json, factors: _Factors, limit: float) -> float:
-    # an int of this size has no float
+    # an int of this size does not fit a float
     product = min(math.prod(_component_factor(part, factors) for part in _flatten(config)), 1e300)
     if product > limit:
         raise ValueError(
@@ -92,12 +92,12 @@ def _count_bytes(text: Any) -> int:
 
 
 def _prepend_factor(part: Json) -> float:
-    """A text of one byte gets as much longer as one of many."""
+    """The worst case is a text of one byte."""
     return 1 + _count_bytes(part["prepend"])
 
 
 def _replace_factor(part: Json) -> float:
-    """What may match the empty text does so on both sides of a single byte."""
+    """A pattern that matches the empty text does so on both sides of a single byte."""
     pattern, written = cast(Json, part["pattern"]), _count_bytes(part["content"])
     if "String" in pattern:
         size = _count_bytes(pattern["String"])
@@ -106,8 +106,8 @@ def _replace_factor(part: Json) -> float:
 
 
 def _precompiled_factor(part: Json) -> float:
-    """SentencePiece's table: [size of the trie: 4 bytes | trie | texts, each ended by a zero byte].
-    The trie may point into any text, so the longest counts, for one byte."""
+    """SentencePiece's table: [size of the trie: 4 bytes | trie | null-terminated texts]. The trie
+    may point into any text, so the longest counts, for one byte."""
     try:
         table = base64.b64decode(str(part["precompiled_charsmap"]))
     except binascii.Error:
@@ -117,12 +117,12 @@ def _precompiled_factor(part: Json) -> float:
 
 
 def _metaspace_factor(part: Json) -> float:
-    """Each space becomes the replacement, and each word gets one in front."""
+    """Each space becomes the replacement, and each word is prefixed by one."""
     return 1 + _count_bytes(part["replacement"])
 
 
 def _byte_level_factor(part: Json) -> float:
-    """Two bytes for most that are not ASCII; each word may get a space in front."""
+    """Two bytes for most non-ASCII bytes; each word may be prefixed by a space."""
     return 4 if part.get("add_prefix_space", True) else 2
 
 
@@ -156,7 +156,7 @@ _PRE_TOKENIZERS: _Factors = {
     "WhitespaceSplit": 1,
 }
 _DECODERS: _Factors = {
-    "BPEDecoder": 2,  # an empty suffix stands between all characters
+    "BPEDecoder": 2,  # an empty suffix matches between all characters
     "ByteFallback": 1,
     "ByteLevel": 3,  # U+FFFD for a byte
     "CTC": 4,

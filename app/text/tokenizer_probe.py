@@ -1,10 +1,10 @@
-"""What a tokenizer is tried with before it may work in the server's process.
+"""Test inputs for a tokenizer before it is used in the server's process.
 
-Knows: texts over which tokenizers go wrong, and that each must come back. Must not know: processes,
-limits of memory and time, which whoever calls this sets.
+Knows: texts that break tokenizers, that each must be processed. Must not know: processes, memory
+and time limits, which the caller sets.
 
-A tokenizer may refuse any of these texts, which later becomes an error of the request that holds
-it. What it must not do is end the process, or need memory or time without bound.
+A tokenizer may reject any of these texts; later that becomes an error of the request. It must not
+abort the process, or need unbounded memory or time.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
-# characters of a run of one ASCII character, and of one that often comes in long runs
+# lengths of a run of one ASCII character, and of one that often occurs in long runs
 _RUN_LENGTH, _LONG_RUN_LENGTH = 500, 5_000
 _LONG_RUN_CHARACTERS = " \n\t-=_.#*a0x"
 
-# of scripts and signs in which normalizers do something: Latin, Greek, Cyrillic, Arabic, Hebrew,
+# of scripts and symbols that normalizers change: Latin, Greek, Cyrillic, Arabic, Hebrew,
 # Devanagari, Thai, Hangul, Kana, Han, ligatures that become many letters, emoji, marks, blanks
 _SAMPLES = (
     "éüßøıİſ Ελληνικά Русский",
@@ -29,23 +29,24 @@ _SAMPLES = (
 )
 _SAMPLE_REPEATS = 50
 
-# code points that are tried together
+# code points per test text
 _CODE_POINTS_PER_TEXT = 4096
 _SURROGATES = range(0xD800, 0xE000)
 _BASIC_PLANE_END = 0x10000
 
-# tokens of the vocabulary that are written out in a text, and ids that are decoded together
+# special tokens written out in a text, and ids decoded at once
 _MAX_SPECIAL_TOKENS, _IDS_PER_DECODE = 2_000, 1_000
 
-# Characters that all tokens spell together: 32768 are remembered. The largest vocabularies, of a
-# quarter of a million tokens, spell two megabytes.
+# Characters of all tokens together; the bytes of 32768 tokens are cached. The largest vocabularies,
+# of a quarter of a million tokens, have two megabytes.
 _MAX_DECODED_CHARACTERS = 64 << 20
 
 
 def probe_tokenizer(tokenizer: Tokenizer) -> None:
-    """Encode texts of all kinds, and decode every token.
+    """Encodes texts of all kinds, and decodes every token.
 
-    Raises AppError(MODEL_FILES) where the tokens spell more than can be held; MemoryError."""
+    Raises AppError(MODEL_FILES) if the tokens' text is too large; MemoryError.
+    """
     for text in (*_probe_texts(), *_special_token_texts(tokenizer)):
         try:
             ids = tokenizer.encode(text, add_special_tokens=True)
@@ -55,7 +56,7 @@ def probe_tokenizer(tokenizer: Tokenizer) -> None:
                 tokenizer.decode_verbatim(ids)
         except AppError as error:
             _raise_memory_error(error)
-    # where tokens are bytes in GPT-2's alphabet, nothing in the file says what one spells
+    # unless tokens are bytes in GPT-2's alphabet, the file does not bound their text
     if tokenizer.byte_decoder is None or not tokenizer.byte_decoder.alphabet:
         _decode_all(tokenizer)
 
@@ -81,7 +82,7 @@ def _probe_texts() -> Iterator[str]:
 
 
 def _special_token_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Texts with the model's own special tokens in them."""
+    """Yields texts with the model's own special tokens."""
     marks = [tokenizer.token_text(id) for id in sorted(tokenizer.special_ids)[:_MAX_SPECIAL_TOKENS]]
     yield from marks
     yield "".join(marks)
@@ -103,6 +104,6 @@ def _decode_all(tokenizer: Tokenizer) -> None:
 
 
 def _raise_memory_error(error: AppError) -> None:
-    """An error that says that memory is short is no refusal of a text."""
+    """Raises MemoryError for an out-of-memory error, which is not a rejected text."""
     if isinstance(error.__cause__, MemoryError):
         raise error.__cause__

@@ -1,12 +1,12 @@
-"""Our own operations for the CPU, where they were built: `ops`.
+"""Our own operations for the CPU, if the extension was built: `ops`.
 
-Knows: whether the extension is there, was built for this MLX, is wanted (`MLXRUNNER_KERNELS=off`),
-has the instruction set that was asked for (`MLXRUNNER_ISA`), and whether the device is the CPU.
-Must not know: layers, architectures. What the operations promise is told in `_kernels.pyi`; how
-they are built, in CMakeLists.txt beside it.
+Knows: whether the extension exists, was built for this MLX, is enabled (`MLXRUNNER_KERNELS=off`
+disables it), supports the requested instruction set (`MLXRUNNER_ISA`), and whether the device is
+the CPU. Must not know: layers, architectures. `_kernels.pyi` documents the operations,
+CMakeLists.txt beside it how they are built.
 
-MLX's own operations for a Linux CPU are written to be right, not fast: one thread, one row at a
-time, nothing vectorised. Where `ops` is None they do all the work.
+MLX's own operations for a Linux CPU aim at correctness, not speed: one thread, one row at a time,
+not vectorized. They are used if `ops` is None.
 """
 
 import importlib.metadata
@@ -22,9 +22,9 @@ from models import cpu_backend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
-    """For people. enabled: whether models on this process' default device are served by the
-    kernels. why: where they are not, one sentence that says so. isa, threads: None where nothing
-    was built."""
+    """A description for users. enabled: whether models on this process's default device use the
+    kernels. why: why they do not, as one sentence. isa, threads: None if the extension was not
+    built."""
 
     built: bool
     enabled: bool
@@ -34,15 +34,16 @@ class KernelInfo:
 
 
 def ops(*arrays: mx.array) -> Any:
-    """The extension, whose types are in `_kernels.pyi`, where arrays like these are computed by it;
-    else None."""
+    """The extension, whose types are in `_kernels.pyi`, if it supports arrays like these; else
+    None."""
     if _module is None or mx.default_device().type != mx.DeviceType.cpu:
         return None
     return _module if all(array.dtype == mx.float32 for array in arrays) else None
 
 
 def trim_memory() -> None:
-    """When many arrays are gone for good: what is kept of theirs goes back to the system."""
+    """Return cached memory of freed arrays to the system. Called when many arrays were freed for
+    good."""
     if _module is not None:
         _module.return_memory()
 
@@ -61,17 +62,17 @@ def describe() -> KernelInfo:
 
 
 def _load_extension() -> tuple[Any, bool, str | None]:
-    """(the extension, whether it was built, what is wrong)."""
+    """(the extension, whether it was built, the reason why it cannot be used)."""
     if os.environ.get("MLXRUNNER_KERNELS") == "off":
         return None, True, "MLXRUNNER_KERNELS is off"
     try:
-        # not `from models.kernels`: of a package that is being imported that is another error
+        # not `from models.kernels`: while the package is being imported, that raises another error
         import models.kernels._kernels as found
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":
             raise
         return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
-    except ImportError as error:  # made for another Python, or another MLX
+    except ImportError as error:  # built for another Python, or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     ours, theirs = found.built_for, importlib.metadata.version("mlx")
     if ours != theirs:
@@ -81,7 +82,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
             f"the kernels were built for MLX {ours}, but MLX {theirs} is installed; run `make`",
         )
     try:
-        found.isa()  # chosen now: the first work there is would be an odd place to be refused
+        found.isa()  # selects the instruction set: fail now rather than at the first operation
     except RuntimeError as error:
         return None, True, str(error)
     found.use_threads(cpu_backend.ACTIVE.threads)

@@ -1,6 +1,6 @@
-# What the extension offers (src/module.cpp). Everything runs on the CPU, is lazy like all of MLX,
-# computes in float32, and is batch-invariant: what is computed for a row depends on nothing but
-# that row, to the bit, whatever stands beside it and however many threads there are.
+# The operations of the extension (src/module.cpp). All run on the CPU, are lazy like MLX's, compute
+# in float32, and are batch-invariant: the result for a row depends bitwise on that row only, not on
+# the other rows or on the number of threads.
 
 import mlx.core as mx
 
@@ -8,25 +8,24 @@ import mlx.core as mx
 built_for: str
 
 def isa() -> str:
-    """The instruction set in use, chosen once: the best, or the one that MLXRUNNER_ISA names.
-    Raises RuntimeError, as all work does, where this machine has none of that name."""
+    """The instruction set in use, selected once: the best, or the one that MLXRUNNER_ISA names.
+    Raises RuntimeError, as all operations do, if this machine does not support that one."""
 
 def threads() -> int: ...
 def use_threads(count: int) -> None:
-    """So many share a product from now on, at most 256; not while anything is evaluated. Raises
+    """Use this many threads, at most 256; must not be called while anything is evaluated. Raises
     ValueError for other numbers."""
 
 def keep_memory() -> None:
-    """Memory of arrays that are gone is kept for those to come: up to 128 MiB, from now on, for the
-    process."""
+    """From now on keep up to 128 MiB of freed memory in the process for later arrays."""
 
 def return_memory() -> None:
-    """What is free goes back to the system."""
+    """Return free memory to the system."""
 
 class Product:
-    """A matrix [out, in] that x is multiplied with: float32, bfloat16 or float16, or in MLX's
-    affine packing of 4 or 8 bits, groups of 32, 64 or 128; weight, scales and biases as `strips`
-    leaves them. bias: [out] float32. Raises ValueError for other shapes and types."""
+    """A product with a matrix [out, in]: float32, bfloat16 or float16, or in MLX's affine packing
+    of 4 or 8 bits, groups of 32, 64 or 128; weight, scales and biases in the layout of `strips`.
+    bias: [out] float32. Raises ValueError for other shapes and types."""
 
     def __init__(
         self,
@@ -42,25 +41,25 @@ class Product:
         """[..., in] -> [..., out], in x's type."""
 
     def choose(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """Of a stack [E, out, in]: x [..., 1, in] with the matrices chosen [..., k], axes in front
-        that broadcast -> [..., k, 1, out]."""
+        """For a stack [E, out, in]: x [..., 1, in] times the matrices with the indices chosen [...,
+        k], leading axes that broadcast -> [..., k, 1, out]."""
 
     def alike(self, other: Product) -> bool:
-        """Whether both have one shape and format."""
+        """Whether both have the same shape and format."""
 
     def rows(self, ids: mx.array) -> mx.array:
-        """[...] of row numbers -> [..., in] float32."""
+        """[...] row indices -> [..., in] float32."""
 
 def strips(a: mx.array, bits: int = 0, *, back: bool = False) -> mx.array:
-    """A matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n] -> the same
-    shape, each sixteen rows side by side; back: as they were. What nobody else holds is rearranged
-    where it lies."""
+    """Packs a matrix, scales or biases, or with bits 4 or 8 packed words, [..., out, n], into
+    panels of sixteen interleaved rows, in the same shape; back: unpacks them. Works in place if
+    there is no other reference to the array."""
 
 def gated(activation: str, gate: Product, up: Product, x: mx.array) -> mx.array:
-    """activation(gate(x)) * up(x). activation: as `gate` takes it."""
+    """activation(gate(x)) * up(x). activation: see `gate`."""
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """float32 [..., D], however it lies -> packed. weight: [D] float32."""
+    """float32 [..., D] with any strides -> contiguous. weight: [D] float32."""
 
 def rope(
     x: mx.array,
@@ -71,8 +70,8 @@ def rope(
     traditional: bool = False,
     magnitude: float = 1.0,
 ) -> mx.array:
-    """float32 [B, H, L, D], however it lies -> packed; as models/rope.py's Rope. Angles below
-    2^20."""
+    """float32 [B, H, L, D] with any strides -> contiguous; see `Rope` in models/rope.py. Angles
+    must be below 2^20."""
 
 def gate(kind: str, gate: mx.array, up: mx.array) -> mx.array:
     """activation(gate) * up. kind: silu, gelu (with erf), gelu_tanh, relu."""
@@ -93,8 +92,8 @@ def attend(
     sinks: mx.array | None = None,
     softcap: float = 0.0,
 ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-    """Write new positions to buffers and attend to them: src/attending.hpp. A buffer that nobody
-    else holds is written in place, so let go of the old ones."""
+    """Write new positions to the buffers and attend to them (src/attention_ops.hpp). A buffer
+    without other references is written in place, so drop references to the old ones."""
 
 def attention(
     q: mx.array,
@@ -107,13 +106,14 @@ def attention(
     sinks: mx.array | None = None,
     softcap: float = 0.0,
 ) -> mx.array:
-    """Of keys and values that are there; causal: the last query stands where the last key does."""
+    """Attention to given keys and values. causal: aligns the last query with the last key."""
 
 class AttentionBlock:
-    """x + o(attention(...)) of one new position of each sequence: models/prenorm.py's `attended`
-    with models/heads.py's attention, to the bit. A norm is its weight and its epsilon; q_norm and
-    k_norm are each head's; without periods nothing is rotated. A few rows only: all that is made on
-    the way is held at once. Raises ValueError for parts that do not fit each other."""
+    """x + o(attention(...)) for one new position of each sequence: bitwise equal to
+    `attention_residual` of models/prenorm.py with the attention of models/attention.py. A norm is
+    (weight, epsilon); q_norm and k_norm apply to each head; without periods nothing is rotated. For
+    a few rows only: all intermediate results are in memory at once. Raises ValueError for parts
+    with inconsistent shapes."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ class AttentionBlock:
         firsts: list[int],
         window: int,
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """x [B, 1, hidden]; the rest as `attend` takes and returns it. A position is rotated by
-        where its place says that it stands."""
+        """x [B, 1, hidden]; the other parameters and the result as for `attend`. The slot mapping
+        gives the position for the rotation."""
 
 class MlpBlock:
-    """x + down(activation(gate(h)) * up(h)), h = rms_norm(x): models/prenorm.py's `fed` with
-    models/layers.py's GatedMLP, to the bit. A few rows only."""
+    """x + down(activation(gate(h)) * up(h)), h = rms_norm(x): bitwise equal to `mlp_residual` of
+    models/prenorm.py with the GatedMLP of models/layers.py. For a few rows only."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""The halves of a decoder block, each one operation in a decode step.
+"""The halves of a decoder block as one fused operation each, for decode steps.
 
-Knows: the block with its norms in front (models/prenorm.py), grouped-query attention
-(models/attention.py), the gated MLP, their twins, what `_kernels` offers. Must not know: architectures,
-kinds of caches. What overrides one of their methods is computed as it says.
+Knows: the pre-norm block (models/prenorm.py), grouped-query attention (models/attention.py), the
+gated MLP, their kernel layers, what `_kernels` offers. Must not know: architectures, kinds of
+caches. Subclasses that override one of their methods are not fused.
 
-For a small model MLX takes as long to be told of an operation as the operation itself, and a block
-is about 21 of them, told anew for each token.
+For a small model, dispatching an MLX operation takes as long as the operation itself, and a block
+is about 21 of them, dispatched again for each token.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 from models.rope import Rope
 
-# Sequences whose step is one operation: with more it makes no difference how many operations there
-# are, and what is held on the way, which MLX does not count, grows.
+# most sequences of a fused step: with more, the number of operations does not matter, and the
+# intermediate results, which MLX does not count, grow
 MAX_FUSED_ROWS = 64
 
 _GET_MATMUL, _GET_WEIGHT = attrgetter("matmul"), itemgetter("weight")
@@ -35,7 +35,7 @@ MlpResidual = Callable[[mx.array], mx.array]
 
 
 def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
-    """What stands in the place of `block.attended`; None where there is no such thing."""
+    """The replacement of `block.attention_residual`; None if it cannot be fused."""
     attention: Any = block.self_attn
     if not _has_unmodified(block, PreNormBlock, "attention_residual") or not _has_unmodified(
         attention, GroupedQueryAttention, "__call__"
@@ -48,7 +48,7 @@ def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
         return None
 
     def make(*parts: Any) -> Any:
-        """Of four products, the weights of the norms, and the sinks."""
+        """parts: four products, the weights of the norms, and the sinks."""
         matrices, weights, sinks = parts[:4], parts[4:-1], parts[-1]
         norm, *of_each = zip(weights, (norm.eps for norm in norms), strict=True)
         more: Any = dict(zip(("q_norm", "k_norm"), of_each, strict=False))
@@ -64,24 +64,24 @@ def fuse_attention(block: PreNormBlock, ops: Any) -> AttentionResidual | None:
         )
 
     fused = _CachedOp(lambda: [*_op_parts(products, norms), attention.get("sinks")], make)
-    # of what `claim` makes room for; never evaluated
+    # the shape for `allocate_slots`; never evaluated
     heads = attention.kv_heads
     like = mx.zeros((1, heads, 1, products[1].weight.shape[0] // heads))
-    # weakly: a model that is dropped goes at once, weights and all
+    # a weak reference, so that a dropped model is freed at once
     itself = ref(block)
 
-    def attended(x: mx.array, kv: AttentionCache) -> mx.array:
+    def attention_residual(x: mx.array, kv: AttentionCache) -> mx.array:
         caches = kv.in_place_caches
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
             return PreNormBlock.attention_residual(_dereference(itself), x, kv)
         return write_in_place(caches, like, like, partial(fused(), x))
 
-    return attended
+    return attention_residual
 
 
 def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
-    """What stands in the place of `block.fed`; None where there is no such thing."""
+    """The replacement of `block.mlp_residual`; None if it cannot be fused."""
     mlp: Any = block.mlp
     if not _has_unmodified(block, PreNormBlock, "mlp_residual") or not _has_unmodified(
         mlp, GatedMLP, "__call__", "gate_up"
@@ -100,18 +100,17 @@ def fuse_mlp(block: PreNormBlock, ops: Any) -> MlpResidual | None:
     fused = _CachedOp(lambda: _op_parts(products, norms), make)
     itself = ref(block)
 
-    def fed(x: mx.array) -> mx.array:
+    def mlp_residual(x: mx.array) -> mx.array:
         rows, length, _ = x.shape
         if length > 1 or rows > MAX_FUSED_ROWS or x.dtype != mx.float32:
             return PreNormBlock.mlp_residual(_dereference(itself), x)
         return fused()(x)
 
-    return fed
+    return mlp_residual
 
 
 class _CachedOp:
-    """What is made of get_parts: anew where one of them is another by now, as a weight may be that
-    somebody replaced."""
+    """make(*get_parts()), made again whenever one of the parts was replaced, such as a weight."""
 
     def __init__(self, get_parts: Callable[[], Sequence[Any]], make: Callable[..., Any]) -> None:
         self._get_parts, self._make = get_parts, make
@@ -126,7 +125,7 @@ class _CachedOp:
 
 
 def _has_unmodified(module: Any, base: type, *methods: str) -> bool:
-    """Whether these methods are what that kind has."""
+    """Whether the module is a `base` and does not override these methods."""
     return isinstance(module, base) and all(
         getattr(type(module), name) is getattr(base, name) for name in methods
     )
@@ -140,7 +139,7 @@ def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
 
 
 def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
-    """What a twin is in a block."""
+    """The parts of kernel layers that a fused operation takes."""
     return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
 
 
@@ -156,7 +155,7 @@ def _rope_arguments(rope: Any) -> dict[str, Any]:
 
 
 def _dereference(itself: ref[PreNormBlock]) -> PreNormBlock:
-    """It is what asks."""
+    """The block is alive, because it is the caller."""
     found = itself()
     assert found is not None
     return found

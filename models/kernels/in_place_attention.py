@@ -1,8 +1,8 @@
-"""Attention that writes new keys and values into the caches' own buffers as it goes.
+"""Attention that writes new keys and values directly into the caches' buffers.
 
-Knows: what a cache lends of itself (`InPlaceCache`), the kernels. Must not know: kinds of caches.
-One operation does for all rows of a batch, or for one sequence's many positions, what MLX takes
-several for, each of them for each row.
+Knows: the buffers that a cache passes (`InPlaceCache`), the kernels. Must not know: kinds of
+caches. One operation computes all rows of a batch, or the many positions of one sequence; MLX needs
+several operations per row.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ from models import kernels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
-    """Where in a buffer of `capacity` slots a sequence's positions lie, new ones included.
+    """Where the positions of a sequence, new ones included, are in a ring buffer of slots.
 
-    `length` positions, the oldest of which stands at absolute position `first_position` and lies in
-    slot `head_slot`; slots go on at 0 behind the last. The new ones are the newest, and begin in
-    `write_slot`. window: how many positions a query sees, its own included; 0 for all.
+    length: number of positions. head_slot: slot of the oldest position; after the last slot, slots
+    continue at 0. first_position: absolute position of the oldest. write_slot: first slot of the
+    new positions, which are the newest. window: how many positions a query attends to, its own
+    included; 0 for all.
     """
 
     write_slot: int
@@ -31,13 +32,13 @@ class SlotMapping:
 
 
 class InPlaceCache(Protocol):
-    """As `models.kv.KVBuffers`."""
+    """See `models.kv.KVBuffers`."""
 
     @property
     def supports_in_place(self) -> bool: ...
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
-        """Of what it is given only shapes and types matter."""
+        """Only shapes and types of the arrays are used."""
         ...
 
     def take_buffers(self) -> tuple[mx.array, mx.array]: ...
@@ -55,9 +56,9 @@ def attend_in_place(
     sinks: mx.array | None,
     softcap: float | None,
 ) -> mx.array | None:
-    """What `models.kv.AttentionCache.attend` says, of a cache a row; None, and nothing has
-    changed, where the kernels cannot: other types or devices, several sequences in one
-    cache, a cache that does not lend."""
+    """Like `models.kv.AttentionCache.attend`, with a cache per row. Returns None, with nothing
+    changed, if the kernels do not support it: other types or devices, several sequences in one
+    cache, or a cache without `supports_in_place`."""
     ops = kernels.ops(queries, keys, values)
     if ops is None or len(caches) != len(queries) or not caches[0].supports_in_place:
         return None
@@ -77,12 +78,12 @@ def attend_in_place(
     return write_in_place(caches, keys[:1], values[:1], attend)
 
 
-# what comes out, and the buffers of keys and of values with the new positions in them
+# the result, and the buffers of keys and of values with the new positions in them
 AttentionResult = tuple[mx.array, list[mx.array], list[mx.array]]
 
 
 class InPlaceOp(Protocol):
-    """An operation that writes new positions to buffers, a row a cache."""
+    """An operation that writes new positions to buffers, one cache per row."""
 
     def __call__(
         self,
@@ -101,8 +102,8 @@ class InPlaceOp(Protocol):
 def write_in_place(
     caches: Sequence[InPlaceCache], keys: mx.array, values: mx.array, op: InPlaceOp
 ) -> mx.array:
-    """What comes out of `op`, which is lent the caches' buffers with room for what it writes.
-    keys, values: as `InPlaceCache.allocate_slots` takes them, of each of the caches."""
+    """The result of `op`, which gets the caches' buffers with slots for what it writes. keys,
+    values: see `InPlaceCache.allocate_slots`."""
     places = [cache.allocate_slots(keys, values) for cache in caches]
     buffers = [cache.take_buffers() for cache in caches]
     seen, new_keys, new_values = op(
@@ -120,9 +121,9 @@ def write_in_place(
 
 
 def score_buffer_bytes(layer: object, heads: int, length: int) -> int | None:
-    """At most so much does `attend_in_place` hold of scores, where a query of the layer sees
-    `length` positions: those of the queries that one thread has before it (src/attention_job.cpp),
-    on each thread. None for a layer whose attention is not ours."""
+    """An upper bound of the bytes that `attend_in_place` needs for scores if a query of the layer
+    attends to `length` positions: those of the queries that one thread computes at a time
+    (src/attention_job.cpp), on each thread. None for a layer that does not use our attention."""
     ops = kernels.ops()
     if ops is None or not getattr(layer, "supports_in_place", False):
         return None

@@ -1,10 +1,11 @@
 """Layers of mlx.nn that compute with our own operations.
 
-Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures, checkpoints. A twin
-holds the arrays of the layer that it is made of, by the same names, in strips, and is an instance
-of its class; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices keep the
-type that they are stored in, everything else becomes float32, and so does what comes out. Stacks of
-matrices: models/kernels/stacked_layers.py.
+Knows: mlx.nn's layers and what `_kernels` offers. Must not know: architectures, checkpoints.
+
+A kernel layer is a subclass instance that replaces a layer and has its arrays, under the same
+names, as packed panels; nothing is evaluated. `ops` is what `models.kernels.ops` returns. Matrices
+keep their stored type; all other arrays and the results are float32. Stacks of matrices:
+models/kernels/stacked_layers.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,15 +30,15 @@ class KernelLayer(nn.Module):
         self._matmul: Product | None = make_matmul(self, ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Classes of other libraries give their layers other weights as they go."""
+        """Repacks parameters: classes of other libraries replace the weights of their layers."""
         if name in _PARAMETERS:
             value = to_kernel_layout(self, name, value, self._ops)
             self._matmul = None
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Parts row after row, as whoever asks a layer for them expects; as items, parts are as
-        they lie in memory."""
+        """As attributes, matrices have their usual row order, as users of a layer expect; as items
+        (`layer[name]`), they have their packed layout."""
         value: Any = super().__getattr__(name)
         if name not in _PARAMETERS or value.ndim < 2 or name == "bias":
             return value
@@ -45,7 +46,7 @@ class KernelLayer(nn.Module):
 
     @property
     def matmul(self) -> "Product":
-        """With the arrays that it holds."""
+        """The product with the current arrays."""
         if self._matmul is None:
             self._matmul = make_matmul(self, self._ops)
         return self._matmul
@@ -85,11 +86,11 @@ class KernelRMSNorm(nn.RMSNorm):
         self._norm = ops.rms_norm
 
     def __call__(self, x: mx.array) -> mx.array:
-        # out of an embedding that is packed in another way than the kernels know comes a bfloat16
+        # an embedding in an unsupported packing returns bfloat16
         return self._norm(x.astype(mx.float32), self.weight, self.eps)
 
 
-# by the functions that they are
+# names of the activation functions in the kernels
 _ACTIVATION_NAMES: Mapping[Any, str] = {
     nn.silu: "silu",
     nn.gelu: "gelu",
@@ -99,14 +100,15 @@ _ACTIVATION_NAMES: Mapping[Any, str] = {
 
 
 def get_activation_name(activation: Any) -> str | None:
-    """The name by which `ops.gate` knows it."""
+    """The activation's name for `ops.gate`; None if it is not supported."""
     return _ACTIVATION_NAMES.get(activation)
 
 
 def fuse_gate_up(
     activation: Any, gate: Any, up: Any, ops: Any
 ) -> Callable[[mx.array], mx.array] | None:
-    """activation(gate(x)) * up(x) as one operation, of two twins; None where there is none."""
+    """activation(gate(x)) * up(x) as one operation, for two kernel layers; None if it is not
+    supported."""
     kind = get_activation_name(activation)
     if kind is None or not isinstance(gate, KernelLayer) or not isinstance(up, KernelLayer):
         return None
@@ -120,7 +122,7 @@ def is_unquantized(layer: Any) -> bool:
 
 
 def is_supported_quantization(layer: Any) -> bool:
-    """In a way that the kernels know."""
+    """Whether the kernels support the layer's packing."""
     return (
         layer.mode == "affine"
         and layer.bits in _SUPPORTED_BITS
@@ -128,7 +130,7 @@ def is_supported_quantization(layer: Any) -> bool:
     )
 
 
-# a layer's very class, its twin's, and which of the layers have one
+# exact class of a layer -> (class of its kernel layer, predicate of the supported layers)
 KernelLayerTable = Mapping[type, tuple[Callable[[Any, Any], Any], Callable[[Any], bool]]]
 
 KERNEL_LAYERS: KernelLayerTable = {
@@ -141,13 +143,13 @@ KERNEL_LAYERS: KernelLayerTable = {
 
 
 def to_kernel_layer(layer: Any, ops: Any, table: KernelLayerTable = KERNEL_LAYERS) -> Any:
-    """What computes the same with `ops`; the layer itself where there is no such thing."""
+    """The kernel layer for a layer; the layer itself if there is none."""
     made, suits = table.get(type(layer), (None, None))
     return layer if made is None or suits is None or not suits(layer) else made(layer, ops)
 
 
 def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
-    """All that the layer is, its arrays as `laid` has them."""
+    """Copy all attributes of the layer, and its arrays in the layout of `to_kernel_layout`."""
     for name, value in vars(layer).items():
         if name not in ("_no_grad", "_training"):
             setattr(target, name, value)
@@ -158,7 +160,7 @@ def copy_parameters(target: Any, layer: Any, ops: Any) -> None:
 
 
 def to_kernel_layout(layer: Any, name: str, array: mx.array, ops: Any) -> mx.array:
-    """A part of a layer in the type in which the kernels read it, and so in memory."""
+    """A parameter in the type and memory layout that the kernels use."""
     if name == "bias":
         return mx.contiguous(array.astype(mx.float32))
     return array if array.ndim < 2 else ops.strips(array, _bits(layer, name))
@@ -169,7 +171,7 @@ def _bits(layer: Any, name: str) -> int:
 
 
 def make_matmul(layer: Any, ops: Any) -> "Product":
-    """Of a twin's parts."""
+    """The product with a kernel layer's parameters."""
     bias = layer.get("bias")
     if "scales" not in layer:
         return ops.Product(layer["weight"], bias=bias)

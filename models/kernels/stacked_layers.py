@@ -1,7 +1,7 @@
-"""Stacks of matrices, experts' and heads', that compute with our own operations.
+"""Stacks of matrices, per expert or per head, that compute with our own operations.
 
 Knows: our stacked layers (models/experts.py, models/mla.py) and what `_kernels` offers. Must not
-know: architectures, checkpoints. Twins are what those of models/kernels/layers.py are.
+know: architectures, checkpoints. See models/kernels/layers.py for kernel layers.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class KernelExpertLinear(KernelLayer, experts.ExpertLinear):
     def __call__(
         self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
     ) -> mx.array:
-        # what is not in order is put so there
+        # `choose` sorts the rows itself
         return self.matmul.choose(x, expert_ids)
 
 
@@ -37,15 +37,15 @@ class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
 
 
 class KernelMultiLinear(KernelLayer, mla.MultiLinear):
-    """`transposed`, which prompts alone need, is MLX's: the other way round, weights would have to
-    be here twice."""
+    """`apply_transposed`, which only prompts need, uses MLX's operation: a transposed kernel layout
+    would need the weights twice."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return _matmul_per_head(self, x)
 
 
 class KernelQuantizedMultiLinear(KernelLayer, mla.QuantizedMultiLinear):
-    """As `MultiLinear`."""
+    """See `KernelMultiLinear`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return _matmul_per_head(self, x)
@@ -60,6 +60,6 @@ STACKED_KERNEL_LAYERS: KernelLayerTable = {
 
 
 def _matmul_per_head(layer: Any, x: mx.array) -> mx.array:
-    """[B, H or 1, L, in] -> [B, H, L, out]: each position chooses its head's matrix."""
+    """[B, H or 1, L, in] -> [B, H, L, out]; each head uses its own matrix."""
     heads = mx.arange(layer["weight"].shape[0])[:, None]
     return layer.matmul.choose(x[..., None, :], heads).squeeze(-2)

@@ -10,9 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from app.api.app import build_app
 from app.core.settings import Settings
-from tests.fakes import FakeGenerate
+from tests.fakes import FakeGenerate, build_fake_app
 
 
 @dataclass
@@ -48,6 +47,7 @@ class Conversation:
         body: bytes | None = b"",
         headers: dict[str, str] | None = None,
     ) -> None:
+        path, _, query = path.partition("?")
         sent = {"host": "127.0.0.1", "content-type": "application/json", **(headers or {})}
         scope = {
             "type": "http",
@@ -57,7 +57,7 @@ class Conversation:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
             "server": ("127.0.0.1", 80),
@@ -120,7 +120,7 @@ def ask(
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def run() -> Reply:
-        app = build_app(generate, Settings(**settings))
+        app = build_fake_app(generate, Settings(**settings))
         reply = await Conversation(app, method, path, data, headers).end()
         assert not leftovers()
         return reply

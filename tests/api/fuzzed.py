@@ -106,7 +106,8 @@ def document(model: str, vocab: int) -> Any:
     for name in ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"):
         del chat["properties"][name]
     completion["properties"]["max_tokens"]["minimum"] = 1  # 0 is for those who echo
-    # tests/api/openai/test_compat_fields.py tries each of these; here they would be most of every request
+    # tests/api/openai/test_compat_fields.py tries each of these; here they would be most of every
+    # request
     others = {name for group in read["x-fields-of-other-servers"].values() for name in group}
     for kind in ("ChatCompletion", "Completion", "Response", "Embedding"):
         properties = schemas[f"{kind}Request"]["properties"]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, ask
-from tests.fakes import FakeGenerate
+from tests.fakes import FakeGenerate, build_fake_app
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -74,7 +73,8 @@ def test_what_was_installed_meanwhile_is_looked_for(call: Any, generate: FakeGen
         ("POST", "/v1/models/load", {"model": "fake/model"}),
     ]:
         call(method, path, body)
-    assert generate.discovered == ["", "a/b", "c/d", "e/f", "fake/model"]
+    assert generate.rescans == 1
+    assert generate.resolved == ["a/b", "c/d", "e/f", "fake/model"]
 
 
 @pytest.mark.parametrize("name", ["fake", "none", "../etc", "a" * 3000, ""])
@@ -89,7 +89,7 @@ def test_a_fault_of_ours_has_a_reply_without_details():
     async def run() -> Reply:
         generate = FakeGenerate(open_error=KeyError("secret"))
         body = json.dumps({"model": "fake/model", "messages": HI}).encode()
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         conversation = Conversation(app, "POST", CHAT, body)
         with pytest.raises(KeyError):  # for the server to log
             await conversation.end()
@@ -194,7 +194,7 @@ def test_a_fault_of_ours_is_named_in_the_log_and_reaches_pages_that_may_call(
     caplog: pytest.LogCaptureFixture,
 ):
     async def run() -> Reply:
-        app = build_app(FakeGenerate(open_error=KeyError("secret")), Settings())
+        app = build_fake_app(FakeGenerate(open_error=KeyError("secret")), Settings())
         body = json.dumps({"model": "fake/model", "messages": HI}).encode()
         headers = {"origin": "http://localhost:3000", "x-request-id": "mine"}
         conversation = Conversation(app, "POST", CHAT, body, headers)

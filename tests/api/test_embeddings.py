@@ -12,13 +12,13 @@ import openai
 import orjson
 import pytest
 
-from app.api.app import build_app
 from app.api.embeddings import parse_embeddings, render_embeddings
 from app.core.embeddings import Embeddings, EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
+from app.core.ports import ResolvedModel
 from app.core.settings import Settings
 from tests.api.asgi import Conversation, Reply, ask, serving
-from tests.fakes import CARD, FakeGenerate
+from tests.fakes import CARD, FakeGenerate, build_fake_app
 
 Call = Callable[..., Reply]
 
@@ -28,7 +28,7 @@ def body(value: Any = "hello", **fields: Any) -> dict[str, Any]:
 
 
 def understood(value: Any = "hello", **fields: Any) -> EmbedRequest:
-    return parse_embeddings(body(value, **fields), {CARD.id}).request
+    return parse_embeddings(body(value, **fields), CARD.id).request
 
 
 def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
@@ -130,8 +130,8 @@ def test_floats_are_written_so_that_none_is_lost():
     """Read back, a float32 is the same to the bit."""
     vector = struct.pack("<5f", 0.1, -1 / 3, 1e-38, 3.4e38, 0.0)
     found = Embeddings(vectors=(vector,), prompt_tokens=1)
-    wish = parse_embeddings(body(), {CARD.id})
-    reply = json.loads(orjson.dumps(render_embeddings(wish, found)))
+    parsed = parse_embeddings(body(), CARD.id)
+    reply = json.loads(orjson.dumps(render_embeddings(parsed, found)))
     assert struct.pack("<5f", *reply["data"][0]["embedding"]) == vector
 
 
@@ -151,7 +151,7 @@ class Endless(FakeGenerate):
     asked: asyncio.Event
     cancelled = 0
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         self.asked.set()
         try:
             return await asyncio.get_running_loop().create_future()
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_cancels_and_is_counted():
     generate = Endless()
 
     async def run() -> Reply:
-        app, generate.asked = build_app(generate, Settings()), asyncio.Event()
+        app, generate.asked = build_fake_app(generate, Settings()), asyncio.Event()
         sent = Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode())
         await generate.asked.wait()
         sent.incoming.put_nowait({"type": "http.disconnect"})
@@ -185,7 +185,7 @@ def test_each_end_is_counted(generate: FakeGenerate):
     refused = FakeGenerate(open_error=AppError(ErrorKind.BUSY, "no"))
 
     async def run(generate: FakeGenerate) -> str:
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         await Conversation(app, "POST", "/v1/embeddings", json.dumps(body()).encode()).end()
         return (await Conversation(app, "GET", "/metrics").end()).body.decode()
 
@@ -198,7 +198,7 @@ def test_each_end_is_counted(generate: FakeGenerate):
 def test_openais_client_reads_them(generate: FakeGenerate):
     """It asks for base64 of its own accord, and hands out floats."""
     with (
-        serving(build_app(generate, Settings())) as url,
+        serving(build_fake_app(generate, Settings())) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         create = client.embeddings.create

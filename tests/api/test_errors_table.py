@@ -1,4 +1,4 @@
-"""The table of errors in API.md: each row is what a client gets, and there is no other error.
+"""The table of errors in docs/api.md: each row is what a client gets, and there is no other error.
 
 What is raised is read from the sources: every `AppError` that names its kind. Those which pass on
 what another one said have the words of that one.
@@ -54,7 +54,7 @@ class Raised:
 
 
 def rows() -> list[Row]:
-    text = (ROOT / "API.md").read_text("utf-8")
+    text = (ROOT / "docs/api.md").read_text("utf-8")
     _, _, table = text.partition("| Status | Code | Type | What happened | Retry-After |\n")
     found: list[Row] = []
     for line in table.split("\n\n")[0].splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""The tables of API.md, row by row: what they say happens is what happens.
+"""The tables of docs/api.md, row by row: the server does what each row says.
 
 A field that is honoured reaches the model, or is seen in the answer; one that is accepted does
 neither; one that is refused is named in the error.
@@ -76,8 +76,9 @@ class Row:
 
 def rows() -> list[Row]:
     found: list[Row] = []
-    # the tables behind this title tell of keywords and grammars: tests/grammar/test_llguidance_backend.py
-    fields, _, _ = (ROOT / "API.md").read_text("utf-8").partition("\n## Structured output\n")
+    # the tables behind this title tell of keywords and grammars:
+    # tests/grammar/test_llguidance_backend.py
+    fields, _, _ = (ROOT / "docs/api.md").read_text("utf-8").partition("\n## Structured output\n")
     for line in fields.splitlines():
         if not line.startswith("| `"):
             continue

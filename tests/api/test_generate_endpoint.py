@@ -7,10 +7,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-import app.api.exchange
 import pytest
 
-from app.api.app import build_app
+import app.api.generate_endpoint
 from app.api.generate_endpoint import GenerateEndpoint, JsonBody, ParsedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
@@ -20,7 +19,7 @@ from app.core.thread_pools import ThreadPools
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from app.http.body import RequestBodies
 from tests.api.asgi import Conversation, Reply, leftovers
-from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, finish, text
+from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, Script, build_fake_app, finish, text
 
 CHAT = "/v1/chat/completions"
 LINES = "/completion"
@@ -49,7 +48,7 @@ def converse(
     generate = FakeGenerate(script)
 
     async def run() -> Reply:
-        app = build_app(generate, Settings(**settings))
+        app = build_fake_app(generate, Settings(**settings))
         conversation = Conversation(app, "POST", path, json.dumps(body).encode())
         if act is not None:
             await act(conversation, generate)
@@ -100,7 +99,9 @@ def test_a_whole_answer_is_put_together_beside_the_event_loop():
     generate = FakeGenerate(HELLO)
     ask, settings = ParsedRequest(request=request, reply=reply), Settings()
     bodies = RequestBodies(settings, ThreadPools(), lambda: 0)
-    endpoint = GenerateEndpoint(lambda _body, _caller: ask, generate, settings, bodies)
+    endpoint = GenerateEndpoint(
+        lambda _body, _caller, _card: ask, generate, generate, settings, bodies
+    )
 
     async def run() -> Reply:
         return await Conversation(endpoint, "POST", "/", b"{}").end()
@@ -158,7 +159,7 @@ def test_a_client_that_leaves_before_its_body_is_whole_opens_nothing(path: str, 
     generate = FakeGenerate()
 
     async def run() -> None:
-        conversation = Conversation(build_app(generate, Settings()), "POST", path, None)
+        conversation = Conversation(build_fake_app(generate, Settings()), "POST", path, None)
         half = json.dumps(body).encode()[:10]
         conversation.incoming.put_nowait({"type": "http.request", "body": half, "more_body": True})
         conversation.hang_up()
@@ -174,7 +175,7 @@ def test_a_server_that_stops_cancels_too(path: str, body: Any):
     generate = FakeGenerate([FOREVER])
 
     async def run() -> None:
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         conversation = Conversation(app, "POST", path, json.dumps(body).encode())
         await opened(generate)
         conversation.task.cancel()
@@ -195,12 +196,12 @@ def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
             await asyncio.sleep(0.05)
             self.settled = True
 
-        def open(self, request: Any) -> Any:
+        def open(self, request: Any, model: Any) -> Any:
             outer = self
 
             class Context:
                 async def __aenter__(self) -> Any:
-                    self.inner = FakeGenerate.open(outer, request)
+                    self.inner = FakeGenerate.open(outer, request, model)
                     return await self.inner.__aenter__()
 
                 async def __aexit__(self, *error: Any) -> None:
@@ -213,7 +214,7 @@ def test_a_slow_way_out_is_not_cut_short_by_the_end_of_the_reply():
         generate = Slow()
 
         async def run(path: str = path, body: Any = body, generate: Slow = generate) -> None:
-            app = build_app(generate, Settings())
+            app = build_fake_app(generate, Settings())
             await Conversation(app, "POST", path, json.dumps(body).encode()).end()
 
         asyncio.run(run())
@@ -467,7 +468,7 @@ def test_who_asks_is_known_by_the_name_of_the_key():
     shown = {"authorization": "Bearer what the laptop has"}
 
     async def run() -> None:
-        app = build_app(generate, Settings(), keyring=keyring)
+        app = build_fake_app(generate, Settings(), keyring=keyring)
         await Conversation(app, "POST", CHAT, json.dumps(ASK).encode(), shown).end()
 
     asyncio.run(run())

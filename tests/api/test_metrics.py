@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api.app import build_app
-from app.api.metrics.registry import Metrics
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.jobs import EngineStats
 from app.core.model_state import ModelState
 from app.core.ports import RunnerStatus
-from app.core.requests import GenerateRequest
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from tests.api.asgi import Conversation
@@ -28,8 +25,8 @@ from tests.fakes import (
     FakeGenerate,
     Pause,
     Script,
+    build_fake_app,
     finish,
-    make_front_end,
     text,
 )
 
@@ -94,7 +91,7 @@ def after(
     """What is told after one request to an application of its own."""
 
     async def run() -> Scraped:
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         conversation = Conversation(app, "POST", path, json.dumps(body).encode())
         if act is not None:
             await act(conversation)
@@ -181,24 +178,27 @@ def test_every_model_is_told_apart():
 
 
 def test_what_a_client_made_up_is_no_label():
-    body = {"model": "made up", "inputs": [], "messages": CHAT["messages"]}
-    generate = FakeGenerate(open_error=AppError(ErrorKind.MODEL_NOT_FOUND, "no"))
-    told = after(generate, "/v1/embeddings", {**body, "input": "x"})
-    labels = {dict(labels).get("model_name") for _, labels in told.samples}
-    assert labels <= {CARD.id, "", None}
+    for path, body in (
+        ("/v1/embeddings", {"model": "made up", "input": "x"}),
+        ("/v1/chat/completions", {**CHAT, "model": "made up"}),
+    ):
+        told = after(FakeGenerate(), path, body)
+        assert {dict(labels).get("model_name") for _, labels in told.samples} == {CARD.id, None}
 
 
 @pytest.mark.parametrize("asked", ["m", "m:latest"])
-def test_a_model_is_one_under_both_of_its_names(asked: str):
-    cards = (replace(CARD, id="m"),)
-    metrics = Metrics(FakeGenerate(cards=cards), ConnectionStats(), make_front_end())
-    watch = metrics.observe(GenerateRequest(model=asked, prompt="x"))
-    watch.on_error(AppError(ErrorKind.BUSY, "no"))
-    watch.on_end(complete=False)
-    [route] = metrics.routes()
-    told = asyncio.run(get(route.app, "/metrics"))
-    assert Scraped(read(told.body.decode())).of("mlxrunner_request_errors_total", "model_name") == {
-        "m": 1
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/embeddings", {"input": "x"})],
+)
+def test_a_model_is_one_under_both_of_its_names(path: str, body: Any, asked: str):
+    generate = FakeGenerate(
+        open_error=AppError(ErrorKind.BUSY, "no"), cards=(replace(CARD, id="m"),)
+    )
+    told = after(generate, path, {**body, "model": asked})
+    assert told.of("mlxrunner_request_errors_total", "model_name") == {"m": 1}
+    assert {name for _, labels in told.samples for key, name in labels if key == "model_name"} == {
+        "m"
     }
 
 
@@ -350,7 +350,7 @@ def test_vectors_are_counted_too():
 
 def test_two_servers_count_apart():
     async def run() -> None:
-        apps = [build_app(FakeGenerate(HELLO), Settings()) for _ in range(2)]
+        apps = [build_fake_app(FakeGenerate(HELLO), Settings()) for _ in range(2)]
         await Conversation(apps[0], "POST", "/completion", json.dumps(LINES).encode()).end()
         told = [Scraped(read((await get(app, "/metrics")).body.decode())) for app in apps]
         assert [one.ended() for one in told] == [{"stop": 1}, {}]
@@ -374,7 +374,7 @@ def test_what_came_to_the_door_is_told():
     traffic.closed_by_reason["invalid_http"] += 2
 
     async def run() -> Scraped:
-        app = build_app(FakeGenerate(), Settings(), traffic=traffic)
+        app = build_fake_app(FakeGenerate(), Settings(), traffic=traffic)
         await get(app, "/v1/models")
         await get(app, "/v1/models/none")
         await get(app, "/made-up")
@@ -405,7 +405,7 @@ def test_a_client_that_left_is_an_answer_of_class_four():
 
     async def run() -> ConnectionStats:
         traffic = ConnectionStats()
-        app = build_app(FakeGenerate([FOREVER]), Settings(), traffic=traffic)
+        app = build_fake_app(FakeGenerate([FOREVER]), Settings(), traffic=traffic)
         conversation = Conversation(app, "POST", "/v1/completions", None)
         conversation.hang_up()
         await conversation.end()

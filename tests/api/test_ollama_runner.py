@@ -8,7 +8,8 @@ import pytest
 from app.api.ollama_runner import parse
 from app.core.errors import AppError, ErrorKind
 from app.core.events import TokenLogprob, TopLogprob
-from app.core.requests import JsonSchema, SamplingParams
+from app.core.requests import JsonSchema
+from app.core.sampling_params import SamplingParams
 from tests.fakes import FakeGenerate, finish, text
 
 LINE = {
@@ -119,7 +120,7 @@ def test_keys_may_be_written_in_any_case():
 
 
 @pytest.mark.parametrize(
-    ("fields", "keep"),
+    ("fields", "num_keep"),
     [
         ({}, 0),
         ({"num_keep": 4}, 4),
@@ -129,8 +130,8 @@ def test_keys_may_be_written_in_any_case():
         ({"num_keep": -1}, -1),
     ],
 )
-def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, keep: int):
-    assert options(**fields).keep == keep
+def test_the_first_number_to_keep_that_is_not_zero_counts(fields: Any, num_keep: int):
+    assert options(**fields).num_keep == num_keep
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ReasoningDelta, ToolCallDelta
 from app.core.requests import Conversation, GenerateRequest, Message, ToolCall
 from app.core.settings import Settings
 from tests.api.asgi import serving
-from tests.fakes import FakeGenerate, Script, finish, text
+from tests.fakes import FakeGenerate, Script, build_fake_app, finish, text
 from tests.server_process import run_server as serving_process
 
 MODEL = "fake/model"
@@ -59,7 +58,7 @@ def generate() -> FakeGenerate:
 @pytest.fixture(scope="module")
 def client(generate: FakeGenerate) -> Iterator[OpenAI]:
     with (
-        serving(build_app(generate, Settings())) as url,
+        serving(build_fake_app(generate, Settings())) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -102,7 +101,7 @@ def test_a_round_with_a_tool_that_the_client_keeps_track_of(client: OpenAI, gene
     call = first.output[-1]
     assert isinstance(call, ResponseFunctionToolCall)
     assert json.loads(call.arguments) == {"city": "Ulm"}
-    said.append({"type": "function_call_output", "call_id": call.make_call_id, "output": "rain"})
+    said.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     second = client.responses.create(model=MODEL, input=said, tools=[WEATHER])
     assert second.output_text == "Hello"
     _, turn, _ = conversation(generate)
@@ -245,7 +244,7 @@ def test_the_built_in_model_makes_the_call_that_it_must(real: OpenAI):
         streamed = stream.get_final_response()
     (same,) = [item for item in streamed.output if item.type == "function_call"]
     assert same.arguments == call.arguments
-    told: Any = {"type": "function_call_output", "call_id": call.make_call_id, "output": "Yes."}
+    told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Yes."}
     after = real.responses.create(
         input=[told], previous_response_id=response.id, tools=[WEATHER], **KNOBS
     )

@@ -12,13 +12,20 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ReasoningDelta, ToolCallDelta
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, ToolCall
 from app.core.settings import Settings
 from tests.api.asgi import serving
-from tests.fakes import FOREVER, FakeGenerate, Script, finish, script_greetings, text
+from tests.fakes import (
+    FOREVER,
+    FakeGenerate,
+    Script,
+    build_fake_app,
+    finish,
+    script_greetings,
+    text,
+)
 
 MODEL = "fake/model"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -51,7 +58,7 @@ def generate() -> FakeGenerate:
 
 @pytest.fixture(scope="module")
 def url(generate: FakeGenerate) -> Generator[str]:
-    with serving(build_app(generate, Settings())) as url:
+    with serving(build_fake_app(generate, Settings())) as url:
         yield url
 
 
@@ -245,7 +252,7 @@ def test_a_loading_server_asks_to_be_asked_again(url: str):
     """The SDK waits for as long as Retry-After says and then gets its answer."""
     generate = FakeGenerate(open_error=AppError(ErrorKind.LOADING, "the model is loading"))
     with (
-        serving(build_app(generate, Settings())) as url,
+        serving(build_fake_app(generate, Settings())) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2) as client,
     ):
         threading.Timer(0.2, lambda: setattr(generate, "open_error", None)).start()

@@ -53,13 +53,13 @@ def test_special_tokens_are_added_as_each_server_does_it(
     call: Any, generate: FakeGenerate, body: Any, special: bool
 ):
     assert call("POST", "/tokenize", body).status == 200
-    assert generate.tokenized == [("x", None, special)]
+    assert generate.tokenized == [("x", CARD.id, special)]
 
 
 def test_the_model_is_named_in_the_body_or_in_the_query(call: Any, generate: FakeGenerate):
     assert call("POST", "/tokenize", {"prompt": "x", "model": CARD.id}).status == 200
     assert generate.tokenized == [("x", CARD.id, True)]
-    assert generate.discovered == [CARD.id]
+    assert generate.resolved == [CARD.id]
     missing = call("POST", "/tokenize", {"prompt": "x", "model": "none"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 

@@ -1,4 +1,4 @@
-"""SECURITY.md promises nothing that no test tries to break."""
+"""Each guarantee of SECURITY.md names a test that tries to break it."""
 
 import ast
 import re
@@ -11,9 +11,9 @@ TEXT = (ROOT / "SECURITY.md").read_text("utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT)))
 
 
-def promises() -> list[str]:
-    """The points of the chapter, each with what belongs to it."""
-    [chapter] = re.findall(r"^## What is promised\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+def guarantees() -> list[str]:
+    """The items of the chapter."""
+    [chapter] = re.findall(r"^## Guarantees\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
     return re.findall(r"^- (.*?)(?=^- |^#|\Z)", chapter, re.MULTILINE | re.DOTALL)
 
 
@@ -26,11 +26,11 @@ def test_each_test_that_is_named_exists(file: str, test: str) -> None:
     assert test in functions
 
 
-def test_each_promise_names_a_test() -> None:
-    found = promises()
+def test_each_guarantee_names_a_test() -> None:
+    found = guarantees()
     assert len(found) > 15
-    for promise in found:
-        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", promise), promise
+    for guarantee in found:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", guarantee), guarantee
 
 
 def test_each_attack_is_told_of() -> None:

@@ -83,7 +83,8 @@ def test_strangers_see_four_figures(guarded: Guarded) -> None:
 
 def test_guessing_tells_nothing_by_its_time(guarded: Guarded) -> None:
     """A guess that begins like a key is refused as quickly as any. Over a network nobody measures
-    nanoseconds; that a comparison has no early end at all, tests/http/test_api_keys_file.py shows."""
+    nanoseconds; that a comparison has no early end at all, tests/http/test_api_keys_file.py
+    shows."""
     near = [guarded.user[:length] + "x" * (46 - length) for length in (0, 23, 45)]
     took: dict[str, list[float]] = {guess: [] for guess in near}
     order = near * 40

@@ -1,95 +1,78 @@
-"""Another user of this machine: the runner's port is on loopback, where everybody can reach it."""
+"""Another user of this machine: a model process must not be reachable for them."""
 
-import socket
+import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.attacks.attacker import Attack, Read, Send
 from tests.attacks.conftest import Guarded, Victim
-from tests.http.lines import head
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/net/tcp").exists(), reason="which process listens where, /proc tells"
+    not Path("/proc/self/net/tcp").exists(), reason="/proc lists the sockets of a process"
 )
 
+NOBODY = 65534
 
-def listening(pid: int) -> list[int]:
-    """TCP ports of IPv4 that a process listens on."""
-    files = Path(f"/proc/{pid}/fd").iterdir()
-    inodes = {link[8:-1] for file in files if (link := _target(file)).startswith("socket:[")}
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    # 0A is LISTEN; the inode is the tenth column
-    return [
-        int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes
-    ]
-
-
-def _target(file: Path) -> str:
-    try:
-        return str(file.readlink())
-    except OSError:  # closed meanwhile
-        return ""
+CONNECT = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+"""
 
 
-def _listen(thief: socket.socket, address: str, port: int) -> None:
-    thief.bind((address, port))
-    thief.listen()  # where Linux notices, if both allow that addresses are shared
-
-
-def runner(victim: Victim) -> tuple[int, int]:
-    """Its process, and its port."""
+def model_process(victim: Victim) -> int:
     models: Any = victim.server.status()["Models"]
-    pid = next(model["Pid"] for model in models if model["Name"] == "tiny")
-    [port] = listening(pid)
-    return pid, port
+    return next(model["Pid"] for model in models if model["Name"] == "tiny")
 
 
-def test_a_runner_answers_nobody_but_its_server(victim: Victim) -> None:
-    _, port = runner(victim)
-    for headers in (
-        {},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer guess"},
-        {"authorization": "Basic guess"},
-        {"host": "localhost"},
-    ):
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as neighbour:
-            for method in ("GET", "POST", "DELETE"):
-                for path in ("/", "/v1/status", "/v1/updates", "/v1/jobs", "/v1/embed"):
-                    reply = neighbour.request(method, path)
-                    assert reply.status_code == 401, (method, path)
-                    assert len(reply.content) < 200
+def socket_inodes(pid: int) -> set[str]:
+    found: set[str] = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            link = str(file.readlink())
+        except OSError:  # closed meanwhile
+            continue
+        if link.startswith("socket:["):
+            found.add(link[8:-1])
+    return found
 
 
-def test_knocking_at_a_runner_disturbs_nobody(victim: Victim) -> None:
-    _, port = runner(victim)
-    knock = Send(head("POST", "/v1/jobs", Content_Length=100_000) + b"x" * 100_000)
-    seen = victim.undisturbed(Attack([[knock, Read()]], threads=2, port=port))
-    assert set(seen.statuses) <= {"401", "none"}
+def unix_socket(pid: int) -> Path:
+    """The path that a process listens on."""
+    inodes = socket_inodes(pid)
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        columns = line.split()
+        # the flag of a listening socket; the inode is the seventh column, the path the last
+        if columns[3] == "00010000" and columns[6] in inodes:
+            return Path(columns[7])
+    raise AssertionError("it listens on no Unix socket")
 
 
-def test_a_runners_port_cannot_be_taken(victim: Victim) -> None:
-    """Not beside it and not before it: it is bound by the server, and handed down."""
-    _, port = runner(victim)
-    for address in ("127.0.0.1", "0.0.0.0"):
-        for options in ((), (socket.SO_REUSEADDR,)):
-            with socket.socket() as thief:
-                for option in options:
-                    thief.setsockopt(socket.SOL_SOCKET, option, 1)
-                with pytest.raises(OSError, match="in use"):
-                    _listen(thief, address, port)
+def test_a_model_process_listens_on_no_port(victim: Victim) -> None:
+    pid = model_process(victim)
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        assert not socket_inodes(pid) & {row.split()[9] for row in rows}
 
 
-def test_a_runner_listens_on_loopback_and_nowhere_else(victim: Victim) -> None:
-    pid, port = runner(victim)
-    rows = [line.split()[1] for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    addresses = {row.partition(":")[0] for row in rows if int(row.partition(":")[2], 16) == port}
-    assert addresses == {"0100007F"}  # 127.0.0.1, least byte first
-    six = Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
-    assert not any(f":{port:04X} " in line.split("0A")[0] for line in six)
+def test_only_the_servers_user_can_open_the_socket_of_a_model_process(victim: Victim) -> None:
+    path = unix_socket(model_process(victim))
+    assert path.parent.stat().st_uid == os.getuid()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_connect_to_a_model_process(victim: Victim) -> None:
+    path = unix_socket(model_process(victim))
+    command = [sys.executable, "-c", CONNECT, str(path), str(NOBODY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "PermissionError" in done.stderr
 
 
 def test_neither_keys_nor_secrets_stand_where_neighbours_can_read(
@@ -97,7 +80,7 @@ def test_neither_keys_nor_secrets_stand_where_neighbours_can_read(
 ) -> None:
     """A command line is everybody's to read. An environment is its user's, and what a model brings
     runs in the runner: so that one gets no key."""
-    pids = [victim.server.process.pid, runner(victim)[0], guarded.server.process.pid]
+    pids = [victim.server.process.pid, model_process(victim), guarded.server.process.pid]
     children = Path(f"/proc/{guarded.server.process.pid}/task").glob("*/children")
     below = [int(pid) for file in children for pid in file.read_text().split()]
     assert below, "the model has a process of its own"

@@ -1,4 +1,5 @@
-"""The built-in model over HTTP: what `models.builtin.training.evaluate` needs to judge it as a client sees it.
+"""The built-in model over HTTP: what `models.builtin.training.evaluate` needs to judge it as a
+client sees it.
 
 `make bench ARGS=builtin` asks it the held-back questions.
 """

@@ -55,7 +55,7 @@ def report(folder: Path) -> str:
     lines = [
         f"prefill in aligned chunks ({TOKENS} tokens), and prompt tokens that two "
         "conversations compute:",
-        "| alignment | tokens/s | of 512 | chat | agent |",
+        "| alignment | tokens/s | relative to 512 | chat | agent |",
         "|---|---|---|---|---|",
         f"| none | | | {count_computed_tokens(CHAT, None)} | "
         f"{count_computed_tokens(AGENT, None)} |",

@@ -76,7 +76,7 @@ def main() -> None:
         sizes=arguments.sizes,
         formats=arguments.formats,
         threads=sorted(arguments.threads),
-        baselines=arguments.baselines,
+        baselines=arguments.against,
         rounds=arguments.rounds,
         budget=arguments.budget,
         llama=os.environ.get(LLAMA_VARIABLE),

@@ -40,8 +40,8 @@ def make_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest:
-    """streams: as in Work. budget: seconds to measure for. capped: whether the prompt and the steps
-    may be cut short where one of them takes longer than that."""
+    """streams: as in Workload. budget: seconds to measure for. capped: whether the prompt and the
+    steps may be cut short where one of them takes longer than that."""
 
     streams: int
     budget: float
@@ -109,7 +109,7 @@ def serve_measurements(
     measure: Callable[[dict[str, Any]], tuple[float, int]], runs_on: str
 ) -> None:
     """The worker's end: answers until there are no more lines. measure: tokens per second of what
-    an Ask wants, and how many steps or tokens that is of."""
+    a MeasureRequest wants, and how many steps or tokens that is of."""
     print(json.dumps({"runs_on": runs_on}), flush=True)
     for line in sys.stdin:
         wall, processor = time.perf_counter(), time.process_time()

@@ -50,7 +50,7 @@ class DecodeLoop:
         if self.streams == 1:
             return self._rows[0]
         offsets = mx.array([row[0].offset for row in self._rows])
-        return [rows[0].together(rows, offsets) for rows in zip(*self._rows, strict=True)]
+        return [rows[0].make_batch(rows, offsets) for rows in zip(*self._rows, strict=True)]
 
 
 def make_random_caches(model: Model, length: int) -> SequenceCaches:

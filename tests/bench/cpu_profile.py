@@ -1,7 +1,7 @@
 """Where the time of one step goes: `make bench-cpu ARGS="profile --size 110M --format q4"`.
 
 Knows: processes, perf. Must not know: MLX. Two looks at the same step, neither of which is the
-whole truth: from inside (cpu_look.py), and samples of the processor by thread, library and
+whole truth: from inside (cpu_breakdown.py), and samples of the processor by thread, library and
 function, where there is `perf`.
 """
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from app import store
 from app.core.jobs import Job, Token
-from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex, SamplingParams
+from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
+from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.engine.loader import load
 from app.engine.loop import Loop
@@ -124,7 +125,7 @@ def _measure_compilation(grammars: GrammarCompiler) -> list[str]:
     # the tokenizer is read once for all
     grammars.compile(Regex(pattern="a"), NONE)
     asked: dict[str, Grammar] = {
-        "the schema below": JsonSchema(text=_SCHEMA),
+        "the benchmark's JSON schema": JsonSchema(text=_SCHEMA),
         "300 properties, all optional": JsonSchema(text=json.dumps(_make_wide_schema(300))),
         "a regular expression": Regex(pattern=r"\d{4}-\d{2}-\d{2}( \w+){1,5}"),
         "a choice of 500": ChoiceGrammar(options=tuple(f"option {i}" for i in range(500))),

@@ -57,7 +57,7 @@ class PerSequenceLayout:
 
     def step(self, model: Model, tokens: mx.array) -> mx.array:
         offsets = mx.array([row[0].offset for row in self.rows])
-        layers = [rows[0].together(rows, offsets) for rows in zip(*self.rows, strict=True)]
+        layers = [rows[0].make_batch(rows, offsets) for rows in zip(*self.rows, strict=True)]
         return model(tokens[:, None], layers)[:, -1]
 
     def arrays(self) -> list[mx.array]:

@@ -66,7 +66,7 @@ def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
             title,
             prompt,
             max_tokens=ANSWER,
-            stop_ids=frozenset({end}),
+            stop_token_ids=frozenset({end}),
             logit_bias=((end, -100.0),),
         )
         outcome = run_one(loop, one)

@@ -15,7 +15,7 @@ from pathlib import Path
 from app import store
 from app.core.jobs import Job, Token
 from app.core.ports import Runner
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.engine.model_info import complete_config
 from app.runners.process_runner import ProcessRunner

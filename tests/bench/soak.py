@@ -82,7 +82,7 @@ class SoakResult:
     """status: /v1/status at the end, when all was idle. before, peak, after: bytes of the process
     that answers HTTP."""
 
-    tally: SoakCounters
+    counters: SoakCounters
     status: Mapping[str, Any]
     before: int
     peak: int
@@ -90,7 +90,7 @@ class SoakResult:
 
     @property
     def violations(self) -> list[str]:
-        found = sorted(set(self.tally.wrong))
+        found = sorted(set(self.counters.wrong))
         if self.after > (1 + MAX_GROWTH) * self.before:
             found.append(f"memory grew from {self.before >> 20} to {self.after >> 20} MiB")
         if self.status["Running"] or self.status["Waiting"]:
@@ -105,16 +105,16 @@ def report(minutes: float, seed: int = 0) -> tuple[str, bool]:
         with run_server(str(model), *OPTIONS) as server:
             found = soak(server, 60 * minutes, seed=seed)
             log = [line for line in server.log if "Traceback" in line and "app.runners" not in line]
-    tally, mib = found.tally, 1 << 20
-    told = ", ".join(f"{name} {count}" for name, count in sorted(tally.outcomes.items()))
+    counters, mib = found.counters, 1 << 20
+    told = ", ".join(f"{name} {count}" for name, count in sorted(counters.outcomes.items()))
     complaints = [*found.violations, *(f"a traceback: {line}" for line in log)]
     lines = [
         f"{CLIENTS} clients for {minutes:g} minutes: {told}",
-        f"kills {tally.kills}, restarts {found.status['Models'][0]['Restarts']}, "
+        f"kills {counters.kills}, restarts {found.status['Models'][0]['Restarts']}, "
         f"preemptions {found.status['Preemptions']}, evictions {found.status['Evictions']}",
         f"front end: {found.before / mib:.0f} MiB before, {found.peak / mib:.0f} at most, "
         f"{found.after / mib:.0f} after {IDLE:.0f} s idle",
-        f"slowest /v1/models {tally.slowest_probe:.3f} s",
+        f"slowest /v1/models {counters.slowest_probe:.3f} s",
         *(f"WRONG: {complaint}" for complaint in complaints[:20]),
         f"{len(complaints)} violations",
     ]
@@ -130,15 +130,15 @@ def soak(server: ServerProcess, seconds: float, *, seed: int = 0, idle: float = 
         # what is made once, and kept, is there before memory is looked at
         _ask_alone(http, questions[-1])
         before = client.get_rss(server.process.pid)
-        tally, peaks = SoakCounters(), [before]
-        asyncio.run(_soak(server, seconds, seed, expected, tally, peaks))
+        counters, peaks = SoakCounters(), [before]
+        asyncio.run(_soak(server, seconds, seed, expected, counters, peaks))
         status = _wait_until_idle(server)
         for question, answer in expected.items():
             if _ask_alone(http, question) != answer:
-                tally.wrong.append(f"another answer afterwards: {question.body[:200]}")
+                counters.wrong.append(f"another answer afterwards: {question.body[:200]}")
     time.sleep(idle)
     after = client.get_rss(server.process.pid)
-    return SoakResult(tally=tally, status=status, before=before, peak=max(peaks), after=after)
+    return SoakResult(counters=counters, status=status, before=before, peak=max(peaks), after=after)
 
 
 def _make_request(chance: random.Random, *, long: bool) -> SoakRequest:
@@ -179,16 +179,16 @@ async def _soak(
     seconds: float,
     seed: int,
     expected: Mapping[SoakRequest, str],
-    tally: SoakCounters,
+    counters: SoakCounters,
     peaks: list[int],
 ) -> None:
     until = time.monotonic() + seconds
     background = [
-        asyncio.create_task(_kill(server, random.Random(f"{seed}/kills"), tally)),
-        asyncio.create_task(_watch(server, tally, peaks)),
+        asyncio.create_task(_kill(server, random.Random(f"{seed}/kills"), counters)),
+        asyncio.create_task(_watch(server, counters, peaks)),
     ]
     clients = (
-        _client(server.port, until, expected, random.Random(f"{seed}/{number}"), tally)
+        _client(server.port, until, expected, random.Random(f"{seed}/{number}"), counters)
         for number in range(CLIENTS)
     )
     await asyncio.gather(*clients)
@@ -202,7 +202,7 @@ async def _client(
     until: float,
     expected: Mapping[SoakRequest, str],
     chance: random.Random,
-    tally: SoakCounters,
+    counters: SoakCounters,
 ) -> None:
     asked = list(expected)
     kinds = (
@@ -221,8 +221,8 @@ async def _client(
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             outcome = f"wrong: {kind.__name__} {type(error).__name__} {error}"
         if outcome.startswith("wrong"):
-            tally.wrong.append(outcome)
-        tally.outcomes[outcome[:60]] += 1
+            counters.wrong.append(outcome)
+        counters.outcomes[outcome[:60]] += 1
         if outcome[:3].isdigit():
             await asyncio.sleep(chance.uniform(0, 2))
 
@@ -375,24 +375,24 @@ async def _exchange(port: int, request: bytes) -> bytes:
         writer.close()
 
 
-async def _kill(server: ServerProcess, chance: random.Random, tally: SoakCounters) -> None:
+async def _kill(server: ServerProcess, chance: random.Random, counters: SoakCounters) -> None:
     while True:
         await asyncio.sleep(chance.uniform(*KILL_INTERVAL))
         for pid in processes.list_runners(server.process.pid)[:1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                tally.kills += 1
+                counters.kills += 1
 
 
-async def _watch(server: ServerProcess, tally: SoakCounters, peaks: list[int]) -> None:
+async def _watch(server: ServerProcess, counters: SoakCounters, peaks: list[int]) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as http:
         while True:
             began = time.monotonic()
             status = (await http.get("/v1/status")).json()
             await http.get("/v1/models")
-            tally.slowest_probe = max(tally.slowest_probe, time.monotonic() - began)
+            counters.slowest_probe = max(counters.slowest_probe, time.monotonic() - began)
             if min(status["Ledger"].values()) < 0:
-                tally.wrong.append(f"wrong: a ledger of {status['Ledger']}")
+                counters.wrong.append(f"wrong: a ledger of {status['Ledger']}")
             peaks.append(client.get_rss(server.process.pid))
             await asyncio.sleep(0.25)
 

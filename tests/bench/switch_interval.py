@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app import store
 from app.core.jobs import Job, Token
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.runners.thread_runner import ThreadRunner
 from tests.bench import client

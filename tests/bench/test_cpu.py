@@ -135,8 +135,8 @@ def test_an_arm_inherits_nothing_that_would_make_it_another(monkeypatch):
 
 def test_an_arm_measures_when_it_is_told_to():
     work = (
-        "from tests.bench.cpu_backends import serve\n"
-        "serve(lambda ask: (ask['streams'] * ask['budget'], ask['prompt']), 'a test')"
+        "from tests.bench.cpu_backends import serve_measurements\n"
+        "serve_measurements(lambda ask: (ask['streams'] * ask['budget'], ask['prompt']), 'a test')"
     )
     with BackendProcess("ours", [sys.executable, "-c", work]) as arm:
         assert arm.runs_on == "a test"

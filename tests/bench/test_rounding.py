@@ -1,4 +1,5 @@
-"""README.md and BENCHMARKS.md say how far apart logits are that should be the same: it holds."""
+"""docs/configuration.md and docs/benchmarks.md give the largest difference of logits that should be
+equal: it holds."""
 
 from pathlib import Path
 from typing import cast

@@ -3,8 +3,8 @@
 Measurements take turns between the servers (A B A B ...), and figures are ratios of medians, so
 that a machine that drifts drifts under both. Waiting is told in units of our server's own work: a
 chunk is what one of a long prompt's takes on average when nobody else is there, a step is what
-eight running streams wait for a token. Without MLX_LM (see tests/bench/server_pair.py) our own figures
-are printed alone.
+eight running streams wait for a token. Without MLX_LM (see tests/bench/server_pair.py) our own
+figures are printed alone.
 """
 
 import asyncio

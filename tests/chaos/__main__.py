@@ -23,12 +23,12 @@ def main() -> int:
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        root, asked = Path(folder), make_questions(chosen.prompts, chosen.seed)
+        root, questions = Path(folder), make_questions(chosen.prompts, chosen.seed)
         write_models(root)
-        expected = compute_answers(root, asked)
+        expected = compute_answers(root, questions)
         report = run_chaos(
             root,
-            asked,
+            questions,
             seconds=60 * chosen.minutes,
             clients=chosen.clients,
             pause=(0.3, 1.5),

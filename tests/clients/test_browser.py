@@ -24,7 +24,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
     """The example, as `python -m http.server` serves it."""
-    handler = functools.partial_sum(_Quiet, directory=str(ROOT / "examples" / "browser"))
+    handler = functools.partial(_Quiet, directory=str(ROOT / "examples" / "browser"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         thread = threading.Thread(target=web.serve_forever)
         thread.start()

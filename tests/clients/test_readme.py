@@ -1,4 +1,4 @@
-"""The programs of README.md, as a reader would run them: only the server's address is another."""
+"""The programs of README.md and docs/clients.md, run unchanged except for the server's address."""
 
 import re
 import shutil
@@ -12,7 +12,12 @@ from tests.server_process import ROOT, TIMEOUT, ServerProcess
 
 ADDRESS = "http://127.0.0.1:8080"
 
-FENCES = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+PAGES = {page: (ROOT / page).read_text("utf-8") for page in ("README.md", "docs/clients.md")}
+FENCES = [
+    fence
+    for text in PAGES.values()
+    for fence in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
+]
 COMMANDS = [body for language, body in FENCES if language == "sh" and ADDRESS in body]
 
 
@@ -38,9 +43,9 @@ def run(
 def test_the_programs_run_one_behind_the_other(
     surroundings: dict[str, str], tmp_path: Path, server: ServerProcess
 ):
-    """Later ones use the client that the first one has made."""
+    """The first one of each page creates the client that the others use."""
     programs = [body for language, body in FENCES if language == "python"]
-    assert len(programs) == 4
+    assert len(programs) == 5
     script = tmp_path / "readme.py"
     script.write_text("\n".join(programs).replace(ADDRESS, server.url), "utf-8")
     said = run([sys.executable, str(script)], surroundings, tmp_path, server)

@@ -8,7 +8,7 @@ from app.core.context_shift import count_discarded, resolve_num_keep, truncate_p
 
 
 @pytest.mark.parametrize(
-    ("context", "length", "keep", "discard"),
+    ("context", "length", "num_keep", "discard"),
     [
         (2048, 2048, 0, 1024),  # full: half of it
         (2048, 2048, 4, 1022),  # half of what is not kept
@@ -27,45 +27,47 @@ from app.core.context_shift import count_discarded, resolve_num_keep, truncate_p
         (2, 1, 0, 0),
     ],
 )
-def test_the_older_half_is_discarded(context: int, length: int, keep: int, discard: int) -> None:
-    assert count_discarded(context=context, length=length, num_keep=keep) == discard
+def test_the_older_half_is_discarded(
+    context: int, length: int, num_keep: int, discard: int
+) -> None:
+    assert count_discarded(context=context, length=length, num_keep=num_keep) == discard
 
 
 @pytest.mark.parametrize(
-    ("context", "length", "keep"), [(8, 8, 8), (8, 8, 9), (8, 8, -1), (8, 9, 0)]
+    ("context", "length", "num_keep"), [(8, 8, 8), (8, 8, 9), (8, 8, -1), (8, 9, 0)]
 )
 def test_more_than_a_context_can_hold_is_our_own_mistake(
-    context: int, length: int, keep: int
+    context: int, length: int, num_keep: int
 ) -> None:
     with pytest.raises(AssertionError):
-        count_discarded(context=context, length=length, num_keep=keep)
+        count_discarded(context=context, length=length, num_keep=num_keep)
 
 
 @given(st.data())
 def test_a_full_context_always_shifts_and_never_touches_what_is_kept(data: st.DataObject) -> None:
     context = data.draw(st.integers(1, 100))
     length = data.draw(st.integers(0, context))
-    keep = data.draw(st.integers(0, context - 1))
-    discard = count_discarded(context=context, length=length, num_keep=keep)
-    assert 0 <= discard <= max(0, length - keep)
+    num_keep = data.draw(st.integers(0, context - 1))
+    discard = count_discarded(context=context, length=length, num_keep=num_keep)
+    assert 0 <= discard <= max(0, length - num_keep)
     assert discard > 0 or length < context
     free = context - length + discard
-    assert free >= max((context - keep) // 2, 1)
-    assert count_discarded(context=context, length=length - discard, num_keep=keep) == 0
+    assert free >= max((context - num_keep) // 2, 1)
+    assert count_discarded(context=context, length=length - discard, num_keep=num_keep) == 0
 
 
 @pytest.mark.parametrize(
-    ("keep", "length", "context", "ids"),
+    ("num_keep", "length", "context", "ids"),
     [(4, 100, 50, 4), (0, 100, 50, 0), (-1, 30, 50, 30), (-1, 100, 50, 49), (60, 100, 50, 49)],
 )
 def test_a_negative_keep_is_the_whole_prompt_and_one_position_can_always_shift(
-    keep: int, length: int, context: int, ids: int
+    num_keep: int, length: int, context: int, ids: int
 ) -> None:
-    assert resolve_num_keep(keep, length=length, context=context) == ids
+    assert resolve_num_keep(num_keep, length=length, context=context) == ids
 
 
 @pytest.mark.parametrize(
-    ("length", "context", "keep", "result"),
+    ("length", "context", "num_keep", "result"),
     [
         (4, 5, 0, [0, 1, 2, 3]),  # fits, with room for one more
         (5, 5, 0, [1, 2, 3, 4]),  # fits, but nothing could be sampled
@@ -79,18 +81,20 @@ def test_a_negative_keep_is_the_whole_prompt_and_one_position_can_always_shift(
     ],
 )
 def test_a_long_prompt_keeps_its_beginning_and_its_end(
-    length: int, context: int, keep: int, result: list[int]
+    length: int, context: int, num_keep: int, result: list[int]
 ) -> None:
-    assert list(truncate_prompt(range(length), context=context, num_keep=keep)) == result
+    assert list(truncate_prompt(range(length), context=context, num_keep=num_keep)) == result
 
 
 @given(
     ids=st.lists(st.integers(0, 9), min_size=1, max_size=30),
     context=st.integers(2, 40),
-    keep=st.integers(-1, 50),
+    num_keep=st.integers(-1, 50),
 )
-def test_a_truncated_prompt_is_full_but_for_one_id(ids: list[int], context: int, keep: int) -> None:
-    result = truncate_prompt(ids, context=context, num_keep=keep)
+def test_a_truncated_prompt_is_full_but_for_one_id(
+    ids: list[int], context: int, num_keep: int
+) -> None:
+    result = truncate_prompt(ids, context=context, num_keep=num_keep)
     assert len(result) == min(len(ids), context - 1)
     assert result[-1] == ids[-1]
     if len(ids) < context:

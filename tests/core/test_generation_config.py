@@ -8,7 +8,7 @@ import pytest
 from app.core.errors import AppError, ErrorKind
 from app.core.generation_config import GenerationDefaults, read_generation_defaults
 from app.core.model_files import ModelFiles
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 
 
 def files(recommended: dict[str, Any], **fields: Any) -> ModelFiles:

@@ -22,11 +22,13 @@ def test_the_context_is_what_was_asked_else_what_its_makers_want(
     made_for: int, wanted: int | None, asked: int | None, served: int
 ) -> None:
     config: Any = {"max_position_embeddings": made_for, "vocab_size": 9}
-    assert files({}, config=config, context=wanted).resolve_context_length(asked) == served
+    assert (
+        files({}, config=config, recommended_context=wanted).resolve_context_length(asked) == served
+    )
 
 
 @pytest.mark.parametrize(("tokens", "sampled"), [(None, 50), (50, 50), (48, 48), (60, 50)])
 def test_an_id_is_sampled_where_model_and_tokenizer_have_it(
     tokens: int | None, sampled: int
 ) -> None:
-    assert files({}, tokens=tokens).sampleable_vocab_size == sampled
+    assert files({}, tokenizer_vocab_size=tokens).sampleable_vocab_size == sampled

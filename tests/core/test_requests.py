@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 
 
 def test_later_layers_override_earlier_ones_and_our_defaults() -> None:

@@ -1,5 +1,5 @@
-"""What README.md tells of containers, read without Docker: the commands would start, and the names
-under which they are called are let in."""
+"""The container commands of docs/clients.md and docs/operations.md, checked without Docker: they
+would start, and the server accepts the host names that they use."""
 
 import re
 import shlex
@@ -10,18 +10,19 @@ from tests import test_dockerfile as image
 from tests.deploy.command import settings_of, would_start
 from tests.server_process import ROOT
 
-TEXT = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+CLIENTS = (ROOT / "docs/clients.md").read_text("utf-8").replace("\\\n", " ")
+OPERATIONS = (ROOT / "docs/operations.md").read_text("utf-8").replace("\\\n", " ")
 
 
-def line_with(beginning: str) -> list[str]:
-    [line] = [line for line in TEXT.splitlines() if line.startswith(beginning)]
+def line_with(beginning: str, page: str) -> list[str]:
+    [line] = [line for line in page.splitlines() if line.startswith(beginning)]
     return shlex.split(line)
 
 
 def test_open_webui_finds_a_server_that_answers_to_the_name_it_uses() -> None:
-    words = line_with(".venv/bin/mlxrunner serve --installed")
+    words = line_with(".venv/bin/mlxrunner serve --installed", CLIENTS)
     settings = would_start(settings_of(words, {}), {})
-    [address] = re.findall(r"OPENAI_API_BASE_URL=http://(\S+)/v1 -e", TEXT)
+    [address] = re.findall(r"OPENAI_API_BASE_URL=http://(\S+)/v1 -e", CLIENTS)
     name, _, port = address.partition(":")
     assert int(port) == settings.port
     assert parse_host(address) == name
@@ -29,7 +30,7 @@ def test_open_webui_finds_a_server_that_answers_to_the_name_it_uses() -> None:
 
 
 def test_the_container_that_anyone_may_call_is_published_to_this_machine() -> None:
-    words = line_with("docker run --init")
+    words = line_with("docker run --init", OPERATIONS)
     at = words.index("mlxrunner")
     settings = settings_of(image.entry(words[at + 1 :]), image.variables())
     would_start(settings, {})

@@ -16,7 +16,7 @@ import models
 from app.core.embeddings import EmbedJob, EmbedResult
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.ports import PrefixCache
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
 from app.engine.policy import SchedulerLimits
@@ -121,7 +121,7 @@ def make_loop(
 
 def job(name: str, ids: Sequence[int], **changes: Any) -> Job:
     """A greedy job of 12 tokens with logprobs, unless told otherwise. Sampling fields go to
-    Sampling, others to Job."""
+    SamplingParams, others to Job."""
     knobs = {k: changes.pop(k) for k in list(changes) if k in SamplingParams.__dataclass_fields__}
     fields: dict[str, Any] = {
         "max_tokens": 12,
@@ -199,7 +199,7 @@ def run_schedule(loop: Loop, scheduled: Iterable[ScheduledJob]) -> dict[str, Out
         for over in said.embed_results:
             outcomes[over.job_id].embedded(over)
         loop.check()
-        assert said.stats.ledger.free >= 0, "the books are overdrawn"
+        assert said.stats.ledger.free >= 0, "the ledger is overdrawn"
         step += 1
         assert step < 5000
     return outcomes

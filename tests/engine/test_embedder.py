@@ -276,8 +276,8 @@ def test_inputs_are_served_though_sequences_always_wait() -> None:
 
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:
-    """`play` checks after every step that the ledger is not overdrawn."""
+def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> None:
+    """`run_schedule` checks after every step that the ledger is not overdrawn."""
     rooms = data.draw(st.integers(2, 5))
     loop = make_loop(
         model, running=4, policy="radix", chunk=64, budget=rooms * footprint(model, 256)

@@ -98,7 +98,7 @@ def test_our_own_attention_holds_the_scores_of_few_queries_on_each_thread() -> N
 class _Stored:
     """A cache that keeps something else than keys and values."""
 
-    lends = False
+    supports_in_place = False
 
 
 def _working(kinds: str) -> ActivationMemory:

@@ -68,8 +68,8 @@ def test_a_preempted_answer_is_the_one_it_would_have_been(
 
 @examples(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_the_books_hold_whatever_comes(model: Model, data: st.DataObject) -> None:
-    """`play` checks after every step that the ledger is not overdrawn."""
+def test_the_ledger_holds_whatever_comes(model: Model, data: st.DataObject) -> None:
+    """`run_schedule` checks after every step that the ledger is not overdrawn."""
     rooms = data.draw(st.integers(2, 5))
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6))
     loop = make_loop(

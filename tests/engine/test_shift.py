@@ -46,7 +46,7 @@ def shifted_greedy(model: Model, prompt: Sequence[int], count: int, keep: int) -
 @pytest.mark.parametrize("keep", [0, KEEP])
 def test_an_answer_goes_on_past_its_context(model: Model, keep: int) -> None:
     loop = make_loop(model, running=2, policy="slots", context=CONTEXT, shift=True)
-    asked = job("long", PROMPT, max_tokens=100, stop_token_ids=NONE, keep=keep)
+    asked = job("long", PROMPT, max_tokens=100, stop_token_ids=NONE, num_keep=keep)
     outcome = run_one(loop, asked)
     assert outcome.ids == shifted_greedy(model, PROMPT, 100, keep)
     assert (outcome.reason, len(outcome.progress)) == ("length", len(PROMPT) // 8 + 1)
@@ -55,7 +55,7 @@ def test_an_answer_goes_on_past_its_context(model: Model, keep: int) -> None:
 def test_a_shift_leaves_the_neighbours_alone(model: Model) -> None:
     loop = make_loop(model, running=3, policy="multi_user", context=CONTEXT, shift=True)
     short = job("short", PROMPT[:20], max_tokens=20, stop_token_ids=NONE)
-    long = job("long", PROMPT, max_tokens=90, stop_token_ids=NONE, keep=KEEP)
+    long = job("long", PROMPT, max_tokens=90, stop_token_ids=NONE, num_keep=KEEP)
     outcomes = run_schedule(loop, [ScheduledJob(job=long), ScheduledJob(job=short, at=12)])
     assert outcomes["short"].ids == run_one(make_loop(model), short).ids
     assert outcomes["long"].ids == shifted_greedy(model, PROMPT, 90, KEEP)
@@ -65,7 +65,7 @@ def test_what_was_shifted_is_not_served_as_if_it_had_not_been(model: Model) -> N
     """The ids that are left were evaluated behind ids that are gone: a prompt of the same ids has
     other keys and values."""
     loop = make_loop(model, running=1, policy="slots", context=CONTEXT, shift=True)
-    first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_token_ids=NONE, keep=KEEP))
+    first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_token_ids=NONE, num_keep=KEEP))
     left = [*PROMPT[:KEEP], *first.ids[-20:]]
     again = run_one(loop, job("again", left, stop_token_ids=NONE))
     assert again.cached <= KEEP

@@ -43,7 +43,7 @@ class Heard:
         """All updates of one job."""
         updates: list[Any] = []
         while not updates or not isinstance(updates[-1], Ended):
-            updates += [u for u in self.next(StepOutput).updates if u.job == name]
+            updates += [u for u in self.next(StepOutput).updates if u.job_id == name]
         return updates
 
 
@@ -80,7 +80,7 @@ def test_a_job_goes_down_and_its_tokens_come_up(started: Started) -> None:
     thread, heard = started(load_tiny)
     assert heard.next(LoadProgress) == LoadProgress(progress=50, allocated_bytes=1234)
     ready = heard.next(EngineReady)
-    assert ready.stats.memory > 0
+    assert ready.stats.allocated_bytes > 0
     assert ready.capacity.parallel == 1
     thread.submit(job("a", b"hello"))
     updates = heard.until_end_of("a")
@@ -131,7 +131,7 @@ def test_a_fault_of_ours_is_told_too(started: Started) -> None:
     heard.next(EngineReady)
     thread.submit(job("a", b"hello"))
     failed = heard.next(EngineFailed)
-    assert (failed.message, failed.ours) == ("AssertionError: planted", True)
+    assert (failed.message, failed.is_internal_error) == ("AssertionError: planted", True)
     assert thread.join(PATIENCE)
 
 

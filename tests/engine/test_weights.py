@@ -191,9 +191,9 @@ def test_as_many_files_are_opened_as_there_are(tmp_path: Path) -> None:
         mx.save_safetensors(str(tmp_path / name), {name: array})
     code = (
         "import resource, sys; from pathlib import Path; from app.engine import weights\n"
-        "weights._SPARE_FILES = 32\n"
+        "weights._EXTRA_OPEN_FILES = 32\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (32, int(sys.argv[2])))\n"
-        "found, _ = weights._opened(sorted(Path(sys.argv[1]).glob('*')))\n"
+        "found, _ = weights._open_shards(sorted(Path(sys.argv[1]).glob('*')))\n"
         "print(sum(array.sum().item() for array in found.values()))"
     )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

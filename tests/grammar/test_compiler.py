@@ -141,9 +141,9 @@ def test_a_prompt_advances_beside_grammars_as_beside_others() -> None:
     progress = list[list[int]]()
     for grammar in (None, JsonSchema(text='{"type": "array", "minItems": 99}')):
         beside = [job(str(i), PROMPT, max_tokens=90, stop_token_ids=NONE) for i in range(3)]
-        visits = [ScheduledJob(job=replace(one, grammar=grammar)) for one in beside]
+        scheduled = [ScheduledJob(job=replace(one, grammar=grammar)) for one in beside]
         loop = make_loop(tiny_model(), running=4, policy="slots", chunk=16)
-        progress.append(run_schedule(loop, [*visits, late])["late"].progress)
+        progress.append(run_schedule(loop, [*scheduled, late])["late"].progress)
     assert progress[0] == progress[1]
 
 

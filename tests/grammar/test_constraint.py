@@ -24,9 +24,15 @@ from app.core.requests import (
     Tool,
     ToolChoice,
 )
-from app.grammar.constraint import AnswerStart, Constraint, OutputRequirements, build_constraint
+from app.grammar.constraint import (
+    AnswerStart,
+    Constraint,
+    OutputRequirements,
+    ReasoningTags,
+    build_constraint,
+)
 from app.text.families import glm, harmony, hermes, llama3, minimax
-from app.text.family import ChatFamily, ReasoningTags
+from app.text.family import ChatFamily
 from app.text.generic_tool_calls import GenericFamily
 from app.text.syntax.output_parser import (
     Content,
@@ -94,7 +100,13 @@ class Writer:
     def follows(
         self, asked: OutputRequirements, turn: AnswerStart, family: ChatFamily
     ) -> Constraint:
-        return build_constraint(asked, turn, family, self.tokenizer.added_token_to_id)
+        return build_constraint(
+            asked,
+            turn,
+            family,
+            lambda trigger: GenericFamily(family.reasoning_separator, trigger=trigger),
+            self.tokenizer.added_token_to_id,
+        )
 
     def guided(self, grammar: Grammar | None) -> LLMatcher:
         assert isinstance(grammar, LarkGrammar)
@@ -135,10 +147,10 @@ class Writer:
 def read(
     family: ChatFamily, turn: AnswerStart, tools: tuple[Tool, ...], text: str
 ) -> list[OutputPart]:
-    splitter = family.build_parser(
+    parser = family.build_parser(
         tools=tools, tags=turn.reasoning_tags, in_reasoning=turn.in_reasoning
     )
-    return [*splitter.feed(text), *splitter.flush()]
+    return [*parser.feed(text), *parser.flush()]
 
 
 def said(pieces: list[OutputPart]) -> str:

@@ -365,14 +365,14 @@ def hostile() -> Iterator[tuple[str, Grammar]]:
 _SCRIPT = """
 import resource, sys, threading, time
 from app.core.errors import AppError
-from tests.engine.driving import grammars
-from tests.engine.test_compiling import ENDS, hostile
+from tests.engine.harness import grammar_compiler
+from tests.grammar.test_llguidance_backend import ENDS, hostile
 
 def attempt():
     for name, grammar in hostile():
         begun = time.process_time()
         try:
-            grammars().compile(grammar, ENDS)
+            grammar_compiler().compile(grammar, ENDS)
             said = "compiled"
         except AppError as error:
             said = error.kind.value

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from app.api.app import build_app
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serving
-from tests.fakes import FakeGenerate
+from tests.fakes import FakeGenerate, build_fake_app
 
 PATIENCE = 20.0
 CHAT = "/v1/chat/completions"
@@ -143,7 +142,7 @@ def door(
 ) -> Iterator[Callable[[], Line]]:
     """A server with our connections. Yields what opens one."""
     chosen = Settings(**settings)
-    app = build_app(generate or FakeGenerate(), chosen, traffic=traffic)
+    app = build_fake_app(generate or FakeGenerate(), chosen, traffic=traffic)
     made = make_protocol_factory(chosen, traffic)
     with serving(app, http=made) as url, calling(int(url.rpartition(":")[2])) as opens:
         yield opens

@@ -11,12 +11,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from app.api.app import build_app
 from app.core.settings import Settings
 from app.http.api_keys import ApiKey, Keyring, generate_key, hash_key
 from app.http.auth import AccessLevel, extract_keys, required_access
 from tests.api.asgi import Conversation, Reply
-from tests.fakes import FakeGenerate
+from tests.fakes import FakeGenerate, build_fake_app
 
 USER, ADMIN = generate_key(), generate_key()
 KEYS = (
@@ -28,7 +27,7 @@ HI = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def app(generate: FakeGenerate | None = None, keys: Sequence[ApiKey] = KEYS) -> Starlette:
-    return build_app(generate or FakeGenerate(), Settings(), keyring=Keyring(tuple(keys)))
+    return build_fake_app(generate or FakeGenerate(), Settings(), keyring=Keyring(tuple(keys)))
 
 
 def send(
@@ -266,7 +265,7 @@ def test_a_key_that_was_taken_away_is_refused_while_the_server_runs(
     monkeypatch.setattr(api_keys, "_RELOAD_INTERVAL", 0.0)
     file = tmp_path / "keys.toml"
     write(file, entry("laptop", USER) + entry("boss", ADMIN, "admin = true"))
-    server = build_app(FakeGenerate(), Settings(), keyring=Keyring(file=file))
+    server = build_fake_app(FakeGenerate(), Settings(), keyring=Keyring(file=file))
     assert send("GET", "/v1/models", None, bearer(USER), to=server).status == 200
     assert send("GET", "/metrics", None, bearer(ADMIN), to=server).status == 200
     write(file, entry("boss", ADMIN))

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import MEBIBYTE, Settings
 from app.core.thread_pools import ThreadPools
 from app.http.body import MAX_VALUES, BodyMemoryBudget, RequestBodies, ValueCounter
 from tests.api.asgi import Conversation, Reply
-from tests.fakes import CARD, FakeGenerate
+from tests.fakes import CARD, FakeGenerate, build_fake_app
 
 CHAT = "/v1/chat/completions"
 SCOPE = {"headers": [(b"content-type", b"application/json")]}
@@ -77,7 +76,9 @@ def test_a_text_with_many_commas_is_one_value():
     async def run() -> Reply:
         message = {"role": "user", "content": "so, it: goes [on], " * 100_000}
         body = json.dumps({"model": "fake/model", "messages": [message]}).encode()
-        return await Conversation(build_app(FakeGenerate(), Settings()), "POST", CHAT, body).end()
+        return await Conversation(
+            build_fake_app(FakeGenerate(), Settings()), "POST", CHAT, body
+        ).end()
 
     assert asyncio.run(run()).status == 200
 
@@ -107,7 +108,7 @@ def answered(body: bytes, **settings: Any) -> tuple[Reply, int]:
     """The reply, and how many parts of the body were read for it."""
 
     async def run() -> tuple[Reply, int]:
-        app = build_app(FakeGenerate(), Settings(**settings))
+        app = build_fake_app(FakeGenerate(), Settings(**settings))
         conversation = Conversation(app, "POST", CHAT, None)
         parts = chunked(body)
         for part in parts:
@@ -138,7 +139,7 @@ def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
 
     async def run() -> Reply:
         body = {"model": "fake/model", "prompt": [65] * longest, "max_tokens": 1}
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         data = json.dumps(body).encode()
         assert counted(data) > MAX_VALUES
         return await Conversation(app, "POST", "/v1/completions", data).end()
@@ -150,7 +151,7 @@ def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
 def test_2048_inputs_of_a_hundred_ids_each_are_admitted():
     async def run() -> Reply:
         body = {"model": "fake/model", "input": [[65] * 100] * 2048}
-        app = build_app(FakeGenerate(), Settings())
+        app = build_fake_app(FakeGenerate(), Settings())
         return await Conversation(app, "POST", "/v1/embeddings", json.dumps(body).encode()).end()
 
     assert asyncio.run(run()).status == 200
@@ -248,7 +249,7 @@ def test_a_client_that_disconnects_while_its_body_waits_is_not_answered():
     generate = FakeGenerate()
 
     async def run() -> None:
-        app = build_app(generate, Settings())
+        app = build_fake_app(generate, Settings())
         content = "x" * 2 * MEBIBYTE
         message = {"role": "user", "content": content}
         data = json.dumps({"model": "fake/model", "messages": [message]}).encode()
@@ -288,7 +289,7 @@ def test_a_body_is_read_after_its_model_was_looked_for(values: int):
         numbers = ", ".join(["[]"] * values)
         incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
 
-        async def find(model: str) -> str:
+        async def find(model: str | None) -> str:
             found.set()
             await go_on.wait()
             return f"found {model}"

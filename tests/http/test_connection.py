@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from app.api.app import build_app
 from app.core.server_stats import ConnectionStats
 from app.core.settings import Settings
 from app.http.connection import Connection
@@ -24,7 +23,7 @@ from app.http.connection_limits import ConnectionTable, LogThrottle, raise_fd_li
 from app.http.h11_connection import MAX_HEAD_BYTES, MAX_HEADER_FIELDS
 from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serving
-from tests.fakes import FOREVER, FakeGenerate, finish, text
+from tests.fakes import FOREVER, FakeGenerate, build_fake_app, finish, text
 from tests.http.lines import ASK, CHAT, GET, PATIENCE, Line, door, eventually, head, post
 
 STREAM = {**ASK, "stream": True}
@@ -397,35 +396,35 @@ def test_a_body_that_does_not_come_gives_way_too():
         assert is_ours(slow.reply(), 503, "too_many_connections")
 
 
-Verbs = st.sampled_from(["join", "join", "heard", "wait", "leave"])
+Verbs = st.sampled_from(["add", "add", "active", "waiting", "remove"])
 Moves = st.lists(st.tuples(Verbs, st.integers(0, 5)), max_size=60)
 
 
 @given(moves=Moves, most=st.integers(1, 4))
 def test_there_are_never_more_than_may_be(moves: list[tuple[str, int]], most: int):
-    crowd = ConnectionTable[int](most)
+    table = ConnectionTable[int](most)
     here: dict[int, str] = {}  # in order of their waiting
     for move, who in moves:
-        if move == "join" and who not in here:
+        if move == "add" and who not in here:
             full = len(here) >= most
             waits = [one for one, state in here.items() if state == "stranger"]
             waits += [one for one, state in here.items() if state == "idle"]
-            leaver = crowd.add(who)
+            leaver = table.add(who)
             assert leaver == ([*waits, who][0] if full else None)
             here[who] = "stranger"
             if leaver is not None:
-                crowd.remove(leaver)
+                table.remove(leaver)
                 del here[leaver]
-        elif who in here and move == "heard":
-            crowd.mark_active(who)
+        elif who in here and move == "active":
+            table.mark_active(who)
             here[who] = "answered"
-        elif who in here and move == "wait":
-            crowd.mark_waiting(who)
+        elif who in here and move == "waiting":
+            table.mark_waiting(who)
             if here[who] == "answered":
                 del here[who]
                 here[who] = "idle"
-        elif who in here and move == "leave":
-            crowd.remove(who)
+        elif who in here and move == "remove":
+            table.remove(who)
             del here[who]
         assert len(here) <= most
 
@@ -445,7 +444,7 @@ def test_a_process_is_allowed_the_files_that_its_connections_take():
 def test_uvicorn_parses_with_nothing_else():
     """With httptools installed, uvicorn would take that by itself, and no bound would hold."""
     made: Any = make_protocol_factory(Settings())
-    config = uvicorn.Config(build_app(FakeGenerate(), Settings()), http=made)
+    config = uvicorn.Config(build_fake_app(FakeGenerate(), Settings()), http=made)
     config.load()
     assert config.http_protocol_class is made
 
@@ -581,8 +580,8 @@ def test_broken_requests_are_told_of_once_in_a_while(connect: Connect, caplog: A
 
 
 def test_a_complaint_says_how_often_it_was_held_back():
-    complaint = LogThrottle()
-    assert complaint.record(0) == 1
-    assert [complaint.record(now) for now in (1, 2, 59)] == [0, 0, 0]
-    assert complaint.record(60) == 4
-    assert complaint.record(61) == 0
+    throttle = LogThrottle()
+    assert throttle.record(0) == 1
+    assert [throttle.record(now) for now in (1, 2, 59)] == [0, 0, 0]
+    assert throttle.record(60) == 4
+    assert throttle.record(61) == 0

@@ -105,13 +105,13 @@ def test_where_the_system_refuses_it_is_tried_again_and_told_once(
     assert told == ["cannot accept connections: [Errno 24] Too many open files"]
 
 
-class Guest:
-    def __init__(self, hall: ConnectionLimiter) -> None:
-        self.hall = hall
+class Connection:
+    def __init__(self, limiter: ConnectionLimiter) -> None:
+        self.limiter = limiter
 
     def evict(self, *, notify: bool) -> None:
         assert not notify
-        self.hall.remove(self)
+        self.limiter.remove(self)
 
     def abort(self) -> None:
         raise AssertionError
@@ -124,20 +124,20 @@ def test_where_there_is_no_room_those_leave_that_have_waited_for_a_while(
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     traffic = ConnectionStats()
-    hall = ConnectionLimiter(Settings(), traffic)
-    stranger, idle, answered, late = (Guest(hall) for _ in range(4))
-    for guest in (stranger, idle, answered):
-        hall.add(guest)
-    for guest in (idle, answered):
-        hall.table.mark_active(guest)
-    hall.table.mark_waiting(idle)
+    limiter = ConnectionLimiter(Settings(), traffic)
+    stranger, idle, answered, late = (Connection(limiter) for _ in range(4))
+    for connection in (stranger, idle, answered):
+        limiter.add(connection)
+    for connection in (idle, answered):
+        limiter.table.mark_active(connection)
+    limiter.table.mark_waiting(idle)
     now = 100.9
-    hall.add(late)
-    assert hall.has_room(5)
-    assert not hall.has_room(4)
-    assert len(hall.table) == 4
+    limiter.add(late)
+    assert limiter.has_room(5)
+    assert not limiter.has_room(4)
+    assert len(limiter.table) == 4
     now = 101.1
-    assert not hall.has_room(4)
-    assert len(hall.table) == 2  # the one that is answered, and the one that came late
-    assert hall.has_room(4)
+    assert not limiter.has_room(4)
+    assert len(limiter.table) == 2  # the one that is answered, and the one that came late
+    assert limiter.has_room(4)
     assert traffic.closed_by_reason["too_many_connections"] == 2

@@ -1,30 +1,41 @@
-"""Bodies that are too large, broken, or of the wrong kind; and the manners of every mistake."""
+"""Bodies that are too large, broken, or of the wrong kind; and the shapes of every error."""
 
 import asyncio
+import gc
 import http.client
 import json
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 import orjson
 import pytest
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
 from app.http.responses import (
     ERROR_FORMATS,
+    KEEP_ALIVE_COMMENT,
     encode_json_line,
     encode_long_array,
     encode_sse_event,
     error_response,
     render_error,
+    send_event_stream,
 )
-from tests.api.asgi import Conversation, serving
-from tests.fakes import FakeGenerate
+from tests.api.asgi import Conversation, ask, serving
+from tests.fakes import FakeGenerate, build_fake_app
 
 CHAT = "/v1/chat/completions"
 GOOD = {"model": "fake/model", "messages": [{"role": "user", "content": "hi"}]}
 POSTS = (CHAT, "/v1/completions", "/completion", "/v1/detokenize")
+
+
+@pytest.fixture
+def call():
+    """call(method, path, body, headers, **settings) → Reply"""
+    return partial(ask, FakeGenerate())
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -80,7 +91,7 @@ def test_the_limit_itself_is_allowed(call: Any):
 @pytest.mark.parametrize("length", ["101", "9" * 5000])
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(length: str):
     async def run() -> None:
-        app = build_app(FakeGenerate(), Settings(max_body=100))
+        app = build_fake_app(FakeGenerate(), Settings(max_body=100))
         headers = {"content-length": length}
         reply = await Conversation(app, "POST", CHAT, None, headers).end()
         assert reply.status == 413
@@ -90,7 +101,7 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(length: st
 
 def test_an_endless_body_is_refused_while_it_comes():
     async def run() -> None:
-        app = build_app(FakeGenerate(), Settings(max_body=100))
+        app = build_fake_app(FakeGenerate(), Settings(max_body=100))
         conversation = Conversation(app, "POST", CHAT, None)
         for _ in range(11):
             part = {"type": "http.request", "body": b" " * 10, "more_body": True}
@@ -102,7 +113,7 @@ def test_an_endless_body_is_refused_while_it_comes():
 
 def test_a_body_may_come_in_pieces():
     async def run() -> None:
-        conversation = Conversation(build_app(FakeGenerate(), Settings()), "POST", CHAT, None)
+        conversation = Conversation(build_fake_app(FakeGenerate(), Settings()), "POST", CHAT, None)
         body = json.dumps(GOOD).encode()
         for n, byte in enumerate(body):
             part = {"type": "http.request", "body": bytes([byte]), "more_body": n < len(body) - 1}
@@ -114,7 +125,7 @@ def test_a_body_may_come_in_pieces():
 
 def test_the_connection_lives_on_after_a_body_that_was_too_large():
     """The client reads its 413 although it was still sending, and asks again on the same socket."""
-    with serving(build_app(FakeGenerate(), Settings(max_body=1000))) as url:
+    with serving(build_fake_app(FakeGenerate(), Settings(max_body=1000))) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
         headers = {"Content-Type": "application/json"}
         for _ in range(2):
@@ -163,3 +174,136 @@ def test_a_long_array_is_written_in_pieces_and_reads_the_same(count: int):
     items = [{"token": f"t{n}", "top": [n, None, "\u2028,]"]} for n in range(count)]
     assert orjson.dumps({"a": encode_long_array(items)}) == orjson.dumps({"a": items})
     assert isinstance(encode_long_array(items), list) == (count <= 512)
+
+
+# Keep-alive comments
+
+
+class StreamClient:
+    """Sends an event stream to a client. messages: what it got. reading: while this is not set, it
+    does not read."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+
+    async def _receive_message(self, message: Any) -> None:
+        await self.reading.wait()
+        self.messages.append(message)
+
+    async def send(self, frames: AsyncIterator[bytes], keep_alive: float) -> None:
+        scope = {"type": "http", "method": "POST"}
+        async with asyncio.timeout(20):
+            await send_event_stream(frames, scope, self._receive_message, keep_alive)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.messages if message.get("body")]
+
+
+async def frames_with_pauses(*steps: bytes | float) -> AsyncGenerator[bytes]:
+    for step in steps:
+        if isinstance(step, bytes):
+            yield step
+        else:
+            await asyncio.sleep(step)
+
+
+def test_only_a_silent_stream_gets_comments():
+    async def run() -> None:
+        silent, busy = StreamClient(), StreamClient()
+        steps = [step for _ in range(30) for step in (b"data: 1\n\n", 0.1)]
+        await asyncio.gather(
+            silent.send(frames_with_pauses(b"data: 1\n\n", 0.3, b"data: 2\n\n"), 0.05),
+            busy.send(frames_with_pauses(*steps), 5.0),
+        )
+        assert busy.bodies == [b"data: 1\n\n"] * 30
+        first, *comments, last = silent.bodies
+        assert (first, last) == (b"data: 1\n\n", b"data: 2\n\n")
+        assert 1 <= len(comments) <= 6
+        assert set(comments) == {KEEP_ALIVE_COMMENT}
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_gets_no_comments_later():
+    """They would wait for it one behind the other, and the answer behind them."""
+
+    class Stalling(StreamClient):
+        async def _receive_message(self, message: Any) -> None:
+            await super()._receive_message(message)
+            if len(self.bodies) == 1:
+                self.reading.clear()
+                asyncio.get_running_loop().call_later(0.2, self.reading.set)
+
+    async def run() -> None:
+        client = Stalling()
+        await client.send(frames_with_pauses(b"data: 1\n\n", 0.01, b"data: 2\n\n"), 0.05)
+        assert [body for body in client.bodies if body != KEEP_ALIVE_COMMENT] == [
+            b"data: 1\n\n",
+            b"data: 2\n\n",
+        ]
+        # one may have waited already when the second frame came
+        assert len(client.bodies) <= 3
+
+    asyncio.run(run())
+
+
+def test_nothing_follows_the_end_of_a_stream():
+    async def run() -> None:
+        client = StreamClient()
+        await client.send(frames_with_pauses(b"data: 1\n\n"), 0.01)
+        count = len(client.messages)
+        await asyncio.sleep(0.05)
+        assert len(client.messages) == count
+        assert not client.messages[-1]["more_body"]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_disconnected_before_a_comment_is_no_fault(
+    caplog: pytest.LogCaptureFixture,
+):
+    class Gone(StreamClient):
+        async def _receive_message(self, message: Any) -> None:
+            if message.get("body") == KEEP_ALIVE_COMMENT:
+                raise OSError("the client disconnected")
+            await super()._receive_message(message)
+
+    async def run() -> None:
+        client = Gone()
+        await client.send(frames_with_pauses(b"data: 1\n\n", 0.1, b"data: 2\n\n"), 0.02)
+        assert client.bodies == [b"data: 1\n\n", b"data: 2\n\n"]
+
+    asyncio.run(run())
+    gc.collect()
+    assert caplog.messages == []
+
+
+def test_no_timer_and_no_task_is_made_per_frame(monkeypatch: pytest.MonkeyPatch):
+    created: Counter[str] = Counter()
+
+    async def count_objects(num_frames: int) -> dict[str, int]:
+        created.clear()
+        client = StreamClient()
+        await client.send(frames_with_pauses(*[b"data: 1\n\n"] * num_frames), 60)
+        assert len(client.bodies) == num_frames
+        return dict(created)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for name in ("call_later", "call_at", "create_task"):
+            original = getattr(loop, name)
+
+            def counted(*args: Any, name: str = name, original: Any = original, **more: Any) -> Any:
+                created[name] += 1
+                return original(*args, **more)
+
+            monkeypatch.setattr(loop, name, counted)
+        await count_objects(1)  # sse_starlette has one watcher for the event loop
+        few, many = await count_objects(1), await count_objects(1000)
+        assert few["call_later"] >= 1, "the timer is counted"
+        assert few == many
+
+    asyncio.run(run())

@@ -105,7 +105,7 @@ def our_batch(
     rows: list[mx.array] = []
     for column in zip(*steps, strict=True):
         together = [
-            layers[0].together(layers, mx.array([layer.offset for layer in layers]))
+            layers[0].make_batch(layers, mx.array([layer.offset for layer in layers]))
             for layers in zip(*kvs, strict=True)
         ]
         hidden = model(mx.array(column)[:, None], together)

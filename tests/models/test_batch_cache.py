@@ -41,7 +41,7 @@ def prefilled(model: Model, prompts: Sequence[Sequence[int]]) -> list[list[Layer
 
 def together(kvs: Sequence[Sequence[LayerCache]], offsets: list[int]) -> list[object]:
     layers = zip(*kvs, strict=True)
-    return [layer[0].together(layer, mx.array(offsets)) for layer in layers]
+    return [layer[0].make_batch(layer, mx.array(offsets)) for layer in layers]
 
 
 @examples(max_examples=30, deadline=None)

@@ -25,7 +25,7 @@ from models.builtin.training.tokenization import (
     train_tokenizer,
 )
 
-FOLDER = HELD_OUT.parent
+FOLDER = HELD_OUT.parent.parent
 MOST_BYTES = 8_000_000
 
 SHORT = Conversation(turns=(("Hi", "Hello!"), ("2 + 2?", "2 plus 2 is 4.")), system="Be kind.")

@@ -103,7 +103,7 @@ def test_score_asks_each_question_once_and_counts() -> None:
 
 def test_the_model_card_shows_each_question_and_counts_right() -> None:
     """Its answers are judged again, so that a card of an earlier model or judge is noticed."""
-    card = HELD_OUT.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
+    card = HELD_OUT.parent.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in card.splitlines() if line.count(" | ") == 2]
     shown = {question: (answer, verdict) for question, answer, verdict in rows}
     held_back = load_questions(HELD_OUT)

@@ -60,13 +60,13 @@ from pathlib import Path
 package = types.ModuleType("models")
 package.__path__ = [{str(ROOT / "models")!r}]
 sys.modules["models"] = package
-from models import backend
+from models import cpu_backend
 os.environ.pop("MLXRUNNER_BLAS")
 asked, shim = sys.argv[1], Path(sys.argv[2])
 if asked:
     os.environ["MLXRUNNER_BLAS"] = asked
 def used():
-    found = backend.prepared(os.environ, shim=shim)
+    found = cpu_backend.select_blas(os.environ, shim=shim)
     return {{name: getattr(found, name) for name in ("blas", "path", "why")}}
 def product():
     import mlx.core as mx
@@ -119,7 +119,7 @@ COUNTED = """
 import ctypes
 found = used()
 told(found=found, sum=product(), products=ctypes.CDLL(asked).fake_products(),
-     through=backend.products(shim) if shim.is_file() else None)
+     through=cpu_backend.count_blas_calls(shim) if shim.is_file() else None)
 """
 
 
@@ -146,7 +146,7 @@ REFUSED = """
 import ctypes
 try:
     used()
-except backend.BackendError as error:
+except cpu_backend.CpuBackendError as error:
     told(error=str(error), shown=hasattr(ctypes.CDLL(None), "cblas_sgemm"))
 """
 

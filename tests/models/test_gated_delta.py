@@ -21,7 +21,7 @@ KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
 
 def inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, Any]]:
-    """Keys of length one, steps from 0 to 1, gates from hardly to nearly all forgotten, a state
+    """Keys of length one, beta from 0 to 1, decays from hardly to nearly all forgotten, a state
     that is there already."""
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((batch, length, KEY_HEADS, KEY))
@@ -29,8 +29,8 @@ def inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, 
         "queries": rng.standard_normal((batch, length, KEY_HEADS, KEY)),
         "keys": keys / np.linalg.norm(keys, axis=-1, keepdims=True),
         "values": rng.standard_normal((batch, length, VALUE_HEADS, VALUE)),
-        "log_gates": -np.exp(rng.uniform(-8, 2, (batch, length, VALUE_HEADS))),
-        "steps": rng.uniform(0, 1, (batch, length, VALUE_HEADS)),
+        "log_decay": -np.exp(rng.uniform(-8, 2, (batch, length, VALUE_HEADS))),
+        "beta": rng.uniform(0, 1, (batch, length, VALUE_HEADS)),
         "state": rng.standard_normal((batch, VALUE_HEADS, VALUE, KEY)),
     }
 
@@ -39,8 +39,8 @@ def formulas(
     queries: np.ndarray[Any, Any],
     keys: np.ndarray[Any, Any],
     values: np.ndarray[Any, Any],
-    log_gates: np.ndarray[Any, Any],
-    steps: np.ndarray[Any, Any],
+    log_decay: np.ndarray[Any, Any],
+    beta: np.ndarray[Any, Any],
     state: np.ndarray[Any, Any],
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """In float64, head by head and position by position."""
@@ -49,8 +49,8 @@ def formulas(
         held, key_head = state[row, head], head // (values.shape[2] // keys.shape[2])
         for t in range(values.shape[1]):
             key = keys[row, t, key_head]
-            held = np.exp(log_gates[row, t, head]) * held
-            correction = steps[row, t, head] * (values[row, t, head] - held @ key)
+            held = np.exp(log_decay[row, t, head]) * held
+            correction = beta[row, t, head] * (values[row, t, head] - held @ key)
             held = held + np.outer(correction, key)
             out[row, t, head] = held @ queries[row, t, key_head]
         after[row, head] = held
@@ -83,8 +83,8 @@ def test_extreme_gates_and_steps_are_as_exact(
 ) -> None:
     """exp(-90) squared is zero in float32, and a quotient of two such products is no number."""
     given = inputs(0, length)
-    given["log_gates"][:, ::2] = log_gate
-    given["steps"][:, ::3] = step
+    given["log_decay"][:, ::2] = log_gate
+    given["beta"][:, ::3] = step
     assert_follows(form, given)
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_that_repeats_itself_is_as_exact(form: Form) -> None:
     and the series that would invert it has terms of 10^8 that cancel."""
     given = inputs(1, 2 * gated_delta.CHUNK_LENGTH)
     given["keys"][:] = given["keys"][:, :1]
-    given["log_gates"][:], given["steps"][:] = 0.0, 1.0
+    given["log_decay"][:], given["beta"][:] = 0.0, 1.0
     assert_follows(form, given)
 
 

@@ -74,7 +74,7 @@ def test_rows_of_a_batch_keep_the_type_of_the_weights(model: Any, dtype: mx.Dtyp
     for length, kv in enumerate(rows, start=1):
         model(mx.zeros((1, length), mx.int32), kv)
     together = [
-        layers[0].together(layers, mx.array([layer.offset for layer in layers]))
+        layers[0].make_batch(layers, mx.array([layer.offset for layer in layers]))
         for layers in zip(*rows, strict=True)
     ]
     assert model(mx.zeros((3, 1), mx.int32), together).dtype == dtype

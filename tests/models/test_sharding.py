@@ -85,9 +85,9 @@ def on_ranks(size: int, work: Callable[[Rank], np.ndarray]) -> list[np.ndarray]:
         return list(pool.map(one, range(size)))
 
 
-def opened(folder: Path, case: Case, share: sharding.TensorParallelGroup) -> Model:
+def opened(folder: Path, case: Case, group: sharding.TensorParallelGroup) -> Model:
     model = parity.opened(folder)
-    sharding.shard_model(model, share, case.config["model_type"])
+    sharding.shard_model(model, group, case.config["model_type"])
     return model
 
 
@@ -135,10 +135,10 @@ def test_weights_that_are_quantised_while_they_are_read_are_those_of_one_rank() 
     drawn = tiny.weights(config)
     tokens = mx.array([[1, 2, 3]])
 
-    def logits(share: sharding.TensorParallelGroup | None) -> np.ndarray:
+    def logits(group: sharding.TensorParallelGroup | None) -> np.ndarray:
         model = models.build(config, drawn, bits=8)
-        if share is not None:
-            sharding.shard_model(model, share, "llama")
+        if group is not None:
+            sharding.shard_model(model, group, "llama")
         return np.array(model.logits(model(tokens, model.make_kv())))
 
     mx.eval(drawn)
@@ -173,7 +173,7 @@ def test_a_bias_behind_a_sum_is_added_once() -> None:
         layer.bias = mx.ones((3,))
 
     class Part(nn.Module):
-        cut = sharding.ShardSpec(row_parallel=("inner",))
+        shard_spec = sharding.ShardSpec(row_parallel=("inner",))
 
         def __init__(self, layer: nn.Linear) -> None:
             super().__init__()

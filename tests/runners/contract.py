@@ -41,7 +41,7 @@ def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitab
 
 def endless(name: str, prompt: bytes = b"hello") -> Job:
     """One that never ends by itself on `long_model`."""
-    return job(name, prompt, max_tokens=tiny.LONG // 2, stop_ids=frozenset[int]())
+    return job(name, prompt, max_tokens=tiny.LONG // 2, stop_token_ids=frozenset[int]())
 
 
 async def answer(runner: Runner, name: str, prompt: bytes, **changes: object) -> list[JobUpdate]:

@@ -15,7 +15,7 @@ from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, Started
 from app.core.model_files import ModelFiles
 from app.core.model_state import MemoryRequirement, ServedModel
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.core.settings import ModelSettings, Settings
 from app.runners.pool import ModelPool
 from app.runners.restart_policy import RestartPolicy

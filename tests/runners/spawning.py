@@ -38,9 +38,9 @@ def pid(running: ProcessRunner) -> int:
     return found
 
 
-def port(running: ProcessRunner) -> int:
+def socket_path(running: ProcessRunner) -> Path:
     assert running._process is not None
-    return running._process.port
+    return running._process.socket_path
 
 
 def lives(process: int) -> bool:

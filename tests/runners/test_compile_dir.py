@@ -72,8 +72,8 @@ def test_where_none_can_be_trusted_nothing_is_compiled(
 
 FUSED = """
 import os, sys
-from app.runners.scratch import private_scratch
-os.environ.update(private_scratch())
+from app.runners.compile_dir import prepare_compile_dir
+os.environ.update(prepare_compile_dir())
 import mlx.core as mx
 import mlx.nn as nn
 print(nn.silu(mx.ones((3,))).tolist()[0], os.environ["TMPDIR"])

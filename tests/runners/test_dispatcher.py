@@ -49,131 +49,131 @@ class Noted:
         self.asked.append(f"cancel {job} {keep}")
 
 
-def at_desk(body: Callable[[Dispatcher, Noted], Awaitable[None]]) -> None:
+def with_dispatcher(body: Callable[[Dispatcher, Noted], Awaitable[None]]) -> None:
     async def run() -> None:
-        desk, engine = Dispatcher(), Noted()
-        desk.engine = engine
+        dispatcher, engine = Dispatcher(), Noted()
+        dispatcher.engine = engine
         async with asyncio.timeout(PATIENCE):
-            await body(desk, engine)
+            await body(dispatcher, engine)
 
     asyncio.run(run())
 
 
-async def over(desk: Dispatcher, name: str) -> str | None:
+async def over(dispatcher: Dispatcher, name: str) -> str | None:
     """The error that a job ends in."""
-    async with desk.submit(job(name, b"x")) as waiting:
+    async with dispatcher.submit(job(name, b"x")) as waiting:
         updates = [update async for update in waiting]
     assert isinstance(updates[-1], Ended)
     return updates[-1].error
 
 
 def test_all_who_wait_hear_of_the_end_at_once():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
-        await desk.wait_until_ready()
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
+        await dispatcher.wait_until_ready()
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
         waiting = asyncio.gather(
-            over(desk, "a"),
-            over(desk, "b"),
-            desk.wait_for_failure(),
-            desk.wait_for_failure(),
-            desk.embed(vectors),
+            over(dispatcher, "a"),
+            over(dispatcher, "b"),
+            dispatcher.wait_for_failure(),
+            dispatcher.wait_for_failure(),
+            dispatcher.embed(vectors),
             return_exceptions=True,
         )
         await asyncio.sleep(0)
-        desk.receive(BROKEN)
+        dispatcher.receive(BROKEN)
         *jobs, said, also, embedding = await waiting
         assert set(jobs) == {"the engine stopped: AssertionError: planted"}
         assert said == also == RunnerFailure(message="AssertionError: planted")
         assert isinstance(embedding, AppError)
         assert embedding.message == "the engine stopped: AssertionError: planted"
-        assert await desk.wait_for_failure() == said, "those who come later hear it too"
+        assert await dispatcher.wait_for_failure() == said, "those who come later hear it too"
         assert engine.asked == ["submit a", "submit b", "embed v"], "nobody is there to cancel"
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_a_last_word_changes_nothing():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
-        desk.receive(BROKEN)
-        before = desk.status()
-        desk.receive(READY)
-        desk.receive(StepOutput(updates=(), stats=EngineStats(steps=9)))
-        desk.fail(AppError(ErrorKind.ENGINE, "another reason"))
-        assert desk.status() == before
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
+        dispatcher.receive(BROKEN)
+        before = dispatcher.status()
+        dispatcher.receive(READY)
+        dispatcher.receive(StepOutput(updates=(), stats=EngineStats(steps=9)))
+        dispatcher.fail(AppError(ErrorKind.ENGINE, "another reason"))
+        assert dispatcher.status() == before
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_a_fault_of_ours_while_loading_is_told_of_the_model():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(LoadProgress(progress=40, allocated_bytes=7))
-        assert (desk.status().progress, desk.status().stats.allocated_bytes) == (40, 7)
-        desk.receive(BROKEN)
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(LoadProgress(progress=40, allocated_bytes=7))
+        assert (dispatcher.status().progress, dispatcher.status().stats.allocated_bytes) == (40, 7)
+        dispatcher.receive(BROKEN)
         with pytest.raises(AppError, match="the model could not be loaded: Assert") as caught:
-            await desk.wait_until_ready()
+            await dispatcher.wait_until_ready()
         assert caught.value.kind is ErrorKind.MODEL_FILES
-        waiting = asyncio.create_task(desk.wait_for_failure())
+        waiting = asyncio.create_task(dispatcher.wait_for_failure())
         await asyncio.sleep(0)
         assert not waiting.done(), "it never was ready"
         waiting.cancel()
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_who_finds_the_engine_gone_is_told_why():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
-        asking = asyncio.create_task(desk.get_failure())
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
+        asking = asyncio.create_task(dispatcher.get_failure())
         await asyncio.sleep(0)
-        desk.fail(AppError(ErrorKind.ENGINE, "long and inward"), job_error="short")
+        dispatcher.fail(AppError(ErrorKind.ENGINE, "long and inward"), job_error="short")
         assert (await asking).message == "short"
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_an_answer_that_came_to_its_end_is_not_ended_again():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
-        async with desk.submit(job("a", b"x")) as waiting:
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
+        async with dispatcher.submit(job("a", b"x")) as waiting:
             said = (
                 Token(job_id="a", id=1, timestamp_ns=1),
                 Ended(job_id="a", reason="stop", timestamp_ns=2),
             )
-            desk.receive(StepOutput(updates=said, stats=EngineStats()))
-            desk.receive(BROKEN)
+            dispatcher.receive(StepOutput(updates=said, stats=EngineStats()))
+            dispatcher.receive(BROKEN)
             assert tuple([update async for update in waiting]) == said
         assert engine.asked == ["submit a"]
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_what_nobody_waits_for_any_more_is_dropped():
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
-        async with desk.submit(job("a", b"x")) as waiting:
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
+        async with dispatcher.submit(job("a", b"x")) as waiting:
             waiting.limit_cached_tokens(3)
-        desk.receive(
+        dispatcher.receive(
             StepOutput(updates=(Token(job_id="a", id=1, timestamp_ns=1),), stats=EngineStats())
         )
-        desk.finish_embedding(EmbedResult(job_id="b"))
+        dispatcher.finish_embedding(EmbedResult(job_id="b"))
         assert engine.asked == ["submit a", "cancel a 3"]
 
-    at_desk(body)
+    with_dispatcher(body)
 
 
 def test_nobody_is_asked_to_cancel_what_is_over_already():
     """There may be no engine any more, where a client leaves at the moment at which it ends."""
 
-    async def body(desk: Dispatcher, engine: Noted) -> None:
-        desk.receive(READY)
+    async def body(dispatcher: Dispatcher, engine: Noted) -> None:
+        dispatcher.receive(READY)
         vectors = EmbedJob(id="v", inputs=((1,),), pooling="mean")
-        asking = asyncio.create_task(desk.embed(vectors))
+        asking = asyncio.create_task(dispatcher.embed(vectors))
         await asyncio.sleep(0)
-        desk.receive(BROKEN)
+        dispatcher.receive(BROKEN)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert engine.asked == ["embed v"]
 
-    at_desk(body)
+    with_dispatcher(body)

@@ -25,31 +25,31 @@ from app.runners.eviction import (
 NOW = 1000.0
 
 
-def tenant(name: str, share: int, **changes: Any) -> LoadedModel:
+def loaded_model(name: str, share: int, **changes: Any) -> LoadedModel:
     """Idle, here for ever."""
     whole: dict[str, Any] = {
         "phase": "ready",
         "busy_since": None,
-        "used": NOW - 10,
-        "expires": math.inf,
-        "wanted": False,
+        "last_used": NOW - 10,
+        "expires_at": math.inf,
+        "has_demand": False,
         "pinned": False,
-        "dismissed": False,
-        "closed": False,
+        "unload_requested": False,
+        "draining": False,
     }
     return LoadedModel(name=name, allocation=share, **{**whole, **changes})
 
 
-def applicant(name: str, least: int, wanted: int | None = None, **changes: Any) -> LoadRequest:
+def load_request(name: str, least: int, wanted: int | None = None, **changes: Any) -> LoadRequest:
     need = MemoryRequirement(
         min_bytes=least, preferred_bytes=least if wanted is None else wanted, device_budget=0
     )
     whole: dict[str, Any] = {
-        "since": NOW,
-        "measured": True,
-        "need": need,
-        "most": None,
-        "evicts": True,
+        "waiting_since": NOW,
+        "requirement_known": True,
+        "requirement": need,
+        "max_bytes": None,
+        "may_evict": True,
     }
     return LoadRequest(name=name, **{**whole, **changes})
 
@@ -63,178 +63,198 @@ def decide(*queue: LoadRequest, here: Sequence[LoadedModel] = (), under: PoolLim
 
 
 def test_a_model_gets_what_suits_it_where_that_is_free():
-    assert decide(applicant("a", 4, 7), under=limits(10)).actions == (Load(name="a", allocation=7),)
+    assert decide(load_request("a", 4, 7), under=limits(10)).actions == (
+        Load(name="a", allocation=7),
+    )
 
 
 def test_a_model_gets_less_than_suits_it_before_somebody_goes_for_it():
-    decided = decide(applicant("b", 4, 9), here=[tenant("a", 5)], under=limits(10))
+    decided = decide(load_request("b", 4, 9), here=[loaded_model("a", 5)], under=limits(10))
     assert decided.actions == (Load(name="b", allocation=5),)
 
 
 def test_a_model_leaves_room_for_those_that_had_to_go():
     """Else two that fit side by side would drive each other out for ever."""
-    decided = decide(applicant("b", 4, 9), under=limits(10, None, 5))
+    decided = decide(load_request("b", 4, 9), under=limits(10, None, 5))
     assert decided.actions == (Load(name="b", allocation=5),)
-    decided = decide(applicant("b", 4, 9), under=limits(10, None, 8, 5))
+    decided = decide(load_request("b", 4, 9), under=limits(10, None, 8, 5))
     assert decided.actions == (Load(name="b", allocation=5),), (
         "who cannot be beside it does not count"
     )
-    decided = decide(applicant("b", 4, 9), under=limits(10, 1, 5))
+    decided = decide(load_request("b", 4, 9), under=limits(10, 1, 5))
     assert decided.actions == (Load(name="b", allocation=9),), "nor who may not"
 
 
 def test_a_model_gets_no_more_than_its_owner_allows():
-    decided = decide(applicant("a", 4, 9, most=6), under=limits(10))
+    decided = decide(load_request("a", 4, 9, max_bytes=6), under=limits(10))
     assert decided.actions == (Load(name="a", allocation=6),)
 
 
 def test_the_only_model_gets_all_there_is():
-    alone = applicant("a", 0, need=None)
+    alone = load_request("a", 0, requirement=None)
     assert decide(alone, under=limits(None)).actions == (Load(name="a", allocation=None),)
 
 
 def test_the_least_recently_used_goes():
-    here = [tenant("a", 3, used=3.0), tenant("b", 3, used=1.0), tenant("c", 3, used=2.0)]
-    assert decide(applicant("d", 3), here=here, under=limits(9)).actions == (Evict(name="b"),)
+    here = [
+        loaded_model("a", 3, last_used=3.0),
+        loaded_model("b", 3, last_used=1.0),
+        loaded_model("c", 3, last_used=2.0),
+    ]
+    assert decide(load_request("d", 3), here=here, under=limits(9)).actions == (Evict(name="b"),)
 
 
 def test_few_go_rather_than_many():
-    here = [tenant("a", 1, used=1.0), tenant("b", 1, used=2.0), tenant("c", 4, used=3.0)]
-    assert decide(applicant("d", 4), here=here, under=limits(6)).actions == (Evict(name="c"),)
-    decided = decide(applicant("d", 5), here=here, under=limits(6))
+    here = [
+        loaded_model("a", 1, last_used=1.0),
+        loaded_model("b", 1, last_used=2.0),
+        loaded_model("c", 4, last_used=3.0),
+    ]
+    assert decide(load_request("d", 4), here=here, under=limits(6)).actions == (Evict(name="c"),)
+    decided = decide(load_request("d", 5), here=here, under=limits(6))
     assert decided.actions == (Evict(name="a"), Evict(name="c")), "of two, the older one"
 
 
 def test_an_idle_one_goes_before_a_busy_one_however_lately_it_was_used():
-    here = [tenant("a", 5, used=1.0, busy_since=1.0), tenant("b", 5, used=999.0)]
-    assert decide(applicant("c", 5), here=here, under=limits(10)).actions == (Evict(name="b"),)
+    here = [
+        loaded_model("a", 5, last_used=1.0, busy_since=1.0),
+        loaded_model("b", 5, last_used=999.0),
+    ]
+    assert decide(load_request("c", 5), here=here, under=limits(10)).actions == (Evict(name="b"),)
 
 
 def test_a_busy_one_is_closed_and_goes_when_it_is_idle():
-    busy = tenant("a", 9, busy_since=NOW + 1)
-    decided = decide(applicant("b", 9), here=[busy], under=limits(10))
+    busy = loaded_model("a", 9, busy_since=NOW + 1)
+    decided = decide(load_request("b", 9), here=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"a"})
-    idle = tenant("a", 9, closed=True)
-    assert decide(applicant("b", 9), here=[idle], under=limits(10)).actions == (Evict(name="a"),)
+    idle = loaded_model("a", 9, draining=True)
+    assert decide(load_request("b", 9), here=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
 
 def test_a_busy_one_stays_open_while_it_has_a_request_that_was_there_before():
     """Whoever waits could not be served before it ends anyway."""
-    busy = tenant("a", 9, busy_since=NOW - 1)
-    decided = decide(applicant("b", 9), here=[busy], under=limits(10))
+    busy = loaded_model("a", 9, busy_since=NOW - 1)
+    decided = decide(load_request("b", 9), here=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), frozenset())
 
 
 def test_an_idle_one_stays_until_its_room_is_enough():
     """Its own requests would wait for a load that cannot begin yet."""
-    here = [tenant("a", 5), tenant("b", 5, busy_since=NOW + 1)]
-    decided = decide(applicant("c", 10), here=here, under=limits(10))
+    here = [loaded_model("a", 5), loaded_model("b", 5, busy_since=NOW + 1)]
+    decided = decide(load_request("c", 10), here=here, under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"b"})
 
 
 def test_one_that_is_closed_stays_the_one():
     here = [
-        tenant("a", 5, busy_since=NOW + 2, used=NOW + 2, closed=True),
-        tenant("b", 5, busy_since=NOW + 1, used=NOW + 1),
+        loaded_model("a", 5, busy_since=NOW + 2, last_used=NOW + 2, draining=True),
+        loaded_model("b", 5, busy_since=NOW + 1, last_used=NOW + 1),
     ]
-    assert decide(applicant("c", 5), here=here, under=limits(10)).draining == {"a"}
+    assert decide(load_request("c", 5), here=here, under=limits(10)).draining == {"a"}
 
 
 def test_one_that_is_closed_opens_when_nobody_waits_for_its_room():
-    here = [tenant("a", 9, busy_since=NOW + 1, closed=True)]
+    here = [loaded_model("a", 9, busy_since=NOW + 1, draining=True)]
     assert decide(under=limits(10), here=here).draining == frozenset()
-    waits_for_itself = applicant("a", 9, measured=False)
+    waits_for_itself = load_request("a", 9, requirement_known=False)
     assert decide(waits_for_itself, here=here, under=limits(10)).draining == frozenset()
 
 
 def test_one_that_is_closed_opens_when_an_idle_one_makes_the_room():
-    here = [tenant("a", 5, busy_since=NOW + 1, closed=True), tenant("b", 5)]
-    decided = decide(applicant("c", 5), here=here, under=limits(10))
+    here = [loaded_model("a", 5, busy_since=NOW + 1, draining=True), loaded_model("b", 5)]
+    decided = decide(load_request("c", 5), here=here, under=limits(10))
     assert (decided.actions, decided.draining) == ((Evict(name="b"),), frozenset())
 
 
 def test_a_pinned_one_never_goes():
-    here = [tenant("a", 6, pinned=True, expires_at=NOW - 1, used=0.0), tenant("b", 4)]
-    assert decide(applicant("c", 4), here=here, under=limits(10)).actions == (Evict(name="b"),)
+    here = [
+        loaded_model("a", 6, pinned=True, expires_at=NOW - 1, last_used=0.0),
+        loaded_model("b", 4),
+    ]
+    assert decide(load_request("c", 4), here=here, under=limits(10)).actions == (Evict(name="b"),)
 
 
 def test_what_cannot_be_beside_the_pinned_ones_is_refused_with_the_figures():
-    here = [tenant("a", 6 << 30, pinned=True), tenant("b", 4 << 30)]
-    [refused] = decide(applicant("c", 5 << 30), here=here, under=limits(10 << 30)).actions
+    here = [loaded_model("a", 6 << 30, pinned=True), loaded_model("b", 4 << 30)]
+    [refused] = decide(load_request("c", 5 << 30), here=here, under=limits(10 << 30)).actions
     assert refused == RejectLoad(
         name="c",
-        reason="c needs 5.00 GiB for weights, KV caches and working space, but the pinned models (a) "
-        "leave only 4.00 GiB: pin fewer models, lower their memory, raise --memory, or use a "
-        "shorter --context, a lower --parallel or --quantize",
+        reason="c needs 5.00 GiB for weights, KV caches and working space, but the pinned "
+        "models (a) leave only 4.00 GiB: pin fewer models, lower their memory, raise --memory, "
+        "or use a shorter --context, a lower --parallel or --quantize",
     )
 
 
 def test_what_does_not_fit_alone_is_refused_and_nobody_goes_for_it():
-    decided = decide(applicant("b", 11), here=[tenant("a", 9)], under=limits(10))
+    decided = decide(load_request("b", 11), here=[loaded_model("a", 9)], under=limits(10))
     [refused] = decided.actions
     assert isinstance(refused, RejectLoad)
     assert "all models together may use only 10 B: raise --memory" in refused.reason
 
 
 def test_what_its_owner_does_not_allow_enough_is_refused():
-    [refused] = decide(applicant("a", 5, most=4), under=limits(10)).actions
+    [refused] = decide(load_request("a", 5, max_bytes=4), under=limits(10)).actions
     assert isinstance(refused, RejectLoad)
     assert "may use only 4 B" in refused.reason
 
 
 def test_places_count_like_bytes():
-    here = [tenant("a", 1, used=1.0), tenant("b", 1, used=2.0)]
-    assert decide(applicant("c", 1), here=here, under=limits(10, 2)).actions == (Evict(name="a"),)
+    here = [loaded_model("a", 1, last_used=1.0), loaded_model("b", 1, last_used=2.0)]
+    assert decide(load_request("c", 1), here=here, under=limits(10, 2)).actions == (
+        Evict(name="a"),
+    )
     [refused] = decide(
-        applicant("c", 1), here=[replace(here[0], pinned=True)], under=limits(10, 1)
+        load_request("c", 1), here=[replace(here[0], pinned=True)], under=limits(10, 1)
     ).actions
     assert isinstance(refused, RejectLoad)
     assert "--max-loaded" in refused.reason
 
 
 def test_one_is_loaded_at_a_time_in_the_order_in_which_they_came():
-    first, second = applicant("a", 1), applicant("b", 1)
+    first, second = load_request("a", 1), load_request("b", 1)
     assert decide(first, second, under=limits(10)).actions == (Load(name="a", allocation=1),)
-    here = [tenant("a", 1, phase="loading", wanted=True)]
+    here = [loaded_model("a", 1, phase="loading", has_demand=True)]
     assert decide(second, here=here, under=limits(10)).actions == ()
 
 
 def test_one_whose_need_is_not_known_yet_keeps_its_place():
-    unknown = applicant("a", 0, measured=False, need=None)
-    assert decide(unknown, applicant("b", 1), under=limits(None)).actions == ()
+    unknown = load_request("a", 0, requirement_known=False, requirement=None)
+    assert decide(unknown, load_request("b", 1), under=limits(None)).actions == ()
 
 
 def test_one_that_is_refused_does_not_keep_others_from_their_load():
-    decided = decide(applicant("a", 11), applicant("b", 1), under=limits(10))
+    decided = decide(load_request("a", 11), load_request("b", 1), under=limits(10))
     assert [type(action) for action in decided.actions] == [RejectLoad, Load]
 
 
 def test_a_load_that_nobody_wants_any_more_gives_way_if_somebody_waits():
-    useless = [tenant("a", 5, phase="loading")]
-    assert decide(applicant("b", 1), here=useless, under=limits(10)).actions == (Evict(name="a"),)
+    useless = [loaded_model("a", 5, phase="loading")]
+    assert decide(load_request("b", 1), here=useless, under=limits(10)).actions == (
+        Evict(name="a"),
+    )
     assert decide(here=useless, under=limits(10)).actions == (), "else it goes on"
-    pinned = [tenant("a", 5, phase="loading", pinned=True)]
-    assert decide(applicant("b", 1), here=pinned, under=limits(10)).actions == ()
+    pinned = [loaded_model("a", 5, phase="loading", pinned=True)]
+    assert decide(load_request("b", 1), here=pinned, under=limits(10)).actions == ()
 
 
 def test_room_counts_when_it_is_free_not_when_it_will_be():
-    leaving = [tenant("a", 9, phase="leaving"), tenant("c", 1)]
-    assert decide(applicant("b", 5), here=leaving, under=limits(10)).actions == ()
+    leaving = [loaded_model("a", 9, phase="leaving"), loaded_model("c", 1)]
+    assert decide(load_request("b", 5), here=leaving, under=limits(10)).actions == ()
 
 
 def test_nobody_goes_for_what_is_loaded_in_good_time():
-    early = applicant("b", 9, may_evict=False)
-    decided = decide(early, applicant("c", 1), here=[tenant("a", 9)], under=limits(10))
+    early = load_request("b", 9, may_evict=False)
+    decided = decide(early, load_request("c", 1), here=[loaded_model("a", 9)], under=limits(10))
     assert [type(action) for action in decided.actions] == [SkipPreload, Load]
 
 
 def test_an_idle_one_goes_when_its_time_is_over_and_the_plan_says_when():
     here = [
-        tenant("a", 1, expires_at=NOW),
-        tenant("b", 1, expires_at=NOW + 5),
-        tenant("c", 1, expires_at=NOW + 1, busy_since=1.0),
-        tenant("d", 1, expires_at=NOW + 1, pinned=True),
-        tenant("e", 1),
+        loaded_model("a", 1, expires_at=NOW),
+        loaded_model("b", 1, expires_at=NOW + 5),
+        loaded_model("c", 1, expires_at=NOW + 1, busy_since=1.0),
+        loaded_model("d", 1, expires_at=NOW + 1, pinned=True),
+        loaded_model("e", 1),
     ]
     assert decide(here=here, under=limits(10)) == Plan(
         actions=(Evict(name="a"),), draining=frozenset(), wake_at=NOW + 5
@@ -243,10 +263,10 @@ def test_an_idle_one_goes_when_its_time_is_over_and_the_plan_says_when():
 
 
 def test_one_that_was_asked_to_go_is_closed_until_its_requests_end():
-    busy = tenant("a", 1, busy_since=1.0, unload_requested=True)
+    busy = loaded_model("a", 1, busy_since=1.0, unload_requested=True)
     decided = decide(here=[busy], under=limits(10))
     assert (decided.actions, decided.draining) == ((), {"a"})
-    idle = tenant("a", 1, unload_requested=True, closed=True)
+    idle = loaded_model("a", 1, unload_requested=True, draining=True)
     assert decide(here=[idle], under=limits(10)).actions == (Evict(name="a"),)
 
 
@@ -324,7 +344,7 @@ class World:
         return plan(
             self.now,
             [
-                replace(applicant(name, 0), requirement=self.needs[name], waiting_since=since)
+                replace(load_request(name, 0), requirement=self.needs[name], waiting_since=since)
                 for since, name in queue
             ],
             here,
@@ -346,7 +366,7 @@ class World:
                 assert all(one.phase != "loading" for one in self.here.values())
                 assert share is not None
                 assert self.needs[name].min_bytes <= share <= self.needs[name].preferred_bytes
-                self.here[name] = tenant(name, share, phase="loading", used=self.now)
+                self.here[name] = loaded_model(name, share, phase="loading", last_used=self.now)
                 assert sum(one.allocation for one in self.here.values()) <= TOTAL
                 assert self.places is None or len(self.here) <= self.places
             case Evict(name=name):

@@ -10,7 +10,7 @@ from app.core.jobs import EngineStats
 from app.runners.handle import accumulate_stats, counters_only
 
 # what says how things stand; every other number of an engine counts
-GAUGES = {"memory", "running", "waiting", "embedding"}
+GAUGES = {"allocated_bytes", "running", "waiting", "embedding_jobs"}
 COUNTERS = [
     field.name
     for field in fields(EngineStats)

@@ -1,7 +1,8 @@
 """What Ollama's scheduler does, one fact a test, and where we differ on purpose.
 
 Facts: ollama/ollama, `server/sched.go` and `x/mlxrunner/client.go`, read at 2026-08-21. Each test
-says the fact first; "Here:" begins what this server does instead, and why stands in DECISIONS.md.
+says the fact first; "Here:" begins what this server does instead, and why is in
+docs/decisions/ollama.md.
 """
 
 import asyncio

@@ -79,13 +79,13 @@ def test_a_folder_that_has_an_app_of_its_own_is_a_fine_place_to_serve_from(
 
 HANGS = """
 import os
-import app.engine.fit as it, app.runners.lifeline as line
+import app.engine.fit as it, app.runners.parent_watch as line
 
-def need(*_):
+def estimate_memory(*_):
     open({told!r}, "w").write(f"{{os.getpid()}}\\n")
     os.read(os.pipe()[0], 1)
 
-it.need = need
+it.estimate_memory = estimate_memory
 line.tie_to_parent = lambda: None
 """
 
@@ -93,8 +93,8 @@ ASKS = """
 import asyncio, sys
 from app import store
 from app.core.settings import Settings
-from app.runners.needs import need
-asyncio.run(need(store.resolve(sys.argv[1]), Settings(), 0))
+from app.runners.preflight import estimate_memory
+asyncio.run(estimate_memory(store.resolve(sys.argv[1]), Settings(), 0))
 """
 
 

@@ -2,19 +2,24 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ChoiceGrammar
 from app.core.settings import Settings
+from app.runners.child_process import PrivateSocket
 from app.runners.process_runner import ProcessRunner
 from tests import tiny
 from tests.descriptors import exhaust_descriptors
@@ -23,7 +28,7 @@ from tests.runners.contract import PATIENCE, MakeRunner, answer, ids
 from tests.runners.spawning import (
     linux,
     pid,
-    port,
+    socket_path,
     started,
 )
 
@@ -51,25 +56,67 @@ def healthy(tiny_model: Path) -> Iterator[Healthy]:
         loop.run(running.stop())
 
 
-@pytest.mark.parametrize("secret", [None, b"Bearer", b"Bearer x", b"Bearer \xc3\xa9"])
-def test_nobody_without_the_secret_gets_in(healthy: Healthy, secret: bytes | None) -> None:
+def test_only_this_user_can_open_the_socket_of_a_process(healthy: Healthy) -> None:
     async def body(running: ProcessRunner) -> None:
-        headers = {} if secret is None else {b"Authorization": secret}
-        base = f"http://127.0.0.1:{port(running)}"
-        async with httpx2.AsyncClient(trust_env=False, verify=False, base_url=base) as client:
-            for method, path in (
-                ("GET", "/v1/status"),
-                ("GET", "/v1/updates"),
-                ("POST", "/v1/jobs"),
-                ("POST", "/v1/embed"),
-                ("DELETE", "/v1/jobs/a"),
-                ("GET", "/docs"),
-            ):
-                reply = await client.request(method, path, headers=headers)
-                assert (reply.status_code, reply.text) == (401, "unauthorized")
-                assert "server" not in reply.headers
+        path = socket_path(running)
+        assert path.is_socket()
+        assert path.parent.stat().st_uid == os.getuid()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
     healthy(body)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of a process")
+def test_a_process_listens_on_no_port(healthy: Healthy) -> None:
+    async def body(running: ProcessRunner) -> None:
+        inodes = socket_inodes(pid(running))
+        assert inodes
+        assert not inodes & inodes_of_ports(pid(running))
+
+    healthy(body)
+
+
+def socket_inodes(process: int) -> set[str]:
+    folder = f"/proc/{process}/fd"
+    links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
+
+
+def inodes_of_ports(process: int) -> set[str]:
+    tables = (Path(f"/proc/{process}/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6"))
+    return {
+        row.split()[9]
+        for table in tables
+        if table.exists()
+        for row in table.read_text().splitlines()[1:]
+    }
+
+
+def test_the_socket_is_removed_with_its_process(tiny_model: Path) -> None:
+    async def run() -> None:
+        running = ProcessRunner(Settings())
+        await running.start(store.resolve(str(tiny_model)))
+        directory = socket_path(running).parent
+        await running.stop()
+        assert not directory.exists()
+
+    asyncio.run(run())
+
+
+def test_sockets_of_servers_that_were_killed_are_removed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    stale = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{ended.pid}-", dir="/tmp"))
+    mine = Path(tempfile.mkdtemp(prefix=f"mlxrunner-{os.getpid()}-", dir="/tmp"))
+    try:
+        listener = PrivateSocket()
+        listener.close()
+        assert mine.exists()
+        if listener.path.parents[1] == stale.parent:
+            assert not stale.exists()
+    finally:
+        for directory in (stale, mine):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
@@ -79,7 +126,10 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
     are."""
 
     async def body(running: ProcessRunner) -> None:
-        follows = {"grammar": ChoiceGrammar(options=("a",)), "stop_ids": frozenset({tiny.END})}
+        follows = {
+            "grammar": ChoiceGrammar(options=("a",)),
+            "stop_token_ids": frozenset({tiny.END}),
+        }
         assert ids(await answer(running, "opens a connection", b"hello"))
         with exhaust_descriptors():
             refused = asyncio.create_task(answer(running, "refused", b"hello", **follows))
@@ -99,19 +149,7 @@ def test_a_request_for_which_no_connection_can_be_opened_comes_again_later(
     healthy(body)
 
 
-@pytest.mark.parametrize("option", [None, socket.SO_REUSEADDR, socket.SO_REUSEPORT])
-def test_nobody_else_gets_the_port(healthy: Healthy, option: int | None) -> None:
-    async def body(running: ProcessRunner) -> None:
-        with socket.socket() as thief:
-            if option is not None:
-                thief.setsockopt(socket.SOL_SOCKET, option, 1)
-            with pytest.raises(OSError, match="in use"):
-                thief.bind(("127.0.0.1", port(running)))
-
-    healthy(body)
-
-
-def test_garbage_on_the_port_harms_nobody(healthy: Healthy) -> None:
+def test_garbage_on_the_socket_disturbs_no_request(healthy: Healthy) -> None:
     async def body(running: ProcessRunner) -> None:
         with ExitStack() as crowd:
             for garbage in (
@@ -121,8 +159,8 @@ def test_garbage_on_the_port_harms_nobody(healthy: Healthy) -> None:
                 b"",
             ):
                 for _ in range(25):
-                    line = socket.create_connection(("127.0.0.1", port(running)))
-                    crowd.enter_context(line)
+                    line = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                    line.connect(str(socket_path(running)))
                     with suppress(OSError):  # it may hang up at once
                         line.sendall(garbage)
             assert ids(await answer(running, "meanwhile", b"hello"))

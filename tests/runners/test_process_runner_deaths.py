@@ -27,7 +27,7 @@ from tests.runners.spawning import (
     linux,
     lives,
     pid,
-    port,
+    socket_path,
     started,
     stop,
     wait_until,
@@ -94,10 +94,10 @@ def test_a_process_that_hangs_up_and_does_not_end_was_not_killed_by_the_system(
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
-        "from app.runners import service as it\n"
+        "from app.runners import worker_server as it\n"
         "async def lines(self):\n"
-        "    yield it.wire.NEWS.encode(self._thread.heartbeat()) + b'\\n'\n"
-        "it.Service._lines = lines\n"
+        "    yield it.worker_protocol.WORKER_EVENT.encode(self._thread.heartbeat()) + b'\\n'\n"
+        "it.WorkerServer._event_lines = lines\n"
     )
 
     async def run() -> None:
@@ -120,13 +120,13 @@ def test_a_process_that_hangs_up_on_a_request_is_ended(
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
         "from starlette.responses import StreamingResponse\n"
-        "from app.runners import service as it\n"
+        "from app.runners import worker_server as it\n"
         "async def nothing():\n"
         "    yield b'a'\n"
         "    raise RuntimeError('planted')\n"
         "async def submit(self, request):\n"
         "    return StreamingResponse(nothing(), headers={'content-length': '9'})\n"
-        "it.Service._submit = submit\n"
+        "it.WorkerServer._submit = submit\n"
     )
 
     async def run() -> None:
@@ -156,12 +156,12 @@ def test_a_process_without_memory_for_what_it_is_asked_ends(
     long_model: Path, plant: Callable[[str], None], want: str
 ) -> None:
     plant(
-        "from app.runners import service as it\n"
+        "from app.runners import worker_server as it\n"
         "def want():\n"
         "    raise MemoryError\n"
         "async def submit(self, request):\n"
         f"    {want}"
-        "it.Service._submit = submit\n"
+        "it.WorkerServer._submit = submit\n"
     )
 
     async def run() -> None:
@@ -192,7 +192,7 @@ def test_a_process_that_dies_leaves_no_connection_open(
         async with started(long_model) as running:
             jobs = (answer(running, f"job {i}", b"x", max_tokens=2) for i in range(12))
             await asyncio.gather(*jobs)
-            address = ("127.0.0.1", port(running))
+            address = str(socket_path(running))
             assert address in _peers()
             os.kill(pid(running), signal.SIGKILL)
             await running.wait_for_failure()
@@ -201,12 +201,12 @@ def test_a_process_that_dies_leaves_no_connection_open(
     asyncio.run(run())
 
 
-def _peers() -> set[tuple[str, int]]:
+def _peers() -> set[str]:
     """Where the sockets of this process lead."""
-    found: set[tuple[str, int]] = set()
+    found: set[str] = set()
     for descriptor in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
-            if one.family == socket.AF_INET:
+            if one.family == socket.AF_UNIX:
                 found.add(one.getpeername())
     return found
 
@@ -244,12 +244,12 @@ def test_an_engine_that_hangs_is_killed(long_model: Path, plant: Callable[[str],
 
 DEAF = """
 import asyncio
-from app.runners.service import Service
+from app.runners.worker_server import WorkerServer
 
 async def deaf(self, request):
     await asyncio.Event().wait()
 
-Service._submit = Service._probe = deaf
+WorkerServer._submit = WorkerServer._probe = deaf
 """
 
 
@@ -377,7 +377,7 @@ def test_a_flood_of_words_without_an_end_blocks_nobody(
 
     async def run() -> None:
         async with started(long_model) as running:
-            asked = job("a", b"hello", max_tokens=40, stop_ids=frozenset[int]())
+            asked = job("a", b"hello", max_tokens=40, stop_token_ids=frozenset[int]())
             async with running.submit(asked) as submission:
                 updates = [update async for update in submission]
             assert len(ids(updates)) == 40
@@ -395,12 +395,12 @@ def test_what_no_logger_wrote_is_a_warning_at_least(
     `--log-level warning` nowhere."""
     plant(
         "import logging, sys\n"
-        "from app.runners import service\n"
+        "from app.runners import worker_server\n"
         "def load(files, settings, report):\n"
         "    logging.getLogger('x').info('fine\\n  more of it')\n"
         "    sys.stderr.write('terminating: no reason\\n  at 0x0\\n')\n"
         "    sys.exit(3)\n"
-        "service.load = load\n"
+        "worker_server.load = load\n"
     )
     caplog.set_level(logging.INFO)
 
@@ -419,13 +419,13 @@ PARENT = """
 import asyncio, sys
 from app import store
 from app.core.settings import Settings
-from app.runners.process import ProcessRunner
-from tests.engine.driving import job
+from app.runners.process_runner import ProcessRunner
+from tests.engine.harness import job
 
 async def main():
     running = ProcessRunner(Settings())
     await running.start(store.resolve(sys.argv[1]))
-    async with running.submit(job("a", b"hello", max_tokens=1 << 19, stop_ids=frozenset())):
+    async with running.submit(job("a", b"hello", max_tokens=1 << 19, stop_token_ids=frozenset())):
         print(running.status().pid, flush=True)
         await asyncio.sleep(3600)
 

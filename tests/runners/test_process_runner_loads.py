@@ -112,10 +112,10 @@ def test_a_process_that_cannot_be_understood_is_ended(
     logged: str,
 ) -> None:
     plant(
-        "from app.runners import wire\n"
+        "from app.runners import worker_protocol\n"
         "class Mumbling:\n"
-        f"    def encode(self, news): return {mumbled}\n"
-        "wire.NEWS = Mumbling()\n"
+        f"    def encode(self, event): return {mumbled}\n"
+        "worker_protocol.WORKER_EVENT = Mumbling()\n"
     )
 
     async def run() -> None:
@@ -133,9 +133,9 @@ def test_a_process_that_falls_silent_before_its_first_word_is_ended(
     """It says that the model is there, and then nothing at all."""
     plant(
         "import asyncio\n"
-        "from app.runners.worker_server import Service\n"
+        "from app.runners.worker_server import WorkerServer\n"
         "async def silence(self, request): await asyncio.sleep(3600)\n"
-        "Service._tell_news = silence\n"
+        "WorkerServer._stream_events = silence\n"
     )
     error = asyncio.run(refusal(tiny_model, watchdog=5.0))
     assert error.message.startswith("the engine's process has sent nothing for ")

@@ -124,24 +124,24 @@ def test_a_file_is_tried_once_as_long_as_it_is_the_same(
     """The second time there is no Python that could be started."""
     files = model(tmp_path / "fine")
     broken = model(tmp_path / "broken", model={"type": "Novel"})
-    trials = TokenizerChecker(lambda _: False)
+    checker = TokenizerChecker(lambda _: False)
 
     async def run() -> None:
-        await asyncio.gather(trials.check(files), trials.check(files))
+        await asyncio.gather(checker.check(files), checker.check(files))
         with pytest.raises(AppError, match="is not a usable tokenizer"):
-            await trials.check(broken)
+            await checker.check(broken)
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        await trials.check(files)
+        await checker.check(files)
         with pytest.raises(AppError, match="is not a usable tokenizer"):
-            await trials.check(broken)
+            await checker.check(broken)
         os.utime(files.tokenizer_path, ns=(1, 1))
         with pytest.raises(
             AppError, match="cannot start a process to check the tokenizer"
         ) as caught:
-            await trials.check(files)
+            await checker.check(files)
         assert caught.value.kind is ErrorKind.ENGINE
         monkeypatch.undo()
-        await trials.check(files)
+        await checker.check(files)
 
     asyncio.run(run())
 
@@ -160,21 +160,21 @@ def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
 HANGS = """
 import os, sys
 sys.path.insert(0, {root!r})
-import app.text.probes as it, app.runners.lifeline as line
+import app.text.tokenizer_probe as it, app.runners.parent_watch as line
 
-def try_out(_):
+def probe_tokenizer(_):
     open({told!r}, "w").write(f"{{os.getpid()}}\\n")
     os.read(os.pipe()[0], 1)
 
-it.try_out = try_out
+it.probe_tokenizer = probe_tokenizer
 line.tie_to_parent = lambda: None
 """
 
 ASKS = """
 import asyncio, sys
 from app import store
-from app.runners.tokenizer_trial import TokenizerTrials
-asyncio.run(TokenizerTrials(lambda _: False).check(store.find(sys.argv[1])))
+from app.runners.tokenizer_check import TokenizerChecker
+asyncio.run(TokenizerChecker(lambda _: False).check(store.find(sys.argv[1])))
 """
 
 
@@ -193,7 +193,7 @@ def test_no_process_is_left_behind_by_an_asker_that_was_killed(
 
 WATCHED = """
 import resource, time
-from app.runners.tokenizer_child import watch_memory
+from app.runners.tokenizer_check_main import watch_memory
 held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 watch_memory(held + (100 << 20))
 more = b"x" * (held + (200 << 20))

@@ -1,22 +1,22 @@
 """What a runner's process keeps for a parent that does not listen."""
 
 import asyncio
-import socket
+import os
 from pathlib import Path
 
 from app import store
 from app.core.settings import Settings
+from app.runners.child_process import PrivateSocket
 from app.runners.worker_protocol import WorkerInit
 from app.runners.worker_server import WorkerServer
 
 
 def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
     async def run() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = PrivateSocket()
         opening = WorkerInit(
             parent_pid=0,
-            socket_fd=listener.detach(),
-            secret="x",
+            socket_fd=os.dup(listener.fileno()),
             settings=Settings(watchdog=0.004),
             files=store.resolve(str(tiny_model)),
         )
@@ -28,5 +28,6 @@ def test_heartbeats_that_nobody_hears_do_not_pile_up(tiny_model: Path) -> None:
                 await asyncio.sleep(0.1)  # of which each takes a millisecond
                 assert service._events.qsize() <= 1
             beating.cancel()
+        listener.close()
 
     asyncio.run(run())

@@ -174,16 +174,6 @@ def test_more_dimensions_than_there_are_are_refused(tiny_model: Path):
     assert f"{WIDTH} dimensions" in error.message
 
 
-def test_another_model_is_not_served(tiny_model: Path):
-    async def run() -> None:
-        async with served(tiny_model) as (made, _):
-            await made.embed(asked("a", name="other"))
-
-    with pytest.raises(AppError, match="the model 'other' does not exist: ") as caught:
-        asyncio.run(run())
-    assert caught.value.kind == ErrorKind.MODEL_NOT_FOUND
-
-
 def test_a_model_of_mlx_lms_is_refused_with_the_reason(tmp_path: Path):
     parity.saved(test_mlx_lm_adapter.CASES[0], tmp_path)
     tiny.tokenizer().save(str(tmp_path / "tokenizer.json"))

@@ -36,15 +36,8 @@ from app.core.jobs import (
 )
 from app.core.model_files import ModelFiles
 from app.core.ports import Engine, RunnerStatus
-from app.core.requests import (
-    Conversation,
-    GenerateRequest,
-    JsonSchema,
-    Message,
-    PromptBatch,
-    Regex,
-    SamplingParams,
-)
+from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, PromptBatch, Regex
+from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.grammar import llguidance_backend
 from app.runners.admission import Admission
@@ -169,11 +162,6 @@ def refusal(
         events(files, runner, settings, **changes)
     assert not runner.jobs, "a refused request must not reach the runner"
     return caught.value
-
-
-def test_a_name_with_the_tag_latest_is_the_name_without(files: ModelFiles) -> None:
-    assert text_of(events(files, FakeRunner("hi"), model=f"{files.name}:latest")) == "hi"
-    assert refusal(files, model=f"{files.name}:8b").kind is ErrorKind.MODEL_NOT_FOUND
 
 
 def test_a_grammar_reaches_the_runner_as_it_is(files: ModelFiles) -> None:
@@ -330,7 +318,7 @@ def test_a_job_carries_what_the_request_asked(files: ModelFiles) -> None:
         sampling={"temperature": 0.5, "logit_bias": ((7, 1.0),)},
         max_tokens=9,
         top_logprobs=4,
-        reuse=False,
+        cache_prompt=False,
     )
     job = runner.jobs[0]
     assert job.prompt_token_ids == (1, 2, 3)
@@ -373,7 +361,6 @@ def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(files: ModelFile
 @pytest.mark.parametrize(
     ("changes", "kind", "param"),
     [
-        ({"model": "gpt-4"}, ErrorKind.MODEL_NOT_FOUND, "model"),
         ({"prompt": ""}, ErrorKind.INVALID, "prompt"),
         ({"prompt": (1, tiny.VOCAB)}, ErrorKind.INVALID, "prompt"),
         ({"prompt": (-1,)}, ErrorKind.INVALID, "prompt"),
@@ -547,8 +534,13 @@ def test_the_tokenizer_is_described_with_the_context_that_is_served(files: Model
 
 def capacity(context: int, **changes: Any) -> Capacity:
     """An engine in which a position takes one KiB."""
-    given: dict[str, Any] = {"parallel": 2, "kv_budget": 1 << 30, "kv_bytes": context << 10}
-    return Capacity(**{**given, "context": context, **changes})
+    given: dict[str, Any] = {
+        "parallel": 2,
+        "context_length": context,
+        "kv_budget": 1 << 30,
+        "kv_bytes_per_sequence": context << 10,
+    }
+    return Capacity(**{**given, **changes})
 
 
 def test_before_the_model_is_loaded_the_asked_context_counts(files: ModelFiles) -> None:
@@ -595,10 +587,10 @@ def test_an_answer_may_outgrow_a_context_that_shifts(
 def test_a_prompt_beyond_a_context_that_shifts_loses_its_middle(files: ModelFiles) -> None:
     runner = FakeRunner("x")
     text = "abcdefghij" * 20
-    events(files, runner, SHIFTING, prompt=tuple(range(200)), keep=10)
+    events(files, runner, SHIFTING, prompt=tuple(range(200)), num_keep=10)
     assert runner.jobs[0].prompt_token_ids == (*range(10), *range(200 - 53, 200))
     assert (len(runner.jobs[0].prompt_token_ids), runner.jobs[0].num_keep) == (63, 10)
-    events(files, runner, SHIFTING, prompt=text, keep=0)
+    events(files, runner, SHIFTING, prompt=text, num_keep=0)
     assert bytes(runner.jobs[1].prompt_token_ids).decode() == text[-63:]
 
 
@@ -609,7 +601,7 @@ def test_the_end_of_a_very_long_prompt_is_read_where_contexts_shift(files: Model
 
 
 @pytest.mark.parametrize(
-    ("prompt", "keep", "kept"),
+    ("prompt", "num_keep", "kept"),
     [
         ((1, 2, 3, 4, 5, 6), None, DEFAULT_NUM_KEEP),
         ((1, 2, 3, 4, 5, 6), 0, 0),
@@ -621,10 +613,10 @@ def test_the_end_of_a_very_long_prompt_is_read_where_contexts_shift(files: Model
     ],
 )
 def test_what_a_shift_never_discards(
-    files: ModelFiles, prompt: tuple[int, ...], keep: int | None, kept: int
+    files: ModelFiles, prompt: tuple[int, ...], num_keep: int | None, kept: int
 ) -> None:
     runner = FakeRunner("x")
-    events(files, runner, SHIFTING, prompt=prompt, keep=keep)
+    events(files, runner, SHIFTING, prompt=prompt, num_keep=num_keep)
     assert runner.jobs[0].num_keep == kept
     assert runner.jobs[0].prompt_token_ids[-1] == prompt[-1]
 

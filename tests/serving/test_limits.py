@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +17,34 @@ from hypothesis import strategies as st
 from app.core.embeddings import EmbedInput, EmbedRequest
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
+from app.core.ports import ResolvedModel
 from app.core.requests import Conversation, GenerateRequest, Message, PromptBatch
 from app.core.settings import Settings
-from app.serving.limits import LimitedGenerate
+from app.serving.limits import RequestLimits
 from tests import tiny
-from tests.fakes import FOREVER, HELLO, FakeGenerate, Pause, finish, text
+from tests.fakes import FOREVER, HELLO, FakeGenerate, FakeModel, Pause, finish, text
 from tests.runners.spawning import wait_until
 from tests.server_process import TIMEOUT, run_server
 
+MODEL = FakeModel()
 STOPPING = AppError(ErrorKind.STOPPING, "the server is shutting down")
 
 
-def asked(caller: str = "ann", **changes: Any) -> GenerateRequest:
+def make_request(caller: str = "ann", **changes: Any) -> GenerateRequest:
     return GenerateRequest(**{"model": "fake/model", "prompt": "hi", "caller": caller, **changes})
 
 
-def embedding(caller: str = "ann") -> EmbedRequest:
+def make_embed_request(caller: str = "ann") -> EmbedRequest:
     one = EmbedInput(content="hi", param="input")
     return EmbedRequest(model="fake/model", inputs=(one,), caller=caller)
 
 
-async def read(limited: LimitedGenerate, request: GenerateRequest) -> list[Event]:
-    async with limited.open(request) as events:
+def limit(generate: FakeGenerate, settings: Settings) -> RequestLimits:
+    return RequestLimits(generate, generate, settings)
+
+
+async def read(limited: RequestLimits, request: GenerateRequest) -> list[Event]:
+    async with limited.open(request, MODEL) as events:
         return [event async for event in events]
 
 
@@ -47,7 +54,7 @@ async def refusal(result: Awaitable[Any]) -> AppError:
     return caught.value
 
 
-async def settled() -> None:
+async def settle() -> None:
     """Returns when all that is under way waits for something, none of which is time."""
     for _ in range(50):
         await asyncio.sleep(0)
@@ -56,7 +63,7 @@ async def settled() -> None:
 class Held:
     """Answers that stay in the making."""
 
-    def __init__(self, limited: LimitedGenerate) -> None:
+    def __init__(self, limited: RequestLimits) -> None:
         self._limited = limited
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -65,7 +72,7 @@ class Held:
 
     async def _hold(self, request: GenerateRequest) -> asyncio.Task[Any]:
         self._tasks.append(asyncio.create_task(read(self._limited, request)))
-        await settled()
+        await settle()
         return self._tasks[-1]
 
     async def __aexit__(self, *_: object) -> None:
@@ -77,23 +84,27 @@ class Held:
 def test_without_limits_everything_passes():
     async def run() -> None:
         generate = FakeGenerate(HELLO)
-        limited = LimitedGenerate(generate, Settings())
-        assert await read(limited, asked()) == list(HELLO)
-        assert (await limited.embed(embedding())).vectors
+        limited = limit(generate, Settings())
+        assert await read(limited, make_request()) == list(HELLO)
+        assert (await limited.embed(make_embed_request(), MODEL)).vectors
         assert limited.list_models() == generate.cards
         assert limited.status() == generate.runner_status
         assert limited.list_model_states() == generate.list_model_states()
-        assert await limited.tokenize("A") == [65]
-        assert await limited.detokenize([65]) == "A"
-        assert await limited.get_token_bytes([65]) == [b"A"]
-        assert (await limited.get_tokenizer_info())["tokenizer_class"] == "Bytes"
+        assert limited.model_state(MODEL) == generate.model_state(MODEL)
+        assert await limited.tokenize(MODEL, "A") == [65]
+        assert await limited.detokenize(MODEL, [65]) == "A"
+        assert await limited.get_token_bytes(MODEL, [65]) == [b"A"]
+        assert (await limited.get_tokenizer_info(MODEL))["tokenizer_class"] == "Bytes"
         said = Conversation(messages=(Message(role="user", content="A"),))
-        assert await limited.tokenize_chat(replace(asked(), prompt=said)) == [65]
-        assert (await limited.load("fake/model", 5.0)).name == "fake/model"
-        assert (await limited.unload("fake/model")).phase == "unloaded"
-        await limited.discover("other")
+        assert await limited.tokenize_chat(MODEL, replace(make_request(), prompt=said)) == [65]
+        assert (await limited.load(MODEL, 5.0)).name == "fake/model"
+        assert (await limited.unload(MODEL)).phase == "unloaded"
+        assert await limited.resolve("fake/model") == MODEL
+        assert (await refusal(limited.resolve("other"))).kind is ErrorKind.MODEL_NOT_FOUND
+        await limited.rescan()
         assert generate.loaded == [("fake/model", 5.0)]
-        assert generate.discovered == ["other"]
+        assert generate.resolved == ["fake/model", "other"]
+        assert generate.rescans == 1
 
     asyncio.run(run())
 
@@ -103,32 +114,36 @@ def test_without_limits_everything_passes():
 
 def test_one_caller_gets_no_more_than_its_places_and_others_get_theirs():
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=2))
+        limited = limit(FakeGenerate([FOREVER]), Settings(max_per_key=2))
         async with Held(limited) as hold:
-            await hold(asked())
-            last = await hold(asked())
-            refused = await refusal(read(limited, asked()))
+            await hold(make_request())
+            last = await hold(make_request())
+            refused = await refusal(read(limited, make_request()))
             assert (refused.kind, refused.code) == (ErrorKind.BUSY, "too_many_requests")
             assert refused.retry_after == 1
-            assert not (await hold(asked("bob"))).done()
+            assert not (await hold(make_request("bob"))).done()
             # who has no key is a caller too
-            assert not (await hold(asked("", n=2))).done()
-            assert (await refusal(read(limited, asked("")))).kind is ErrorKind.BUSY
+            assert not (await hold(make_request("", n=2))).done()
+            assert (await refusal(read(limited, make_request("")))).kind is ErrorKind.BUSY
             last.cancel()
             await asyncio.gather(last, return_exceptions=True)
-            assert not (await hold(asked())).done()
+            assert not (await hold(make_request())).done()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(
     "request_",
-    [asked(n=3), asked(prompt=PromptBatch(prompts=("a", "b", "c"))), asked(n=4)],
+    [
+        make_request(n=3),
+        make_request(prompt=PromptBatch(prompts=("a", "b", "c"))),
+        make_request(n=4),
+    ],
     ids=["choices", "prompts", "more"],
 )
 def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: GenerateRequest):
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate(), Settings(max_per_key=2))
+        limited = limit(FakeGenerate(), Settings(max_per_key=2))
         refused = await refusal(read(limited, request_))
         assert refused.kind is ErrorKind.INVALID
         assert refused.param == ("n" if request_.n > 1 else "prompt")
@@ -139,11 +154,13 @@ def test_more_than_one_caller_can_ever_have_is_no_matter_of_waiting(request_: Ge
 
 def test_vectors_take_a_place_too():
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate([FOREVER]), Settings(max_per_key=1))
+        limited = limit(FakeGenerate([FOREVER]), Settings(max_per_key=1))
         async with Held(limited) as hold:
-            await hold(asked())
-            assert (await refusal(limited.embed(embedding()))).kind is ErrorKind.BUSY
-            assert (await limited.embed(embedding("bob"))).vectors
+            await hold(make_request())
+            assert (
+                await refusal(limited.embed(make_embed_request(), MODEL))
+            ).kind is ErrorKind.BUSY
+            assert (await limited.embed(make_embed_request("bob"), MODEL)).vectors
 
     asyncio.run(run())
 
@@ -159,12 +176,12 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = LimitedGenerate(generate, Settings(max_per_key=most))
+        limited = limit(generate, Settings(max_per_key=most))
         here = dict.fromkeys("abc", 0)
         stayed: list[asyncio.Task[Any]] = []
         try:
             for caller, count, stays in lives:
-                task = asyncio.create_task(read(limited, asked(caller, n=count)))
+                task = asyncio.create_task(read(limited, make_request(caller, n=count)))
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
                 fits = here[caller] + count <= most
@@ -180,7 +197,7 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
                 task.cancel()
             await asyncio.gather(*stayed, return_exceptions=True)
         for caller in here:
-            async with limited.open(asked(caller, n=most)):
+            async with limited.open(make_request(caller, n=most), MODEL):
                 pass
         assert len(generate.opened) == generate.num_closed
 
@@ -194,8 +211,8 @@ def test_whatever_comes_and_goes_a_place_is_taken_once_and_given_back(
 def test_an_answer_that_takes_too_long_ends_in_an_error(script: Any):
     async def run() -> None:
         generate = FakeGenerate(script)
-        limited = LimitedGenerate(generate, Settings(deadline=0.2))
-        refused = await refusal(read(limited, asked()))
+        limited = limit(generate, Settings(deadline=0.2))
+        refused = await refusal(read(limited, make_request()))
         assert refused.kind is ErrorKind.DEADLINE
         assert "0.2 s" in refused.message
         assert generate.num_closed == 1
@@ -206,10 +223,10 @@ def test_an_answer_that_takes_too_long_ends_in_an_error(script: Any):
 class Slow(FakeGenerate):
     """Takes for ever before it answers at all."""
 
-    async def embed(self, request: EmbedRequest) -> Any:
+    async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Any:
         await asyncio.sleep(1e6)
 
-    async def detokenize(self, ids: Any, model: str | None = None) -> str:
+    async def detokenize(self, model: ResolvedModel, ids: Any) -> str:
         await asyncio.sleep(1e6)
         return ""
 
@@ -217,12 +234,12 @@ class Slow(FakeGenerate):
 @pytest.mark.parametrize("ends", [False, True], ids=["deadline", "stopping"])
 def test_waiting_to_be_opened_counts_too(ends: bool):
     async def run() -> None:
-        limited = LimitedGenerate(Slow(), Settings(deadline=None if ends else 0.1))
+        limited = limit(Slow(), Settings(deadline=None if ends else 0.1))
         waits = [
-            asyncio.create_task(refusal(limited.embed(embedding()))),
-            asyncio.create_task(refusal(read(limited, asked(prompt=(1, 2))))),
+            asyncio.create_task(refusal(limited.embed(make_embed_request(), MODEL))),
+            asyncio.create_task(refusal(read(limited, make_request(prompt=(1, 2))))),
         ]
-        await settled()
+        await settle()
         if ends:
             limited.abort_all(STOPPING)
         for refused in await asyncio.gather(*waits):
@@ -235,8 +252,8 @@ def test_a_client_that_reads_slowly_gets_no_more_time():
     """What is there already needs no waiting, so nothing waited too long."""
 
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=0.5))
-        async with limited.open(asked()) as events:
+        limited = limit(FakeGenerate(HELLO), Settings(deadline=0.5))
+        async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
             await asyncio.sleep(0.6)
             assert (await refusal(anext(aiter(events)))).kind is ErrorKind.DEADLINE
@@ -246,8 +263,8 @@ def test_a_client_that_reads_slowly_gets_no_more_time():
 
 def test_a_deadline_is_no_business_of_an_answer_that_keeps_it():
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate(HELLO), Settings(deadline=60))
-        assert await read(limited, asked()) == list(HELLO)
+        limited = limit(FakeGenerate(HELLO), Settings(deadline=60))
+        assert await read(limited, make_request()) == list(HELLO)
 
     asyncio.run(run())
 
@@ -256,9 +273,9 @@ def test_time_limits_of_others_are_left_alone():
     """A TimeoutError from below is a fault, not this limit."""
 
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
+        limited = limit(FakeGenerate([TimeoutError("a disk")]), Settings(deadline=60))
         with pytest.raises(TimeoutError, match="a disk"):
-            await read(limited, asked())
+            await read(limited, make_request())
 
     asyncio.run(run())
 
@@ -270,15 +287,15 @@ def test_all_answers_end_with_the_reason_and_none_begins():
     async def run() -> None:
         script = [text("so"), FOREVER, finish()]
         generate = FakeGenerate(script)
-        limited = LimitedGenerate(generate, Settings())
+        limited = limit(generate, Settings())
         async with Held(limited) as hold:
-            answers = [await hold(asked()) for _ in range(3)]
+            answers = [await hold(make_request()) for _ in range(3)]
             limited.abort_all(STOPPING)
             for answer in answers:
                 assert await refusal(answer) is STOPPING
-            assert await refusal(read(limited, asked())) is STOPPING
-            assert await refusal(limited.embed(embedding())) is STOPPING
-            assert await refusal(limited.load("fake/model")) is STOPPING
+            assert await refusal(read(limited, make_request())) is STOPPING
+            assert await refusal(limited.embed(make_embed_request(), MODEL)) is STOPPING
+            assert await refusal(limited.load(MODEL)) is STOPPING
             assert len(generate.opened) == generate.num_closed
 
     asyncio.run(run())
@@ -286,8 +303,8 @@ def test_all_answers_end_with_the_reason_and_none_begins():
 
 def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
     async def run() -> None:
-        limited = LimitedGenerate(FakeGenerate(HELLO), Settings())
-        async with limited.open(asked()) as events:
+        limited = limit(FakeGenerate(HELLO), Settings())
+        async with limited.open(make_request(), MODEL) as events:
             await anext(aiter(events))
             limited.abort_all(STOPPING)
             assert await refusal(anext(aiter(events))) is STOPPING
@@ -298,13 +315,134 @@ def test_an_answer_that_nobody_listens_to_just_now_ends_at_its_next_word():
 def test_a_client_that_leaves_is_no_mistake_of_anybody():
     async def run() -> None:
         generate = FakeGenerate([FOREVER])
-        limited = LimitedGenerate(generate, Settings(deadline=60))
-        task = asyncio.create_task(read(limited, asked()))
-        await settled()
+        limited = limit(generate, Settings(deadline=60))
+        task = asyncio.create_task(read(limited, make_request()))
+        await settle()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert generate.num_closed == 1
+
+    asyncio.run(run())
+
+
+# Interrupting a stream
+
+
+@pytest.mark.parametrize("reason", ["deadline", "stopping"])
+def test_an_interrupted_stream_raises_where_its_reader_waits(reason: str):
+    """In that `__anext__` and in every later one; the reader's task is not cancelled."""
+
+    async def run() -> None:
+        limited = limit(
+            FakeGenerate([text("so"), FOREVER]),
+            Settings(deadline=0.1 if reason == "deadline" else None),
+        )
+        async with limited.open(make_request(), MODEL) as events:
+            await anext(events)
+            if reason == "stopping":
+                asyncio.get_running_loop().call_later(0.05, limited.abort_all, STOPPING)
+            interrupted = await refusal(anext(events))
+            kind = ErrorKind.DEADLINE if reason == "deadline" else ErrorKind.STOPPING
+            assert interrupted.kind is kind
+            assert await refusal(anext(events)) is interrupted
+            task = asyncio.current_task()
+            assert task is not None
+            assert task.cancelling() == 0
+            await asyncio.sleep(0)  # would raise a cancellation that is still to come
+
+    asyncio.run(run())
+
+
+def test_only_the_first_error_interrupts_a_stream():
+    async def run() -> None:
+        limited = limit(FakeGenerate([FOREVER]), Settings(deadline=0.05))
+        async with limited.open(make_request(), MODEL) as events:
+            assert (await refusal(anext(events))).kind is ErrorKind.DEADLINE
+            limited.abort_all(STOPPING)
+            assert (await refusal(anext(events))).kind is ErrorKind.DEADLINE
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("order", ["cancelled", "cancelled, aborted", "aborted, cancelled"])
+def test_a_cancellation_by_others_stays_a_cancellation(order: str):
+    """Also when the stream is interrupted in the same turn of the event loop."""
+
+    async def run() -> None:
+        generate = FakeGenerate([FOREVER])
+        limited = limit(generate, Settings(deadline=60))
+        task = asyncio.create_task(read(limited, make_request()))
+        await settle()
+        for step in order.split(", "):
+            if step == "cancelled":
+                task.cancel()
+            else:
+                limited.abort_all(STOPPING)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        assert task.cancelling() == 1
+        assert generate.num_closed == 1
+
+    asyncio.run(run())
+
+
+def test_an_error_below_that_a_cancellation_caused_leaves_no_cancellation_behind():
+    """A stream that is interrupted may fail in another way than by being cancelled."""
+
+    class Failing(FakeGenerate):
+        @asynccontextmanager
+        async def open(self, request: Any, model: Any) -> AsyncGenerator[AsyncIterator[Event]]:
+            async def events() -> AsyncGenerator[Event]:
+                yield text("so")
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    raise AppError(ErrorKind.ENGINE, "it broke") from None
+
+            yield events()
+
+    async def run() -> None:
+        limited = limit(Failing(), Settings())
+        async with limited.open(make_request(), MODEL) as events:
+            await anext(events)
+            asyncio.get_running_loop().call_later(0.02, limited.abort_all, STOPPING)
+            assert (await refusal(anext(events))).message == "it broke"
+            assert await refusal(anext(events)) is STOPPING
+            task = asyncio.current_task()
+            assert task is not None
+            assert task.cancelling() == 0
+
+    asyncio.run(run())
+
+
+def test_no_timeout_and_no_timer_is_made_per_event(monkeypatch: pytest.MonkeyPatch):
+    created: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            created[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    async def count_objects(num_events: int) -> dict[str, int]:
+        limited = limit(FakeGenerate([*[text("a")] * num_events, finish()]), Settings(deadline=60))
+        created.clear()
+        assert len(await read(limited, make_request())) == num_events + 1
+        return dict(created)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        count(asyncio.Timeout, "__init__")
+        for name in ("call_at", "call_later", "create_task", "create_future"):
+            count(loop, name)
+        few, many = await count_objects(1), await count_objects(1000)
+        assert few["__init__"] >= 1, "timeouts are counted"
+        assert few == many
 
     asyncio.run(run())
 

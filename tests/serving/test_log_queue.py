@@ -171,8 +171,8 @@ def test_lines_are_written_where_logging_enters_the_lock_of_each_handler(
 CRASHING = """
 import logging
 from app.core.settings import Settings
-from app.logs import configure
-configure(Settings(log_format="json"))
+from app.serving.logs import configure_logging
+configure_logging(Settings(log_format="json"))
 for n in range(2000):
     logging.getLogger("app.x").info("line %d", n)
 {end}

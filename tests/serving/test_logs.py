@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading, PrefillProgress
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
@@ -28,7 +27,7 @@ from app.serving.logs import (
     escape_control_characters,
 )
 from tests.api.asgi import Conversation, Reply
-from tests.fakes import CARD, FOREVER, FakeGenerate, finish, text
+from tests.fakes import CARD, FOREVER, FakeGenerate, build_fake_app, finish, text
 
 CHAT = "/v1/chat/completions"
 BODY: Any = {"model": CARD.id, "messages": [{"role": "user", "content": "what nobody may read"}]}
@@ -83,7 +82,7 @@ def ask(
     """One request to an application of its own, whatever becomes of it."""
 
     async def run() -> Reply:
-        app = build_app(generate or FakeGenerate(), Settings())
+        app = build_fake_app(generate or FakeGenerate(), Settings())
         method = "GET" if body is None else "POST"
         conversation = Conversation(app, method, path, json.dumps(body).encode(), headers)
         await asyncio.wait({conversation.task})
@@ -234,7 +233,9 @@ def hang_up_after(script: Any, part: bytes, **changes: Any) -> None:
 
     async def run() -> None:
         body = json.dumps({**BODY, "stream": True, **changes}).encode()
-        conversation = Conversation(build_app(FakeGenerate(script), Settings()), "POST", CHAT, body)
+        conversation = Conversation(
+            build_fake_app(FakeGenerate(script), Settings()), "POST", CHAT, body
+        )
         await conversation.until(lambda reply: part in reply.body)
         conversation.hang_up()
         await conversation.end()
@@ -274,7 +275,7 @@ def test_prompts_that_finished_count_as_their_usage_says(log: Any):
 
 def test_a_client_that_left_is_told(log: Any):
     async def run() -> None:
-        app = build_app(FakeGenerate([text("Hel"), FOREVER]), Settings())
+        app = build_fake_app(FakeGenerate([text("Hel"), FOREVER]), Settings())
         body = json.dumps({**BODY, "stream": True}).encode()
         conversation = Conversation(app, "POST", CHAT, body)
         await conversation.until(lambda reply: b"Hel" in reply.body)
@@ -382,7 +383,7 @@ def test_a_request_without_a_key_has_its_reason(log: Any):
     keyring = Keyring((ApiKey(name="ada", digest=hash_key("mr-secret")),))
 
     async def run() -> None:
-        app = build_app(FakeGenerate(), Settings(), keyring=keyring)
+        app = build_fake_app(FakeGenerate(), Settings(), keyring=keyring)
         for headers in ({}, {"authorization": "Bearer mr-wrong"}):
             body = json.dumps(BODY).encode()
             await Conversation(app, "POST", CHAT, body, headers).end()
@@ -425,7 +426,7 @@ def test_a_path_is_told_as_it_was_sent(log: Any):
     """Unquoted, it could hold anything."""
 
     async def run() -> None:
-        app = build_app(FakeGenerate(), Settings())
+        app = build_fake_app(FakeGenerate(), Settings())
         conversation = Conversation(app, "GET", "/a%20200%20ms=0%0ax")
         await conversation.end()
 

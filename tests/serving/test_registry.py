@@ -32,14 +32,14 @@ def opened(settings: Settings) -> ModelRegistry:
     )
 
 
-def looked(catalogue: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[Any]]) -> list[str]:
+def looked(registry: ModelRegistry, look: Callable[[ModelRegistry], Awaitable[Any]]) -> list[str]:
     """The names that can be asked for afterwards."""
 
     async def run() -> None:
-        await look(catalogue)
+        await look(registry)
 
     asyncio.run(run())
-    return [entry.served.name for entry in catalogue.entries()]
+    return [entry.served.name for entry in registry.entries()]
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def test_two_models_of_one_name_are_refused(tiny_model: Path):
 
 
 def test_the_tag_that_ollamas_clients_write_out_is_none():
-    catalogue = opened(Settings())
-    assert catalogue.find("builtin:latest") is catalogue.find("builtin")
-    assert catalogue.find("builtin:other") is None
+    registry = opened(Settings())
+    assert registry.find("builtin:latest") is registry.find("builtin")
+    assert registry.find("builtin:other") is None
 
 
 def test_what_is_installed_is_only_served_where_that_was_asked_for(hub: Path, tiny_model: Path):
@@ -106,29 +106,29 @@ def test_a_model_that_was_installed_meanwhile_is_found_by_its_name(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
-    catalogue = opened(Settings(installed=True))
+    registry = opened(Settings(installed=True))
 
-    async def look(catalogue: ModelRegistry) -> None:
-        await catalogue.discover("org/tiny")
-        assert catalogue.find("org/tiny") is None
+    async def look(registry: ModelRegistry) -> None:
+        await registry.discover("org/tiny")
+        assert registry.find("org/tiny") is None
         install(hub, tiny_model, "org/tiny")
-        await asyncio.gather(*(catalogue.discover("org/tiny") for _ in range(5)))
+        await asyncio.gather(*(registry.discover("org/tiny") for _ in range(5)))
 
-    assert looked(catalogue, look) == ["builtin", "org/tiny"]
-    entry = catalogue.find("org/tiny")
+    assert looked(registry, look) == ["builtin", "org/tiny"]
+    entry = registry.find("org/tiny")
     assert entry is not None
     assert entry.served.keep_alive == 300
-    assert asyncio.run(catalogue.load_verified_files(entry.served)).name == "org/tiny"
+    assert asyncio.run(registry.load_verified_files(entry.served)).name == "org/tiny"
 
 
 def test_a_name_is_never_a_path(hub: Path, tiny_model: Path):
     """Whatever is installed, a request opens nothing that has no name of its own."""
     install(hub, tiny_model, "org/tiny")
-    catalogue = opened(Settings(installed=True))
+    registry = opened(Settings(installed=True))
     relative = os.path.relpath(tiny_model)
     for name in (str(tiny_model), relative, "./", "..", "org/../org/tiny", "/etc/passwd", "~"):
-        looked(catalogue, lambda c, name=name: c.discover(name))
-        assert catalogue.find(name) is None
+        looked(registry, lambda c, name=name: c.discover(name))
+        assert registry.find(name) is None
 
 
 def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
@@ -136,8 +136,8 @@ def test_a_broken_model_is_not_offered(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/broken")
     (config,) = (hub / "models--org--broken").rglob("config.json")
     config.write_text("{")
-    catalogue = opened(Settings(installed=True))
-    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    registry = opened(Settings(installed=True))
+    assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
 
 def test_a_disk_that_cannot_be_read_takes_nothing_away(
@@ -145,8 +145,8 @@ def test_a_disk_that_cannot_be_read_takes_nothing_away(
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
-    catalogue = opened(Settings(installed=True))
-    assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+    registry = opened(Settings(installed=True))
+    assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
 
     def broken() -> Iterator[store.InstalledModel]:
         raise AppError(ErrorKind.MODEL_FILES, "the cache cannot be read: Input/output error")
@@ -154,20 +154,20 @@ def test_a_disk_that_cannot_be_read_takes_nothing_away(
     with monkeypatch.context() as patch:
         patch.setattr(store, "list_installed", broken)
         for _ in range(2):
-            names = looked(catalogue, lambda c: c.discover("org/other"))
+            names = looked(registry, lambda c: c.discover("org/other"))
         assert names == ["builtin", "org/tiny"]
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert "Input/output error" in caplog.text
     shutil.rmtree(hub)
-    assert looked(catalogue, lambda c: c.rescan()) == ["builtin"]
+    assert looked(registry, lambda c: c.rescan()) == ["builtin"]
 
 
 def test_a_name_given_at_start_wins_over_an_installed_one(hub: Path, tiny_model: Path):
     install(hub, tiny_model, "org/tiny")
     mine = ModelSettings(name=str(tiny_model), alias="org/tiny")
-    catalogue = opened(Settings(installed=True, models=(mine,)))
-    assert looked(catalogue, lambda c: c.rescan()) == ["org/tiny", "builtin"]
-    entry = catalogue.find("org/tiny")
+    registry = opened(Settings(installed=True, models=(mine,)))
+    assert looked(registry, lambda c: c.rescan()) == ["org/tiny", "builtin"]
+    entry = registry.find("org/tiny")
     assert entry is not None
     assert entry.served.source == str(tiny_model)
 
@@ -177,15 +177,15 @@ def test_an_entry_is_the_same_as_long_as_its_files_are(
 ):
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     install(hub, tiny_model, "org/tiny")
-    catalogue = opened(Settings(installed=True))
+    registry = opened(Settings(installed=True))
     seen: list[object] = []
     for _ in range(2):
-        looked(catalogue, lambda c: c.rescan())
-        seen.append(catalogue.find("org/tiny"))
+        looked(registry, lambda c: c.rescan())
+        seen.append(registry.find("org/tiny"))
     [config] = (hub / "models--org--tiny").rglob("config.json")
     (config.parent / "generation_config.json").write_text('{"top_k": 7}')
-    looked(catalogue, lambda c: c.rescan())
-    assert seen[0] is seen[1] is not catalogue.find("org/tiny")
+    looked(registry, lambda c: c.rescan())
+    assert seen[0] is seen[1] is not registry.find("org/tiny")
 
 
 def test_clients_that_come_and_go_have_files_read_once_at_a_time(
@@ -193,7 +193,7 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
 ):
     """Digests of a large model take minutes the first time, and a thread cannot be ended."""
     (entry,) = (
-        catalogue := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
+        registry := opened(Settings(models=(ModelSettings(name=str(tiny_model)),)))
     ).entries()
     let, reading, begun = threading.Event(), threading.Event(), list[str | None]()
 
@@ -209,35 +209,35 @@ def test_clients_that_come_and_go_have_files_read_once_at_a_time(
 
     async def run() -> None:
         for _ in range(5):
-            asking = asyncio.create_task(catalogue.load_verified_files(entry.served))
+            asking = asyncio.create_task(registry.load_verified_files(entry.served))
             assert await asyncio.to_thread(reading.wait, 10)
             asking.cancel()
         assert len(begun) == 1
         waiting = [
-            asyncio.create_task(catalogue.load_verified_files(entry.served)) for _ in range(2)
+            asyncio.create_task(registry.load_verified_files(entry.served)) for _ in range(2)
         ]
         await asyncio.sleep(0)
         let.set()
         assert {str(e) for e in await asyncio.gather(*waiting, return_exceptions=True)} == {
             "a digest is wrong"
         }
-        assert (await catalogue.load_verified_files(entry.served)).name == entry.served.name
+        assert (await registry.load_verified_files(entry.served)).name == entry.served.name
 
     asyncio.run(run())
 
 
 def test_files_are_read_anew_for_each_load(tmp_path: Path):
     folder = tiny.write(tmp_path / "model")
-    catalogue = opened(Settings(models=(ModelSettings(name=str(folder)),)))
-    (entry,) = catalogue.entries()
-    assert asyncio.run(catalogue.load_verified_files(entry.served)) == entry.files
+    registry = opened(Settings(models=(ModelSettings(name=str(folder)),)))
+    (entry,) = registry.entries()
+    assert asyncio.run(registry.load_verified_files(entry.served)) == entry.files
     (folder / "model.safetensors").unlink()
     with pytest.raises(AppError) as caught:
-        asyncio.run(catalogue.load_verified_files(entry.served))
+        asyncio.run(registry.load_verified_files(entry.served))
     assert caught.value.kind is ErrorKind.MODEL_FILES
     shutil.rmtree(folder)
     with pytest.raises(AppError, match="the files of model no longer exist") as caught:
-        asyncio.run(catalogue.load_verified_files(entry.served))
+        asyncio.run(registry.load_verified_files(entry.served))
     assert caught.value.kind is ErrorKind.MODEL_FILES, "it is still served, and listed"
 
 
@@ -251,8 +251,8 @@ def test_that_installed_models_are_broken_is_told_once(
     install(hub, tiny_model, "org/broken")
     [config] = (hub / "models--org--broken").rglob("config.json")
     config.write_text("{")
-    catalogue = opened(Settings(installed=True))
+    registry = opened(Settings(installed=True))
     for _ in range(3):
-        assert looked(catalogue, lambda c: c.rescan()) == ["builtin", "org/tiny"]
+        assert looked(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
     told = "1 installed models cannot be served: `mlxrunner list` shows why"
     assert caplog.messages == [told]

@@ -27,7 +27,7 @@ from app.core.requests import Conversation, GenerateRequest, Message, PromptBatc
 from app.core.settings import Settings
 from app.serving.otel_tracing import OtelTracing, split_phases
 from app.serving.tracing import create_tracing
-from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, Script, text
+from tests.fakes import CARD, FOREVER, HELLO, FakeGenerate, FakeModel, Script, text
 from tests.server_process import ROOT, TIMEOUT, run_server
 
 SECRET = "what nobody may read"
@@ -129,9 +129,9 @@ def after(
 
     async def one(traced: ObservedGenerate) -> None:
         if isinstance(request, EmbedRequest):
-            await traced.embed(request)
+            await traced.embed(request, FakeModel())
             return
-        async with traced.open(request) as events:
+        async with traced.open(request, FakeModel()) as events:
             if leave:
                 await anext(events)
                 return
@@ -285,24 +285,24 @@ def test_vectors_are_an_operation_of_their_own(collector: Collector):
 
 MANY = """
 import asyncio, sys, time
-import app.spans
+import app.serving.otel_tracing
 from app.core.settings import Settings
-from app.core.watched import Watched
-from app.tracing import tracing_of
-from tests.fakes import FakeGenerate, finish
-from tests.test_tracing import CHAT, drain
+from app.core.observers import ObservedGenerate
+from app.serving.tracing import create_tracing
+from tests.fakes import FakeGenerate, FakeModel, finish
+from tests.serving.test_tracing import CHAT, drain
 
 app.serving.otel_tracing._SHUTDOWN_TIMEOUT = 0.5  # so that this test is not long
 
 async def main():
-    spans = tracing_of(Settings(otlp=sys.argv[1]))
-    watched = Watched(FakeGenerate([finish()]), spans.watch)
+    tracing = create_tracing(Settings(otlp=sys.argv[1]))
+    observed = ObservedGenerate(FakeGenerate([finish()]), tracing.observe)
     began = time.monotonic()
     for _ in range(1000):  # more spans than fit into the queue
-        async with watched.open(CHAT) as events:
+        async with observed.open(CHAT, FakeModel()) as events:
             await drain(events)
     print(time.monotonic() - began)
-    await spans.stop()
+    await tracing.stop()
 
 asyncio.run(main())
 """
@@ -330,7 +330,8 @@ def test_an_address_that_is_none_is_refused(address: str):
 def test_a_collector_may_say_the_path_itself(collector: Collector):
     async def run() -> None:
         spans = OtelTracing(Settings(otlp=f"{collector.address}/here"))
-        async with ObservedGenerate(FakeGenerate(HELLO), spans.observe).open(CHAT) as events:
+        observed = ObservedGenerate(FakeGenerate(HELLO), spans.observe)
+        async with observed.open(CHAT, FakeModel()) as events:
             await drain(events)
         await spans.stop()
 

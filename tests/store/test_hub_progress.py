@@ -14,10 +14,10 @@ class Terminal(io.StringIO):
 
 def test_a_log_gets_whole_lines_and_few() -> None:
     out = io.StringIO()
-    meter = DownloadProgress(2_000_000, 500_000, out)
+    progress = DownloadProgress(2_000_000, 500_000, out)
     for _ in range(1_000):
-        meter.add(1_500)
-    meter.close()
+        progress.add(1_500)
+    progress.close()
     [line] = out.getvalue().splitlines()
     assert line.startswith("2.00 MB of 2.00 MB (100 %), ")
     assert "\r" not in line
@@ -25,29 +25,29 @@ def test_a_log_gets_whole_lines_and_few() -> None:
 
 def test_a_terminal_gets_one_line_that_is_written_over() -> None:
     out = Terminal()
-    meter = DownloadProgress(1_000, 0, out)
-    meter.add(250)
-    meter.close()
+    progress = DownloadProgress(1_000, 0, out)
+    progress.add(250)
+    progress.close()
     assert out.getvalue().startswith("\r250 B of 1.00 kB (25 %)")
     assert out.getvalue().count("\n") == 1
 
 
 def test_a_stopped_meter_stops_whoever_counts() -> None:
-    meter = DownloadProgress(10, 0, io.StringIO())
-    meter.stop()
-    with pytest.raises(DownloadStopped), ProgressBarAdapter(meter)(total=10, unit="B") as bar:
+    progress = DownloadProgress(10, 0, io.StringIO())
+    progress.stop()
+    with pytest.raises(DownloadStopped), ProgressBarAdapter(progress)(total=10, unit="B") as bar:
         bar.update(1)
 
 
 def test_a_bar_can_go_back() -> None:
     out = io.StringIO()
-    meter = DownloadProgress(10, 0, out)
-    with ProgressBarAdapter(meter)() as bar:
+    progress = DownloadProgress(10, 0, out)
+    with ProgressBarAdapter(progress)() as bar:
         bar.update(10)
         bar.update(-10)
         bar.update(None)
         bar.update(3)
-    meter.close()
+    progress.close()
     assert out.getvalue().startswith("3 B of 10 B (30 %)")
 
 

@@ -15,7 +15,9 @@ ALL = (
 )
 MINDS = {
     "requires_tool_list": "{% if tools is none %}{{ raise_exception('x') }}{% endif %}",
-    "requires_tool_description": "{% for t in tools or [] %}{{ '' + t.function.description }}{% endfor %}",
+    "requires_tool_description": (
+        "{% for t in tools or [] %}{{ '' + t.function.description }}{% endfor %}"
+    ),
     "requires_string_arguments": (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}"
         "{{ '' + c.function.arguments }}{% endfor %}{% endfor %}"

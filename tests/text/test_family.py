@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from app.grammar.constraint import ReasoningTags
 from app.text import families
-from app.text.family import ChatFamily, ReasoningTags, find_family
+from app.text.family import ChatFamily, find_family
 from tests.text.families.reading import check_text, content, reasoning
 from tests.text.families.rows import roundtrip, templates
 
@@ -57,7 +58,7 @@ def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "thought", "said"),
+    ("text", "in_reasoning", "thought", "said"),
     [
         ("<think>a</think>b", False, "a", "b"),
         ("\n<think>\na\n</think>\n\nb\n", False, "a", "b\n"),
@@ -73,8 +74,8 @@ def test_a_family_claims_no_text_that_only_speaks_of_thinking(module):
         ("", True, "", ""),
     ],
 )
-def test_reasoning_stands_in_tags_at_the_beginning(text, opened, thought, said):
-    pieces = check_text(ChatFamily(), text, tools=[], tags=TAGS, opened=opened)
+def test_reasoning_stands_in_tags_at_the_beginning(text, in_reasoning, thought, said):
+    pieces = check_text(ChatFamily(), text, tools=[], tags=TAGS, in_reasoning=in_reasoning)
     assert (reasoning(pieces), content(pieces)) == (thought, said)
 
 

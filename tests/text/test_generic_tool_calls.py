@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 
 from app.core.requests import Message
-from app.text.family import ReasoningTags
+from app.grammar.constraint import ReasoningTags
 from app.text.generic_tool_calls import GenericFamily, render_tools_as_text
 from app.text.syntax.output_parser import Content, Reasoning, ToolCallStart
 from tests.text.families.reading import check_prose, check_text, mixtures, prose
@@ -41,8 +41,8 @@ def test_calls_are_written_as_the_model_is_asked_to_write_them() -> None:
 
 def test_what_is_told_of_a_call_is_read_as_that_call() -> None:
     written = render_tools_as_text([USER, calls("Oslo")], [WEATHER])[-1].content or ""
-    splitter = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    pieces = splitter.feed(written) + splitter.flush()
+    parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
+    pieces = parser.feed(written) + parser.flush()
     assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == ["get_weather"]
 
 
@@ -61,11 +61,11 @@ def test_a_result_names_its_function_where_it_says_so() -> None:
 def test_reasoning_is_read_before_calls_whatever_its_tags() -> None:
     """Glimmer's begins with a space, and what follows it with the beginning of a message."""
     tags = ReasoningTags(open=" to=self<|message|>", close="<|eom|>")
-    splitter = GenericFamily("<|start|>assistant").build_parser(
+    parser = GenericFamily("<|start|>assistant").build_parser(
         tools=[WEATHER], tags=tags, in_reasoning=False
     )
     text = f" to=self<|message|>Hm.<|eom|><|start|>assistant{CALL}"
-    pieces = splitter.feed(text) + splitter.flush()
+    pieces = parser.feed(text) + parser.flush()
     assert [piece.text for piece in pieces if isinstance(piece, Reasoning)] == ["Hm."]
     assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == ["get_weather"]
     assert not any(isinstance(piece, Content) for piece in pieces)

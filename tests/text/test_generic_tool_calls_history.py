@@ -34,8 +34,8 @@ TWO = (
 def test_what_a_family_writes_it_reads_back(family: ChatFamily) -> None:
     text = family.render_calls(TWO)
     assert text is not None
-    splitter = family.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    pieces = [*splitter.feed(text), *splitter.flush()]
+    parser = family.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
+    pieces = [*parser.feed(text), *parser.flush()]
     assert [piece.name for piece in pieces if isinstance(piece, ToolCallStart)] == [
         "get_weather",
         "now",

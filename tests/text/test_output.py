@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 
 from app.core.events import ReasoningDelta, TextDelta, ToolCallDelta
 from app.core.jobs import Token
+from app.grammar.constraint import ReasoningTags
 from app.text.families.hermes import Family
-from app.text.family import ReasoningTags
 from app.text.output import ChoiceOutputProcessor, OutputOptions
 from app.text.tokenizer import Tokenizer
 from tests import tiny
@@ -90,15 +90,15 @@ Segments = st.lists(
 
 
 def hermes(
-    *stops: str, opened: bool = False, choice: int = 0, **reading: Any
+    *stops: str, in_reasoning: bool = False, choice: int = 0, **options: Any
 ) -> ChoiceOutputProcessor:
     """An answer of a model that reasons and calls."""
     return ChoiceOutputProcessor(
         TOKENIZER,
         choice=choice,
         prompt_ids=(65,),
-        options=OutputOptions(stop_strings=stops, **reading),
-        parser=Family().build_parser(tools=[WEATHER], tags=THINK, in_reasoning=opened),
+        options=OutputOptions(stop_strings=stops, **options),
+        parser=Family().build_parser(tools=[WEATHER], tags=THINK, in_reasoning=in_reasoning),
     )
 
 
@@ -166,7 +166,7 @@ def test_tokens_are_told_once_and_in_order_and_none_behind_the_end(
     segments: list[str], stops: list[str], parallel: bool
 ) -> None:
     raw = "".join(segments).encode()
-    made = hermes(*stops, ids=True, parallel=parallel)
+    made = hermes(*stops, return_token_ids=True, parallel_tool_calls=parallel)
     deltas = fed(made, raw, logprobs=True)
     ids = told_ids(deltas)
     assert ids == list(raw[: len(ids)])
@@ -223,7 +223,7 @@ class TestWhereAStopStringStands:
 
 def test_the_models_own_end_ends_reasoning_and_calls_too() -> None:
     for text in ("<think>so<end>more", f"{CALL[:60]}<end>more", "some<end>more"):
-        made = hermes(stops=("<end>",))
+        made = hermes(model_stops=("<end>",))
         deltas = fed(made, text.encode())
         assert made.stopped
         assert made.matched_stop is None
@@ -232,7 +232,7 @@ def test_the_models_own_end_ends_reasoning_and_calls_too() -> None:
 
 
 def test_a_second_call_ends_an_answer_that_may_hold_one() -> None:
-    made = hermes(parallel=False, ids=True)
+    made = hermes(parallel_tool_calls=False, return_token_ids=True)
     raw = f"Look. {CALL}\n{CALL} done".encode()
     deltas = fed(made, raw)
     assert folded(deltas) == ("Look.", "", [("get_weather", '{"city": "a日"}')])
@@ -266,12 +266,12 @@ def test_special_tokens_are_read_where_they_mark_something_and_never_else() -> N
     begin, end = (tokenizer.added_token_to_id(text) or 0 for text in ("<think>", "</think>"))
     raw = [begin, *b"hm", end, *b"yes", tiny.BOS]
 
-    def read(shown: frozenset[int]) -> tuple[str, str, list[tuple[str, str]]]:
+    def read(visible: frozenset[int]) -> tuple[str, str, list[tuple[str, str]]]:
         made = ChoiceOutputProcessor(
             tokenizer,
             choice=0,
             prompt_ids=(65,),
-            options=OutputOptions(visible_special_ids=shown),
+            options=OutputOptions(visible_special_ids=visible),
             parser=Family().build_parser(tools=[], tags=THINK, in_reasoning=False),
         )
         return folded(fed(made, raw))
@@ -281,7 +281,7 @@ def test_special_tokens_are_read_where_they_mark_something_and_never_else() -> N
 
 
 def test_ids_that_a_family_gives_twice_are_given_once() -> None:
-    made = hermes(call_id=lambda _: "same")
+    made = hermes(make_call_id=lambda _: "same")
     deltas = fed(made, f"{CALL}\n{CALL}".encode())
     ids = [delta.id for delta in deltas if isinstance(delta, ToolCallDelta) and delta.id]
     assert ids[0] == "same"

@@ -1,11 +1,11 @@
-"""What the engines count, model by model, read when somebody scrapes.
+"""A Prometheus collector for engine metrics, per model, read at each scrape.
 
-Knows: prometheus_client, and which of vLLM's names means which of our figures. Must not know: how
+Knows: prometheus_client, the mapping from vLLM's metric names to our figures. Must not know: how
 they are counted.
 
-A family is called vllm:… where vLLM has one of the same meaning (vllm/v1/metrics/loggers.py,
-docs/design/metrics.md), so that its dashboards work, and mlxrunner_… where it has none. No figure
-is told under two names.
+A family is named vllm:… where vLLM has one with the same meaning (vllm/v1/metrics/loggers.py,
+docs/design/metrics.md), so that its dashboards work, and mlxrunner_… otherwise. No figure is
+exported under two names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from app.api.metrics.request_metrics import ENGINE_INDEX, LABELS
 from app.core.jobs import PREFIX_HIT_BUCKETS
 from app.core.model_state import ModelPhase, ModelState
-from app.core.ports import Generate, RunnerState
+from app.core.ports import Models, RunnerState
 
 _SERVER_STATES: Sequence[RunnerState] = get_args(RunnerState)
 _PHASES: Sequence[ModelPhase] = get_args(ModelPhase)
@@ -28,14 +28,14 @@ MetricRow = tuple[str, str, Callable[[ModelState], float | None]]
 
 
 def _kv_usage(state: ModelState) -> float:
-    """The part that running sequences hold of all that is there for caches. What nobody runs on
-    counts as free, as vLLM counts it: it leaves when it is needed."""
+    """Returns the share of cache memory used by running sequences. Cached prefixes that no sequence
+    uses count as free, as in vLLM: they are evicted on demand."""
     ledger = state.stats.ledger
     room = ledger.kv + ledger.prefix + ledger.free
     return ledger.kv / room if room > 0 else 0.0
 
 
-# None: not known, and so not told
+# None: unknown, and not exported
 GAUGES: Sequence[MetricRow] = (
     ("vllm:num_requests_running", "Requests running in the engine", lambda s: s.stats.running),
     (
@@ -91,7 +91,7 @@ GAUGES: Sequence[MetricRow] = (
     ),
 )
 
-# without the _total that their samples end on
+# without the suffix _total of their samples
 COUNTERS: Sequence[MetricRow] = (
     (
         "vllm:prompt_tokens",
@@ -150,24 +150,25 @@ COUNTERS: Sequence[MetricRow] = (
 
 
 class EngineCollector(Collector):
-    """Counters only grow: `ModelState.stats` goes on when a model's engine is replaced by another
-    one."""
+    """Exports the state of every model. Counters only grow: `ModelState.stats` carries over when a
+    model's engine is replaced."""
 
     def __init__(self) -> None:
         self._server_state: RunnerState = "loading"
         self._states: Sequence[ModelState] = ()
 
-    def refresh(self, generate: Generate) -> Sequence[ModelState]:
-        """On the event loop, which owns what it looks at: what the next scrape tells."""
-        self._server_state, self._states = generate.status().state, generate.list_model_states()
+    def refresh(self, models: Models) -> Sequence[ModelState]:
+        """Takes the snapshot for the next scrape. Call on the event loop, which owns the state."""
+        self._server_state, self._states = models.status().state, models.list_model_states()
         return self._states
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: so that registering collects nothing, which is not there yet."""
+        """Returns nothing, so that registration does not call `collect` before the first
+        snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """On any thread."""
+        """Yields the metrics. May be called on any thread."""
         now, states = self._server_state, self._states
         whole = GaugeMetricFamily(
             "mlxrunner_state", "1 for the current state of the server", labels=["state"]
@@ -228,7 +229,7 @@ def _prefix_cache_metrics(states: Iterable[ModelState]) -> Iterator[Metric]:
         buckets = list(
             zip(bounds, map(float, accumulate(state.stats.prefix_hit_counts)), strict=True)
         )
-        # what all lookups found together is what was cached
+        # the sum over all lookups is the number of cached tokens
         hits.add_metric(labels, buckets, sum_value=state.stats.cached_tokens)
         for reason, count in state.stats.prefix_miss_counts:
             misses.add_metric([*labels, reason], count)

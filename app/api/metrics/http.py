@@ -1,8 +1,7 @@
-"""Bodies, work on threads and the event loop's lag, as Prometheus reads them.
+"""Prometheus collectors for the HTTP layer: connections and responses, request bodies, work on
+threads and event loop lag.
 
 Knows: prometheus_client. Must not know: how anything is counted.
-
-What comes to the door, as Prometheus reads it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from app.core.server_stats import LAG_BUCKETS, ConnectionStats
 
 
 class HttpCollector(Collector):
-    """Those of one server."""
+    """Exports the connection counters of one server."""
 
     def __init__(self, traffic: ConnectionStats) -> None:
         self._traffic = traffic
@@ -26,7 +25,8 @@ class HttpCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """On any thread, beside the event loop, which writes: so copies are read."""
+        """Yields the metrics. May run on any thread while the event loop writes, so it reads
+        copies."""
         traffic = self._traffic
         yield GaugeMetricFamily(
             "mlxrunner_http_connections", "Open connections", value=traffic.open_connections
@@ -57,7 +57,7 @@ class HttpCollector(Collector):
 
 
 class FrontendCollector(Collector):
-    """Those of one server."""
+    """Exports the load figures of one server."""
 
     def __init__(self, stats: FrontendStats) -> None:
         self._stats = stats
@@ -66,7 +66,7 @@ class FrontendCollector(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """On any thread, beside the event loop, which writes."""
+        """Yields the metrics. May run on any thread while the event loop writes."""
         bodies, workers = self._stats.bodies, self._stats.workers
         for name, text, value in (
             ("mlxrunner_http_bodies", "Request bodies in flight", bodies.in_flight),

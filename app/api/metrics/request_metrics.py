@@ -1,7 +1,7 @@
-"""The families of figures that are counted request by request: names, words, bounds.
+"""The metric families that are counted per request: names, labels, bucket bounds.
 
-Knows: prometheus_client, vLLM's names and bounds (vllm/v1/metrics/loggers.py). Must not know: what
-a request is, when anything is counted.
+Knows: prometheus_client, vLLM's names and bounds (vllm/v1/metrics/loggers.py). Must not know:
+requests, when anything is counted.
 """
 
 from bisect import bisect_left
@@ -16,12 +16,12 @@ from prometheus_client.registry import Collector
 
 from app.core.errors import ErrorKind
 
-# of every family that tells of a model. engine: vLLM's number of a replica, of which we have one
+# labels of every per-model family. engine: vLLM's replica number; there is only one here
 LABELS = ("model_name", "engine")
 ENGINE_INDEX = "0"
 
-# Bounds in seconds. vLLM's, with finer ones below: a small model on a good machine takes a
-# millisecond for a token, and a cached prompt ten.
+# Bounds in seconds: vLLM's, with finer ones added. A small model on a fast machine takes a
+# millisecond per token, and a cached prompt ten.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -37,7 +37,8 @@ REQUEST_LATENCY_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-# tokens: 1, 2, 5, 10, … 1,000,000; vLLM's end with the model's context, and there are many models
+# tokens: 1, 2, 5, 10, … 1,000,000; vLLM's end at the model's context length, but there are many
+# models
 TOKEN_COUNT_BUCKETS = (*(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5)), 1_000_000)
 CHOICE_COUNT_BUCKETS = (1, 2, 5, 10, 20)
 
@@ -121,12 +122,12 @@ HISTOGRAMS: Mapping[HistogramKey, tuple[str, str, Sequence[float]]] = {
     ),
 }
 
-# vLLM's words for how a request of the engine ends
+# vLLM's finish reasons of an engine request
 FinishedReason = Literal["stop", "length", "abort", "error"]
 FINISHED_REASONS: Sequence[FinishedReason] = ("stop", "length", "abort", "error")
 
 
-# errors that happen to a server that is well, or that somebody is to hear of
+# errors that occur on a healthy server, or that an alert may use
 _ERRORS_FROM_ZERO = (
     ErrorKind.INVALID,
     ErrorKind.CONTEXT_LENGTH,
@@ -141,7 +142,7 @@ _ERRORS_FROM_ZERO = (
 
 
 class MetricFamilies:
-    """Those of one registry."""
+    """The families of one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._histograms: Mapping[HistogramKey, Histogram] = {
@@ -184,7 +185,7 @@ class MetricFamilies:
 
 
 class ModelMetrics:
-    """What is counted of one model."""
+    """The metrics of one model."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class ModelMetrics:
         self._embeddings = embeddings
         self._inter_token_latency = inter_token_latency
         self._model = model
-        # told from zero: whoever asks how much a counter grew must see it before it does
+        # exported from zero: an increase is only visible if the counter existed before
         inter_token_latency.add(model, ())
         for kind in _ERRORS_FROM_ZERO:
             errors.labels(model, ENGINE_INDEX, kind)
@@ -226,8 +227,9 @@ class ModelMetrics:
 
 
 class InterTokenLatency(Collector):
-    """The time between tokens. An answer may have tens of thousands, which are told at once, on the
-    event loop: the library's own histogram takes 48 ms for 32,768, and this one takes five."""
+    """A histogram of the time between tokens. A response may have tens of thousands, which are
+    recorded at once on the event loop: for 32,768 values the library's histogram takes 48 ms, this
+    one five."""
 
     NAME = "vllm:inter_token_latency_seconds"
     TEXT = "Time between consecutive output tokens, recorded when the choice finishes"
@@ -251,7 +253,7 @@ class InterTokenLatency(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self.NAME, self.TEXT, labels=LABELS)
         bounds = [*map(str, TOKEN_LATENCY_BUCKETS), "+Inf"]
-        # copies, each made at once: this runs on a thread, beside the event loop's `add`
+        # copies, each made in one step: this runs on a thread while the event loop calls `add`
         for model, counts in list(self._counts.items()):
             told = list(counts)
             buckets = list(zip(bounds, map(float, accumulate(told)), strict=True))

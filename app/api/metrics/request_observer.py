@@ -1,17 +1,16 @@
-"""What is counted of requests as they go by, model by model.
+"""Records metrics of requests while they run, per model.
 
-Knows: what the events of an answer say of its life. Must not know: names of families, how answers
-are made.
+Knows: what the events of a response mean for its timing. Must not know: names of families, how
+responses are generated.
 
-The meanings are vLLM's (vllm/v1/metrics/stats.py): a request for n choices is n requests of the
-engine, each of which is counted and timed when it finishes; the time to the first token is taken
-when that is there, whatever comes after it. Waiting ends with the start in the engine, prefill with
-the first token, decode with the last one; inference is both. Ours differ in two points: tokenizing
-counts as waiting, and the end-of-sequence token as none.
+The meanings are vLLM's (vllm/v1/metrics/stats.py): a request for n choices is n engine requests,
+each counted and timed when it finishes; the time to first token is recorded when that token
+arrives. The queue time ends when the engine starts the request, prefill ends with the first token,
+decode with the last one; inference is both. There are two differences: tokenization counts as queue
+time, and the end-of-sequence token is not counted.
 """
 
 import time
-from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
@@ -29,7 +28,7 @@ from app.core.events import (
 from app.core.observers import count_choices
 from app.core.requests import GenerateRequest
 
-# a call is no reason of its own at vLLM's engine
+# vLLM has no separate finish reason for tool calls
 _FINISHED_REASON: dict[FinishReason, FinishedReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -38,16 +37,14 @@ _FINISHED_REASON: dict[FinishReason, FinishedReason] = {
 
 
 class RequestMetrics:
-    """served_name: the name under which the model of a request is told, "" for one that is not
-    served: what a client made up is no label."""
+    """Metrics by model. Only served models become labels, not names that a client invents."""
 
-    def __init__(self, registry: CollectorRegistry, served_name: Callable[[str], str]) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._families = MetricFamilies(registry)
-        self._served_name = served_name
         self._models: dict[str, ModelMetrics] = {}
 
     def for_model(self, name: str) -> ModelMetrics:
-        """What is counted of a model that is served; from zero, if this is the first word of it."""
+        """Returns the metrics of a served model; creates them at zero on first use."""
         if name not in self._models:
             self._models[name] = self._families.for_model(name)
         return self._models[name]
@@ -55,18 +52,18 @@ class RequestMetrics:
     def observe(
         self, request: GenerateRequest | EmbedRequest
     ) -> "GenerateObserver | EmbedObserver":
-        model = self.for_model(self._served_name(request.model))
+        model = self.for_model(request.model)
         if isinstance(request, EmbedRequest):
             return EmbedObserver(model)
         return GenerateObserver(model, request)
 
 
 class GenerateObserver:
-    """When one request did what for the first time (`app.core.observers.RequestObserver`)."""
+    """Records the times of one generate request (`app.core.observers.RequestObserver`)."""
 
     def __init__(self, model: ModelMetrics, request: GenerateRequest) -> None:
         self._model = model
-        # an echoed prompt is there before anything was computed
+        # an echoed prompt is sent before any token is computed
         self._echo = request.echo
         self._choices_left = count_choices(request)
         self._started_choices: set[int] = set()
@@ -101,7 +98,8 @@ class GenerateObserver:
             self._model.count_error(_error_kind(error))
 
     def on_end(self, *, complete: bool) -> None:
-        """A choice that has not finished was lost to an error, or nobody waits for it any more."""
+        """Ends the request. A choice that has not finished was lost to an error or was
+        cancelled."""
         if not complete and (self._started_choices or not self._failed):
             self._model.count_finished("error" if self._failed else "abort", self._choices_left)
 
@@ -134,7 +132,7 @@ class GenerateObserver:
 
 
 class EmbedObserver:
-    """A request for vectors."""
+    """Records an embeddings request."""
 
     def __init__(self, model: ModelMetrics) -> None:
         self._model = model

@@ -1,8 +1,10 @@
 """OpenAI's chat completions: from events to chunks and bodies.
 
-Knows the shape of a choice that is a message: text, reasoning and calls. A stream never sends an
-empty text and sends the role with the first thing that is said, because clients take the first
-chunk for the first token. Must not know: which request this answers.
+Knows: the shape of a choice that is a message (text, reasoning and tool calls). Must not know: the
+request that it belongs to.
+
+A stream never sends an empty text, and sends the role with the first output, because clients take
+the first chunk for the first token.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ ROLE = {"role": "assistant"}
 
 
 class ChatChunkEncoder(ChunkEncoder):
-    """Frames of a streamed chat completion."""
+    """Encodes a streamed chat completion."""
 
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, "chat.completion.chunk")
@@ -54,7 +56,7 @@ class ChatChunkEncoder(ChunkEncoder):
         return choice | {"finish_reason": event.reason, "stop_reason": event.stop_string}
 
     def extra_fields(self) -> JsonObject:
-        """The prompt's ids, in the first chunk of all."""
+        """Returns the prompt's token ids, for the very first chunk."""
         if self._prompt_ids_sent or not self.metadata.return_token_ids:
             return {}
         self._prompt_ids_sent = True
@@ -74,7 +76,7 @@ class ChatChunkEncoder(ChunkEncoder):
 
 
 def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
-    """The body of a chat completion that is not streamed."""
+    """Builds the body of a chat completion that is not streamed."""
     whole = Completion.from_events(events)
     choices = [
         _render_choice(metadata, place, said)
@@ -96,7 +98,7 @@ def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutpu
 
 
 def _render_message(output: ChoiceOutput) -> JsonObject:
-    """Without text there is none, not an empty one, where there are calls instead."""
+    """Renders a message. Its content is null, not empty, if there are tool calls and no text."""
     content = None if output.calls and not output.text else output.text
     message: JsonObject = {**ROLE, "content": content, "refusal": None}
     if output.reasoning:
@@ -107,7 +109,8 @@ def _render_message(output: ChoiceOutput) -> JsonObject:
 
 
 def _reasoning_fields(text: str) -> JsonObject:
-    """Under the name that DeepSeek gave it and most clients read, and under vLLM's newer one."""
+    """Returns the reasoning under DeepSeek's field name, which most clients read, and vLLM's newer
+    one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -117,7 +120,7 @@ def _render_tool_call(call: ToolCallOutput) -> JsonObject:
 
 
 def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
-    """A call begins with its name and no arguments; these follow, in pieces."""
+    """Renders a tool call: first its name without arguments, then the arguments in pieces."""
     pieces: list[JsonObject] = []
     if event.id is not None:
         function = {"name": event.name, "arguments": ""}

@@ -1,41 +1,29 @@
-"""What OpenAI's requests say beside the matter: for which model, who asks, and for what records.
+"""Fields that every OpenAI request has besides its input: model, identifiers, metadata.
 
-Knows the fields that change no answer, and what OpenAI allows in them. Must not know: what is
-asked for.
+Knows: the fields that do not change the output, OpenAI's limits for them. Must not know: what is
+requested.
 """
 
 import math
-from collections.abc import Collection
 
 from app.api.fields import Fields, invalid_request, quote_value
 from app.core import units
-from app.core.errors import AppError, ErrorKind
 
 IDENTIFIER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 
-# The only tier there is, in OpenAI's word.
+# The only tier that exists here, under OpenAI's name.
 SERVICE_TIER = "default"
 
 
-def read_model(fields: Fields, models: Collection[str]) -> str:
-    """Raises AppError(MODEL_NOT_FOUND) for one that is not among `models`."""
-    model = fields.required_string("model")
-    if model not in models:
-        raise model_not_found(model)
-    return model
-
-
-def model_not_found(model: str) -> AppError:
-    return AppError(
-        ErrorKind.MODEL_NOT_FOUND,
-        f"the model {model[:200]!r} does not exist: GET /v1/models lists the available models",
-        param="model",
-    )
+def check_model(fields: Fields) -> None:
+    """Checks that the field is present. The model itself was resolved before the body was read."""
+    fields.required_string("model")
 
 
 def read_keep_alive(fields: Fields) -> float | None:
-    """Seconds that the model stays loaded after this request, math.inf for ever: Ollama's field. A
-    number of seconds, or a text such as "90s", "5m" or "1h30m"; a negative one is for ever."""
+    """Returns the seconds that the model stays loaded after this request, math.inf for
+    indefinitely. Ollama's field: a number of seconds, or a text such as "90s", "5m" or "1h30m"; a
+    negative value means indefinitely."""
     value = fields.value("keep_alive")
     if isinstance(value, str):
         seconds = units.parse_duration(value)
@@ -52,21 +40,21 @@ def read_keep_alive(fields: Fields) -> float | None:
 
 
 def read_service_tier(fields: Fields) -> str | None:
-    """The tier to tell in the answer: OpenAI does so where the request names one."""
+    """Returns the tier to include in the response: OpenAI includes it if the request names one."""
     fields.reject("service_tier", "auto", SERVICE_TIER)
     return None if fields.value("service_tier") is None else SERVICE_TIER
 
 
 def check_identifiers(fields: Fields) -> None:
-    """Names by which a caller is recognised. We serve whoever asks, and find cached prefixes by
+    """Checks the fields that identify a caller. They are not used: cached prefixes are found by
     their tokens."""
     for identifier in IDENTIFIER_FIELDS:
         fields.string(identifier)
 
 
 def check_metadata(fields: Fields) -> None:
-    """Notes to oneself, for lists of stored answers. No answer depends on them, at OpenAI neither;
-    so they are only held to OpenAI's limits."""
+    """Checks `metadata` against OpenAI's limits. It annotates stored responses and, as at OpenAI,
+    does not change the output."""
     metadata = fields.nested("metadata")
     if metadata is None:
         return

@@ -1,11 +1,11 @@
-"""Fields of other servers which this one does not have, and the values that change nothing.
+"""Fields of other servers that this one does not support, and the values that have no effect.
 
-Clients that were written for vLLM, SGLang, llama.cpp or text-generation-webui send these with every
-request, mostly at the value that asks for nothing. At that value a field is accepted; at any other
-it is refused by its name, because ignoring it would change the answer without a word.
+Knows: one table. A row is deleted when its field becomes supported. Must not know: any field that a
+dialect supports.
 
-Knows: one table. A row is deleted where its field becomes one of our own. Must not know: any field
-that a dialect honours.
+Clients written for vLLM, SGLang, llama.cpp or text-generation-webui send these with every request,
+mostly at the default. At that value a field is accepted; any other value is rejected by name,
+because ignoring it would change the output silently.
 
 Names and defaults: vLLM's chat_completion/protocol.py and completion/protocol.py, SGLang 0.5.23's
 entrypoints/openai/protocol.py, llama.cpp's tools/server/README.md, text-generation-inference's
@@ -27,9 +27,12 @@ TGI, WEBUI, OLLAMA = "text-generation-inference", "text-generation-webui", "Olla
 
 @dataclass(frozen=True, slots=True)
 class CompatField:
-    """servers: the servers that have it. neutral: JSON values that ask for what happens here
-    anyway. any_type: the field belongs to something that is off here, so that every value of this
-    kind is one of those; "texts" is a text or an array of texts."""
+    """A field and its accepted values.
+
+    servers: the servers that have it. neutral: JSON values that match what happens here anyway.
+    any_type: the field configures something that is off here, so every value of this type is
+    accepted; "texts" is a text or an array of texts.
+    """
 
     name: str
     servers: tuple[str, ...]
@@ -50,7 +53,7 @@ def _row(
 
 
 COMPAT_FIELDS = (
-    # how the answer is written down
+    # output format
     _row("skip_special_tokens", VLLM, SGLANG, WEBUI, neutral=(True,)),
     _row("spaces_between_special_tokens", VLLM, neutral=(True,)),
     _row("include_stop_str_in_output", VLLM, neutral=(False,)),
@@ -74,7 +77,7 @@ COMPAT_FIELDS = (
     _row("timings_per_token", LLAMA, neutral=(False,)),
     _row("n_probs", LLAMA, neutral=(0,)),
     _row("post_sampling_probs", LLAMA, neutral=(False,)),
-    # how the prompt is written
+    # prompt format
     _row("echo", VLLM, neutral=(False,), endpoints=("chat",)),
     _row("add_generation_prompt", VLLM, LLAMA, neutral=(True,), endpoints=("chat",)),
     _row("continue_final_message", VLLM, SGLANG, neutral=(False,), endpoints=("chat",)),
@@ -87,13 +90,13 @@ COMPAT_FIELDS = (
     _row("truncation_side", VLLM, any_type="text"),
     _row("negative_prompt", WEBUI, neutral=("",)),
     _row("guidance_scale", WEBUI, neutral=(1,)),
-    # when it ends
+    # end of the output
     _row("stop_token_ids", VLLM, SGLANG, neutral=([],)),
     _row("n_predict", LLAMA, neutral=(-1,), endpoints=("chat", "responses")),
     _row("n_indent", LLAMA, neutral=(0,)),
     _row("t_max_predict_ms", LLAMA, neutral=(0, -1)),
     _row("ban_eos_token", WEBUI, neutral=(False,)),
-    # how tokens are drawn
+    # sampling
     _row("use_beam_search", VLLM, neutral=(False,)),
     _row("length_penalty", VLLM, neutral=(1,)),
     _row("bad_words", VLLM, neutral=([],)),
@@ -136,7 +139,7 @@ COMPAT_FIELDS = (
     _row("grammar", LLAMA, neutral=("",)),
     _row("grammar_string", WEBUI, neutral=("",)),
     _row("guided_decoding_backend", VLLM, neutral=("auto", "guidance")),
-    # where it is computed
+    # scheduling and placement
     _row("priority", VLLM, SGLANG, neutral=(0,), endpoints=(*_GENERATING, "embeddings")),
     _row("session_id", VLLM, SGLANG, any_type="text"),
     _row("id_slot", LLAMA, neutral=(-1,)),
@@ -149,14 +152,14 @@ COMPAT_FIELDS = (
     _row("custom_params", SGLANG, neutral=({},)),
     _row("num_draft_tokens", MLX, any_type="number"),
     _row("options", OLLAMA, neutral=({},)),
-    # of vectors
+    # embeddings
     _row("normalize", VLLM, neutral=(True,), endpoints=("embeddings",)),
     _row("embd_normalize", LLAMA, neutral=(2,), endpoints=("embeddings",)),
 )
 
 
 def check_compat_fields(fields: Fields, endpoint: Endpoint) -> None:
-    """Raises AppError(INVALID) for a field of the table at a value that would change something."""
+    """Raises AppError(INVALID) for a field of the table at a value that would have an effect."""
     for row in COMPAT_FIELDS:
         if endpoint in row.endpoints:
             _check(fields, row)

@@ -1,7 +1,8 @@
 """OpenAI's completions: from events to chunks and bodies.
 
-Knows the shape of a choice that is a text. A stream never sends an empty one before its end. Must
-not know: which request this answers.
+Knows: the shape of a choice that is a text. Must not know: the request that it belongs to.
+
+A stream never sends an empty text before its end.
 """
 
 from collections.abc import Sequence
@@ -22,16 +23,16 @@ OBJECT_TYPE = "text_completion"
 
 
 class CompletionChunkEncoder(ChunkEncoder):
-    """Frames of a streamed completion."""
+    """Encodes a streamed completion."""
 
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, OBJECT_TYPE)
         self._buffers: dict[int, TokenBuffer] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._prompt_ids_sent: set[int] = set()  # choices whose prompt's ids were sent
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt ids were sent
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
-        # a plain prompt is answered by nothing but text
+        # a plain prompt yields only text
         assert isinstance(event, TextDelta)
         self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
         return [self._choice(event.choice, event.text)] if event.text else []
@@ -56,7 +57,7 @@ class CompletionChunkEncoder(ChunkEncoder):
         }
 
     def _prompt_ids(self, choice: int) -> JsonObject:
-        """Its ids, in the first chunk of each choice."""
+        """Returns the prompt's token ids, for the first chunk of each choice."""
         if choice in self._prompt_ids_sent:
             return {}
         self._prompt_ids_sent.add(choice)
@@ -64,7 +65,7 @@ class CompletionChunkEncoder(ChunkEncoder):
 
 
 def collect_completion(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
-    """The body of a completion that is not streamed."""
+    """Builds the body of a completion that is not streamed."""
     whole = Completion.from_events(events)
     told = whole.select_choices(metadata)
     return render_body(

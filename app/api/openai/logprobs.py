@@ -1,7 +1,8 @@
-"""Log-probabilities, as chat completions and as completions write them.
+"""Log-probabilities in the formats of chat completions and completions.
 
-Knows both forms. A token that is no text by itself (half a character) is told by its bytes in both.
-Must not know: how tokens come to be text.
+Knows: both formats. Must not know: how tokens are decoded to text.
+
+A token that is not valid text by itself (half a character) is represented by its bytes in both.
 """
 
 import codecs
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from app.core.events import TokenLogprob, TopLogprob
 from app.http.responses import JsonObject, encode_long_array
 
-# What OpenAI writes for "next to impossible"; JSON has no infinities.
+# OpenAI's value for an almost impossible token; JSON has no infinities.
 MIN_LOGPROB = -9999.0
 
 
@@ -19,7 +20,7 @@ def render_chat_logprobs(tokens: Iterable[TokenLogprob]) -> JsonObject:
 
 
 def render_token_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
-    """One per token, its rivals within."""
+    """Renders one object per token, including its alternatives."""
     return [
         _entry(token) | {"top_logprobs": [_entry(rival) for rival in token.top_logprobs]}
         for token in tokens
@@ -27,15 +28,15 @@ def render_token_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
 
 
 class CompletionLogprobs:
-    """The four parallel lists of completions. Offsets count the characters of the completion
-    before each token; a token amid a character stands where that character begins."""
+    """The four parallel lists of completions. Offsets count the characters of the completion before
+    each token; a token inside a character has the offset of that character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def render(self, tokens: Iterable[TokenLogprob]) -> JsonObject:
-        """The lists for the next tokens of the answer."""
+        """Returns the lists for the next tokens of the response."""
         names: list[str] = []
         logprobs: list[float | None] = []
         rivals: list[dict[str, float | None] | None] = []
@@ -63,8 +64,9 @@ def _entry(token: TokenLogprob | TopLogprob) -> JsonObject:
 
 
 def _top_logprobs(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The sampled token always stands among them, so there may be one more than asked for. The
-    first token of an echoed prompt has none: it was not foretold by anything."""
+    """Returns the alternatives of a token. The sampled token is always included, so there may be
+    one more than requested. The first token of an echoed prompt has None, because it was not
+    predicted."""
     if token.logprob is None:
         return None
     rivals = {_token_key(rival): _logprob(rival) for rival in token.top_logprobs}
@@ -72,8 +74,8 @@ def _top_logprobs(token: TokenLogprob) -> dict[str, float | None] | None:
 
 
 def _token_key(token: TokenLogprob | TopLogprob) -> str:
-    """A token's text, or its bytes spelled as OpenAI does where they are no text: keys of a map
-    must differ, and every half character would read U+FFFD."""
+    """Returns the token's text, or OpenAI's spelling of its bytes if it is not valid text: map keys
+    must differ, and every half character would decode to U+FFFD."""
     try:
         return token.token_bytes.decode()
     except UnicodeDecodeError:

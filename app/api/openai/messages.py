@@ -1,10 +1,10 @@
 """OpenAI's messages: from JSON to a conversation.
 
-Knows every field of every documented role, and in which order calls and their results come. What a
-text model cannot take (images, audio, files) is refused by its place in the request. Must not know:
-chat templates.
+Knows: every field of every documented role, the order of calls and their results, the arguments of
+calls in earlier messages. Must not know: chat templates.
 
-The arguments of calls that are sent back.
+Content that a text model cannot take (images, audio, files) is rejected with its path in the
+request.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,13 +15,14 @@ import orjson
 from app.api.fields import Fields, as_array, invalid_request, quote_value
 from app.core.requests import Conversation, Message, ToolCall
 
-# under which a template is shown arguments that are no object
+# the key under which a template sees arguments that are not an object
 INVALID_ARGUMENTS_KEY = "invalid_arguments"
 
 
 def normalize_arguments(text: str) -> str:
-    """The text of a JSON object, which is all that templates can render. Clients send "" for no
-    arguments. Anything else was the model's own mistake, or was cut off: it is told as that."""
+    """Returns the text of a JSON object, the only form that templates can render. Clients send ""
+    for no arguments. Any other text is a mistake of the model or was truncated; it is stored under
+    INVALID_ARGUMENTS_KEY."""
     object_ = text.strip() or "{}"
     return (
         object_
@@ -53,8 +54,8 @@ def read_conversation(fields: Fields) -> Conversation:
 
 
 def _check_tool_results(messages: Sequence[Message]) -> None:
-    """OpenAI's rule, in its words: behind a message with calls come their results, all of them and
-    nothing else. Raises AppError(INVALID)."""
+    """Applies OpenAI's rule, with its messages: a message with calls is followed by the results of
+    all calls and nothing else. Raises AppError(INVALID)."""
     called_at, called, waiting = 0, frozenset[str](), set[str]()
     for n, message in enumerate(messages):
         id_ = message.tool_call_id
@@ -114,16 +115,16 @@ def _message(fields: Fields) -> Message:
 
 
 def _assistant(fields: Fields, name: str | None) -> Message:
-    """An earlier answer, also as this or another server sent it, with its empty extras."""
+    """Reads an earlier response as this or another server sent it, including empty extra fields."""
     fields.reject("audio")
     fields.reject("function_call", instead="use tool_calls")
     fields.reject("annotations", [])
     content = _content(fields, ("text", "refusal"))
     refusal = fields.string("refusal")
-    fields.value("parsed")  # what the SDK has read out of the content
-    reasoning = _reasoning(fields)
+    fields.value("parsed")  # what the SDK parsed from the content
+    reasoning = _read_reasoning(fields)
     calls = _tool_calls(fields)
-    # What the assistant said when it declined is part of what it said.
+    # A refusal is part of the assistant's text.
     said = [text for text in (content, refusal) if text is not None]
     if not said and not calls:
         path = fields.path("content")
@@ -132,8 +133,9 @@ def _assistant(fields: Fields, name: str | None) -> Message:
     return Message(role="assistant", content=text, reasoning=reasoning, name=name, tool_calls=calls)
 
 
-def _reasoning(fields: Fields) -> str | None:
-    """Under the two names that our answers have it under; whoever sends one back may send both."""
+def _read_reasoning(fields: Fields) -> str | None:
+    """Returns the reasoning under either of the two names that responses use; a client may send
+    both."""
     older, newer = fields.string("reasoning_content"), fields.string("reasoning")
     if older and newer and older != newer:
         path = fields.path("reasoning")
@@ -154,7 +156,7 @@ def _content(fields: Fields, allowed: tuple[str, ...]) -> str | None:
         )
     if not parts:
         raise invalid_request(path, f"{path} must hold at least one part")
-    # Each part is a paragraph, as for vLLM and llama.cpp: nothing is glued to its neighbour.
+    # Each part is a paragraph, as in vLLM and llama.cpp, so that parts are not joined.
     return "\n".join(_part(part, f"{path}.{n}", allowed) for n, part in enumerate(parts))
 
 
@@ -181,14 +183,14 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 
 def _tool_call(fields: Fields) -> ToolCall:
     id_ = fields.required_string("id")
-    fields.integer("index", 0)  # in which order they came; they still stand in it
+    fields.integer("index", 0)  # their order, which the array keeps
     type_ = fields.required_string("type")
     if type_ != "function":
         path = fields.path("type")
         raise invalid_request(path, f"{path} must be 'function', not {quote_value(type_)}")
     function = Fields.from_value(fields.required("function"), fields.path("function"))
     name = function.required_string("name")
-    function.value("parsed_arguments")  # what the SDK has read out of them
+    function.value("parsed_arguments")  # what the SDK parsed from them
     arguments = normalize_arguments(function.required_string("arguments"))
     function.reject_unknown()
     fields.reject_unknown()

@@ -1,8 +1,8 @@
-"""OpenAI's answers: what chat completions and completions have in common, whole and streamed.
+"""OpenAI's responses: the common part of chat completions and completions, whole and streamed.
 
-Knows the envelope that chunks and bodies share, how a stream ends, and how what was said of each
-choice is put together. Must not know: the shape of a choice, or how a request looked, beyond what
-its answer has to repeat.
+Knows: the envelope shared by chunks and bodies, how a stream ends, how the events of each choice
+are collected. Must not know: the shape of a choice, the request beyond the fields that its response
+repeats.
 """
 
 import math
@@ -29,11 +29,14 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionMetadata:
-    """What an answer repeats of its request and of the server. created: Unix time. num_prompts: how
-    many. n: choices of each that are told, best_of: that are generated. logprobs, return_token_ids:
-    whether they were asked for. echo: whether answers begin with their prompts. include_usage:
-    whether a stream ends with token counts. continuous_usage: whether each chunk has the counts of
-    its choice so far. tier: the service tier, where one was named."""
+    """Fields of a response that come from its request and the server.
+
+    created: Unix time. num_prompts: number of prompts. n: choices returned per prompt. best_of:
+    choices generated per prompt. logprobs, return_token_ids: whether the request asks for them.
+    echo: whether each text begins with its prompt. include_usage: whether a stream ends with token
+    counts. continuous_usage: whether each chunk has the token counts of its choice so far. tier:
+    the service tier, if the request names one.
+    """
 
     id: str
     created: int
@@ -54,26 +57,26 @@ class CompletionMetadata:
 
 
 class ChunkEncoder:
-    """Frames of a streamed answer. The choices' chunks come as what they say comes, in any order
-    beside each other. The counters of all stand in the chunk with the last choice's end."""
+    """Encodes a streamed response. Chunks of different choices are interleaved in the order of
+    their events. The token counts of all choices are in the chunk that ends the last one."""
 
     def __init__(self, metadata: CompletionMetadata, kind: str) -> None:
         self.metadata = metadata
-        self.prompt_ids: dict[int, Sequence[int]] = {}  # the ids of each
+        self.prompt_ids: dict[int, Sequence[int]] = {}  # token ids by prompt
         self._kind = kind
         self._totals = UsageTotals()
-        self._sampled_tokens: Counter[int] = Counter()  # tokens of each choice so far
+        self._sampled_tokens: Counter[int] = Counter()  # tokens sampled so far, by choice
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
-        """What a choice is given, chunk by chunk."""
+        """Returns the choices of the chunks for this event."""
         raise NotImplementedError
 
     def finish_choice(self, event: Finish) -> JsonObject:
-        """A choice with its end, and with whatever was held back."""
+        """Returns the choice with its finish reason and any output held back."""
         raise NotImplementedError
 
     def extra_fields(self) -> JsonObject:
-        """Keys of the next chunk, beside its choice."""
+        """Returns the keys of the next chunk besides its choice."""
         return {}
 
     def feed(self, event: OutputEvent) -> bytes:
@@ -119,7 +122,7 @@ class ChunkEncoder:
         return encode_sse_event(chunk | extra)
 
     def _usage_so_far(self, choice: int) -> JsonObject:
-        """As vLLM counts: of this choice and its prompt alone."""
+        """Returns the token counts of this choice and its prompt only, as vLLM does."""
         prompt, sampled = (
             len(self.prompt_ids[choice // self.metadata.best_of]),
             self._sampled_tokens[choice],
@@ -133,8 +136,8 @@ class ChunkEncoder:
 
 @dataclass(slots=True)
 class TokenBuffer:
-    """What waits for the next chunk of a choice: log-probabilities and ids of tokens whose text is
-    still to come, or is no part of the answer."""
+    """Log-probabilities and ids of tokens for the next chunk of a choice: tokens whose text is
+    still incomplete or is not part of the response."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     ids: list[int] = field(default_factory=list[int])
@@ -160,7 +163,7 @@ class ToolCallOutput:
 
 
 class ChoiceOutput:
-    """All that was said of one choice."""
+    """The complete output of one choice."""
 
     def __init__(self) -> None:
         self.calls: list[ToolCallOutput] = []
@@ -200,8 +203,8 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A fold over everything that was said. choices: by number. prompt_ids: the ids of each, where
-    they were asked for."""
+    """Collects all events of a response. choices: outputs by choice number. prompt_ids: token ids
+    of each prompt, if requested."""
 
     choices: Mapping[int, ChoiceOutput]
     prompt_ids: Mapping[int, Sequence[int]]
@@ -211,19 +214,19 @@ class Completion:
     def from_events(events: Sequence[OutputEvent]) -> "Completion":
         choices: dict[int, ChoiceOutput] = {}
         prompts: dict[int, Sequence[int]] = {}
-        tally = UsageTotals()
+        usage = UsageTotals()
         for event in events:
             if isinstance(event, PromptTokenIds):
                 prompts[event.prompt_index] = event.token_ids
                 continue
             choices.setdefault(event.choice, ChoiceOutput()).add(event)
             if isinstance(event, Finish):
-                tally.add(event)
-        return Completion(choices, prompts, tally)
+                usage.add(event)
+        return Completion(choices, prompts, usage)
 
     def select_choices(self, metadata: CompletionMetadata) -> list[ChoiceOutput]:
-        """The choices that the answer has, in its order: of each prompt the likeliest, if more
-        were made than are told."""
+        """Returns the choices of the response in order: for each prompt the most likely ones if
+        more were generated than requested."""
         told: list[ChoiceOutput] = []
         for first in range(0, metadata.num_prompts * metadata.best_of, metadata.best_of):
             made = [self.choices[first + place] for place in range(metadata.best_of)]
@@ -234,8 +237,8 @@ class Completion:
 
 
 def _mean_logprob(output: ChoiceOutput, *, echo: bool) -> float:
-    """The mean log-probability of what was sampled, which is OpenAI's measure. Behind all others
-    where nothing was."""
+    """Returns the mean log-probability of the sampled tokens, OpenAI's ranking criterion. A choice
+    without sampled tokens ranks last."""
     prompt = output.finish_event.usage.prompt_tokens if echo else 0
     sampled = [
         token.logprob for token in output.tokens.logprobs[prompt:] if token.logprob is not None

@@ -1,14 +1,13 @@
-"""OpenAI's requests: from JSON to what is wanted.
+"""OpenAI's requests: from JSON to a generate request.
 
-Knows which fields chat completions and completions have; what each of them may be is known to the
-readers beside this. Each is honoured, or refused by name where it would have had an effect. Must
-not know: how answers are written, or what the model's vocabulary and context are (that is checked
-where they are known).
+Knows: the fields of chat completions and completions, the prompts of completions (a text, token
+ids, or several of either). Must not know: how responses are written, the model's vocabulary and
+context length (both are checked by the engine).
 
-OpenAI's prompts of plain completions: a text, token ids, or several of either.
+The values of shared fields are parsed by the modules beside this one. Each field is either
+supported, or rejected by name where it would have an effect.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,8 +15,8 @@ from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quot
 from app.api.openai.common_fields import (
     check_identifiers,
     check_metadata,
+    check_model,
     read_keep_alive,
-    read_model,
     read_service_tier,
 )
 from app.api.openai.compat_fields import check_compat_fields
@@ -32,7 +31,7 @@ from app.api.openai.structured_outputs import read_grammar
 from app.api.openai.tools import read_tool_options
 from app.core.requests import GenerateRequest, Prompt, PromptBatch
 
-# Answers to one request, and so the prompts of one: OpenAI's limit for `n`.
+# Choices, and therefore prompts, of one request: OpenAI's limit for `n`.
 MAX_CHOICES = 128
 
 
@@ -53,12 +52,12 @@ def read_prompt(fields: Fields) -> Prompt:
 
 
 def read_n(fields: Fields, prompt: Prompt) -> int:
-    """`n`, answers to each prompt."""
+    """Reads `n`, the number of choices per prompt."""
     return check_choice_limit("n", fields.integer("n", 1, MAX_CHOICES) or 1, prompt)
 
 
 def check_choice_limit(name: str, count: int, prompt: Prompt) -> int:
-    """That many answers to each prompt, if all of them together are not too many."""
+    """Returns `count`, the choices per prompt, unless the total exceeds the limit."""
     prompts = count_prompts(prompt)
     if count * prompts > MAX_CHOICES:
         raise invalid_request(
@@ -93,10 +92,14 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletionRequest:
-    """A valid request. num_prompts: how many. n: answers to each that are told; request.n is how
-    many are made, of which these are the likeliest. logprobs, return_token_ids: tell them.
-    include_usage: end the stream with a chunk of token counts. continuous_usage: every chunk with a
-    choice has its counts so far. tier: the service tier to name, if one is to be named."""
+    """A valid request.
+
+    num_prompts: number of prompts. n: choices returned per prompt; request.n is the number
+    generated, of which the most likely are returned. logprobs, return_token_ids: include them in
+    the response. include_usage: end the stream with a chunk of token counts. continuous_usage: add
+    the token counts so far to every chunk with a choice. tier: the service tier to return; None
+    omits it.
+    """
 
     request: GenerateRequest
     stream: bool
@@ -109,15 +112,15 @@ class ParsedCompletionRequest:
     tier: str | None = None
 
 
-def parse_chat(body: object, models: Collection[str]) -> ParsedCompletionRequest:
-    """The body of POST /v1/chat/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+def parse_chat(body: object, model: str) -> ParsedCompletionRequest:
+    """Parses the body of POST /v1/chat/completions. Raises AppError(INVALID)."""
     fields = Fields.from_value(body)
-    model = read_model(fields, models)
+    check_model(fields)
     conversation = read_conversation(fields)
     newer = fields.integer("max_completion_tokens", 1)
-    # -1 is how LM Studio's and llama.cpp's clients leave it out
+    # -1 means unset in LM Studio's and llama.cpp's clients
     older = None if fields.value("max_tokens") == -1 else fields.integer("max_tokens", 1)
-    toolbox = read_tool_options(fields)
+    tool_options = read_tool_options(fields)
     grammar = read_grammar(fields)
     thinking = read_thinking(fields)
     request = GenerateRequest(
@@ -126,35 +129,35 @@ def parse_chat(body: object, models: Collection[str]) -> ParsedCompletionRequest
         max_tokens=newer if newer is not None else older,
         n=read_n(fields, conversation),
         top_logprobs=_chat_logprobs(fields),
-        tools=toolbox.tools,
-        tool_choice=toolbox.choice,
-        parallel_tool_calls=toolbox.parallel,
-        # An answer that must call holds no text which could have a form.
-        grammar=None if toolbox.must_call else grammar,
+        tools=tool_options.tools,
+        tool_choice=tool_options.choice,
+        parallel_tool_calls=tool_options.parallel,
+        # A response that must be a tool call has no text to constrain.
+        grammar=None if tool_options.must_call else grammar,
         reasoning=thinking,
         chat_template_kwargs=read_template_options(fields, thinking),
     )
-    # a budget is kept by a grammar as well
+    # a reasoning budget is also enforced by a grammar
     limited = thinking.token_budget is not None
-    constrained = grammar is not None or toolbox.constrained or limited
-    wish = _parse_common(fields, request, constrained=constrained)
-    wish = replace(wish, tier=read_service_tier(fields))
+    constrained = grammar is not None or tool_options.constrained or limited
+    parsed = _parse_common(fields, request, constrained=constrained)
+    parsed = replace(parsed, tier=read_service_tier(fields))
     check_metadata(fields)
     check_identifiers(fields)
     _check_store(fields)
     _reject_unsupported(fields)
     check_compat_fields(fields, "chat")
     fields.reject_unknown()
-    return wish
+    return parsed
 
 
-def parse_completion(body: object, models: Collection[str]) -> ParsedCompletionRequest:
-    """The body of POST /v1/completions. Raises AppError(INVALID or MODEL_NOT_FOUND)."""
+def parse_completion(body: object, model: str) -> ParsedCompletionRequest:
+    """Parses the body of POST /v1/completions. Raises AppError(INVALID)."""
     fields = Fields.from_value(body)
-    model = read_model(fields, models)
+    check_model(fields)
     prompt = read_prompt(fields)
     echo = fields.boolean("echo") or False
-    # nothing to be said is something to be asked for, where the prompt is told
+    # zero tokens are useful if the prompt is echoed
     max_tokens = fields.integer("max_tokens", 0 if echo else 1)
     grammar = read_grammar(fields)
     request = GenerateRequest(
@@ -167,29 +170,31 @@ def parse_completion(body: object, models: Collection[str]) -> ParsedCompletionR
         echo=echo,
         suffix=fields.string("suffix") or None,
     )
-    wish = _apply_best_of(fields, _parse_common(fields, request, constrained=grammar is not None))
+    parsed = _apply_best_of(fields, _parse_common(fields, request, constrained=grammar is not None))
     fields.string("user")
     check_compat_fields(fields, "completions")
     fields.reject_unknown()
-    return wish
+    return parsed
 
 
 def _parse_common(
     fields: Fields, request: GenerateRequest, *, constrained: bool
 ) -> ParsedCompletionRequest:
-    """What both endpoints share."""
+    """Parses the fields that both endpoints share."""
     stream = fields.boolean("stream") or False
     options = _stream_options(fields, stream)
     ids = fields.boolean("return_token_ids") or False
-    ending = read_stop_conditions(fields, max_tokens=request.max_tokens, constrained=constrained)
+    stop_conditions = read_stop_conditions(
+        fields, max_tokens=request.max_tokens, constrained=constrained
+    )
     request = replace(
         request,
         sampling=read_sampling(fields),
-        min_tokens=ending.min_tokens,
-        ignore_eos=ending.ignore_eos,
-        stop=ending.stop,
+        min_tokens=stop_conditions.min_tokens,
+        ignore_eos=stop_conditions.ignore_eos,
+        stop=stop_conditions.stop,
         cache_prompt=fields.boolean("cache_prompt") is not False,
-        # counts of tokens so far are counts of ids
+        # running token counts are computed from ids
         return_token_ids=ids or options.continuous_usage,
         keep_alive=read_keep_alive(fields),
     )
@@ -206,8 +211,8 @@ def _parse_common(
 
 
 def _apply_best_of(fields: Fields, parsed: ParsedCompletionRequest) -> ParsedCompletionRequest:
-    """Candidates are ranked by their own log-probabilities, so that all of them have to be there
-    before the first word can be told."""
+    """Applies `best_of`. Candidates are ranked by their log-probabilities, so all of them must be
+    complete before any output is sent."""
     best_of = fields.integer("best_of", 1, MAX_BEST_OF)
     request = parsed.request
     if best_of is None or best_of == request.n:
@@ -227,7 +232,7 @@ class _StreamOptions(NamedTuple):
 
 
 def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
-    """OpenAI's, and vLLM's `continuous_usage_stats`, which SGLang has too."""
+    """Reads OpenAI's stream options, and `continuous_usage_stats` of vLLM and SGLang."""
     options = fields.nested("stream_options")
     if options is None:
         return _StreamOptions()
@@ -262,8 +267,9 @@ def _check_store(fields: Fields) -> None:
 
 
 def _reject_unsupported(fields: Fields) -> None:
-    """What OpenAI documents for chat completions and this server does not do."""
-    # What these say is what happens anyway.
+    """Rejects fields that OpenAI documents for chat completions and this server does not
+    support."""
+    # These values describe what happens anyway.
     fields.reject("modalities", ["text"])
     fields.reject("prompt_cache_retention", "in_memory")
     fields.reject("verbosity", "medium")

@@ -1,21 +1,20 @@
-"""What OpenAI's requests say of tokens: which may be drawn, how, and when it is enough.
+"""Request fields for sampling, stop conditions, reasoning and chat templates.
 
-Knows these fields, our extensions among them; every endpoint that generates has them in common.
-Must not know: what is generated from.
-
-How much a model is to think before it answers, and what else its chat template is told.
+Knows: these fields, including our extensions, which all generating endpoints share. Must not know:
+the prompt.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.fields import INT32_MAX, INT64, Fields, as_number, invalid_request, quote_value
+from app.api.fields import INT32_MAX, Fields, as_number, invalid_request, quote_value
 from app.core.errors import mark_client_text
-from app.core.requests import ReasoningOptions, SamplingValue
+from app.core.requests import ReasoningOptions
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingValue
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-# Ours (and Qwen's) · vLLM's · llama.cpp's, older and newer.
+# Our name (and Qwen's), vLLM's, llama.cpp's newer and older names.
 THINKING_BUDGET_FIELDS = (
     "thinking_budget",
     "thinking_token_budget",
@@ -23,7 +22,7 @@ THINKING_BUDGET_FIELDS = (
     "reasoning_budget_tokens",
 )
 
-# What a template is given anyway, by fields of their own or by the server.
+# Variables that the server sets itself, from other fields or its own state.
 RESERVED_TEMPLATE_OPTIONS = (
     "messages",
     "tools",
@@ -43,8 +42,8 @@ def read_thinking(fields: Fields) -> ReasoningOptions:
 
 
 def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[str, Any]:
-    """Words for the chat template, as vLLM and llama.cpp take them. Which of them a template looks
-    at is its own business."""
+    """Reads variables for the chat template, as vLLM and llama.cpp accept them. A template may
+    ignore them."""
     options = fields.mapping("chat_template_kwargs") or {}
     for name in options:
         path = f"chat_template_kwargs.{name[:200]}"
@@ -58,7 +57,7 @@ def read_template_options(fields: Fields, thinking: ReasoningOptions) -> dict[st
 
 
 def read_thinking_budget(fields: Fields) -> int | None:
-    """Most tokens of reasoning. -1 is llama.cpp's way to say that there is no limit."""
+    """Reads the largest number of reasoning tokens. -1 means no limit, as in llama.cpp."""
     given = [(name, fields.integer(name, -1, INT32_MAX)) for name in THINKING_BUDGET_FIELDS]
     said = [(name, budget) for name, budget in given if budget is not None]
     if len(said) > 1:
@@ -67,12 +66,12 @@ def read_thinking_budget(fields: Fields) -> int | None:
     return said[0][1] if said and said[0][1] >= 0 else None
 
 
-MAX_STOP_STRINGS = 16  # OpenAI allows four, which few local clients keep to
+MAX_STOP_STRINGS = 16  # OpenAI allows four, but few local clients respect that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """When an answer is over, but for its greatest length."""
+    """When generation ends, besides its maximum length."""
 
     min_tokens: int
     ignore_eos: bool
@@ -80,46 +79,51 @@ class StopConditions:
 
 
 def read_sampling(fields: Fields) -> dict[str, SamplingValue]:
-    """Only what the client set, so that the model's defaults can stand beneath it."""
-    top_k = fields.integer("top_k", -1, INT32_MAX)
+    """Returns only the parameters that the client set; the model's defaults apply to the others."""
     read: dict[str, SamplingValue] = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "top_k": 0 if top_k == -1 else top_k,  # two ways to say "off"
-        "min_p": fields.number("min_p", 0, 1),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10, exclusive_low=True),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repeat_last_n": fields.integer("repeat_last_n", -1, INT32_MAX),
-        "logit_bias": _logit_bias(fields),
-        "seed": fields.integer("seed", *INT64),
+        knob.name: read_knob(fields, knob, knob.name, knob.high) for knob in SAMPLING_KNOBS
     }
+    read["logit_bias"] = _logit_bias(fields)
     return {name: value for name, value in read.items() if value is not None}
+
+
+def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> float | int | None:
+    """None where it is not set. name: of the field."""
+    if knob.kind is int:
+        value = fields.integer(name, int(knob.low), int(high))
+    else:
+        value = fields.number(name, knob.low, high, exclusive_low=knob.exclusive_low)
+    return knob.default if value is not None and value == knob.off else value
 
 
 def read_stop_conditions(
     fields: Fields, *, max_tokens: int | None, constrained: bool
 ) -> StopConditions:
-    """constrained: the answer, or a part of it, must follow a grammar. A grammar says itself where
-    an answer may end, and it would leave nothing to draw where it says so too early."""
-    ending = StopConditions(
+    """Reads the stop conditions. constrained: all or part of the output must follow a grammar. The
+    grammar determines where the output may end, so other stop conditions could leave no valid
+    token."""
+    stop_conditions = StopConditions(
         min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
         ignore_eos=fields.boolean("ignore_eos") or False,
         stop=fields.strings("stop", MAX_STOP_STRINGS),
     )
-    if max_tokens is not None and ending.min_tokens > max_tokens:
+    if max_tokens is not None and stop_conditions.min_tokens > max_tokens:
         raise invalid_request(
-            "min_tokens", f"min_tokens is {ending.min_tokens}, but max_tokens is {max_tokens}"
+            "min_tokens",
+            f"min_tokens is {stop_conditions.min_tokens}, but max_tokens is {max_tokens}",
         )
     if constrained:
-        for name, given in (("min_tokens", ending.min_tokens), ("ignore_eos", ending.ignore_eos)):
+        for name, given in (
+            ("min_tokens", stop_conditions.min_tokens),
+            ("ignore_eos", stop_conditions.ignore_eos),
+        ):
             if given:
                 raise invalid_request(
                     name,
                     f"{name} cannot be combined with structured output, a thinking budget, strict "
                     "tools or required tool calls: leave out one of them",
                 )
-    return ending
+    return stop_conditions
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
@@ -129,7 +133,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
     read: list[tuple[int, float]] = []
     for key, value in biases.items():
         path = biases.path(key[:20])
-        # One spelling per id: "7" and "07" would be two biases for one token.
+        # One spelling per id: "7" and "07" would be two biases for the same token.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
             at = mark_client_text(path)
             raise invalid_request(

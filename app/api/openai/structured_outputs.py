@@ -1,9 +1,10 @@
-"""Forms that an answer must have: from OpenAI's `response_format`, and vLLM's fields, to a grammar.
+"""Constraints on the output format: from OpenAI's `response_format` and vLLM's fields to a grammar.
 
-Knows every spelling of the wish, and that there may be only one of them. vLLM has two: `guided_…`
-fields, and the object `structured_outputs` that replaced them
-(docs.vllm.ai, "Structured Outputs"). Must not know: whether a schema, an expression or a grammar
-can be followed; that is found out where they are.
+Knows: every spelling of a constraint, that a request may have only one. Must not know: whether a
+schema, an expression or a grammar is supported (checked when it is compiled).
+
+vLLM has two spellings: `guided_…` fields, and the object `structured_outputs` that replaced them
+(docs.vllm.ai, "Structured Outputs").
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, R
 
 ANY_OBJECT_SCHEMA = '{"type":"object"}'
 
-# Kinds of grammar, as vLLM names them in `structured_outputs`, and with `guided_` before.
+# Grammar kinds, as named in vLLM's `structured_outputs` and, prefixed, in `guided_…`.
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
-# More of `structured_outputs`, about the libraries that vLLM can do it with.
+# Other options of `structured_outputs`, which configure vLLM's grammar libraries.
 UNSUPPORTED_OPTIONS = (
     "structural_tag",
     "disable_any_whitespace",
@@ -30,7 +31,8 @@ UNSUPPORTED_OPTIONS = (
 
 
 def read_grammar(fields: Fields) -> Grammar | None:
-    """What the answer must follow. Raises AppError(INVALID) for a wish that is said twice."""
+    """Returns the grammar of the output. Raises AppError(INVALID) if the request contains more than
+    one."""
     wishes = [
         ("response_format", _response_format(fields)),
         *((f"guided_{kind}", _read_kind(fields, kind, f"guided_{kind}")) for kind in GRAMMAR_KINDS),
@@ -41,7 +43,7 @@ def read_grammar(fields: Fields) -> Grammar | None:
 
 
 def read_schema(fields: Fields) -> JsonSchema:
-    """OpenAI's named schema. `name` and `description` change no answer, and every answer is
+    """Reads OpenAI's named schema. `name` and `description` have no effect, and every schema is
     strict."""
     fields.required_string("name")
     fields.string("description")
@@ -117,7 +119,7 @@ def _read_kind(fields: Fields, kind: str, name: str) -> Grammar | None:
 
 
 def _json(fields: Fields, name: str) -> JsonSchema | None:
-    """A schema as an object, or as the text of one."""
+    """Reads a schema given as an object or as its JSON text."""
     value, at = fields.value(name), fields.path(name)
     if value is None:
         return None
@@ -136,7 +138,7 @@ def _choice(fields: Fields, name: str) -> ChoiceGrammar | None:
     at = fields.path(name)
     if not options:
         raise invalid_request(at, f"{at} must contain at least one string")
-    read: dict[str, None] = {}  # said twice is said once
+    read: dict[str, None] = {}  # duplicates are dropped
     for place, option in enumerate(options):
         if not isinstance(option, str) or not option:
             path = f"{at}.{place}"

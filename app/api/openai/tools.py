@@ -1,8 +1,9 @@
 """OpenAI's tools: from JSON to functions that the model may or must call.
 
-Knows the fields `tools`, `tool_choice` and `parallel_tool_calls`. Only functions are tools here; a
-tool of another kind is refused by its type. Must not know: how calls are written or read, or
-whether a function's parameters can be followed as a schema.
+Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not know: how calls are
+written or parsed, whether a function's parameters are a supported schema.
+
+Only functions are supported; a tool of another type is rejected by its type.
 """
 
 import re
@@ -13,7 +14,7 @@ from typing import Any, Literal, cast
 from app.api.fields import Fields, invalid_request, quote_value
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
 
-# OpenAI has no dot in names; the function calling benchmarks that clients imitate (BFCL) have.
+# OpenAI allows no dot in names, but the function calling benchmark BFCL and its clients use it.
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 
 NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
@@ -21,8 +22,8 @@ NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """Functions, and how they are to be used. constrained: a schema, or the wish for a call, limits
-    what the model may say."""
+    """Functions and how they may be used. constrained: a schema or a required call constrains the
+    output."""
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "auto"
@@ -38,7 +39,7 @@ class ToolOptions:
 
 
 def read_tool_options(fields: Fields) -> ToolOptions:
-    """Of a chat completion, where a function stands in an object of its own."""
+    """Reads the tools of a chat completion, where each function is in a nested object."""
     given = fields.array("tools")
     choice, parallel = fields.value("tool_choice"), fields.boolean("parallel_tool_calls")
     if given is None:
@@ -50,7 +51,7 @@ def read_tool_options(fields: Fields) -> ToolOptions:
 
 
 def reject_tool_options(choice: object, parallel: bool | None) -> None:
-    """Of a request without tools: nothing may speak of them."""
+    """Raises AppError(INVALID) if a request without tools has options for them."""
     if choice not in (None, "none"):
         raise invalid_request("tool_choice", "tool_choice is only allowed with tools")
     if parallel is not None:
@@ -60,7 +61,7 @@ def reject_tool_options(choice: object, parallel: bool | None) -> None:
 
 
 def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
-    """`function` reads one tool, whose type has been read."""
+    """Reads the array of tools. function: reads one tool; its type was checked before."""
     if not given:
         raise invalid_request("tools", "tools must hold at least one tool: leave it out for none")
     tools: list[Tool] = []
@@ -81,7 +82,7 @@ def read_tools(given: list[object], function: Callable[[Fields], Tool]) -> tuple
 
 
 def read_function(fields: Fields, at: str) -> Tool:
-    """A function's own fields."""
+    """Reads the fields of a function."""
     name = fields.required_string("name")
     if not FUNCTION_NAME.fullmatch(name):
         path = fields.path("name")
@@ -110,8 +111,8 @@ def _nested_function(tool: Fields) -> Tool:
 def read_tool_choice(
     value: object, tools: tuple[Tool, ...], *, nested: bool
 ) -> tuple[ToolChoice, tuple[Tool, ...]]:
-    """`tool_choice`, and the tools that it leaves. nested: names stand in objects of their own, as
-    in chat completions."""
+    """Reads `tool_choice`; returns it with the tools that remain. nested: names are in nested
+    objects, as in chat completions."""
     names = {tool.name for tool in tools}
     if value is None:
         return "auto", tools
@@ -136,7 +137,7 @@ def read_tool_choice(
 def _read_allowed_tools(
     fields: Fields, names: Collection[str], *, nested: bool
 ) -> tuple[Literal["auto", "required"], set[str]]:
-    """Some of the tools, for this one answer. The others are as if they had not been given."""
+    """Reads a subset of the tools for this response. The others are ignored."""
     mode = fields.required_one_of("mode", ("auto", "required"))
     fields.required("tools")
     given = fields.array("tools") or []
@@ -153,7 +154,7 @@ def _read_allowed_tools(
 
 
 def _read_tool_name(fields: Fields, names: Collection[str], *, nested: bool) -> str:
-    """The name of one of the tools."""
+    """Reads the name of one of the tools."""
     path = fields.path("function")
     inner = Fields.from_value(fields.required("function"), path) if nested else fields
     name = inner.required_string("name")

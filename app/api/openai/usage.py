@@ -1,8 +1,7 @@
-"""How many tokens and how long: the numbers at the end of OpenAI's answers, over all choices.
+"""Token counts and timings at the end of OpenAI's responses, over all choices.
 
-Knows three ways to write them: OpenAI's `usage`, Ollama's counters (durations in nanoseconds), and
-the `timings` of llama.cpp (its server's README.md, "Timings"; milliseconds). Must not know: what
-was said.
+Knows: OpenAI's `usage`, Ollama's counters (durations in nanoseconds), the `timings` of llama.cpp
+(its server's README.md, "Timings"; milliseconds). Must not know: the generated output.
 """
 
 from app.core.events import Finish, Timings, Usage
@@ -12,9 +11,9 @@ from app.http.responses import JsonObject
 class UsageTotals:
     """Sums over the choices that have finished.
 
-    A prompt counts once, however many choices continue it. Of its cached tokens count those of the
-    choice that found fewest: the others found what that one had just computed. Choices run beside
-    each other, so that the longest time is the time of all.
+    A prompt counts once, however many choices continue it. Its cached tokens are those of the
+    choice with the fewest cache hits, because the other choices hit what that one computed. Choices
+    run in parallel, so the total time is the longest one.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class UsageTotals:
         return Timings(prefill_ns=self._prompt_ns, decode_ns=self._eval_ns, total_ns=self._total_ns)
 
     def render_counters(self) -> JsonObject:
-        """What we tell beside OpenAI's usage."""
+        """Returns the counters that extend OpenAI's usage."""
         usage, timings = self.usage, self.timings
         return {
             "prompt_eval_count": usage.prompt_tokens,
@@ -80,7 +79,8 @@ def _render_timings(usage: Usage, timings: Timings) -> JsonObject:
 
 
 def _rate_fields(name: str, count: int, nanoseconds: int) -> JsonObject:
-    """0 where nothing was done, or took no time: JSON has no infinity."""
+    """Returns count and rate. The rate is 0 if nothing was done or the time is 0: JSON has no
+    infinity."""
     return {
         f"{name}_n": count,
         f"{name}_ms": nanoseconds / 1e6,

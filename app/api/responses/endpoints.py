@@ -1,10 +1,11 @@
-"""OpenAI's Responses API: responses, made, kept, read and deleted.
+"""OpenAI's Responses API: create, store, read and delete responses.
 
-Knows which path does what, and that a response is kept once it is whole and before its last byte is
-sent, so that whoever has read it may continue it. Requests are read in responses_request, answers
-are written in responses_reply. Must not know: anything of what stands between.
+Knows: the path of each operation, when a response is stored, pagination of item lists. Must not
+know: how requests are parsed (app/api/responses/request.py), how responses are written (events.py
+beside it), how they are generated.
 
-Lists of items, a page at a time.
+A response is stored when it is complete and before its last byte is sent, so that a client that has
+read it may continue it.
 """
 
 import os
@@ -35,7 +36,7 @@ from app.api.responses.store import (
     item_ids,
 )
 from app.core.errors import AppError, ErrorKind
-from app.core.ports import Generate
+from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import Settings
 from app.http.body import MAX_CHAT_VALUES, RequestBodies
 from app.http.responses import JsonObject, get_caller, json_response
@@ -46,8 +47,9 @@ Order = Literal["asc", "desc"]
 
 
 def paginate_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> JsonObject:
-    """A page of items that stand in the order in which they were said. Newest first, as at OpenAI,
-    unless the query says otherwise. Raises AppError(INVALID) for a query that cannot be obeyed."""
+    """Returns a page of items, which are given in the order of the conversation. Newest first, as
+    at OpenAI, unless the query specifies an order. Raises AppError(INVALID) for an invalid
+    query."""
     limit, order = _limit(query), _order(query)
     listed = list(items) if order == "asc" else list(reversed(items))
     after = query.get("after")
@@ -91,103 +93,115 @@ def _find_index(items: Sequence[JsonObject], id_: str) -> int:
 RESPONSE_PATH = "/v1/responses/{response_id}"
 
 
-def routes(generate: Generate, settings: Settings, bodies: RequestBodies) -> list[Route]:
-    stores = ResponseStores()
+def routes(
+    generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
+) -> list[Route]:
+    api = _ResponsesApi(models, settings, bodies)
+    create = GenerateEndpoint(
+        api.parse, generate, models, settings, bodies, max_values=MAX_CHAT_VALUES
+    )
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.input_tokens, methods=["POST"]),
+        Route("/v1/responses/compact", api.compact, methods=["POST"]),
+        Route(RESPONSE_PATH, api.retrieve, methods=["GET"]),
+        Route(RESPONSE_PATH, api.delete, methods=["DELETE"]),
+        Route(f"{RESPONSE_PATH}/input_items", api.input_items, methods=["GET"]),
+        Route(f"{RESPONSE_PATH}/cancel", api.cancel, methods=["POST"]),
+    ]
 
-    def prepare(body: object, caller: str) -> ParsedRequest:
-        store = stores.for_caller(caller)
-        served = {card.id for card in generate.list_models()}
-        wish = parse_responses_request(body, served, store, context_shift=settings.context_shift)
-        head = ResponseMetadata(
-            id=f"resp_{os.urandom(24).hex()}", created=int(time.time()), echo=wish.echo
+
+class _ResponsesApi:
+    def __init__(self, models: Models, settings: Settings, bodies: RequestBodies) -> None:
+        self._models = models
+        self._settings = settings
+        self._bodies = bodies
+        self._stores = ResponseStores()
+
+    def parse(self, body: object, caller: str, card: ModelCard) -> ParsedRequest:
+        store = self._stores.for_caller(caller)
+        parsed = parse_responses_request(
+            body, card.id, store, context_shift=self._settings.context_shift
         )
-        answer, keep = ResponseBuilder(head), _make_saver(store, wish)
-        if wish.stream:
+        metadata = ResponseMetadata(
+            id=f"resp_{os.urandom(24).hex()}", created=int(time.time()), echo=parsed.echo
+        )
+        answer, keep = ResponseBuilder(metadata), _make_saver(store, parsed)
+        if parsed.stream:
             reply = EventStream(ResponseEventEncoder(answer, keep))
         else:
             reply = JsonBody(lambda said: collect_response(answer, said), keep)
-        return ParsedRequest(request=wish.request, reply=reply)
+        return ParsedRequest(request=parsed.request, reply=reply)
 
-    def find_response(request: Request) -> tuple[ResponseStore, StoredResponse]:
-        store = stores.for_caller(get_caller(request.scope))
+    def _find_response(self, request: Request) -> tuple[ResponseStore, StoredResponse]:
+        store = self._stores.for_caller(get_caller(request.scope))
         return store, _require_stored(store, request)
 
-    async def retrieve(request: Request) -> Response:
+    async def retrieve(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise invalid_request("stream", "stream: stored responses cannot be streamed")
         if "starting_after" in request.query_params:
             raise invalid_request(
                 "starting_after", "starting_after: stored responses cannot be streamed"
             )
-        store, kept = find_response(request)
+        store, kept = self._find_response(request)
         store.touch(kept.id)
         return Response(kept.body, media_type="application/json")
 
-    async def delete(request: Request) -> Response:
-        store, kept = find_response(request)
+    async def delete(self, request: Request) -> Response:
+        store, kept = self._find_response(request)
         store.delete(kept.id)
         return json_response({"id": kept.id, "object": "response", "deleted": True})
 
-    async def input_items(request: Request) -> Response:
-        store, kept = find_response(request)
+    async def input_items(self, request: Request) -> Response:
+        store, kept = self._find_response(request)
         store.touch(kept.id)
-        items = await bodies.workers.run(kept.input_items, size=len(kept.input))
+        items = await self._bodies.workers.run(kept.input_items, size=len(kept.input))
         return json_response(paginate_items(items, request.query_params))
 
-    async def cancel(request: Request) -> Response:
-        find_response(request)
+    async def cancel(self, request: Request) -> Response:
+        self._find_response(request)
         raise invalid_request(
             None, "only background responses can be cancelled; background mode is not supported"
         )
 
-    async def input_tokens(request: Request) -> Response:
-        async with bodies.receive_json(request.scope, request.receive, MAX_CHAT_VALUES) as body:
-            store, shifts = stores.for_caller(body.caller), settings.context_shift
+    async def input_tokens(self, request: Request) -> Response:
+        async with self._bodies.receive_json(
+            request.scope, request.receive, MAX_CHAT_VALUES
+        ) as body:
+            store, shifts = self._stores.for_caller(body.caller), self._settings.context_shift
 
-            async def find_model(named: str) -> list[str]:
-                await generate.discover(named)
-                return [card.id for card in generate.list_models()]
+            def read(
+                content: object, model: ResolvedModel
+            ) -> tuple[ResolvedModel, ParsedResponsesRequest]:
+                name = model.card.id
+                content = _with_defaults(content, name)
+                return model, parse_responses_request(content, name, store, context_shift=shifts)
 
-            def read(content: object, served: list[str]) -> ParsedResponsesRequest:
-                return parse_responses_request(
-                    _with_defaults(content, served), served, store, context_shift=shifts
-                )
-
-            wish = await body.read(find_model, read)
-            ids = await generate.tokenize_chat(wish.request)
+            model, parsed = await body.read(self._models.resolve, read)
+            ids = await self._models.tokenize_chat(model, parsed.request)
             return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-    async def compact(request: Request) -> Response:
+    async def compact(self, request: Request) -> Response:
         raise AppError(
             ErrorKind.NOT_FOUND,
             "compacting is not supported: send fewer items, or start the server with "
             "--context-shift",
         )
 
-    create = GenerateEndpoint(prepare, generate, settings, bodies, max_values=MAX_CHAT_VALUES)
-    return [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
-        Route("/v1/responses/compact", compact, methods=["POST"]),
-        Route(RESPONSE_PATH, retrieve, methods=["GET"]),
-        Route(RESPONSE_PATH, delete, methods=["DELETE"]),
-        Route(f"{RESPONSE_PATH}/input_items", input_items, methods=["GET"]),
-        Route(f"{RESPONSE_PATH}/cancel", cancel, methods=["POST"]),
-    ]
 
-
-def _with_defaults(body: object, served: Sequence[str]) -> object:
-    """A request that is only counted may leave out its model and its input."""
+def _with_defaults(body: object, model: str) -> object:
+    """Adds defaults for model and input, which are optional for counting tokens."""
     if not isinstance(body, dict):
         return body
     fields = cast(JsonObject, body)
     given = {name: value for name, value in fields.items() if value is not None}
-    return {"input": [], **({"model": served[0]} if served else {}), **given}
+    return {"input": [], "model": model, **given}
 
 
 def _make_saver(store: ResponseStore, parsed: ParsedResponsesRequest) -> OnComplete:
-    """What is done with the whole response. Called where the request was parsed, in a thread, so
-    that the input need not be written down on the event loop."""
+    """Returns the function that stores the complete response. Called on the thread that parses the
+    request, so that the input is not encoded on the event loop."""
     written = orjson.dumps(parsed.input_items) if parsed.store else b""
 
     def keep(response: JsonObject) -> None:

@@ -1,9 +1,10 @@
-"""Answers of /v1/responses: from events to the events of a stream, and to a response object.
+"""Responses of /v1/responses: from generate events to stream events and a response object.
 
-Knows the shapes of output items and of the events that build them, and in which order these come.
-One fold makes both: what is streamed ends with the very object that is sent when nothing is
-streamed. Must not know: how a request looked, beyond what its answer has to repeat, or who keeps
-the answer.
+Knows: the shapes of output items, the stream events that build them, their order. Must not know:
+the request beyond the fields that its response repeats, where responses are stored.
+
+One builder serves both forms: a stream ends with the same object that a request without streaming
+returns.
 
 Format: OpenAI's API reference, `Response` and `ResponseStreamEvent`.
 """
@@ -29,12 +30,12 @@ from app.core.events import (
 from app.http.responses import JsonObject, encode_sse_event, render_error
 
 OnComplete = Callable[[JsonObject], None]
-"""What becomes of a response that is whole."""
+"""Called with a complete response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMetadata:
-    """What is known of a response before anything is said. created: Unix time. echo: the fields
+    """Fields of a response known before generation starts. created: Unix time. echo: the fields
     that repeat the request."""
 
     id: str
@@ -43,14 +44,14 @@ class ResponseMetadata:
 
 
 class ResponseBuilder:
-    """The fold. `feed` returns what a stream would say, without sequence numbers."""
+    """Builds a response from events. `feed` returns the stream events, without sequence numbers."""
 
     def __init__(self, metadata: ResponseMetadata) -> None:
         self._metadata = metadata
         self._items: list[OutputItem] = []
         self._open_item: OutputItem | None = None
         self._call_index: int | None = None
-        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text is not complete yet
         self._finish: Finish | None = None
 
     def begin(self) -> Iterator[JsonObject]:
@@ -76,13 +77,13 @@ class ResponseBuilder:
                 assert_never(event)
 
     def build(self) -> JsonObject:
-        """The response, once `Finish` was fed."""
+        """Returns the response, after `Finish` was fed."""
         assert self._finish is not None, "an answer ended without Finish"
         status = "incomplete" if self._finish.reason == "length" else "completed"
         return self._response(status)
 
     def build_failed(self, error: AppError) -> JsonObject:
-        """The response as far as it came."""
+        """Returns the incomplete response with its error."""
         for _ in self._close_item("incomplete"):
             pass
         return self._response("failed", error)
@@ -113,14 +114,14 @@ class ResponseBuilder:
         cut = event.reason == "length"
         silent = not any(item.kind in ("message", "function_call") for item in self._items)
         if silent and not cut:
-            # the model had nothing to say, and said so: that is an answer, if an empty one
+            # an empty output is still a valid message
             yield from self._ensure_open("message")
         if isinstance(self._open_item, TextItem):
             self._open_item.add_logprobs(self._pending_logprobs)
         yield from self._close_item("incomplete" if cut else "completed")
 
     def _ensure_open(self, kind: str) -> Iterator[JsonObject]:
-        """Make an item of this kind the one that is open."""
+        """Makes an item of this kind the open one."""
         if self._open_item is None or self._open_item.kind != kind:
             yield from self._start_item(TextItem.create(kind, len(self._items)))
 
@@ -155,7 +156,7 @@ class ResponseBuilder:
 
 
 class ResponseEventEncoder:
-    """Frames of a streamed response. The sequence numbers count from 0."""
+    """Encodes a streamed response. Sequence numbers start at 0."""
 
     def __init__(self, builder: ResponseBuilder, on_complete: OnComplete) -> None:
         self._builder = builder
@@ -166,15 +167,16 @@ class ResponseEventEncoder:
         return self._begin() + self._encode_events(self._builder.feed(event))
 
     def end(self) -> bytes:
-        """Kept before it is sent: who reads the last frame may refer to it at once."""
+        """Returns the last frames. The response is stored first, because a client that has read the
+        last frame may refer to it immediately."""
         response = self._builder.build()
         self._on_complete(response)
         return self._encode_event({"type": f"response.{response['status']}", "response": response})
 
     def fail(self, error: AppError) -> bytes:
-        """First the error, which the SDKs raise; then the end that the stream's format asks for.
-        The error's fields stand in it twice: bare, as documented, and within `error`, as OpenAI's
-        servers send them and as the SDKs look for them."""
+        """Returns the last frames of a failed stream: the error, which the SDKs raise, then the
+        final event of the stream format. The error's fields appear twice: at the top level, as
+        documented, and within `error`, as OpenAI's servers send them and the SDKs expect them."""
         told = render_error(error)
         inner: JsonObject = told["error"]
         bare = {"code": inner["code"], "message": inner["message"], "param": inner["param"]}
@@ -200,7 +202,7 @@ class ResponseEventEncoder:
 
 
 def collect_response(builder: ResponseBuilder, events: Sequence[OutputEvent]) -> JsonObject:
-    """The body of a response that is not streamed."""
+    """Builds the body of a response that is not streamed."""
     for event in events:
         for _ in builder.feed(event):
             pass
@@ -212,7 +214,7 @@ def _render_usage(usage: Usage) -> JsonObject:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            # whatever had to be computed is remembered, as long as there is room
+            # every computed token is cached while memory allows
             "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
         },
         "output_tokens": usage.completion_tokens,
@@ -222,13 +224,13 @@ def _render_usage(usage: Usage) -> JsonObject:
 
 
 def _render_counters(finish: Finish) -> JsonObject:
-    """What we tell beside OpenAI's usage, as in chat completions."""
-    tally = UsageTotals()
-    tally.add(finish)
-    return tally.render_counters()
+    """Returns the counters that extend OpenAI's usage, as in chat completions."""
+    usage = UsageTotals()
+    usage.add(finish)
+    return usage.render_counters()
 
 
 def _render_error(error: AppError) -> JsonObject:
-    """One of the few codes that a response may fail with."""
+    """Renders the error with one of the few codes that a response may have."""
     code = "rate_limit_exceeded" if error.kind is ErrorKind.BUSY else "server_error"
     return {"code": code, "message": error.message}

@@ -1,12 +1,13 @@
-"""The input items of /v1/responses: what a client sends, and the one form that it is brought to.
+"""The input items of /v1/responses: their parsing, their normalized form, and their conversion to
+messages.
 
-Knows every field of the items that a text model with functions can have; every other item is
-refused by its type and place. In their one form items are kept, listed, and told to the model.
-Must not know: who keeps items, or what the model is told of them.
+Knows: every field of the items that a text model with functions supports, how items form the
+messages of a conversation. Must not know: where items are stored, chat templates.
+
+Every other item is rejected by its type and path. Items are stored, listed and given to the model
+in their normalized form.
 
 Format: OpenAI's API reference, `ResponseInputItem`.
-
-Items of /v1/responses → the turns of a conversation.
 """
 
 import os
@@ -22,8 +23,8 @@ from app.http.responses import JsonObject
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """What the assistant says between two others. It thinks, speaks and calls, in any order and as
-    often as it likes; templates know one of each, in this order."""
+    """The assistant's output between two other messages. It may contain reasoning, text and calls
+    in any order and number; templates take one of each, in this order."""
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
@@ -41,8 +42,8 @@ class _AssistantTurn:
 
 
 def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
-    """Items in their one form → the turns of a conversation. A call that was cut off was never
-    made, and is left out. Raises AppError(INVALID) for an earlier call that the model got wrong."""
+    """Converts normalized items to messages. A call that was truncated was never made and is
+    dropped. Raises AppError(INVALID) for an earlier call with invalid arguments."""
     messages: list[Message | None] = []
     names: dict[str, str] = {}
     turn = _AssistantTurn()
@@ -70,8 +71,8 @@ def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
 def prepend_instructions(
     instructions: str | None, messages: tuple[Message, ...]
 ) -> tuple[Message, ...]:
-    """Instructions stand before everything else. Many templates take one system message, at the
-    very beginning: what the conversation itself begins with joins it."""
+    """Puts instructions before the conversation. Many templates accept one system message, at the
+    start only, so a leading system message of the conversation is merged into it."""
     if instructions is None:
         return messages
     told = [instructions]
@@ -100,7 +101,7 @@ def _to_tool_call(item: JsonObject) -> ToolCall:
 
 
 def _join_text(content: str | list[JsonObject]) -> str:
-    """Each part is a paragraph, as in chat completions."""
+    """Joins parts as paragraphs, as in chat completions."""
     if isinstance(content, str):
         return content
     return "\n".join(part["refusal"] if "refusal" in part else part["text"] for part in content)
@@ -111,7 +112,7 @@ STATUSES = ("in_progress", "completed", "incomplete")
 TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 ItemLookup = Callable[[str], JsonObject | None]
-"""An item's id → the item, where it is kept."""
+"""Returns a stored item by its id; None if it is not stored."""
 
 
 def new_item_id(prefix: str) -> str:
@@ -119,7 +120,7 @@ def new_item_id(prefix: str) -> str:
 
 
 def read_input(fields: Fields, find_item: ItemLookup) -> list[JsonObject]:
-    """The field `input`: a text of the user's, or items. Raises AppError(INVALID or NOT_FOUND)."""
+    """Reads the field `input`: a user's text or items. Raises AppError(INVALID or NOT_FOUND)."""
     value: object = fields.required("input")
     if isinstance(value, str):
         return [_message_item("user", [{"type": "input_text", "text": value}])]
@@ -143,7 +144,7 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
         case "function_call_output":
             item = _function_call_output(fields)
         case "reasoning":
-            item = _reasoning(fields)
+            item = _read_reasoning(fields)
         case "item_reference":
             item = _resolve_reference(fields, resolve)
         case other:
@@ -157,7 +158,7 @@ def _item(fields: Fields, resolve: ItemLookup) -> JsonObject:
 
 
 def _type(fields: Fields) -> str:
-    """Two kinds of item may leave their type out."""
+    """Returns the type of an item, which two kinds of item may omit."""
     type_ = fields.string("type")
     if type_ is not None:
         return type_
@@ -221,7 +222,7 @@ def _part(fields: Fields, allowed: tuple[str, ...]) -> JsonObject:
         part: JsonObject = {"type": type_, "refusal": fields.required_string("refusal")}
     elif type_ == "output_text":
         part = _output_text(fields.required_string("text"))
-        # what answers hold beside their text is not told to the model, and so not kept
+        # annotations are not shown to the model, and therefore not stored
         fields.array("annotations")
         fields.array("logprobs")
     else:
@@ -261,9 +262,9 @@ def _function_call_output(fields: Fields) -> JsonObject:
     }
 
 
-def _reasoning(fields: Fields) -> JsonObject:
-    """Ours hold their text as it is. A summary is not what the model thought, and so is kept but
-    not told; without a text, as a client sends that keeps only what is encrypted, nothing is."""
+def _read_reasoning(fields: Fields) -> JsonObject:
+    """Reads a reasoning item. Its text is given to the model; a summary is stored only. An item
+    without text, from a client that keeps only encrypted content, has no effect."""
     if fields.value("encrypted_content") is not None:
         path = fields.path("encrypted_content")
         raise invalid_request(

@@ -1,7 +1,7 @@
-"""The output items of a response, while they are said.
+"""The output items of a response while they are generated.
 
-Knows what each kind looks like when it begins, with each piece, and when it is over. Must not
-know: which items an answer has, or what else stands in a response.
+Knows: the events and the object of each kind of item. Must not know: which items a response has,
+the other fields of a response.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from app.http.responses import JsonObject
 
 
 class OutputItem(Protocol):
-    """One item, in order: `begin`, pieces, `end`."""
+    """One output item. Call `begin`, add the pieces, then call `end`."""
 
     kind: str
 
@@ -23,12 +23,12 @@ class OutputItem(Protocol):
     def end(self, status: str) -> Iterator[JsonObject]: ...
 
     def render(self) -> JsonObject:
-        """As it stands now."""
+        """Returns the item in its current state."""
         ...
 
 
 class TextItem:
-    """A message or a piece of reasoning, each with its one part of text."""
+    """A message or a reasoning item, each with one part of text."""
 
     def __init__(self, kind: str, index: int, *, id_: str, part: str) -> None:
         self.kind = kind
@@ -64,7 +64,7 @@ class TextItem:
         return delta | ({"logprobs": scored} if self.kind == "message" else {})
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """Tokens of the text, also those whose text was not shown."""
+        """Adds tokens of the text, including those whose text was not output, and renders them."""
         scored: list[JsonObject] = render_token_logprobs(logprobs)
         self._logprobs += scored
         return scored
@@ -97,7 +97,7 @@ class TextItem:
 
 
 class FunctionCallItem:
-    """A call of a function of the client's."""
+    """A call of a client's function."""
 
     kind = "function_call"
 

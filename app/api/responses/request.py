@@ -1,11 +1,14 @@
-"""Requests of /v1/responses: from JSON to what is wanted, and to what the answer repeats of it.
+"""Requests of /v1/responses: from JSON to a generate request and the fields that the response
+repeats.
 
-Knows every field that OpenAI documents for creating a response. Each is honoured, or refused by
-name where it would have had an effect; what chat completions have too is read by their readers.
-Must not know: how answers are written, or how responses are kept.
+Knows: every field that OpenAI documents for creating a response. Must not know: how responses are
+written or stored.
+
+Each field is either supported, or rejected by name where it would have an effect. Fields shared
+with chat completions are parsed by the modules in app/api/openai.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -15,8 +18,8 @@ from app.api.openai.common_fields import (
     SERVICE_TIER,
     check_identifiers,
     check_metadata,
+    check_model,
     read_keep_alive,
-    read_model,
     read_service_tier,
 )
 from app.api.openai.compat_fields import check_compat_fields
@@ -30,21 +33,29 @@ from app.api.openai.sampling import (
 from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA, read_schema
 from app.api.openai.tools import ToolOptions, read_function, read_tool_choice, read_tools
 from app.api.responses.input_items import build_messages, prepend_instructions, read_input
-from app.core.requests import Conversation, GenerateRequest, JsonSchema, ReasoningOptions, Tool
+from app.core.requests import (
+    Conversation,
+    GenerateRequest,
+    JsonSchema,
+    Message,
+    ReasoningOptions,
+    Tool,
+)
 from app.http.responses import JsonObject
 
 MAX_LOGPROBS = 20
 
-# What OpenAI can add to an answer; all else is about items that only its own tools make.
+# The supported values of OpenAI's `include`; the others concern items of its own tools.
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class ResponseHistory(Protocol):
-    """What was kept of earlier responses."""
+    """Earlier responses that are stored."""
 
     def get_conversation(self, id_: str) -> Sequence[JsonObject]:
-        """The items of a response and of all that it continues, in order. Raises AppError."""
+        """Returns the items of a response and of all responses before it, in order. Raises
+        AppError."""
         ...
 
     def get_item(self, id_: str) -> JsonObject | None: ...
@@ -52,8 +63,8 @@ class ResponseHistory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedResponsesRequest:
-    """A valid request. input_items: its own input, each with an id. echo: the fields of the
-    response that repeat the request."""
+    """A valid request. input_items: its own input, each item with an id. echo: the response fields
+    that repeat the request."""
 
     request: GenerateRequest
     stream: bool
@@ -64,43 +75,39 @@ class ParsedResponsesRequest:
 
 
 def parse_responses_request(
-    body: object, models: Collection[str], history: ResponseHistory, *, context_shift: bool
+    body: object, model: str, history: ResponseHistory, *, context_shift: bool
 ) -> ParsedResponsesRequest:
-    """The body of POST /v1/responses. context_shift: the server drops the beginning of what does
-    not fit. Raises AppError(INVALID, MODEL_NOT_FOUND or NOT_FOUND)."""
+    """Parses the body of POST /v1/responses. context_shift: whether the server truncates input that
+    does not fit, from its start. Raises AppError(INVALID or NOT_FOUND)."""
     fields = Fields.from_value(body)
-    model = read_model(fields, models)
+    check_model(fields)
     previous = fields.string("previous_response_id")
-    earlier = history.get_conversation(previous) if previous is not None else ()
     items = read_input(fields, history.get_item)
-    instructions = fields.string("instructions")
-    messages = prepend_instructions(instructions, build_messages((*earlier, *items)))
-    if not messages:
-        raise invalid_request("input", "input must contain at least one item for the model")
+    messages = _read_messages(fields, history, previous, items)
     max_tokens = fields.integer("max_output_tokens", 1)
-    toolbox = _read_tool_options(fields)
+    tool_options = _read_tool_options(fields)
     grammar, text = _text(fields)
-    thinking = _thinking(fields)
-    # a budget is kept by a grammar as well
+    thinking = _read_thinking(fields)
+    # a reasoning budget is also enforced by a grammar
     limited = thinking.token_budget is not None
-    constrained = grammar is not None or toolbox.constrained or limited
-    ending = read_stop_conditions(fields, max_tokens=max_tokens, constrained=constrained)
+    constrained = grammar is not None or tool_options.constrained or limited
+    stop_conditions = read_stop_conditions(fields, max_tokens=max_tokens, constrained=constrained)
     request = GenerateRequest(
         model=model,
         prompt=Conversation(messages=messages, param="input"),
         sampling=read_sampling(fields),
         max_tokens=max_tokens,
-        min_tokens=ending.min_tokens,
-        ignore_eos=ending.ignore_eos,
-        stop=ending.stop,
+        min_tokens=stop_conditions.min_tokens,
+        ignore_eos=stop_conditions.ignore_eos,
+        stop=stop_conditions.stop,
         top_logprobs=_logprobs(fields),
         cache_prompt=fields.boolean("cache_prompt") is not False,
         keep_alive=read_keep_alive(fields),
-        # an answer that must call holds no text which could have a form
-        grammar=None if toolbox.must_call else grammar,
-        tools=toolbox.tools,
-        tool_choice=toolbox.choice,
-        parallel_tool_calls=toolbox.parallel,
+        # a response that must be a tool call has no text to constrain
+        grammar=None if tool_options.must_call else grammar,
+        tools=tool_options.tools,
+        tool_choice=tool_options.choice,
+        parallel_tool_calls=tool_options.parallel,
         reasoning=thinking,
         chat_template_kwargs=read_template_options(fields, thinking),
     )
@@ -118,9 +125,21 @@ def parse_responses_request(
     )
 
 
+def _read_messages(
+    fields: Fields, history: ResponseHistory, previous: str | None, items: Sequence[JsonObject]
+) -> tuple[Message, ...]:
+    """The conversation: instructions, the responses before this one, and its own input."""
+    earlier = history.get_conversation(previous) if previous is not None else ()
+    instructions = fields.string("instructions")
+    messages = prepend_instructions(instructions, build_messages((*earlier, *items)))
+    if not messages:
+        raise invalid_request("input", "input must contain at least one item for the model")
+    return messages
+
+
 def _read_tool_options(fields: Fields) -> ToolOptions:
-    """As in chat completions, with each function's fields beside its type. Clients also speak of
-    tools where there are none; only a call that must be made needs one."""
+    """Reads tools as in chat completions, but with each function's fields beside its type. Clients
+    also send tool options without tools; only a required call is an error then."""
     given, choice = fields.array("tools"), fields.value("tool_choice")
     parallel = fields.boolean("parallel_tool_calls") is not False
     if not given:
@@ -143,7 +162,7 @@ def _function(fields: Fields) -> Tool:
 
 
 def _text(fields: Fields) -> tuple[JsonSchema | None, JsonObject]:
-    """The form of the answer, and the field `text` as the response repeats it."""
+    """Returns the output format, and the field `text` as the response repeats it."""
     echo: JsonObject = {"format": {"type": "text"}, "verbosity": "medium"}
     text = fields.nested("text")
     if text is None:
@@ -164,9 +183,10 @@ def _text(fields: Fields) -> tuple[JsonSchema | None, JsonObject]:
     return grammar, echo
 
 
-def _thinking(fields: Fields) -> ReasoningOptions:
-    """A summary is of a model that OpenAI does not let be read; ours can be, and nobody sums them
-    up. "auto" asks for the best summary there is, which is none."""
+def _read_thinking(fields: Fields) -> ReasoningOptions:
+    """Reads the reasoning options. A summary replaces reasoning that OpenAI hides; here the
+    reasoning is visible and is never summarized. "auto" requests the best available summary, which
+    is none."""
     effort = None
     reasoning = fields.nested("reasoning")
     if reasoning is not None:
@@ -180,13 +200,14 @@ def _thinking(fields: Fields) -> ReasoningOptions:
 
 
 def _logprobs(fields: Fields) -> int | None:
-    """They are asked for by `include`, or by a number of rivals."""
+    """Returns the number of log-probabilities, requested by `include` or by a number of
+    alternatives."""
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     wanted = False
     for place, name in enumerate(fields.array("include") or []):
         path = f"include.{place}"
-        # Reasoning is not hidden here, so that there is nothing to encrypt: clients that ask for
-        # it, to send it back, get the text and may send that.
+        # Reasoning is not hidden here, so there is nothing to encrypt: clients that request it in
+        # order to send it back receive the text, and may send that.
         Fields({path: name}).required_one_of(path, (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING))
         wanted = wanted or name == INCLUDE_LOGPROBS
     return top if wanted or top else None
@@ -206,9 +227,10 @@ def _stream(fields: Fields) -> bool:
 
 
 def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
-    """What is only noted, what says what happens anyway, and what this server does not do."""
+    """Checks the other fields: those without an effect, those that match what happens anyway, and
+    unsupported ones."""
     fields.boolean("store")
-    fields.integer("max_tool_calls", 1)  # of OpenAI's own tools, which are never called here
+    fields.integer("max_tool_calls", 1)  # limits OpenAI's own tools, which are never called here
     check_metadata(fields)
     check_identifiers(fields)
     read_service_tier(fields)
@@ -230,11 +252,11 @@ def _check_remaining(fields: Fields, *, context_shift: bool) -> None:
 def _echo(
     fields: Fields, request: GenerateRequest, *, text: JsonObject, truncation: str
 ) -> JsonObject:
-    """As OpenAI repeats a request: with what was assumed where nothing was said. What the model
-    itself recommends is not known here, and null stands for it."""
+    """Returns the fields that repeat the request, with defaults filled in as OpenAI does. The
+    model's recommended sampling values are not known here; null replaces them."""
     choice = drop_nulls(fields.value("tool_choice"))
     tools = [_render_tool(cast("JsonObject", tool)) for tool in fields.array("tools") or []]
-    # as deep as they lie in the last event of a stream
+    # nested as deeply as in the last event of a stream
     as_mapping({"response": {"tools": tools}}, "tools")
     as_mapping({"response": {"text": text}}, "text.format.schema")
     return {

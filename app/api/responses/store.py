@@ -1,20 +1,20 @@
-"""What was answered, for as long as there is room: what `previous_response_id` leads to.
+"""Stored responses, bounded in memory: what `previous_response_id` refers to.
 
-Knows: ids, JSON as bytes, how much may be kept. Must not know: what an item means, HTTP.
+Knows: ids, JSON as bytes, how much may be stored. Must not know: what an item means, HTTP.
 
-Everything is held in memory and gone with the process. Who begins a conversation anew by an id
-needs every answer before it, so a chain is only ever shortened at its young end: whenever a
-response is used, it and then each one before it is moved behind all others, and room is made at
-the front. Hence:
+Responses are stored in memory and are lost when the process ends. Continuing a conversation by an
+id requires every response before it, so a chain is only evicted from its newest end: whenever a
+response is used, it and then each one before it move to the end of the LRU order, and eviction
+starts at the front. Hence:
 
     the older one of a chain  >  the younger one      in the order of use
 
-Each caller has a store of its own, so that no caller reads or continues another one's responses.
-All stores share the room; where it is used up, the caller that holds most of it gives up its least
-recently used response. A caller that holds less than its share loses nothing to others.
+Each caller has its own store, so that no caller can read or continue the responses of another one.
+All stores share one limit; when it is exceeded, the caller that uses the most memory loses its
+least recently used response. A caller below its fair share loses nothing to others.
 
-Owner: the event loop, which alone adds, moves and removes. `find` and the walks may be called from
-the thread that parses a body: each step is one look-up of a value that never changes.
+Owner: the event loop, the only thread that adds, moves and removes. `find` and the chain lookups
+may be called from the thread that parses a body: each step is one lookup of an immutable value.
 """
 
 from collections import OrderedDict
@@ -29,18 +29,21 @@ from app.http.responses import JsonObject
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
-# bytes of one response and its input: a larger one is not kept
+# bytes of one response with its input; a larger one is not stored
 MAX_RESPONSE_BYTES = 4 << 20
 
-# what an entry, and an item's place in the table, take beside the JSON
+# bytes of an entry, and of an item's entry in the index, besides the JSON
 _OVERHEAD, _ITEM_OVERHEAD = 1024, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One response as it was answered. input: the JSON array of its own input items, those of
-    earlier responses not among them. body: the response object as JSON. items: the ids of the items
-    in both. previous_response_id: the response that it continues."""
+    """One stored response.
+
+    input: the JSON array of its own input items, without those of earlier responses. body: the
+    response object as JSON. items: the ids of the items in both. previous_response_id: the response
+    that it continues.
+    """
 
     id: str
     previous_response_id: str | None
@@ -50,7 +53,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes, roughly."""
+        """The approximate size in bytes."""
         return len(self.input) + len(self.body) + _OVERHEAD + _ITEM_OVERHEAD * len(self.items)
 
     def input_items(self) -> list[JsonObject]:
@@ -61,7 +64,7 @@ class StoredResponse:
 
 
 class ResponseStores:
-    """The stores of all callers, bounded together by count and by bytes."""
+    """The stores of all callers, with common limits on count and bytes."""
 
     def __init__(
         self,
@@ -75,11 +78,12 @@ class ResponseStores:
         self._stores: dict[str, ResponseStore] = {}
 
     def for_caller(self, caller: str) -> "ResponseStore":
-        """caller: the name of its key, so there are as many stores as keys. On any thread."""
+        """Returns the store of a caller. caller: the name of its API key, so there are as many
+        stores as keys. May be called on any thread."""
         return self._stores.setdefault(caller, ResponseStore(self))
 
     def evict(self) -> None:
-        """Drop responses until the bounds hold."""
+        """Evicts responses until the limits hold."""
         stores = self._stores.values()
         while sum(map(len, stores)) > self._max_responses:
             max(stores, key=len).drop_oldest()
@@ -88,15 +92,14 @@ class ResponseStores:
 
 
 class ResponseStore:
-    """The responses of one caller; the least recently used goes first. See
-    `ResponseStores.for_caller`."""
+    """The responses of one caller, in LRU order. See `ResponseStores.for_caller`."""
 
     def __init__(self, stores: ResponseStores) -> None:
         self._stores = stores
         self._bytes = 0
-        # Moving an entry changes no look-up, as deleting and inserting it again would.
+        # Moving an entry does not affect concurrent lookups; deleting and inserting it again would.
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._response_of_item: dict[str, str] = {}  # item → the response that holds it
+        self._response_of_item: dict[str, str] = {}  # item id → the response that contains it
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -109,8 +112,8 @@ class ResponseStore:
         return self._responses.get(id_)
 
     def chain(self, id_: str) -> Sequence[StoredResponse]:
-        """The response and all before it, the first one first. Raises AppError(INVALID) where one
-        of them is not kept: the SDKs know the code."""
+        """Returns the response and all before it, oldest first. Raises AppError(INVALID) if one of
+        them is not stored, with the error code that the SDKs know."""
         found: list[StoredResponse] = []
         wanted: str | None = id_
         while wanted is not None:
@@ -122,7 +125,8 @@ class ResponseStore:
         return found[::-1]
 
     def get_conversation(self, id_: str) -> Sequence[JsonObject]:
-        """What was said up to the end of a response, item by item. Raises as `chain` does."""
+        """Returns the items of the conversation up to the end of a response. Raises as `chain`
+        does."""
         items: list[JsonObject] = []
         for kept in self.chain(id_):
             items += kept.input_items()
@@ -130,7 +134,7 @@ class ResponseStore:
         return items
 
     def get_item(self, id_: str) -> JsonObject | None:
-        """An input or output item of any response that is kept."""
+        """Returns an input or output item of any stored response."""
         holder = self._response_of_item.get(id_)
         kept = None if holder is None else self.find(holder)
         if kept is None:
@@ -141,15 +145,15 @@ class ResponseStore:
         raise AssertionError("an item that its holder does not hold")
 
     def add(self, response: StoredResponse) -> None:
-        """Make room for a response and use it. One that is too large is not kept, nor is one that
-        has no room beside its chain."""
+        """Stores a response as the most recently used one, and evicts others. A response that is
+        too large, or does not fit beside its chain, is not stored."""
         assert response.id not in self._responses
         if response.size > self._stores.max_response_bytes:
             return
         self._responses[response.id] = response
         self._bytes += response.size
         for item in response.items:
-            # of an item that a client sent again under its old id, the copy that will stay longer
+            # if a client sent an item again under its old id, the copy that is evicted later
             self._response_of_item[item] = response.id
         self.touch(response.id)
         self._stores.evict()
@@ -158,14 +162,14 @@ class ResponseStore:
         self.delete(next(iter(self._responses)))
 
     def touch(self, id_: str) -> None:
-        """Note that a response was asked for, and with it all that it continues."""
+        """Marks a response and all that it continues as recently used."""
         wanted: str | None = id_
         while wanted is not None and (kept := self._responses.get(wanted)) is not None:
             self._responses.move_to_end(wanted)
             wanted = kept.previous_response_id
 
     def delete(self, id_: str) -> bool:
-        """Whether there was such a response."""
+        """Deletes a response. Returns whether it existed."""
         kept = self._responses.pop(id_, None)
         if kept is None:
             return False
@@ -192,5 +196,5 @@ def _not_found(asked: str, missing: str) -> AppError:
 
 
 def item_ids(items: Sequence[Any]) -> tuple[str, ...]:
-    """The ids of items that have one."""
+    """Returns the ids of the items that have one."""
     return tuple(item["id"] for item in items if isinstance(item.get("id"), str))

@@ -1,8 +1,6 @@
-"""How much two sequences of ids have in common.
+"""Comparing sequences of ids, and trimming the layer caches of a sequence together.
 
-Knows: ids. Must not know: what lies behind them.
-
-Cutting a sequence's layer caches back, all or none of them.
+Knows: ids, layer caches as `LayerKV`. Must not know: how prefixes are stored.
 """
 
 from collections.abc import Sequence
@@ -20,12 +18,12 @@ def trim_to(kv: Sequence[Layer], length: int) -> None:
 
 
 def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:
-    """How many of the first ids of `a` are also those of `b` from position `offset` on.
+    """The number of leading ids that `a` shares with `b` from position `offset` on.
 
-    By halving: slices are compared at the speed of C, and no id more than three times. A prompt of
-    32,000 ids takes about half a millisecond; a loop over them would take several.
+    By bisection: slices are compared at the speed of C, and each id at most three times. A prompt
+    of 32,000 ids takes about half a millisecond; a loop over them would take several.
     """
-    # invariant: the first `low` are the same, the first `high` are not
+    # invariant: the first `low` ids are equal, the first `high` are not
     low, high = 0, min(len(a), len(b) - offset)
     if a[:high] == b[offset : offset + high]:
         return high

@@ -1,17 +1,16 @@
-"""Many remembered sequences that share what they have in common: the prefix cache for many users.
+"""The prefix cache for many users: a radix tree of sequences that share their common prefixes.
 
 Knows: ids, layer caches as `LayerKV`, what a prompt may reuse. Must not know: tensors, models,
-requests; how the tree is kept (tree.py).
+requests, how the tree is stored (radix_tree.py).
 
-A sequence runs on caches of its own, contiguous ones. They begin as a copy of what is cached; or
-they are the cached ones themselves, when the prompt only goes on where these end: the single chat
-never copies. What a sequence has computed serves others as soon as it says `reached`; what it
-shares with them is held by the tree once when it ends. While it runs, only a prefix which others
-share as well is held twice.
+A sequence runs on contiguous caches of its own. They begin as a copy of the cached prefix; or they
+are the cached layers themselves, if the prompt only continues where these end, so a single chat
+never copies. `publish` makes what a sequence has computed available to others while it still runs.
+When it ends, the tree stores once what it shares with others. While it runs, only a prefix that
+others share as well is stored twice.
 
-What the radix tree has of a prompt, and what can be done with it.
-
-Layers that cannot be divided: which checkpoint restores them, and where to take new ones.
+Layers are divisible (any range of positions can be copied out) or not. The state of the latter is
+restored from checkpoints; `plan_checkpoints` chooses their positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +20,20 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
+from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
+from models.kv import LayerCache
 
-# how many of the cached ids a miss tells, where other ones were wanted
+# number of cached ids that a miss reports where the prompt diverges
 _MISS_IDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch(Generic[Layer]):
-    """path: the nodes that a prompt goes through, the last perhaps in part. matched: ids in common
-    with them. usable: how many of these may be cached at all. cached: how many are, since every
-    layer can be restored there, by that checkpoint if one is needed. exclusive: the nodes at the
-    path's end, last first, that nobody but this prompt has a use for."""
+    """path: the nodes that match a prompt, the last perhaps in part. matched: ids in common with
+    them. usable: how many of these may be reused. cached: how many are reused, because every layer
+    can be restored there. checkpoint: the node whose checkpoint this needs, if any. exclusive:
+    nodes at the path's end, last first, that only this prompt uses."""
 
     path: Sequence[RadixNode[Layer]] = ()
     matched: int = 0
@@ -42,8 +43,8 @@ class PrefixMatch(Generic[Layer]):
     exclusive: Sequence[RadixNode[Layer]] = ()
 
     def extendable_store(self) -> KVStore[Layer] | None:
-        """The idle store that holds all of the path and nothing else, if there is one, and if
-        nobody else needs what it holds behind the cached part."""
+        """The idle store that holds exactly this path, if there is one and its content after the
+        cached part is not needed by other sequences."""
         if self.cached == 0:
             return None
         store = self.path[0].store
@@ -56,7 +57,7 @@ class PrefixMatch(Generic[Layer]):
         return store
 
     def explain_miss(self) -> CacheMiss:
-        """Why no more is cached. Only when more was asked for."""
+        """Why no more is cached. Only valid if there is a miss."""
         if self.cached < self.usable:
             return CacheMiss(position=self.cached, reason="no_state")
         if self.matched == 0:
@@ -71,9 +72,10 @@ class PrefixMatch(Generic[Layer]):
 def match_prefix(
     tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
 ) -> PrefixMatch[Layer]:
-    """Changes nothing. Time is that of comparing the ids, however much is cached."""
+    """Look up a prompt without changing the tree. Takes time linear in the ids, independent of the
+    size of the cache."""
     path, matched = tree.match(ids)
-    # the last id must be evaluated: its hidden state is where the answer starts
+    # the last id must be evaluated: the output starts from its hidden state
     usable = min(matched, len(ids) - 1)
     usable -= usable % alignment
     cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
@@ -89,8 +91,8 @@ def match_prefix(
 
 
 def _exclusive_nodes(path: Sequence[RadixNode[Layer]], matched: int) -> Sequence[RadixNode[Layer]]:
-    """The nodes at the end of a path which idle and lead to nothing else than the end of a prompt
-    that matches them all."""
+    """The idle nodes at the end of a path that only lead to the end of a prompt that matches all of
+    them."""
     own: list[RadixNode[Layer]] = []
     if matched < path[-1].end:
         return own
@@ -105,18 +107,19 @@ def _last_used(node: RadixNode[Layer]) -> int:
     return node.last_used
 
 
-# how many nodes behind a prompt's end are asked for a checkpoint that could be cut back to it
+# nodes after a prompt's end that are searched for a checkpoint that can be trimmed to it
 _MAX_LATER_NODES = 16
 
 
 def find_restorable(
     path: Sequence[RadixNode[Layer]], usable: int
 ) -> tuple[int, RadixNode[Layer] | None]:
-    """How many of the first `usable` positions can be restored, and the node whose checkpoint does.
+    """How many of the first `usable` positions can be restored, and the node whose checkpoint
+    restores them.
 
-    path: the nodes that go through these positions, and perhaps on. Best is a checkpoint behind
-    `usable` that can be cut back to it, as that of a window that did not slide yet; next the last
-    one before.
+    path: the nodes that cover these positions; it may continue after them. Preferred is a
+    checkpoint after `usable` that can be trimmed to it, such as that of a sliding window that is
+    not full yet; else the last one before.
     """
     if usable == 0:
         return 0, None
@@ -141,14 +144,17 @@ def plan_checkpoints(
     alignment: int,
     interval: int,
 ) -> tuple[int, ...]:
-    """Where prefill of a prompt of `length` ids should leave a checkpoint. Each costs a chunk that
-    ends early, and a state in memory until that is evicted. They pay:
+    """Positions at which prefill of a prompt of `length` ids should leave a checkpoint.
 
-    at the first mark, where all conversations with this system prompt part; at the last two, where
-    an answer is asked for again, a turn is edited, or a template leaves out what was thought; at
-    `usable`, what matched but could not be restored, as a place where prompts were seen to part;
-    every so many positions, to bound the loss when no other fits; and on a grid at its last point,
-    because the state at the end of the answer cannot be cut back to the grid.
+    Each costs a chunk that ends early, and memory until it is evicted. Useful positions are:
+
+    - the first turn end, where all conversations with this system prompt diverge;
+    - the last two turn ends, for a response that is generated again, an edited turn, or a
+    template that leaves out the reasoning;
+    - `usable`, which matched but could not be restored: other prompts diverge there, too;
+    - every `interval` positions, to bound the loss if no other fits;
+    - with an alignment, the last aligned position, because the state at the end of the output
+    cannot be trimmed to it.
     """
     wanted = {*turn_ends[:1], *turn_ends[-2:], usable, *range(interval, length, interval)}
     if alignment > 1:
@@ -158,15 +164,14 @@ def plan_checkpoints(
 
 
 def _no_evaluation(_: object) -> None:
-    """Layers that are real as soon as they are written have nothing to settle."""
+    """The default `evaluate`: for layers that are not lazy."""
 
 
 class RadixPrefixCache(Generic[Layer]):
-    """make_kv: fresh layer caches. evaluate: told of layers that were copied, so that they are made
-    real before anybody writes to what they were copied from. alignment: prefixes end at multiples
-    of it only (see `--exact`). checkpoint_every: positions of a prompt between two checkpoints, for
-    layers that cannot be divided. max_bytes: bytes to keep at most; None leaves it to the
-    caller."""
+    """make_kv: makes fresh layer caches. evaluate: called with copied layers, to evaluate them
+    before their source is written to. alignment: prefixes end at multiples of it only (see
+    `--exact`). checkpoint_every: prompt positions between two checkpoints of indivisible layers.
+    max_bytes: most bytes to keep; None leaves eviction to the caller."""
 
     def __init__(
         self,
@@ -238,7 +243,8 @@ class RadixPrefixCache(Generic[Layer]):
     def publish(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool
     ) -> None:
-        """Called by a lease. checkpoint: whether the whole layers' state is wanted here."""
+        """Called by a lease. checkpoint: whether to store the state of the indivisible layers
+        here."""
         assert all(layer.offset >= len(ids) for layer in kv)
         length = self._align_down(len(ids))
         if length == 0:
@@ -256,12 +262,12 @@ class RadixPrefixCache(Generic[Layer]):
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
         """Called by a lease that ends."""
-        # layers may differ after a step that failed half-way: only what all of them got counts
+        # layers may differ after a step that failed half-way: use what all of them have
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
-        # what others may have been served already stays
+        # keep what other sequences may have used already
         held = max((node.end for node in store.nodes), default=0)
         wanted = self._align_down(min(offset, max(keep, held)))
-        # where a layer cannot be cut to what was wanted, remember all: longer, but as true
+        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
         lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
         state = tuple(compress(kv, self._indivisible))
         for length in lengths:
@@ -275,7 +281,7 @@ class RadixPrefixCache(Generic[Layer]):
             self.evict(self.nbytes - self._max_bytes)
 
     def discard(self, store: KVStore[Layer]) -> None:
-        """Called by a lease whose caches are in doubt."""
+        """Called by a lease whose caches may be invalid."""
         self._tree.discard_store(store)
 
     def _checkpoint(self, node: RadixNode[Layer], state: tuple[Layer, ...]) -> None:
@@ -287,7 +293,8 @@ class RadixPrefixCache(Generic[Layer]):
     def _lease_layers(
         self, found: PrefixMatch[Layer], *, reserve_length: int
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
-        """Caches that stand for what is cached of a prompt, and the live store behind them."""
+        """Layer caches with the cached prefix of a prompt, and the live store that they belong
+        to."""
         store = found.extendable_store()
         if store is None:
             return self._copy_prefix(found, reserve_length)
@@ -296,7 +303,7 @@ class RadixPrefixCache(Generic[Layer]):
     def _extend_idle_store(
         self, store: KVStore[Layer], found: PrefixMatch[Layer], reserve_length: int
     ) -> Sequence[Layer]:
-        """An idle store itself goes on loan. Its nodes stay where they are, and serve others."""
+        """Leases an idle store itself. Its nodes stay in the tree and serve other prompts."""
         whole = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
         for node in found.exclusive:
             self._tree.truncate_leaf(node, found.cached)
@@ -315,8 +322,8 @@ class RadixPrefixCache(Generic[Layer]):
     def _copy_prefix(
         self, found: PrefixMatch[Layer], reserve_length: int
     ) -> tuple[Sequence[Layer], KVStore[Layer]]:
-        """Fresh caches with a copy of the path. What nobody else goes through is backed by the copy
-        from now on, so that no conversation is held twice while it goes on."""
+        """Fresh caches with a copy of the path. Nodes that only this prompt uses are backed by the
+        copy from now on, so that no conversation is stored twice while it runs."""
         fresh, cached = self._make_kv(), found.cached
         store = KVStore(list(compress(fresh, self._divisible)))
         whole = tuple(compress(fresh, self._indivisible))
@@ -366,7 +373,7 @@ class RadixPrefixCache(Generic[Layer]):
 
 
 class RadixLease(Generic[Layer]):
-    """Layer caches on loan to one sequence; ends once."""
+    """Layer caches leased to one sequence; ends once."""
 
     def __init__(
         self,
@@ -410,3 +417,7 @@ def _reserve(store: KVStore[Layer], kv: Sequence[Layer], length: int) -> None:
     store.reserved = max(store.reserved, length)
     for layer in kv:
         layer.reserve(length)
+
+
+def create_cache(config: PrefixCacheConfig) -> RadixPrefixCache[LayerCache]:
+    return RadixPrefixCache(config.make_kv, evaluate=config.evaluate, alignment=config.alignment)

@@ -1,23 +1,21 @@
-"""A compressed tree of ids, and what of it is given up when memory is short.
+"""The radix tree of cached ids, its stores of layer caches, and their eviction.
 
-Knows: ids, nodes, stores, bytes, ages. Must not know: leases, grids, what a prompt may reuse.
+Knows: ids, nodes, stores, bytes, ages. Must not know: leases, alignment, what a prompt may reuse.
 
     root ── [0, 40) ──┬── [40, 90)                two conversations that share 40 ids
                       └── [40, 75) ── [75, 80)
 
     store   live   [0 ................... 90)     caches of a running sequence: hold all of its
-                                                  path, are only appended to, and lend what is in
-                                                  the tree
-    store   idle         [40 ........ 80)         left by one that ended: the part it backed
-
-The tree is that of SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes:
-stores are contiguous, as attention wants them, so that a running sequence holds a copy of what it
-shares; and a running sequence lends before it ends.
-
-Where the radix cache keeps layer states: stores and the nodes they back.
+                                                  path, are only appended to, and may be copied
+                                                  from as far as they are in the tree
+    store   idle         [40 ........ 80)         of a sequence that ended: the part it backed
 
 Each node is backed by one store, which holds its positions of the divisible layers; a store backs
-nodes of one path. The state of the other layers is kept whole, in a checkpoint at a node's end.
+nodes of one path. The state of indivisible layers is stored whole, in a checkpoint at a node's end.
+
+The tree is that of SGLang's RadixAttention (Zheng et al. 2023, arXiv:2312.07104) with two changes:
+stores are contiguous, as attention requires, so a running sequence has a copy of the prefix that it
+shares; and the prefix of a running sequence can be reused before it ends.
 """
 
 from collections import OrderedDict
@@ -34,9 +32,9 @@ from app.engine.prefix.matching import common_prefix_length
 class KVStore(Generic[Layer]):
     """Positions [base, end) of the divisible layers, in the order of the model.
 
-    live: on loan to a sequence that runs. Then base is 0, and its layers grow beyond what the nodes
-    need of them; it is not counted here but by whoever borrowed it. reserved: positions that were
-    reserved in all.
+    live: leased to a running sequence. Then base is 0, its layers grow beyond what the nodes need,
+    and its bytes are charged to the sequence instead of the tree. reserved: positions reserved in
+    total.
     """
 
     layers: list[Layer]
@@ -49,7 +47,7 @@ class KVStore(Generic[Layer]):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The positions that the nodes need."""
+        """The range of positions that the nodes need."""
         start = min((node.start for node in self.nodes), default=0)
         return start, max((node.end for node in self.nodes), default=start)
 
@@ -58,19 +56,19 @@ class KVStore(Generic[Layer]):
         return max(self.nodes, key=end_of, default=None)
 
     def update_nbytes(self) -> int:
-        """Look at the layers' bytes again; by how many they changed."""
+        """Recompute the size of the layers; returns the change in bytes."""
         before, self.nbytes = self.nbytes, sum(layer.nbytes for layer in self.layers)
         return self.nbytes - before
 
     def trim(self, end: int) -> None:
-        """Forget what lies behind `end`, and keep the room."""
+        """Remove positions from `end` on; keeps their capacity."""
         for layer in self.layers:
             layer.trim(layer.offset - (end - self.base))
         self.end = end
 
     def keep_range(self, start: int, end: int, evaluate: Callable[[Sequence[Layer]], None]) -> None:
-        """Keep [start, end) only, free the rest. If this fails, the content is in doubt."""
-        # one layer at a time, so that never more than one is held twice
+        """Keep [start, end) only and free the rest. If this raises, the content is invalid."""
+        # one layer at a time, so that at most one layer is in memory twice
         for index, layer in enumerate(self.layers):
             piece = layer.slice(start - self.base, end - self.base)
             evaluate((piece,))
@@ -92,8 +90,11 @@ class KVStore(Generic[Layer]):
 
 @dataclass(slots=True, eq=False)
 class RadixNode(Generic[Layer]):
-    """The ids of positions [start, end). children: by their first id. checkpoint: the whole layers,
-    as they are at `end`. last_used: a count of uses, never less than that of any child."""
+    """The ids of positions [start, end).
+
+    children: by their first id. checkpoint: the state of the indivisible layers at `end`.
+    last_used: the tree's use counter at the last use; at least that of any child.
+    """
 
     ids: tuple[int, ...]
     start: int
@@ -114,14 +115,15 @@ class RadixNode(Generic[Layer]):
         return 0 if self.checkpoint is None else sum(layer.nbytes for layer in self.checkpoint)
 
     def checkpoint_at(self, position: int) -> tuple[Layer, ...]:
-        """Copies of the whole layers, cut back to `position`, which must be possible."""
+        """Copies of the indivisible layers, trimmed to `position`, which must be possible."""
         state = tuple(layer.copy() for layer in self.checkpoint or ())
         for layer in state:
             layer.trim(layer.offset - position)
         return state
 
     def subtree(self) -> "list[RadixNode[Layer]]":
-        """Each before its children. A loop: paths may be deeper than Python's stack."""
+        """This node and all below it, parents before children. Iterative, because paths may be
+        deeper than Python's stack."""
         nodes: list[RadixNode[Layer]] = [self]
         for node in nodes:
             nodes.extend(node.children.values())
@@ -147,9 +149,9 @@ def end_of(node: RadixNode[Layer]) -> int:
 
 
 class RadixTree(Generic[Layer]):
-    """evaluate: makes copied layers independent of what they were copied from. needs_checkpoints:
-    whether there are layers that checkpoints are needed for; then an idle leaf without one is of no
-    use, and is not kept."""
+    """evaluate: makes copied layers independent of their source. needs_checkpoints: whether the
+    model has indivisible layers; then an idle leaf without a checkpoint is useless and is removed.
+    """
 
     def __init__(
         self, evaluate: Callable[[Sequence[Layer]], None], *, needs_checkpoints: bool
@@ -159,15 +161,15 @@ class RadixTree(Generic[Layer]):
         self.root = RadixNode[Layer]((), 0, None, KVStore[Layer]([]))
         self.nbytes = 0
         self.live: dict[KVStore[Layer], None] = {}
-        # Every node before its parent, since a use moves a path to the end, deepest node first.
-        # So the first one that could be given up is also the one used longest ago.
+        # Every node is before its parent, since a use moves a path to the end, deepest node first.
+        # So the first node that can be evicted is also the least recently used one.
         self._lru = OrderedDict[RadixNode[Layer], None]()
         self._clock = 0
         self._oversized: dict[KVStore[Layer], None] = {}  # may hold more than their nodes need
 
     def match(self, ids: tuple[int, ...]) -> tuple[list[RadixNode[Layer]], int]:
-        """The nodes which `ids` go through, and how many ids they share: the last node may be
-        matched in part. Time is that of comparing the ids once, however much else is cached."""
+        """The nodes that match `ids`, and the number of shared ids: the last node may match in
+        part. Takes time linear in the ids, independent of the size of the tree."""
         path: list[RadixNode[Layer]] = []
         node, at = self.root, 0
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
@@ -179,7 +181,7 @@ class RadixTree(Generic[Layer]):
         return path, at
 
     def insert(self, ids: tuple[int, ...], store: KVStore[Layer]) -> list[RadixNode[Layer]]:
-        """Put a live sequence into the tree. Its store backs only what nobody else does already."""
+        """Insert a live sequence. Its store backs only ids that are not in the tree yet."""
         path, at = self.match(ids)
         if at < len(ids):
             last = self.split_at(path, at)
@@ -191,12 +193,14 @@ class RadixTree(Generic[Layer]):
         return path
 
     def split_at(self, path: list[RadixNode[Layer]], end: int) -> RadixNode[Layer]:
-        """The last node of a path that goes to `end` at least: split, if it goes on behind."""
+        """The node of a path that ends at `end`; splits the last node if it is longer. The path
+        must reach `end`."""
         if not path:
             return self.root
         lower = path[-1]
         if end < lower.end:
-            # the lower part stays the same object: its children and its place by age are right
+            # the lower part stays the same object: its children and its position in the LRU order
+            # are right
             assert lower.parent is not None
             cut = end - lower.start
             upper = self._add_node(lower.ids[:cut], lower.start, lower.parent, lower.store)
@@ -213,7 +217,7 @@ class RadixTree(Generic[Layer]):
             self._lru.move_to_end(node)
 
     def assign_store(self, node: RadixNode[Layer], store: KVStore[Layer]) -> None:
-        """From now on `store`, which holds the same, backs the node. Ends with `fit`."""
+        """Back the node by `store`, which has the same content. Call `free_unused` afterwards."""
         self._detach_from_store(node)
         node.store = store
         store.nodes.add(node)
@@ -224,14 +228,14 @@ class RadixTree(Generic[Layer]):
         self.nbytes += node.checkpoint_bytes
 
     def detach_checkpoint(self, node: RadixNode[Layer]) -> int:
-        """The bytes it came to."""
+        """Remove a node's checkpoint; returns its bytes."""
         freed = node.checkpoint_bytes
         self.nbytes -= freed
         node.checkpoint = None
         return freed
 
     def mark_live(self, store: KVStore[Layer]) -> None:
-        """A store goes on loan: a new one, or an idle one that begins at 0."""
+        """A store is leased: a new one, or an idle one that begins at 0."""
         assert store.base == 0
         self.nbytes -= store.nbytes
         store.nbytes, store.live = 0, True
@@ -245,20 +249,20 @@ class RadixTree(Generic[Layer]):
             self.prune(store.deepest)
         start, end = store.span
         if start == 0 and store.reserved <= 2 * end:
-            # kept as it is, free room included: it is likely to be continued
+            # keep spare capacity: the sequence is likely to be continued
             store.trim(end)
         else:
-            store.end = 0  # whatever it held: to be cut
+            store.end = 0  # forces keep_range in free_unused
         self._oversized[store] = None
         self.free_unused()
 
     def discard_store(self, store: KVStore[Layer]) -> None:
-        """The content of a store is in doubt. Nodes which lie on another live sequence's path are
-        backed by that one; the others go, with all that hangs below them."""
+        """The content of a store may be invalid. Nodes that another live sequence's path includes
+        are assigned to its store; the others are removed with their subtrees."""
         self.live.pop(store, None)
         for node in sorted(store.nodes, key=end_of):
             if node not in store.nodes:
-                continue  # went with one above
+                continue  # removed with an ancestor
             below = node.subtree()
             heir = next((n.store for n in below if n.store.live and n.store is not store), None)
             if heir is not None:
@@ -273,7 +277,8 @@ class RadixTree(Generic[Layer]):
         self.free_unused()
 
     def truncate_leaf(self, leaf: RadixNode[Layer], end: int) -> None:
-        """Forget what an idle leaf holds behind `end`, if anything. Ends with `fit`."""
+        """Remove what an idle leaf holds from `end` on, if anything. Call `free_unused`
+        afterwards."""
         if leaf.start >= end:
             self.remove_leaf(leaf)
         elif leaf.end > end:
@@ -283,7 +288,7 @@ class RadixTree(Generic[Layer]):
             self._oversized[leaf.store] = None
 
     def remove_leaf(self, leaf: RadixNode[Layer]) -> int:
-        """Ends with `fit`. Returns a guess at the bytes that this will free."""
+        """Remove a leaf. Returns an estimate of the freed bytes. Call `free_unused` afterwards."""
         assert not leaf.children
         assert leaf.parent is not None
         store = leaf.store
@@ -294,7 +299,8 @@ class RadixTree(Generic[Layer]):
         return freed + self.detach_checkpoint(leaf)
 
     def prune(self, node: RadixNode[Layer]) -> int:
-        """Unlink a leaf that serves nobody, and then its parent if that serves nobody."""
+        """Remove a useless leaf, and then its ancestors as far as they are useless. Returns an
+        estimate of the freed bytes."""
         freed = 0
         while (
             self.needs_checkpoints
@@ -307,7 +313,7 @@ class RadixTree(Generic[Layer]):
         return freed
 
     def free_unused(self) -> None:
-        """Free what stores hold and no node needs."""
+        """Free memory of stores that no node needs."""
         while self._oversized:
             store, _ = self._oversized.popitem()
             if store.live:
@@ -320,10 +326,11 @@ class RadixTree(Generic[Layer]):
             self.nbytes += store.update_nbytes()
 
     def evict(self, count: int) -> int:
-        """Free `count` bytes, or all that can be. Returns how many things were given up.
+        """Free at least `count` bytes, or all that can be freed. Returns the number of evicted
+        leaves and checkpoints.
 
-        First what live stores hold as well: that is lost to nobody. Then leaves, longest unused
-        first; but before the leaf of a path that nobody branched off, the checkpoints on it.
+        First frees what live stores hold as well, which loses nothing. Then leaves, least recently
+        used first; but before the leaf of a path without branches, the checkpoints on that path.
         """
         if count <= 0:
             return 0
@@ -332,7 +339,7 @@ class RadixTree(Generic[Layer]):
         while self.nbytes > goal and (dropped := self._evict_leaves(self.nbytes - goal)):
             given_up += dropped
             self.free_unused()
-        for node in self._lru:  # what is left are checkpoints along live paths
+        for node in self._lru:  # only checkpoints on live paths are left
             if self.nbytes <= goal:
                 break
             if node.checkpoint is not None:
@@ -354,11 +361,11 @@ class RadixTree(Generic[Layer]):
         return given_up
 
     def _oldest_leaf(self) -> RadixNode[Layer] | None:
-        # the nodes passed over are on live paths: few, and mostly at the other end
+        # skipped nodes are on live paths: few, and mostly at the other end
         return next((n for n in self._lru if not n.children and not n.store.live), None)
 
     def _reassign_to_live(self) -> None:
-        """Let live stores back the whole of their paths."""
+        """Back the whole path of each live sequence by its own store."""
         for store in self.live:
             node = store.deepest or self.root
             while node.parent is not None:
@@ -370,7 +377,8 @@ class RadixTree(Generic[Layer]):
     def _add_node(
         self, ids: tuple[int, ...], start: int, parent: RadixNode[Layer], store: KVStore[Layer]
     ) -> RadixNode[Layer]:
-        """In place of what begins alike, if anything. Whoever calls it touches the path."""
+        """Add a node, in place of a child that begins with the same id. The caller must touch the
+        path."""
         node = RadixNode(ids, start, parent, store)
         parent.children[ids[0]] = node
         store.nodes.add(node)
@@ -414,8 +422,8 @@ class RadixTree(Generic[Layer]):
 
 
 def _spare_checkpoint(leaf: RadixNode[Layer]) -> RadixNode[Layer] | None:
-    """The first node of a leaf's path that has a checkpoint and served nobody but this path. What
-    ends last is likeliest to be continued, so it goes last."""
+    """The first node on the path to a leaf that has a checkpoint and was used by this path only.
+    The path's end is evicted last, because it is most likely to be continued."""
     spare, node = None, leaf.parent
     while node is not None and node.last_used == leaf.last_used and len(node.children) == 1:
         spare = node if node.checkpoint is not None else spare

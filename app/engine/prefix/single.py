@@ -1,10 +1,11 @@
-"""One remembered sequence: the cheapest prefix cache that helps a chat.
+"""A prefix cache with a single entry, for one chat at a time.
 
 Knows: ids and layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
-The semantics are those of Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026): longest common
-prefix; one id is always left to evaluate; cut back where every layer can be, else start afresh.
-Invariant: while the entry is here, every layer's offset is len(entry.ids).
+The semantics are those of Ollama's mlxrunner (x/mlxrunner/cache.go of March 2026): reuse the
+longest common prefix; always leave one id to evaluate; trim the layers if all of them can be
+trimmed, else start with fresh layers. Invariant: while the entry is stored, every layer's offset is
+len(entry.ids).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ from typing import Generic
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
 from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
+from app.engine.prefix.policy import PrefixCacheConfig
+from models.kv import LayerCache
 
-# how many of the cached ids a miss tells, where other ones were wanted
+# number of cached ids that a miss reports where the prompt diverges
 _MISS_IDS_SHOWN = 8
 
 
@@ -26,7 +29,7 @@ class _Entry(Generic[Layer]):
 
 
 class SinglePrefixCache(Generic[Layer]):
-    """make_kv: fresh layer caches. alignment: prefixes end at multiples of it only (see
+    """make_kv: makes fresh layer caches. alignment: prefixes end at multiples of it only (see
     `--exact`)."""
 
     def __init__(self, make_kv: Callable[[], Sequence[Layer]], *, alignment: int = 1) -> None:
@@ -44,18 +47,18 @@ class SinglePrefixCache(Generic[Layer]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> "SingleLease[Layer]":
-        """marks are of no use here: there is one entry, and it ends where its sequence ended."""
+        """See `PrefixCache`. turn_ends is ignored: the only entry ends where its sequence ended."""
         assert ids, "an empty prompt has nothing to evaluate"
         entry, self._entry = self._entry, None
         had = entry.ids if entry is not None and reuse else ()
         shared = common_prefix_length(had, tuple(ids))
-        # the last id must be evaluated: its hidden state is where the answer starts
+        # the last id must be evaluated: the output starts from its hidden state
         usable = self._align_down(min(shared, len(ids) - 1))
         kv, cached = None, 0
         if entry is not None and usable > 0 and can_trim_to(entry.kv, usable):
             trim_to(entry.kv, usable)
             kv, cached = entry.kv, usable
-        # the old layers, if they do not serve, are let go before there are new ones
+        # free the old layers, if they are not reused, before new ones are made
         del entry
         if kv is None:
             kv = self._make_kv()
@@ -83,7 +86,7 @@ class SinglePrefixCache(Generic[Layer]):
         return self._evictions
 
     def evict(self, num_bytes: int) -> int:
-        """The entry is whole or gone."""
+        """Evicts the whole entry."""
         freed = self.nbytes
         if num_bytes <= 0 or self._entry is None:
             return 0
@@ -103,11 +106,11 @@ class SinglePrefixCache(Generic[Layer]):
         assert all(layer.offset == length for layer in self._entry.kv)
 
     def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
-        """Called by a lease that ends. Whatever was remembered before gives way."""
-        # layers may differ after a step that failed half-way: only what all of them got counts
+        """Called by a lease that ends. Replaces the entry."""
+        # layers may differ after a step that failed half-way: use what all of them have
         offset = min(min((layer.offset for layer in kv), default=0), len(ids))
         wanted = self._align_down(min(offset, keep))
-        # where a layer cannot be cut to what was wanted, remember all: longer, but as true
+        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
         lengths = (wanted, offset) if self._alignment == 1 else (wanted,)
         for length in lengths:
             if length > 0 and can_trim_to(kv, length):
@@ -120,7 +123,7 @@ class SinglePrefixCache(Generic[Layer]):
 
 
 class SingleLease(Generic[Layer]):
-    """Layer caches on loan to one sequence; ends once."""
+    """Layer caches leased to one sequence; ends once."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class SingleLease(Generic[Layer]):
         self.checkpoint_positions: Sequence[int] = ()
 
     def publish(self, ids: Sequence[int]) -> None:
-        """There is nobody to share with before the lease ends."""
+        """Does nothing: the entry is not shared before the lease ends."""
 
     def commit(self, ids: Sequence[int], *, keep: int) -> None:
         assert self._cache is not None, "the lease has ended"
@@ -150,7 +153,8 @@ class SingleLease(Generic[Layer]):
 
 
 def _explain_miss(had: Sequence[int], shared: int, usable: int, cached: int) -> CacheMiss:
-    """shared: how many ids the entry began alike; usable: how many of these may be cached."""
+    """had: ids of the entry. shared: leading ids that the entry and the prompt have in common.
+    usable: how many of these may be reused."""
     if cached < usable:
         return CacheMiss(position=cached, reason="no_state")
     if shared == 0:
@@ -158,3 +162,7 @@ def _explain_miss(had: Sequence[int], shared: int, usable: int, cached: int) -> 
     return CacheMiss(
         position=shared, reason="diverged", cached_ids=tuple(had[shared : shared + _MISS_IDS_SHOWN])
     )
+
+
+def create_cache(config: PrefixCacheConfig) -> SinglePrefixCache[LayerCache]:
+    return SinglePrefixCache(config.make_kv, alignment=config.alignment)

@@ -1,16 +1,16 @@
-"""A fixed number of remembered sequences, one for each that may run: Ollama's slots.
+"""A prefix cache with a fixed number of slots, one for each concurrent sequence, like Ollama's.
 
 Knows: ids and layer caches as `LayerKV`. Must not know: tensors, models, requests.
 
 The semantics are those of Ollama's llamarunner (InputCache in runner/llamarunner/cache.go of
-February 2025). One user: the idle slot that shares most with the prompt is used. Many users: the
-slot that shares most, busy ones included, lends a copy of what it shares to the idle slot that was
-used longest ago. Different from there: layers that cannot be cut back are never assumed to be; and
-what was shifted serves only the sequence that shifted it.
+February 2025). One user: the idle slot that shares the longest prefix with the prompt is used. Many
+users: the prefix of the slot that shares most, busy or idle, is copied to the least recently used
+idle slot. Differences: layers that cannot be trimmed are never assumed to be trimmable; and shifted
+positions are reused only by the sequence that shifted them.
 
     idle slot    ids     [ .............................. ]
                  layers  [ .............................. ]
-    busy slot    ids     [ told by `reached` ....... ]             these its layers may lend
+    busy slot    ids     [ passed to `publish` ..... ]             these may be copied
                  layers  [ ......................... | growing ]   the first part never changes
 """
 
@@ -23,17 +23,19 @@ from app.core.context_shift import ShiftResult, count_discarded
 from app.core.jobs import CacheMiss
 from app.core.ports import Layer
 from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
+from app.engine.prefix.policy import PrefixCacheConfig
+from models.kv import LayerCache
 
-# ids of the other continuation that a miss shows: enough to recognise it in a log
+# number of cached ids that a miss reports: enough to recognise them in a log
 _MISS_IDS_SHOWN = 8
 
 
-# compared by identity: two empty slots are two
+# compared by identity: two empty slots are different
 @dataclass(slots=True, eq=False)
 class _Slot(Generic[Layer]):
-    """last_used: when its use began, as a number that no two uses share. A clock could give two
-    slots the same reading, and then the order would depend on how fast the machine is. An empty
-    slot was never used, so it is the oldest."""
+    """last_used: when its last use began, as a unique counter value; 0 for an empty slot, which is
+    therefore the oldest. With a clock, two slots could have the same reading, and the order would
+    depend on the speed of the machine."""
 
     ids: tuple[int, ...] = ()
     kv: Sequence[Layer] = ()
@@ -49,9 +51,9 @@ class _Slot(Generic[Layer]):
 
 
 class SlotPrefixCache(Generic[Layer]):
-    """make_kv: fresh layer caches. slots: sequences at once. context: positions of one sequence.
-    multi_user: how a slot is chosen. evaluate: told of layers that were copied, before anybody
-    writes to them. alignment: prefixes end at multiples of it only (see `--exact`)."""
+    """make_kv: makes fresh layer caches. slots: concurrent sequences. context: positions of one
+    sequence. multi_user: how a slot is chosen. evaluate: called with copied layers before they are
+    written to. alignment: prefixes end at multiples of it only (see `--exact`)."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class SlotPrefixCache(Generic[Layer]):
         reuse: bool = True,
         reserve_length: int = 0,
     ) -> "SlotLease[Layer]":
-        """See `PrefixCache`. marks have no use here: a slot keeps no states on the way."""
+        """See `PrefixCache`. turn_ends is ignored: a slot stores no intermediate states."""
         assert ids, "an empty prompt has nothing to evaluate"
         prompt = tuple(ids)
         shared = {
@@ -89,7 +91,7 @@ class SlotPrefixCache(Generic[Layer]):
         }
         slot, best = self._choose_slot(shared)
         had = best.ids  # before the slot, which may be the same one, is cut
-        # the last id must be evaluated: its hidden state is where the answer starts
+        # the last id must be evaluated: the output starts from its hidden state
         most = self._align_down(len(ids) - 1) if reuse else 0
         own, lent = min(shared[slot], most), min(shared[best], most)
         cached = self._prepare_layers(
@@ -146,12 +148,12 @@ class SlotPrefixCache(Generic[Layer]):
     def store_prefix(
         self, slot: _Slot[Layer], ids: Sequence[int], *, keep: int, shareable: int
     ) -> None:
-        """Called by a lease that ends. keep: how many of the ids are wanted. shareable: how many of
-        them the layers may serve anybody with."""
-        # layers may differ after a step that failed half-way: only what all of them got counts
+        """Called by a lease that ends. keep: how many of the ids to store. shareable: how many of
+        them other prompts may reuse."""
+        # layers may differ after a step that failed half-way: use what all of them have
         offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
         wanted = self._align_down(min(offset, keep, shareable))
-        # where a layer cannot be cut to what was wanted, remember all: longer, but as true
+        # if a layer cannot be trimmed to the wanted length, store all: longer, but also valid
         lengths = (wanted, offset) if self._alignment == 1 and offset <= shareable else (wanted,)
         for length in lengths:
             if length > 0 and can_trim_to(slot.kv, length):
@@ -162,32 +164,33 @@ class SlotPrefixCache(Generic[Layer]):
         slot.clear()
 
     def _copy_states(self, slot: _Slot[Layer]) -> None:
-        """A state may be a view of those of a whole batch, which it would keep alive; a copy is
-        not."""
+        """Copies states of indivisible layers: one may be a view of a whole batch, which it would
+        keep in memory."""
         if not all(layer.sliceable for layer in slot.kv):
             slot.kv = [layer if layer.sliceable else layer.copy() for layer in slot.kv]
             self._evaluate(slot.kv)
 
     def _choose_slot(self, shared: Mapping[_Slot[Layer], int]) -> tuple[_Slot[Layer], _Slot[Layer]]:
-        """The slot to use, and the one which shares most with the prompt. The first wins ties."""
+        """The slot to use, and the one that shares most with the prompt. The first wins ties."""
         idle = self._idle()
         assert idle, "more sequences than slots"
         if not self._multi_user:
-            # also from an empty one: the same memory is used again and again
+            # also if nothing is shared: then the same memory is used again
             slot = max(idle, key=shared.__getitem__)
             return slot, slot
         best = max(self._slots, key=shared.__getitem__)
         if not best.in_use and shared[best] == len(best.ids):
-            return best, best  # the prompt only adds to it: nobody loses anything
+            return best, best  # the prompt only extends it: nothing is lost
         return min(idle, key=lambda slot: slot.last_used), best
 
     def _prepare_layers(
         self, slot: _Slot[Layer], own: int, best: _Slot[Layer], lent: int, *, reserve_length: int
     ) -> int:
-        """Layers for the slot; for how many ids they stand. own, lent: ids to be had from the slot
-        itself, and from the best one. Its own are preferred where as many: that copies nothing."""
+        """Prepare the slot's layers; returns the number of ids that they hold. own, lent: ids
+        available from the slot itself, and from the best one. Its own are preferred on a tie,
+        because that copies nothing."""
         own = own if can_trim_to(slot.kv, own) else 0
-        # a copy can be cut where its original can
+        # a copy can be trimmed where its source can
         if best is not slot and lent > own and can_trim_to(best.kv, lent):
             self._fork(best, slot, lent, reserve_length=reserve_length)
             return lent
@@ -204,7 +207,7 @@ class SlotPrefixCache(Generic[Layer]):
     def _fork(
         self, donor: _Slot[Layer], slot: _Slot[Layer], length: int, *, reserve_length: int
     ) -> None:
-        self._evict(slot)  # first, so that its old layers and the copies are never held at once
+        self._evict(slot)  # first, so that old layers and copies are never in memory together
         kv = list(self.make_layers(reserve_length=reserve_length))
         for index, layer in enumerate(donor.kv):
             if layer.sliceable:
@@ -218,7 +221,7 @@ class SlotPrefixCache(Generic[Layer]):
     def _explain_miss(
         self, had: tuple[int, ...] | None, ids: tuple[int, ...], cached: int
     ) -> CacheMiss | None:
-        """had: ids of the slot that shared most with the prompt; None if none were wanted."""
+        """had: ids of the slot that shared most with the prompt; None if reuse was off."""
         most = self._align_down(len(ids) - 1)
         if cached == most:
             return None
@@ -229,7 +232,7 @@ class SlotPrefixCache(Generic[Layer]):
             return CacheMiss(position=cached, reason="no_state")
         if shared == 0:
             return CacheMiss(position=0, reason="empty")
-        # on a grid a little further on than `cached`: where the ids part is what tells why
+        # with an alignment this may be after `cached`: report where the ids actually diverge
         return CacheMiss(
             position=shared, reason="diverged", cached_ids=had[shared : shared + _MISS_IDS_SHOWN]
         )
@@ -246,7 +249,7 @@ class SlotPrefixCache(Generic[Layer]):
 
 
 class SlotLease(Generic[Layer]):
-    """A slot on loan to one sequence; ends once."""
+    """A slot leased to one sequence; ends once."""
 
     checkpoint_positions: Sequence[int] = ()
 
@@ -260,7 +263,7 @@ class SlotLease(Generic[Layer]):
     ) -> None:
         self._cache = cache
         self._slot: _Slot[Layer] | None = slot
-        self._shareable = sys.maxsize  # at most so many of the ids may serve others
+        self._shareable = sys.maxsize  # how many of the ids other prompts may reuse
         self.cached = cached
         self.miss = miss
 
@@ -280,19 +283,20 @@ class SlotLease(Generic[Layer]):
         num_keep: int,
         remove: Callable[[Sequence[Layer], int, int], bool],
     ) -> ShiftResult:
-        """Make room in a full context by forgetting the older half of what follows `num_keep` ids.
+        """Free part of a full context by removing the older half of what follows `num_keep` ids.
 
         ids: everything that was evaluated into the layers, in order. num_keep: fewer than the
-        context has. remove(kv, start, end): makes the layers forget positions [start, end) and
-        moves those behind up (`Model.shift`); False, with nothing changed, where they cannot. Then
-        the lease begins again with fresh layers.
+        context has. remove(kv, start, end): removes positions [start, end) from the layers and
+        moves the later ones up (`Model.shift`); returns False, with nothing changed, if they
+        cannot. Then the lease starts again with fresh layers.
 
-        before   [ keep | discarded | rest ....... | ]     len(ids) positions
-        after    [ keep | rest ....... |             ]     `ShiftResult.ids`, all or none evaluated
+            before   [ keep | discarded | rest ....... | ]     len(ids) positions
+            after    [ keep | rest ....... |             ]     `ShiftResult.ids`; all or none are
+                                                               evaluated
 
-        Without need nothing changes. What is moved up saw the discarded ids when it was evaluated;
-        a prompt of the same ids would not have. So it serves this sequence only: others, now and
-        after `commit`, get no more than the kept part.
+        Changes nothing if the context is not full. The positions that move up attended to the
+        discarded ids when they were evaluated; those of a prompt with the same ids would not. So
+        other prompts, now and after `commit`, reuse at most the kept part.
         """
         slot = self._active_slot()
         assert all(layer.offset == len(ids) for layer in self.kv)
@@ -321,3 +325,14 @@ class SlotLease(Generic[Layer]):
     def _active_slot(self) -> _Slot[Layer]:
         assert self._slot is not None, "the lease has ended"
         return self._slot
+
+
+def create_cache(config: PrefixCacheConfig) -> SlotPrefixCache[LayerCache]:
+    return SlotPrefixCache(
+        config.make_kv,
+        slots=config.num_slots,
+        context=config.context,
+        multi_user=config.multi_user,
+        evaluate=config.evaluate,
+        alignment=config.alignment,
+    )

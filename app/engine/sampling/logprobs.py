@@ -1,8 +1,9 @@
-"""Log-probabilities: of ids that were drawn, and of a prompt's own.
+"""Log-probabilities of sampled ids and of prompts.
 
-Knows: tensors, a model's logits. Must not know: sequences, caches, who asks.
+Knows: tensors, a model's logits. Must not know: sequences, caches, requests.
 
-Always of the raw logits over all ids that may be sampled, in float32, before any stage of sampling.
+They are always computed from the raw logits over all ids that may be sampled, in float32, before
+any sampling stage.
 """
 
 import math
@@ -15,18 +16,19 @@ from app.engine.memory_profile import PROMPT_LOGPROBS_CHUNK
 from app.engine.sampling.draw import topk
 from models.base import Model
 
-# of one id: its natural log-probability, and the likeliest ids with theirs, most likely first
+# of one id: its natural log-probability, and the most likely ids with theirs, most likely first
 PromptLogprob = tuple[float, tuple[tuple[int, float], ...]]
 
 
 def compute_logprobs(
     logits: mx.array, ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Natural logs of the probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and of
-    the `count` likeliest, most likely first: ids [B, k] and theirs [B, k], None where count is 0.
+    """Log-probabilities of `ids` [B] under logits [B, V], float32 -> [B]; and the `count` most
+    likely ids, most likely first: ids [B, k] and their log-probabilities [B, k], None if count is
+    0.
 
-    The maximum is subtracted before anything is summed: beside logits of 1e4 a float32 has a
-    resolution of 1e-3, which would be the error of every log-probability.
+    The maximum is subtracted before summing: near logits of 1e4, float32 has a resolution of 1e-3,
+    which would be the error of every log-probability.
     """
     relative = logits - mx.max(logits, axis=-1, keepdims=True)
     total = mx.logsumexp(relative, axis=-1, keepdims=True)
@@ -40,10 +42,12 @@ def compute_logprobs(
 def compute_prompt_logprobs(
     model: Model, hidden: mx.array, ids: Sequence[int], *, vocab: int, count: int
 ) -> list[PromptLogprob]:
-    """How likely each of `ids` was behind the hidden state of its place, [n, D]. Waits for it.
+    """The log-probability of each of `ids` given the hidden state before it, [n, D]. Waits for the
+    device.
 
-    A few places at a time, each evaluated before the next: the logits of a whole chunk would be as
-    large as a model. vocab: ids that may be sampled, 0 to vocab - 1; any other has no probability.
+    A few positions at a time, each group evaluated before the next: the logits of a whole chunk
+    would be as large as a model. vocab: ids that may be sampled, 0 to vocab - 1; others have
+    probability 0.
     """
     assert hidden.shape[0] == len(ids)
     found: list[PromptLogprob] = []

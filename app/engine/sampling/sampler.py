@@ -1,40 +1,44 @@
-"""Logits -> the next token, one row per sequence.
+"""Samples the next token from logits, one row per sequence.
 
-Knows: tensors, `SamplingParams`, what a row remembers. Must not know: sequences, caches, what the
-tokens mean.
+Knows: tensors, `SamplingParams`, the order of the stages. Must not know: sequences, caches, what
+the tokens mean, how a stage computes.
 
 The order is Ollama's (x/mlxrunner/sample/sample.go of August 2026):
 
     logit bias → penalties → top_k → temperature → top_p → min_p → draw
-    └──────── here, row by row of [B, V] ────────┘ └── app/engine/sampling/draw.py ──┘
+    └───────── STAGES, row by row of [B, V] ─────┘ └── app/engine/sampling/draw.py ──┘
 
-What forbids ids comes between the two, so that nothing can lift it: the ends of a row that has not
-drawn enough yet, then a grammar's mask.
+What forbids ids is applied between the two, so that nothing can allow them again: `MinTokens`, the
+last stage, and then a grammar's mask.
 
-All randomness of a row comes from (its seed, how many tokens it has drawn), and rows are computed
-together only with rows that are computed alike (`_GroupKey`): the same request gives the same
-answer alone, in company, and whenever it is run. No stage is run for rows that do not need it,
-except where it is the identity for them.
-
-What sampling remembers of one sequence.
+The randomness of a row depends only on its seed and the number of tokens that it has drawn, and
+rows are computed together only if they are computed the same way (`_GroupKey`). So a request gives
+the same output alone, in a batch, and at any time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.engine.sampling.draw import Draw, SamplingMethod, choose_method
+from app.engine.sampling.logit_bias import LogitBias
 from app.engine.sampling.logprobs import compute_logprobs
+from app.engine.sampling.min_tokens import MinTokens
+from app.engine.sampling.penalties import Penalties
+from app.engine.sampling.stage import Stage, StageInput
+
+# in the order in which they change the logits
+STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), MinTokens())
 
 
 class SamplerState:
-    """What sampling remembers of one sequence while no `MlxLmBatch` has it.
+    """The sampling state of one sequence while it is in no `SamplerBatch`.
 
-    seed: taken modulo 2^64. prompt: ids that penalties look at, besides those to be sampled.
-    vocab: ids that may be sampled or biased, 0 to vocab - 1. stop_ids: those that are not drawn
-    before min_tokens others were.
+    seed: taken modulo 2^64. prompt: ids that penalties count, besides those to be sampled. vocab:
+    ids that may be sampled or biased are 0 to vocab - 1. stop_token_ids: ids that are not drawn
+    before min_tokens other tokens. stages: one state for each of `STAGES`.
     """
 
     def __init__(
@@ -44,56 +48,31 @@ class SamplerState:
         seed: int,
         prompt: Sequence[int],
         vocab: int,
-        stop_ids: frozenset[int] = frozenset(),
+        stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        num_drawn: int = 0,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
         self.vocab = vocab
-        self.num_drawn = 0
-        self.stop_ids = sorted(id for id in stop_ids if id < vocab)
-        self.min_tokens = min_tokens
-        self.bias = _dense_bias(sampling.logit_bias, vocab) if sampling.logit_bias else None
-        self.token_counts: mx.array | None = None  # [V] int32: how often each id is in sight
-        self.window: mx.array | None = (
-            None  # [up to repeat_last_n] ids in sight, see `_TokenCounts`
+        self.num_drawn = num_drawn
+        sequence = StageInput(
+            sampling=sampling,
+            prompt=prompt,
+            vocab=vocab,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens - num_drawn,
         )
-        self.num_counted = 0  # ids that ever came in sight
-        if _has_penalties(sampling):
-            self._count_prompt_tokens(prompt)
-
-    @property
-    def min_tokens_left(self) -> int:
-        """How many more it draws before one of its ends may come."""
-        return max(0, self.min_tokens - self.num_drawn) if self.stop_ids else 0
-
-    def _count_prompt_tokens(self, prompt: Sequence[int]) -> None:
-        last = self.sampling.repeat_last_n
-        seen = list(prompt if last < 0 else prompt[-last:])
-        self.num_counted = len(seen)
-        # a prompt may hold ids that cannot be sampled; they take their place in the window
-        ids = mx.array([id for id in seen if id < self.vocab], dtype=mx.int32)
-        self.token_counts = mx.zeros((self.vocab,), dtype=mx.int32).at[ids].add(1)
-        if last > 0:
-            self.window = mx.array(seen, dtype=mx.int32)
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    s = sampling
-    neutral = s.repetition_penalty == 1 and not s.presence_penalty and not s.frequency_penalty
-    return not neutral and s.repeat_last_n != 0
-
-
-def _dense_bias(pairs: Sequence[tuple[int, float]], vocab: int) -> mx.array:
-    ids, values = zip(*pairs, strict=True)
-    return mx.zeros((vocab,)).at[mx.array(list(ids))].add(mx.array(list(values)))
+        self.stages = tuple(
+            stage.create_state(sequence) if sequence.sets(stage.knobs) else None for stage in STAGES
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """tokens: [B] ids, uint32. valid: [B] bool; False where a token means nothing, because the
-    row's logits hold NaN or +inf, or nothing finite that may be drawn. logprobs: [B] natural logs,
-    and top_ids, top_logprobs: [B, k] most likely first; None unless asked for. Lazy until
+    """tokens: [B] ids, uint32. valid: [B] bool; False if the token is meaningless, because the
+    row's logits contain NaN or +inf, or no finite logit that may be drawn. logprobs: [B] natural
+    logs; top_ids, top_logprobs: [B, k], most likely first; None unless requested. Lazy until
     evaluated."""
 
     tokens: mx.array
@@ -104,15 +83,16 @@ class SamplerOutput:
 
 
 def local_tokens(tokens: mx.array) -> mx.array:
-    """What was drawn here counts."""
+    """The default `broadcast_tokens`: the tokens drawn in this process."""
     return tokens
 
 
 class SamplerBatch:
-    """The rows that sample together, in this order, until one joins or leaves.
+    """The rows that are sampled together, in this order, until one joins or leaves.
 
-    broadcast_tokens: what was drawn -> what counts as drawn, both [b] uint32 and lazy; for those
-    who sample the same rows elsewhere, and perhaps round otherwise."""
+    broadcast_tokens: maps the drawn tokens to those that are used, both [b] uint32 and lazy; for
+    ranks that sample the same rows and may round differently.
+    """
 
     def __init__(
         self,
@@ -140,13 +120,13 @@ class SamplerBatch:
         top_logprobs: int | None = None,
         allowed: mx.array | None = None,
     ) -> SamplerOutput:
-        """Draw one token a row, and remember it for the next.
+        """Draw one token per row and add it to the rows' state.
 
-        logits: [B, V or more], any float type; what is beyond V pads the output layer and is cut
-        off. top_logprobs: the most that any row asked for, or None. allowed: [B, V or more] bool,
-        the ids that a row may draw.
+        logits: [B, V or more], any float type; columns beyond V are padding of the output layer and
+        are ignored. top_logprobs: the most that any row requested, or None. allowed: [B, V or more]
+        bool, the ids that a row may draw.
 
-        Log-probabilities are of the raw logits over V ids, before any stage, in float32.
+        Log-probabilities are computed from the raw logits over V ids, before any stage, in float32.
         """
         assert self._groups, "released"
         raw = logits[:, : self._vocab].astype(mx.float32)
@@ -162,7 +142,7 @@ class SamplerBatch:
         return _with_logprobs(tokens, sound, raw, top_logprobs)
 
     def release(self) -> None:
-        """Hand what is remembered back to the rows. This object is dead afterwards."""
+        """Write the state back to the rows. The batch must not be used afterwards."""
         for _, group in self._groups:
             group.release(self._num_draws)
         self._groups = []
@@ -179,160 +159,59 @@ class SamplerBatch:
 
 @dataclass(frozen=True, slots=True)
 class _GroupKey:
-    """What makes rows computed alike. All of it is a row's own affair."""
+    """Rows with equal keys are computed together. It does not depend on other rows. stages: the key
+    of each of `STAGES`, None for those that are not run."""
 
     method: SamplingMethod
-    biased: bool
-    penalised: bool
-    windowed: bool
-    has_min_tokens: bool
+    stages: tuple[Hashable, ...]
 
 
 def _group_key(row: SamplerState) -> _GroupKey:
     return _GroupKey(
         method=choose_method(row.sampling, row.vocab),
-        biased=row.bias is not None,
-        penalised=row.token_counts is not None,
-        windowed=row.window is not None,
-        has_min_tokens=row.min_tokens_left > 0,
+        stages=tuple(None if state is None else state.group_key for state in row.stages),
     )
 
 
 class _Group:
-    """Rows of one kind."""
+    """Rows with one key."""
 
     def __init__(
         self,
-        kind: _GroupKey,
+        key: _GroupKey,
         rows: Sequence[SamplerState],
         broadcast_tokens: Callable[[mx.array], mx.array],
     ) -> None:
         self._rows = rows
         self._broadcast_tokens = broadcast_tokens
-        samplings = [row.sampling for row in rows]
-        biases = [row.bias for row in rows if row.bias is not None]
-        self._bias = mx.stack(biases) if biases else None
-        self._token_counts = _TokenCounts(rows) if kind.penalised else None
-        self._min_tokens = _MinTokens(rows) if kind.has_min_tokens else None
+        self._stages = [
+            stage.create_batch([row.stages[place] for row in rows])
+            for place, stage in enumerate(STAGES)
+            if key.stages[place] is not None
+        ]
         self._draw = Draw(
-            kind.method,
-            samplings,
+            key.method,
+            [row.sampling for row in rows],
             seeds=[row.seed for row in rows],
             num_drawn=[row.num_drawn for row in rows],
         )
 
     def draw(self, logits: mx.array, allowed: mx.array | None, step: int) -> mx.array:
         """[b, V] float32 -> [b] uint32. step: draws before this one."""
-        if self._bias is not None:
-            logits = logits + self._bias
-        if self._token_counts is not None:
-            logits = self._token_counts.penalise(logits)
-        if self._min_tokens is not None:
-            logits = self._min_tokens.mask_stop_ids(logits, step)
+        for stage in self._stages:
+            logits = stage.apply(logits, step)
         if allowed is not None:
             logits = mx.where(allowed, logits, -mx.inf)
         tokens = self._broadcast_tokens(self._draw(logits, step))
-        if self._token_counts is not None:
-            self._token_counts.add(tokens, step)
+        for stage in self._stages:
+            stage.add(tokens, step)
         return tokens
 
     def release(self, num_draws: int) -> None:
         for row in self._rows:
             row.num_drawn += num_draws
-        if self._token_counts is not None:
-            self._token_counts.release(num_draws)
-
-
-class _MinTokens:
-    """The ids that end an answer, while it is too short to. Whether it is follows from how many
-    were drawn, which is known before their values are."""
-
-    def __init__(self, rows: Sequence[SamplerState]) -> None:
-        vocab = rows[0].vocab
-        self._stop_mask = mx.stack(
-            [
-                mx.zeros((vocab,), dtype=mx.bool_).at[mx.array(row.stop_ids)].add(True)
-                for row in rows
-            ]
-        )
-        self._tokens_left = mx.array([[row.min_tokens_left] for row in rows])
-        self._longest = max(row.min_tokens_left for row in rows)
-
-    def mask_stop_ids(self, logits: mx.array, step: int) -> mx.array:
-        if step >= self._longest:
-            return logits
-        return mx.where(self._stop_mask & (step < self._tokens_left), -mx.inf, logits)
-
-
-class _TokenCounts:
-    """The ids that penalties see, counted; of rows that all have a window, or all have none.
-
-    Tokens may still be lazy when they are added (the loop is one step ahead of itself), which is
-    why counts and windows are arrays. A window of n is a ring: the i-th id that came in sight is at
-    i mod n, and pushes out what is there from n on. It is only as long as it has been filled, for n
-    may be larger than any context.
-    """
-
-    def __init__(self, rows: Sequence[SamplerState]) -> None:
-        self._rows = rows
-        self._counts = mx.stack([row.token_counts for row in rows if row.token_counts is not None])
-        self._repetition = _column(rows, lambda s: s.repetition_penalty)
-        self._presence = _column(rows, lambda s: s.presence_penalty)
-        self._frequency = _column(rows, lambda s: s.frequency_penalty)
-        self._numbers = mx.arange(len(rows))
-        windows = [row.window for row in rows if row.window is not None]
-        self._windows = _stack_padded(windows) if windows else None
-        self._lengths = mx.array([row.sampling.repeat_last_n for row in rows])
-        self._num_counted = mx.array([row.num_counted for row in rows])
-        self._max_counted = max(row.num_counted for row in rows)
-        self._longest = max(row.sampling.repeat_last_n for row in rows)
-
-    def penalise(self, logits: mx.array) -> mx.array:
-        """Repetition (Keskar et al. 2019) divides a positive logit and multiplies a negative one;
-        presence is subtracted once per seen id, frequency once per sight (OpenAI)."""
-        repeated = mx.maximum(logits, 0) / self._repetition
-        repeated = repeated + mx.minimum(logits, 0) * self._repetition
-        penalised = repeated - self._presence - self._frequency * self._counts
-        return mx.where(self._counts > 0, penalised, logits)
-
-    def add(self, tokens: mx.array, step: int) -> None:
-        """tokens: [b], drawn in this turn, perhaps lazy."""
-        self._counts = self._counts.at[self._numbers, tokens].add(1)
-        if self._windows is None:
-            return
-        self._windows = self._grow_windows(self._windows, step)
-        sighted = self._num_counted + step
-        places = sighted % self._lengths
-        pushed = self._windows[self._numbers, places]
-        vocab = self._counts.shape[-1]
-        leaves = (sighted >= self._lengths) & (pushed < vocab)
-        pushed = mx.minimum(pushed, vocab - 1)
-        self._counts = self._counts.at[self._numbers, pushed].add(-leaves.astype(mx.int32))
-        self._windows[self._numbers, places] = tokens.astype(mx.int32)
-
-    def release(self, num_draws: int) -> None:
-        for number, row in enumerate(self._rows):
-            row.num_counted += num_draws
-            row.token_counts = self._counts[number]
-            if self._windows is not None:
-                filled = min(row.num_counted, row.sampling.repeat_last_n)
-                row.window = self._windows[number, :filled]
-
-    def _grow_windows(self, windows: mx.array, step: int) -> mx.array:
-        filled = windows.shape[-1]
-        needed = min(self._max_counted + step + 1, self._longest)
-        if needed <= filled:
-            return windows
-        return mx.pad(windows, [(0, 0), (0, min(2 * needed, self._longest) - filled)])
-
-
-def _stack_padded(windows: Sequence[mx.array]) -> mx.array:
-    longest = max(map(len, windows))
-    return mx.stack([mx.pad(window, (0, longest - len(window))) for window in windows])
-
-
-def _column(rows: Sequence[SamplerState], field: Callable[[SamplingParams], float]) -> mx.array:
-    return mx.array([[field(row.sampling)] for row in rows], dtype=mx.float32)
+        for stage in self._stages:
+            stage.release(num_draws)
 
 
 def _with_logprobs(

@@ -1,10 +1,10 @@
-"""What all ranks but the first run: they load their part, and take every step that rank 0 takes.
+"""A follower rank: loads its part of the model and repeats every engine step of rank 0.
 
-Knows: the loop, a line, signals. Must not know: HTTP, text. The main thread reads the line and
-handles signals; the engine has a thread of its own, as everywhere.
+Knows: the engine loop, the connection to rank 0, signals. Must not know: HTTP, text.
 
-Rank 0 decides when all end. A rank that was told to end by itself waits for that a while, because
-whoever stops several processes at once tells all of them, and answers may still be on their way.
+The main thread reads the connection and handles signals; the engine runs on its own thread, as on
+rank 0. Rank 0 decides when all ranks exit. A follower that receives a stop signal waits for that
+for a while: the signal is usually sent to all ranks at once, while requests may still be running.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ from app.runners.ranks.rendezvous import (
 
 log = logging.getLogger(__name__)
 
-# seconds for the line to rank 0, once it is known where it waits
+# seconds to connect to rank 0, once its address is known
 _CONNECT_TIMEOUT = 30.0
 
-# seconds beyond `Settings.drain` that rank 0 may take to end, when all were told to
+# seconds beyond `Settings.drain` within which rank 0 must exit after a stop signal
 _EXIT_GRACE = 15.0
 
-# seconds that a step may take to end
+# seconds to wait for the end of the current step
 _STEP_TIMEOUT = 30.0
 
 _DIVERGED = (
@@ -67,8 +67,9 @@ _STEP_FAILED = "a step failed on this rank; its log has the error"
 
 
 def run_follower(launch: Launch, files: ModelFiles, settings: Settings) -> int:
-    """Until rank 0 stops; the exit status. Raises AppError where rank 0 will not have us. Where it
-    is lost, the process ends here and now: it may wait for a sum that nobody will ever add to."""
+    """Runs until rank 0 stops, and returns the exit status. Raises AppError if rank 0 rejects this
+    rank. If rank 0 is lost, the process exits at once, since the engine may wait forever for a sum
+    over all ranks."""
     ranks = join_rank_group(launch)
     line = _connect(launch, ranks, files, settings)
     follower = _Follower(line, ranks, files, settings)
@@ -124,14 +125,14 @@ class _Follower:
         self._settings = settings
         self._grammars = GrammarCompiler.for_model(files)
         self._grammars.preload_tokenizer()
-        self._failed = False  # written by the engine's thread
+        self._failed = False  # written by the engine thread
         self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         self._engine_thread = threading.Thread(
             target=self._run_engine, name="mlx-engine", daemon=True
         )
 
     def run(self) -> bool:
-        """Whether it ended because rank 0 wanted it so."""
+        """Runs until the connection ends. Returns whether rank 0 has stopped this rank."""
         self._engine_thread.start()
         for words in self._connection.read_from_leader():
             match words:
@@ -151,7 +152,7 @@ class _Follower:
         return False
 
     def _run_engine(self) -> None:
-        """The engine's thread. Whatever ends it too early is told to rank 0, and ends the line."""
+        """Runs on the engine thread. An error is reported to rank 0 and closes the connection."""
         try:
             self._run_steps()
         except AppError as error:
@@ -188,12 +189,12 @@ class _Follower:
                 loop.cancel(job, keep=keep)
 
     def _compile_matcher(self, command: Submit) -> Matcher | None:
-        """Compiled already, when rank 0 did the same."""
+        """The matcher of the job's grammar, which `Compile` has usually compiled before."""
         job = command.job
         return job.grammar and self._grammars.compile(job.grammar, job.stop_token_ids)
 
     def _compile(self, message: Compile) -> None:
-        """Only to have it when it is wanted. What is wrong with it is told by rank 0."""
+        """Compiles a grammar in advance, so that it is cached. Rank 0 reports its errors."""
         try:
             self._grammars.compile(message.grammar, message.stop_ids)
         except AppError as error:
@@ -209,9 +210,9 @@ class _Follower:
 
 @contextlib.contextmanager
 def _exit_with_leader(settings: Settings) -> Generator[None]:
-    """Told to end, or without whoever started all, wait for rank 0 to end; told again, end. That
-    the launcher is gone counts as nothing that was told: it dies of what all are told at once, and
-    may have died of it before this process hears."""
+    """After a stop signal, or when the launcher has exited, waits for rank 0 to exit; a second
+    signal exits at once. The exit of the launcher does not count as a signal: a signal sent to all
+    processes may end the launcher before it reaches this one."""
     patience: list[threading.Timer] = []
     told: list[int] = []
 

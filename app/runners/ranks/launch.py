@@ -1,4 +1,4 @@
-"""Whether this process is one of several that were started to run one model together.
+"""Detects whether this process is one of several ranks that run one model together.
 
 Knows: the variables that `mlx.launch` and MPI set for each process (MLX 0.32:
 mlx/_distributed_utils/launch.py; Open MPI's OMPI_COMM_WORLD_*). Must not know: MLX, sockets.
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """rank: ours, from 0. size: how many there are, at least 2. host: under which address rank 0
-    can be reached by the others; None where nobody said (MPI)."""
+    """rank: rank of this process, from 0. size: number of ranks, at least 2. host: address of rank
+    0 for the other ranks; None if unknown (MPI)."""
 
     rank: int
     size: int
@@ -31,8 +31,8 @@ class Launch:
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch | None:
-    """None for a process that is alone. Raises AppError(INVALID) for variables that contradict
-    themselves."""
+    """Reads the launch from the environment; None for a single process. Raises AppError(INVALID)
+    for inconsistent variables."""
     if "MLX_RANK" in environ:
         rank = _read_int(environ, "MLX_RANK")
         size, host = _read_peers(environ)
@@ -51,11 +51,11 @@ def detect_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> None:
-    """on_exit: called on another thread once `mlx.launch` is gone, which holds the other end of the
-    pipe that is our standard input. On another machine, ssh sends SIGHUP instead."""
+    """Watches for the exit of `mlx.launch`, which holds the other end of the pipe that is standard
+    input. On a remote machine, ssh sends SIGHUP instead. on_exit: called on another thread."""
 
     def wait() -> None:
-        # os.read and not sys.stdin: a thread inside the latter stops the interpreter from ending
+        # os.read, not sys.stdin: a thread that reads the latter blocks the interpreter's exit
         while os.read(0, 1 << 16):
             pass
         log.error("mlx.launch exited: stopping its ranks")
@@ -66,9 +66,8 @@ def watch_launcher(environ: Mapping[str, str], on_exit: Callable[[], None]) -> N
 
 
 def restrict_to_one_model(settings: Settings) -> Settings:
-    """What holds when ranks run a model together: there is one model, whose engine is a thread of
-    this process, since a rank is a process. Raises AppError(INVALID) where more was asked
-    for."""
+    """The settings of a rank: one model, whose engine is a thread of this process, since each rank
+    is a process. Raises AppError(INVALID) for several models."""
     if settings.multi_model:
         raise AppError(
             ErrorKind.INVALID,
@@ -79,7 +78,7 @@ def restrict_to_one_model(settings: Settings) -> Settings:
 
 
 def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
-    """(how many, rank 0's address) as each backend of MLX is told it."""
+    """(number of ranks, address of rank 0) from the variables of each MLX backend."""
     if file := environ.get("MLX_IBV_DEVICES"):
         address = environ.get("MLX_JACCL_COORDINATOR", "")
         return len(_read_rank_list("MLX_IBV_DEVICES", file)), address.rpartition(":")[0] or None
@@ -92,7 +91,7 @@ def _read_peers(environ: Mapping[str, str]) -> tuple[int, str | None]:
 
 
 def _read_rank_list(name: str, file: str) -> list[Any]:
-    """One entry for each rank; none where there is one rank only, for which the file is empty."""
+    """The entries of the file, one per rank; the file of a single rank is empty."""
     try:
         text = Path(file).read_text("utf-8").strip()
         found: Any = json.loads(text) if text else []
@@ -104,7 +103,7 @@ def _read_rank_list(name: str, file: str) -> list[Any]:
 
 
 def _first_address(hosts: list[Any]) -> str | None:
-    """Of a ring's file: for each rank the addresses and ports that it listens on."""
+    """The address of rank 0 in a ring's host file, which lists each rank's addresses and ports."""
     match hosts:
         case [[str(address), *_], *_]:
             return address.rpartition(":")[0] or None

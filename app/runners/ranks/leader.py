@@ -1,12 +1,12 @@
-"""The other ranks, as rank 0 has them: told what to do, missed when they are gone.
+"""The rank leader: rank 0's connections to the followers, and its engine loop.
 
-Knows: lines, threads that read them. Must not know: HTTP, asyncio, what a model is made of.
+Knows: connections, the threads that read them, the engine loop. Must not know: HTTP, asyncio, the
+structure of models.
 
-Each line is read on a thread of its own. Whoever computes a sum with a rank that is gone waits for
-ever, or gets an error that names nobody: so the loss of one is the end of all, told by name at
-once. The process must end, then; if it hangs on its way out, it is ended.
-
-Rank 0's engine: each step that it takes, all take.
+Every step of rank 0's engine is also run by the followers. Each connection is read on its own
+thread. A sum with a lost rank never returns, or raises an error that does not name the rank. So if
+one rank is lost, all fail at once, with its name in the message, and the process must exit; if it
+hangs while exiting, it is killed.
 """
 
 import logging
@@ -54,13 +54,13 @@ from app.runners.ranks.rendezvous import (
     join_rank_group,
 )
 
-# seconds in which it comes out who was lost when a step failed
+# seconds to wait for the name of a lost rank after a step has failed
 _FAILURE_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPeer:
-    """One of the other ranks."""
+    """A follower rank and its connection."""
 
     rank: int
     host: str
@@ -71,14 +71,14 @@ class RankPeer:
 
 
 class RankGroup:
-    """ranks: for the engine."""
+    """The followers of rank 0. ranks: the distributed group for the engine."""
 
     def __init__(self, ranks: DistributedGroup, peers: Mapping[int, RankPeer]) -> None:
         self.ranks = ranks
         self._peers = peers
         self._listeners: list[Callable[[str], None]] = []
         self._changed = threading.Condition()
-        self._compiled: dict[int, int] = {}  # by number, by how many of the others
+        self._compiled: dict[int, int] = {}  # by `Compile.number`: ranks that have compiled it
         self._last_number = 0
         self._failure: str | None = None
         self._stopped = self._engine_attached = False
@@ -89,8 +89,8 @@ class RankGroup:
             ).start()
 
     def attach_engine(self, on_failure: Callable[[str], None]) -> None:
-        """For the one engine that the others load their parts with. on_failure: see
-        `add_failure_listener`. Raises AppError(ENGINE) for another one: they load once."""
+        """Attaches the engine of rank 0. on_failure: see `add_failure_listener`. Raises
+        AppError(ENGINE) for a second engine, since followers load the model only once."""
         if self._engine_attached:
             raise AppError(
                 ErrorKind.ENGINE,
@@ -100,7 +100,8 @@ class RankGroup:
         self.add_failure_listener(on_failure)
 
     def add_failure_listener(self, listener: Callable[[str], None]) -> None:
-        """To be told, on another thread and once, why nobody can be served any more."""
+        """Adds a function that is called once, on another thread, with the reason for which the
+        group has failed; at once if it has failed already."""
         with self._changed:
             self._listeners.append(listener)
             why = self._failure
@@ -112,13 +113,14 @@ class RankGroup:
             member.connection.send_to_follower(message)
 
     def wait_for_failure(self, timeout: float = 0.0) -> str | None:
-        """Why nobody can be served any more, if that comes out within so many seconds."""
+        """The reason for which the group has failed; None if it has not within `timeout`
+        seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, timeout)
             return self._failure
 
     def fail(self, reason: str) -> None:
-        """All is over. Only the first reason counts, and none once all were dismissed."""
+        """Fails the whole group. Only the first call counts, and none after `stop_followers`."""
         with self._changed:
             if self._failure is not None or self._stopped:
                 return
@@ -131,7 +133,7 @@ class RankGroup:
             listener(reason)
 
     def stop_followers(self) -> None:
-        """They are not needed any more, and end. May be called again."""
+        """Stops all followers. May be called again."""
         with self._changed:
             self._stopped = True
         self.broadcast(Stop())
@@ -141,8 +143,9 @@ class RankGroup:
     def compile_grammar(
         self, grammars: GrammarCompiler, grammar: Grammar, stop_ids: frozenset[int]
     ) -> Matcher:
-        """As `GrammarCompiler.compile`; returns when the others have it too, so that nobody's
-        answer waits for it. Not to be called on the engine's thread."""
+        """Like `GrammarCompiler.compile`, but returns when all followers have compiled the grammar,
+        too, so that no step waits for it. Must not be called on the engine thread. Raises
+        AppError(BUSY) if the followers take too long."""
         with self._changed:
             number = self._last_number = self._last_number + 1
             self._compiled[number] = 0
@@ -176,7 +179,7 @@ class RankGroup:
 
     def _count_compiled(self, number: int) -> None:
         with self._changed:
-            if number in self._compiled:  # else nobody waits for it any more
+            if number in self._compiled:  # else `compile_grammar` has returned
                 self._compiled[number] += 1
                 self._changed.notify_all()
 
@@ -184,12 +187,13 @@ class RankGroup:
 def load_leader(
     files: ModelFiles, settings: Settings, group: RankGroup, report: ProgressCallback
 ) -> "LeaderLoop":
-    """Load our part while the others load theirs. Raises as `app.engine.loader.load`."""
+    """Loads rank 0's part of the model while the followers load theirs. Raises as
+    `app.engine.loader.load` does."""
     return LeaderLoop(load(files, settings, report, group.ranks), group)
 
 
 class StepGroup(Protocol):
-    """Of `Crew`, what a step needs."""
+    """The part of `RankGroup` that a step needs."""
 
     def broadcast(self, message: LeaderMessage) -> None: ...
 
@@ -199,8 +203,8 @@ class StepGroup(Protocol):
 
 
 class LeaderLoop:
-    """A loop like any other, whose every turn the crew takes part in: the others are told what it
-    was told since the last step, in the same order, and that there is another one."""
+    """An engine loop whose steps are repeated by the followers: each step first sends them the
+    commands since the last step, in the same order."""
 
     def __init__(self, loop: Loop, group: StepGroup) -> None:
         self._loop = loop
@@ -225,7 +229,7 @@ class LeaderLoop:
         self._loop.on_stage = callback
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
-        if job.sampling.seed is None:  # one for all
+        if job.sampling.seed is None:  # all ranks must use the same seed
             job = replace(job, sampling=replace(job.sampling, seed=secrets.randbits(63)))
         self._commands.append(Submit(job=job))
         self._loop.submit(job, matcher)
@@ -239,8 +243,8 @@ class LeaderLoop:
         self._loop.cancel(job, keep=keep)
 
     def step(self) -> StepOutput:
-        """Raises AppError(ENGINE) when it could not be taken together: nobody knows then what the
-        others have computed."""
+        """Runs one step on all ranks. Raises AppError(ENGINE) if it fails on any rank: the state of
+        the other ranks is unknown then."""
         if (why := self._group.wait_for_failure()) is not None:
             raise AppError(ErrorKind.ENGINE, why)
         commands, self._commands = tuple(self._commands), []
@@ -264,20 +268,20 @@ class LeaderLoop:
 
 log = logging.getLogger(__name__)
 
-# seconds in which all others must have said hello, and each that has connected
+# seconds in which all followers must connect, and in which each must then send its hello
 _RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
 
-# seconds that others may take for a grammar longer than rank 0 did
+# seconds that followers may take longer than rank 0 to compile a grammar
 _COMPILE_TIMEOUT = 20.0
 
-# seconds in which the process must have ended once a rank was lost
+# seconds within which the process must exit after a rank was lost
 _EXIT_TIMEOUT = 10.0
 
 
 def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
-    """Wait for the other ranks; see `app.engine.distributed.join_group`.
+    """Waits for all followers; see `app.engine.distributed.join_group`.
 
-    Raises AppError for one that cannot be reached, or has another model, version or setting."""
+    Raises AppError if a rank cannot be reached, or has a different model, version or setting."""
     ranks = join_rank_group(launch)
     with _create_listener(launch) as server:
         meeting = RendezvousInfo(
@@ -314,7 +318,7 @@ def _accept_peers(
         line = RankConnection(connected)
         line.set_timeout(_HELLO_TIMEOUT)
         hello = line.read_hello()
-        # whoever does not know the secret is not one of us
+        # only ranks of this group know the secret
         if hello is None or not secrets.compare_digest(
             hello.secret.encode(), rendezvous.secret.encode()
         ):
@@ -344,7 +348,8 @@ def _find_mismatch(
 
 
 def _exit_after(seconds: float) -> None:
-    """A thread that waits for a sum cannot be told to stop, nor can MLX be left while it does."""
+    """Kills the process after `seconds`: a thread that waits for a sum over all ranks cannot be
+    stopped, and MLX cannot be shut down meanwhile."""
 
     def end() -> None:
         time.sleep(seconds)

@@ -1,13 +1,11 @@
-"""The line between rank 0 and another rank: commands go one way, words about them the other.
+"""The connection between rank 0 and a follower: its messages, and a checksum of the steps.
 
-Knows: sockets, what is said on them. Must not know: engines, models. A line is also how one notices
-that the other is gone: a process that ends closes it, and of a machine that was switched off the
-kernel finds out within half a minute.
+Knows: sockets, messages. Must not know: engines, models.
 
-Why not over the group that the model's sums go over: whoever waits there burns a core, and cannot
-be told that rank 0 has nothing to do or is gone.
-
-Whether several engines that were told the same say the same.
+The connection also detects a lost rank: a process that exits closes it, and the kernel detects an
+unreachable machine within half a minute. The messages do not use the distributed group that
+computes the model's sums: waiting there keeps a core busy, and cannot be interrupted when rank 0 is
+idle or gone.
 """
 
 import contextlib
@@ -34,7 +32,8 @@ from app.runners.codec import Codec
 
 
 class StepChecksum:
-    """value: of all steps so far (CRC-32)."""
+    """A checksum of an engine's output, to verify that all ranks compute the same. value: CRC-32 of
+    all steps so far."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -60,15 +59,15 @@ def _compared_fields(update: JobUpdate) -> tuple[object, ...]:
             return update.job_id, update.reason, update.error
 
 
-# Seconds after which a peer counts as gone that does not answer the kernel's questions, or does not
-# take what it was sent.
+# Seconds after which a peer counts as lost if it does not respond to TCP keepalive probes or does
+# not acknowledge data.
 _PEER_TIMEOUT = 30
 
-# seconds until a silent peer is asked whether it is there, between two questions, and how many
-# questions may stay without an answer
+# TCP keepalive: idle seconds before the first probe (under Linux's and macOS's names), seconds
+# between probes, number of probes without a response
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
-# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds, which Python does not name
+# TCP_RXT_CONNDROPTIME of macOS's netinet/tcp.h, in seconds; Python has no name for it
 _DARWIN_DROP_TIME = 0x80
 
 
@@ -93,8 +92,8 @@ Command = Submit | Embed | Cancel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Carry these out in this order, then take a step. checksum: a checksum of all that rank 0's
-    engine has said in the steps before; that of whoever computes the same is the same."""
+    """Execute the commands in order, then run a step. checksum: checksum of the output of rank 0's
+    engine in all previous steps, which must equal the follower's own."""
 
     commands: tuple[Command, ...]
     checksum: int
@@ -102,7 +101,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compile:
-    """Have this grammar ready, for a job that will come."""
+    """Compile this grammar for a job that will follow. number: identifies the reply."""
 
     number: int
     grammar: Grammar
@@ -111,12 +110,12 @@ class Compile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Rank 0 was told to stop, and so everybody is."""
+    """Exit, since rank 0 is stopping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloReply:
-    """refused: why rank 0 will not work with whoever said hello; None for a welcome."""
+    """refused: why rank 0 rejects the follower; None if it is accepted."""
 
     refused: str | None = None
 
@@ -126,8 +125,8 @@ LeaderMessage = RunStep | Compile | Stop | HelloReply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """secret: what rank 0 told the group, and nobody else. traits: what must be the same on all
-    ranks, by name."""
+    """secret: the secret that rank 0 has sent to the group. traits: values that must be equal on
+    all ranks, by name."""
 
     secret: str
     rank: int
@@ -142,7 +141,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
-    """This rank can go on no more. reason: a sentence."""
+    """This rank has failed. reason: one sentence."""
 
     reason: str
 
@@ -156,7 +155,7 @@ _FOLLOWER_CODEC: Codec[FollowerMessage] = Codec(FollowerMessage)
 
 
 class RankConnection:
-    """One end of it. May be written to on any thread; read on one."""
+    """One end of the connection. Any thread may write; only one may read."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -165,7 +164,7 @@ class RankConnection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE_OPTIONS.items():
-            # each system has some of them
+            # each operating system has only some of these
             if (option := getattr(socket, name, None)) is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         if sys.platform == "darwin":
@@ -174,26 +173,27 @@ class RankConnection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PEER_TIMEOUT)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """How long reading and writing may take from now on; None for ever."""
+        """Sets the timeout for reads and writes; None waits forever."""
         self._socket.settimeout(seconds)
 
     def send_to_follower(self, message: LeaderMessage) -> None:
-        """From rank 0. Of a peer that is gone one hears by reading."""
+        """Sends a message from rank 0. Errors are ignored: reading detects a lost peer."""
         self._write(_LEADER_CODEC.encode(message))
 
     def send_to_leader(self, message: FollowerMessage) -> None:
-        """To rank 0."""
+        """Sends a message to rank 0. Errors are ignored, as in `send_to_follower`."""
         self._write(_FOLLOWER_CODEC.encode(message))
 
     def read_from_leader(self) -> Iterator[LeaderMessage]:
-        """All that rank 0 says, until the line breaks."""
+        """Yields the messages of rank 0 until the connection ends."""
         return map(_LEADER_CODEC.decode, self._read_lines())
 
     def read_from_follower(self) -> Iterator[FollowerMessage]:
         return map(_FOLLOWER_CODEC.decode, self._read_lines())
 
     def read_hello(self) -> Hello | None:
-        """The first words of whoever connected to rank 0, who may be anybody."""
+        """Reads the first message on a connection to rank 0; None if it is not a `Hello`, since any
+        program can connect."""
         try:
             hello = _FOLLOWER_CODEC.decode(self._reader.readline(_MAX_HELLO_BYTES))
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -201,12 +201,12 @@ class RankConnection:
         return hello if isinstance(hello, Hello) else None
 
     def shutdown(self) -> None:
-        """Whoever reads, on either end, comes to the end."""
+        """Ends the reads on both ends of the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For whoever reads, when there is nothing more to read."""
+        """Closes the connection; called by the reading thread."""
         self.shutdown()
         self._reader.close()
         self._socket.close()

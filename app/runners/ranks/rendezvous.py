@@ -1,7 +1,7 @@
-"""How ranks that were started together find out that they belong together.
+"""Rendezvous: joins the ranks of a launch, and collects what must be equal on all of them.
 
-Knows: what rank 0 tells the group, and what must be the same on all ranks. Must not know: lines,
-engines.
+Knows: the address that rank 0 sends to the group, the values that must be equal on all ranks. Must
+not know: connections, engines.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from app.runners.ranks.launch import Launch
 
 log = logging.getLogger(__name__)
 
-# bytes in which a meeting is written down
+# size of an encoded `RendezvousInfo` in bytes
 RENDEZVOUS_BYTES = 512
 
-# settings that decide what is computed; memory may differ
+# settings that affect the computation; `memory` may differ between ranks
 _SHARED_SETTINGS = (
     "quantize",
     "parallel",
@@ -42,8 +42,8 @@ _PACKAGES = ("mlxrunner", "mlx", "llguidance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousInfo:
-    """Where rank 0 waits for lines. secret: by which it knows those of the group. host: its
-    name."""
+    """The address at which rank 0 accepts connections. secret: identifies the ranks of the group.
+    host: host name of rank 0."""
 
     secret: str
     port: int
@@ -59,7 +59,8 @@ class RendezvousInfo:
 
 
 def join_rank_group(launch: Launch) -> DistributedGroup:
-    """All ranks, once all are there. Raises AppError(ENGINE) where they cannot be reached."""
+    """Joins the distributed group; returns when all ranks have joined. Raises AppError(ENGINE) if
+    ranks cannot be reached."""
     log.info("rank %d of %d: waiting for the other ranks", launch.rank, launch.size)
     try:
         with _interruptible():
@@ -78,9 +79,9 @@ def join_rank_group(launch: Launch) -> DistributedGroup:
 
 
 def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
-    """What must be the same on all ranks, by the name by which a difference is told."""
+    """The values that must be equal on all ranks, by the name used in error messages."""
     told = hashlib.sha256(json.dumps(files.config, sort_keys=True, default=str).encode())
-    with contextlib.suppress(OSError):  # found out, and told, when it is read
+    with contextlib.suppress(OSError):  # the load reports an unreadable file
         told.update(files.tokenizer_path.read_bytes())
     told.update(str(files.weight_bytes).encode())
     return {
@@ -94,7 +95,7 @@ def collect_traits(files: ModelFiles, settings: Settings) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Generator[None]:
-    """Ctrl-C ends the process while MLX holds the interpreter: no handler of Python's would run."""
+    """Lets Ctrl-C end the process while MLX blocks the main thread: no Python handler would run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,9 @@
-"""The Hugging Face cache: what was downloaded before, by us or by other tools.
+"""The Hugging Face cache: models downloaded before, by this or other tools.
 
-Knows: the cache's layout, as far as huggingface_hub does not tell it. Must not know: the network;
-nothing here asks anything of it. Where the cache is, HF_HUB_CACHE and HF_HOME say.
+Knows: the cache's layout, as far as huggingface_hub does not expose it. Must not know: the network,
+which is never used here.
+
+HF_HUB_CACHE and HF_HOME set the location of the cache.
 """
 
 import os
@@ -23,21 +25,21 @@ from app.store.model_names import HubName, ModelNotFoundError, is_revision, pars
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
-# digits of a commit that are shown
+# displayed digits of a commit
 _SHORT_COMMIT_LENGTH = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRevision:
-    """One revision of one repository in the cache."""
+    """One cached revision of a repository."""
 
     name: HubName
     folder: Path
 
 
 def find(name: HubName) -> ModelFiles | None:
-    """None where the cache has nothing of it. Raises NotHere for a download that was interrupted,
-    and AppError(MODEL_FILES) for files that cannot be read."""
+    """Finds a model in the cache; None if nothing of it is cached. Raises ModelNotFoundError for an
+    interrupted download, and AppError(MODEL_FILES) for files that cannot be read."""
     storage = repo_folder(name.repo_id)
     revision = _expand_commit(storage, name.revision)
     config = try_to_load_from_cache(
@@ -55,11 +57,12 @@ def find(name: HubName) -> ModelFiles | None:
 
 
 def list_revisions() -> Iterator[CachedRevision]:
-    """Every revision that looks like a language model, whole or not, and every repository that may
-    not be looked into: `find` says why. Raises OSError where that is the whole cache.
+    """Yields every revision that looks like a language model, complete or not, and every repository
+    that cannot be read; `find` raises the reason. Raises OSError if the whole cache cannot be read.
 
-    Not huggingface_hub's scan_cache_dir, which leaves out what lacks a file, and gives up at the
-    first thing that may not be read."""
+    Does not use huggingface_hub's scan_cache_dir, which omits incomplete revisions and fails at the
+    first unreadable entry.
+    """
     for storage in sorted(_list_folder(cache_folder())):
         kind, _, repo = storage.name.partition("--")
         name = parse_hub_name(repo.replace("--", "/"))
@@ -86,7 +89,7 @@ def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision
 
 
 def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
-    """Commit -> the branches and tags that are it."""
+    """Returns the branches and tags of each commit."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.rglob("*")):
         ref = path.relative_to(folder).as_posix()
@@ -96,8 +99,8 @@ def _read_refs(folder: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _list_folder(folder: Path) -> list[Path]:
-    """Empty where there is no folder. Raises OSError for one that cannot be read, which
-    `KeyPath.glob` takes for empty: without permission always, and from Python 3.13 on whatever the
+    """Lists a folder; empty if there is none. Raises OSError for one that cannot be read, which
+    `Path.glob` treats as empty: always without permission, and from Python 3.13 on for every
     reason."""
     try:
         return list(folder.iterdir())
@@ -110,12 +113,12 @@ def cache_folder() -> Path:
 
 
 def repo_folder(repo_id: str) -> Path:
-    """Where the cache keeps everything of one repository."""
+    """Returns the cache folder of a repository."""
     return cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="model")
 
 
 def _expand_commit(storage: Path, revision: str | None) -> str | None:
-    """A commit may be given by its first digits, as `list` shows it."""
+    """Expands an abbreviated commit, as `list` shows it."""
     if revision is None or not _COMMIT.fullmatch(revision):
         return revision
     names = [path.name for path in _list_folder(storage / "snapshots")]
@@ -124,8 +127,8 @@ def _expand_commit(storage: Path, revision: str | None) -> str | None:
 
 
 def _has_partial_download(repo_id: str, revision: str | None) -> bool:
-    """Whether there is a trace of this revision. The main one gets its name when it is whole: what
-    begins it are halves of files, and revisions that nobody named."""
+    """Returns whether this revision was partly downloaded. The main revision gets its ref when it
+    is complete; before, there are only partial files and revisions without a ref."""
     storage = repo_folder(repo_id)
     if revision is None:
         snapshots = _list_folder(storage / "snapshots")
@@ -140,7 +143,7 @@ def _has_incomplete_blobs(storage: Path) -> bool:
 
 
 def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
-    """Files that the repository, its index or a link names and that are not there."""
+    """Returns files that the repository, its index or a link names and that do not exist."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     wanted = required_files.select_files(
         [*(_read_cached_listing(repo_id, folder) or ()), *links]
@@ -152,7 +155,8 @@ def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
 
 
 def _read_indexed_shards(folder: Path) -> list[str]:
-    """The shards that the index names. What is wrong with an index, app.store.hf_folder says."""
+    """Returns the shards that the index names. Errors in an index are reported by
+    app.store.hf_folder."""
     try:
         index = orjson.loads((folder / required_files.INDEX).read_bytes())
         names = {name for name in index["weight_map"].values() if isinstance(name, str)}
@@ -171,7 +175,7 @@ def _has_weights(repo_id: str, folder: Path) -> bool:
 
 
 def _read_cached_listing(repo_id: str, folder: Path) -> list[str] | None:
-    """What the repository held at that commit, where the cache knows it."""
+    """Returns the repository's files at that commit, if the cache has the listing."""
     try:
         tree = get_cached_repo_tree(repo_id, revision=folder.name, cache_dir=cache_folder())
     except CachedRepoTreeNotFoundError:

@@ -1,12 +1,12 @@
-"""A model from the hub to the cache: the one module that moves more than a few kilobytes.
+"""Downloads of models from the hub to the cache: the only module that transfers large files.
 
-Knows: huggingface_hub, and where its cache keeps blobs. Must not know: what a model is made of.
+Knows: huggingface_hub, the location of blobs in its cache. Must not know: the contents of a model.
 
-huggingface_hub lays out the cache, and fetches the small files. Two things it does not do for the
-large ones, so they are fetched here, with its own request: it begins a file anew when a download
-was interrupted, and it compares sizes, never contents. A blob gets its name, which is its SHA-256,
-only when it has that digest; the revision gets its name when all of it is here. Until then a
-revision that was there before goes on being the one that is served.
+huggingface_hub creates the cache layout and fetches the small files. Large files are fetched here,
+with its HTTP client, because huggingface_hub restarts interrupted files from the beginning and only
+compares sizes, not contents. A blob gets its name, which is its SHA-256, only when it has that
+digest; the ref is updated when the revision is complete. Until then an earlier revision continues
+to be served.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO, cast
 
-# their stubs leave types open that we do not use
+# their stubs leave unused types unknown
 from huggingface_hub import (
     constants,
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
@@ -39,41 +39,43 @@ from app.store.hub.errors import model_error, translate_hub_errors
 from app.store.hub.progress import DownloadProgress, ProgressBarAdapter
 from app.store.model_names import HubName
 
-# large files at once: enough to fill a line, few enough that an interruption leaves few halves
+# parallel large files: enough to use the bandwidth, few enough that an interruption leaves few
+# partial files
 _DOWNLOAD_THREADS = 4
 
-# bytes of disk that a download leaves alone
+# bytes of disk space that a download leaves free
 _RESERVED_BYTES = 1 << 30
 
 
-def download(offer: DownloadPlan, out: TextIO | None = None) -> Path:
-    """Download what is missing, check all of it, and return the folder. out: where progress is
-    told. Raises AppError; what has come by then stays, and the next try asks for the rest."""
-    storage = repo_folder(offer.name.repo_id)
-    large = [file for file in offer.files if file.sha256 is not None and _fits_http(file)]
-    with translate_hub_errors(offer.name):
-        _check_disk_space(offer)
+def download(plan: DownloadPlan, out: TextIO | None = None) -> Path:
+    """Downloads what is missing, verifies everything, and returns the folder. out: where progress
+    is written; None is stderr. Raises AppError; data received before stays, and the next attempt
+    continues from it."""
+    storage = repo_folder(plan.name.repo_id)
+    large = [file for file in plan.files if file.sha256 is not None and _fits_http(file)]
+    with translate_hub_errors(plan.name):
+        _check_disk_space(plan)
         total = sum(file.size for file in large)
-        here = sum(count_downloaded_bytes(storage, offer.commit, file) for file in large)
-        meter = DownloadProgress(total, here, out)
+        here = sum(count_downloaded_bytes(storage, plan.commit, file) for file in large)
+        progress = DownloadProgress(total, here, out)
         try:
-            _download_files(offer, storage, large, meter)
+            _download_files(plan, storage, large, progress)
         finally:
-            meter.close()
+            progress.close()
         with disable_progress_bars():
-            places = [_place_in_snapshot(offer, file) for file in offer.files]
-        for file, place in zip(offer.files, places, strict=True):
+            places = [_place_in_snapshot(plan, file) for file in plan.files]
+        for file, place in zip(plan.files, places, strict=True):
             if file not in large:
-                _verify_file(offer.name, place, file)
-        _update_ref(storage, offer)
-    return storage / "snapshots" / offer.commit
+                _verify_file(plan.name, place, file)
+        _update_ref(storage, plan)
+    return storage / "snapshots" / plan.commit
 
 
 def _download_files(
-    offer: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: DownloadProgress
+    plan: DownloadPlan, storage: Path, files: Sequence[RemoteFile], progress: DownloadProgress
 ) -> None:
-    """The threads are daemons, which no exit waits for: one that listens to a silent hub hears of
-    an end only when its patience is over, a minute after Ctrl-C."""
+    """Downloads files on threads. The threads are daemons, which no exit waits for: a thread
+    waiting for an unresponsive hub only ends after its timeout, a minute after Ctrl-C."""
     waiting: SimpleQueue[RemoteFile] = SimpleQueue()
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     for file in files:
@@ -84,7 +86,7 @@ def _download_files(
             while True:
                 file = waiting.get_nowait()
                 try:
-                    _download_blob(offer, storage, file, progress)
+                    _download_blob(plan, storage, file, progress)
                 except BaseException as error:
                     ended.put(error)
                     return
@@ -96,16 +98,16 @@ def _download_files(
         for _ in files:
             if (error := ended.get()) is not None:
                 raise error
-    except BaseException:  # Ctrl-C too: the threads end at their next bytes
+    except BaseException:  # Ctrl-C too: the threads end when they next receive data
         progress.stop()
         raise
 
 
 def _download_blob(
-    offer: DownloadPlan, storage: Path, file: RemoteFile, progress: DownloadProgress
+    plan: DownloadPlan, storage: Path, file: RemoteFile, progress: DownloadProgress
 ) -> None:
-    """One large file to its place among the blobs. A half that is there already is gone on with:
-    also one that an older huggingface_hub left, which named it so."""
+    """Downloads one large file to the blobs. Continues a partial file, including one left by an
+    older huggingface_hub, which used the same name."""
     assert file.sha256 is not None
     blob = storage / "blobs" / file.sha256
     partial = blob.with_name(f"{file.sha256}.incomplete")
@@ -118,32 +120,32 @@ def _download_blob(
                 return
             progress.add(-file.size)
             blob.unlink()
-        began = _download_partial(offer, file, partial, progress)
+        began = _download_partial(plan, file, partial, progress)
         whole = digests.sha256(partial) == file.sha256
-        if not whole and began:  # what was here before may have been the damaged part
+        if not whole and began:  # the earlier part may be damaged
             progress.add(-file.size)
             partial.unlink()
-            _download_partial(offer, file, partial, progress)
+            _download_partial(plan, file, partial, progress)
             whole = digests.sha256(partial) == file.sha256
         if not whole:
             partial.unlink()
             raise model_error(
-                offer.name,
+                plan.name,
                 f"{file.path} is corrupt: its SHA-256 does not match the hub's; try again",
             )
         partial.replace(blob)
 
 
 def _download_partial(
-    offer: DownloadPlan, file: RemoteFile, partial: Path, progress: DownloadProgress
+    plan: DownloadPlan, file: RemoteFile, partial: Path, progress: DownloadProgress
 ) -> int:
-    """Returns how many bytes were there before."""
+    """Downloads the rest of a file. Returns the number of bytes that existed before."""
     if partial.is_file() and partial.stat().st_size > file.size:
         partial.unlink()
     with partial.open("ab") as out:
         began = out.tell()
         http_get(
-            hf_hub_url(offer.name.repo_id, file.path, revision=offer.commit),
+            hf_hub_url(plan.name.repo_id, file.path, revision=plan.commit),
             out,
             resume_size=began,
             headers={**build_hf_headers(), "Accept-Encoding": "identity"},
@@ -153,31 +155,32 @@ def _download_partial(
     return began
 
 
-def _place_in_snapshot(offer: DownloadPlan, file: RemoteFile) -> Path:
-    """In the snapshot: a small file, or a link to a blob that is there already."""
-    # not snapshot_download, which waits for the listing of the repository without an end
+def _place_in_snapshot(plan: DownloadPlan, file: RemoteFile) -> Path:
+    """Places a file in the snapshot: a small file, or a link to an existing blob."""
+    # not snapshot_download, which waits for the repository's listing without a timeout
     place = hf_hub_download(
-        offer.name.repo_id, file.path, revision=offer.commit, cache_dir=cache_folder()
+        plan.name.repo_id, file.path, revision=plan.commit, cache_dir=cache_folder()
     )
     return Path(place)
 
 
 def _fits_http(file: RemoteFile) -> bool:
-    """Above this size the hub answers its own protocol only, which huggingface_hub speaks."""
+    """Returns whether plain HTTP suffices. Above this size the hub only supports its own protocol,
+    which huggingface_hub implements."""
     return file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _check_disk_space(offer: DownloadPlan) -> None:
-    if not offer.missing_bytes:
+def _check_disk_space(plan: DownloadPlan) -> None:
+    if not plan.missing_bytes:
         return
     folder = cache_folder()
     while not folder.is_dir():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if offer.missing_bytes + _RESERVED_BYTES > free:
+    if plan.missing_bytes + _RESERVED_BYTES > free:
         raise AppError(
             ErrorKind.MODEL_FILES,
-            f"{offer.name} needs {format_bytes(offer.missing_bytes)} more on the disk of "
+            f"{plan.name} needs {format_bytes(plan.missing_bytes)} more on the disk of "
             f"{folder}, which has "
             f"{format_bytes(free)} free: free some space, or set HF_HOME to a folder on "
             "another disk",
@@ -198,13 +201,13 @@ def _verify_file(name: HubName, path: Path, file: RemoteFile) -> None:
         )
 
 
-def _update_ref(storage: Path, offer: DownloadPlan) -> None:
-    """From now on the revision is this commit. A reader sees the old one or the new one."""
-    revision = offer.name.revision or constants.DEFAULT_REVISION
-    if revision == offer.commit:
+def _update_ref(storage: Path, plan: DownloadPlan) -> None:
+    """Points the revision to this commit, atomically for readers."""
+    revision = plan.name.revision or constants.DEFAULT_REVISION
+    if revision == plan.commit:
         return
     ref = storage / "refs" / revision
     ref.parent.mkdir(parents=True, exist_ok=True)
-    beside = storage / f"{offer.commit}.ref"
-    beside.write_text(offer.commit, encoding="ascii")
+    beside = storage / f"{plan.commit}.ref"
+    beside.write_text(plan.commit, encoding="ascii")
     beside.replace(ref)

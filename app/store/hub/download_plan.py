@@ -1,6 +1,6 @@
-"""What the hub has of a model, before anything of it is downloaded.
+"""Download plans: the files of a model on the hub, before the download.
 
-Knows: huggingface_hub's listing of a repository. Must not know: how files get here.
+Knows: huggingface_hub's listing of a repository. Must not know: how files are downloaded.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# its stub leaves types open that we do not use
+# its stub leaves unused types unknown
 from huggingface_hub import (
     HfApi,
     constants,
@@ -28,8 +28,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """sha256: of what Git LFS keeps, which is every large file; None for what git keeps. git_sha1:
-    the SHA-1 by which git names it (of an LFS file: its pointer)."""
+    """One file of a repository. sha256: of a file in Git LFS, which every large file is; None for
+    others. git_sha1: git's blob id (for an LFS file: of its pointer)."""
 
     path: str
     size: int
@@ -39,8 +39,8 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPlan:
-    """What a download would fetch. commit: what the revision is now. config: its config.json.
-    missing_bytes: bytes that are not here yet."""
+    """The files to download. commit: the revision's current commit. config: its config.json.
+    missing_bytes: bytes that are not downloaded yet."""
 
     name: HubName
     commit: str
@@ -54,9 +54,9 @@ class DownloadPlan:
 
 
 def plan_download(name: HubName) -> DownloadPlan:
-    """Ask the hub what there is, and fetch config.json. Raises AppError, one line each, for a
-    repository that is not there, not open to us or holds nothing to be loaded, and for a hub that
-    cannot be reached."""
+    """Lists the repository and fetches config.json. Raises AppError, one line each, for a
+    repository that does not exist, is not accessible or contains no loadable model, and for a hub
+    that cannot be reached."""
     with translate_hub_errors(name):
         with translate_response_errors(name):
             info = HfApi().model_info(
@@ -88,7 +88,7 @@ def plan_download(name: HubName) -> DownloadPlan:
 
 
 def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
-    """Bytes of it that need not be fetched."""
+    """Returns the bytes of a file that need not be downloaded."""
     places = [storage / "snapshots" / commit / file.path]
     if file.sha256 is not None:
         places = [storage / "blobs" / file.sha256, storage / "blobs" / f"{file.sha256}.incomplete"]
@@ -97,7 +97,8 @@ def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:
 
 
 def _parse_file(name: HubName, sibling: Any) -> RemoteFile:
-    """What the hub says becomes part of paths here, so it is held against its form."""
+    """Parses a listed file. The hub's values become parts of local paths, so their format is
+    checked."""
     sha256 = None if sibling.lfs is None else sibling.lfs.sha256
     size = sibling.size if sibling.lfs is None else sibling.lfs.size
     if not isinstance(size, int) or not (sha256 is None or _SHA256.fullmatch(sha256)):

@@ -1,6 +1,6 @@
-"""What may go wrong between us and the hub, as one line that says what to do.
+"""Errors of the hub, translated to one-line messages that suggest what to do.
 
-Knows: the errors of huggingface_hub. Must not know: what was asked.
+Knows: the errors of huggingface_hub. Must not know: what was requested.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from app.core.errors import AppError, ErrorKind
 from app.store.hub.progress import DownloadStopped
 from app.store.model_names import HubName
 
-# a user and a password in an address
+# user and password in a URL
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 @contextlib.contextmanager
 def translate_hub_errors(name: HubName) -> Generator[None]:
-    """Raises AppError in the place of whatever huggingface_hub raises."""
+    """Translates every error of huggingface_hub to AppError."""
     try:
         yield
-    except DownloadStopped as error:  # one file failed, and another said so first
+    except DownloadStopped as error:  # one file failed after another one had reported first
         raise model_error(name, "was not downloaded: the download was stopped") from error
     except (HTTPError, OSError) as error:
         raise _to_app_error(name, error) from error
@@ -40,8 +40,8 @@ def translate_hub_errors(name: HubName) -> Generator[None]:
 
 @contextlib.contextmanager
 def translate_response_errors(name: HubName) -> Generator[None]:
-    """Raises AppError where something answers that is no hub, such as the page of a network that
-    wants a login first, or where what leads to the hub cannot be meant."""
+    """Raises AppError if the response does not come from a hub, such as the login page of a
+    network, or if the configured URL is invalid."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -102,5 +102,5 @@ def _get_endpoint() -> str:
 
 
 def _format_reason(error: BaseException) -> str:
-    """The first line, without what is a secret in it."""
+    """Returns the first line, without secrets."""
     return _CREDENTIALS.sub("", str(error)).partition("\n")[0] or type(error).__name__

@@ -1,7 +1,8 @@
-"""How far a download is, told to a person.
+"""Progress display of a download.
 
-Knows: bytes, time, whether there is a terminal. Must not know: where the bytes come from. One line
-that is written over and over on a terminal, a line now and then elsewhere.
+Knows: bytes, time, whether the output is a terminal. Must not know: where the bytes come from.
+
+On a terminal one line is overwritten; elsewhere a line is written at intervals.
 """
 
 import sys
@@ -16,13 +17,14 @@ _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.2, 15.0
 
 
 class DownloadStopped(Exception):
-    """Raised where bytes arrive that nobody wants any more."""
+    """Raised when data arrives after the download was stopped."""
 
 
 class DownloadProgress:
-    """Counts what many threads have fetched. `stop` ends them all at their next bytes.
+    """Counts the bytes fetched by all threads. `stop` ends each thread when it next receives data.
 
-    out: where lines go; None is stderr."""
+    out: where lines are written; None is stderr.
+    """
 
     def __init__(self, total: int, initial: int = 0, out: TextIO | None = None) -> None:
         self._total, self._done, self._initial = total, initial, initial
@@ -33,7 +35,7 @@ class DownloadProgress:
         self._stopped = threading.Event()
 
     def add(self, count: int) -> None:
-        """count: bytes, below zero where some are fetched anew. Raises Stopped."""
+        """Adds bytes. count: negative if bytes are fetched again. Raises DownloadStopped."""
         if self._stopped.is_set():
             raise DownloadStopped
         with self._lock:
@@ -49,7 +51,7 @@ class DownloadProgress:
         self._stopped.set()
 
     def close(self) -> None:
-        """The last line, whatever the last one said. None where nothing came."""
+        """Writes the final line, if any data was received."""
         if self._done == self._initial:
             return
         with self._lock:
@@ -66,18 +68,19 @@ class DownloadProgress:
         left = self._total - self._done
         if left > 0 and speed > 0:
             line += f", {format_duration(left / speed)} left"
-        # padded, so that nothing of a longer line stays behind
+        # padded to overwrite a longer line
         self._out.write(f"\r{line:<70}" if self._is_terminal else f"{line}\n")
         self._out.flush()
 
 
 class ProgressBarAdapter:
-    """What huggingface_hub takes for one of its progress bars: it feeds a meter.
+    """Takes the place of a progress bar in huggingface_hub and updates a `DownloadProgress`.
 
-    Called with whatever a bar would be made with, of which it needs nothing."""
+    Accepts all arguments of a progress bar and ignores them.
+    """
 
-    def __init__(self, meter: DownloadProgress) -> None:
-        self._meter = meter
+    def __init__(self, progress: DownloadProgress) -> None:
+        self._progress = progress
 
     def __call__(self, *_: object, **__: object) -> Self:
         return self
@@ -89,7 +92,7 @@ class ProgressBarAdapter:
         pass
 
     def update(self, count: float | None = 1) -> None:
-        self._meter.add(int(count or 0))
+        self._progress.add(int(count or 0))
 
     def close(self) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Which files of a repository a model needs.
+"""The files of a repository that a model needs.
 
-Knows: file names as they are usual on the hub. Must not know: where the files are.
+Knows: conventional file names on the hub. Must not know: where the files are.
 """
 
 import re
@@ -23,9 +23,9 @@ _CONFIG_FILES = frozenset(
         INDEX,
     }
 )
-# how sentence-transformers makes vectors of what the model says (app/serving/embeddings.py)
+# the pooling configuration of sentence-transformers (app/serving/embeddings.py)
 _EMBEDDING_FILES = frozenset({"modules.json", "1_Pooling/config.json"})
-# The same weights in another cut (Mistral's own), and weights that are no model.
+# The same weights in another layout (Mistral's own), and weights that are not a model.
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
 
@@ -33,8 +33,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def select_files(paths: Iterable[str]) -> list[str]:
-    """Of a repository's files, those that a model is loaded from; weights last. Hardly any but such
-    as lie at its top: folders hold other formats of the same model."""
+    """Returns the files that a model is loaded from, weights last. Almost only files at the top
+    level: folders contain other formats of the same model."""
     paths = sorted(paths)
     here = [path for path in paths if _SAFE_NAME.fullmatch(path)]
     return [path for path in paths if path in _CONFIG_FILES | _EMBEDDING_FILES] + _select_weights(
@@ -47,8 +47,8 @@ def is_weights_file(path: str) -> bool:
 
 
 def check_loadable(repo: str, paths: Iterable[str]) -> None:
-    """Raises AppError(MODEL_FILES) for a repository that holds nothing to be loaded, and says
-    what it does hold."""
+    """Raises AppError(MODEL_FILES) for a repository without a loadable model; the message lists the
+    formats that it has."""
     paths = list(paths)
     found = set(select_files(paths))
     if not any(map(is_weights_file, found)):
@@ -63,8 +63,8 @@ def check_loadable(repo: str, paths: Iterable[str]) -> None:
 
 
 def _select_weights(here: list[str]) -> list[str]:
-    """`model*.safetensors` where there are such; else all that is not known to be something
-    else."""
+    """Returns `model*.safetensors` if there are any, otherwise all weights not known to be
+    something else."""
     weights = [path for path in here if is_weights_file(path)]
     usual = [path for path in weights if path.startswith("model")]
     return usual or [path for path in weights if not _OTHER_WEIGHTS.match(path)]

@@ -1,9 +1,9 @@
-"""Ollama's store: names, manifests and the blobs that they name.
+"""Ollama's store: names, manifests and blobs.
 
-Knows: the layout on disk. Must not know: what a blob says.
+Knows: the layout on disk. Must not know: the meaning of a blob.
 
     manifests/<host>/<namespace>/<model>/<tag>      JSON: which blobs, in which role
-    blobs/sha256-<64 digits>                        each under the digest of what it holds
+    blobs/sha256-<64 digits>                        each named by the digest of its content
 """
 
 import os
@@ -34,14 +34,14 @@ TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES = (
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
-# a blob for each of 50,000 experts takes 10 MB
+# one blob for each of 50,000 experts takes 10 MB
 _MAX_MANIFEST_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestLayer:
-    """media_type: one of the media types above, or one that is not known here. name: of a tensor,
-    or of the file that it was, such as config.json. sha256: 64 digits."""
+    """One layer. media_type: one of the media types above, or an unknown one. name: of a tensor, or
+    of the original file, such as config.json. sha256: 64 digits."""
 
     media_type: str
     name: str
@@ -51,8 +51,8 @@ class ManifestLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """layers: in the order of the file; each blob is there and has its size. config: what Ollama
-    says of the model."""
+    """A manifest. layers: in the order of the file; each blob exists and has its size. config:
+    Ollama's description of the model."""
 
     path: Path
     layers: tuple[ManifestLayer, ...]
@@ -72,9 +72,9 @@ def get_manifest_path(name: OllamaName) -> Path:
 
 
 def list_names() -> Iterator[OllamaName]:
-    """Every name that has a manifest."""
+    """Yields every name that has a manifest."""
     folder = store_folder() / "manifests"
-    # so many levels and no more: no link can lead round and round
+    # exactly this many levels, so that circular links are harmless
     for path in sorted(folder.glob("*/*/*/*")):
         if path.is_dir():
             continue
@@ -85,21 +85,22 @@ def list_names() -> Iterator[OllamaName]:
 
 
 def read(path: Path) -> Manifest | None:
-    """None when there is no such file. Raises AppError(MODEL_FILES), one line that names the
-    file, for a manifest that makes no sense and for blobs that are missing or cut off."""
+    """Reads a manifest; None if the file does not exist. Raises AppError(MODEL_FILES), one line
+    that names the file, for an invalid manifest and for missing or truncated blobs."""
     found = read_json_object(path, max_bytes=_MAX_MANIFEST_BYTES)
     if found is None:
         return None
     told = found.get("layers")
     if not isinstance(told, list):
         raise _model_files_error(f"{path} is not a manifest: it has no layers")
-    # one tensor blob holds a weight and its scales, or a group of experts: a digest may come twice
+    # a tensor blob holds a weight and its scales, or a group of experts, so a digest may occur
+    # twice
     layers = tuple(_parse_layer(path, layer) for layer in cast("list[Any]", told))
     return Manifest(path=path, layers=layers, config=_parse_layer(path, found.get("config")))
 
 
 def verify_layer(layer: ManifestLayer) -> None:
-    """Raises AppError(MODEL_FILES) for a small blob that does not hold what its name says."""
+    """Raises AppError(MODEL_FILES) for a small blob whose content does not match its digest."""
     try:
         whole = digests.sha256(layer.blob) == layer.sha256
     except OSError as error:
@@ -113,7 +114,7 @@ def verify_layer(layer: ManifestLayer) -> None:
 
 
 def get_digests(shards: tuple[Path, ...]) -> Mapping[Path, str]:
-    """What each must hash to. Only Ollama names a file so."""
+    """Returns the expected digest of each shard. Only Ollama's file names contain one."""
     named = {path: _DIGEST.fullmatch(path.name.replace("-", ":", 1)) for path in shards}
     return {path: match[1] for path, match in named.items() if match}
 

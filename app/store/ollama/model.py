@@ -1,9 +1,10 @@
-"""One model of Ollama's store -> ModelFiles.
+"""Models of Ollama's store: from a manifest to ModelFiles.
 
-Knows: which role a layer plays, and Ollama's names of parameters. Must not know: where blobs are,
-tensors. Files that a folder would have are blobs here; beside them stand a system prompt, a
-template and parameters. The template is a program in Go's language, which is not run: models with
-tensor layers bring their tokenizer_config.json, and so their Jinja template, as well.
+Knows: the role of each layer, Ollama's parameter names. Must not know: where blobs are, tensors.
+
+The files of a model folder are blobs here; in addition there are a system prompt, a template and
+parameters. The template is a Go template, which is not used: models with tensor layers also include
+tokenizer_config.json with their Jinja template.
 """
 
 import logging
@@ -31,7 +32,7 @@ from app.store.vocabulary import count_token_ids
 
 log = logging.getLogger(__name__)
 
-# Ollama's parameter -> the key of generation_config.json that says the same
+# Ollama's parameter -> the equivalent key of generation_config.json
 _PARAMETERS: Mapping[str, str] = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -46,18 +47,18 @@ _PARAMETERS: Mapping[str, str] = {
     "stop": "stop_strings",
 }
 
-# 0 and less is Ollama's word for none
+# in Ollama, 0 and below mean none
 _POSITIVE = ("repeat_penalty", "num_predict")
 
-# tensors of a second model that drafts for the first
+# tensors of a draft model for speculative decoding
 _DRAFT_PREFIX = "draft."
 
 
 def find(name: OllamaName) -> ModelFiles | None:
-    """None where the store has no such name. Small blobs are held against their digests here,
-    tensors are not read: `manifest.digests_of` says what those must be.
+    """Finds a model; None if the store has no such name. Verifies the digests of small blobs;
+    tensors are not read, `manifest.get_digests` returns their digests.
 
-    Raises AppError(MODEL_FILES), one line, for what cannot be served and why.
+    Raises AppError(MODEL_FILES), one line, for a model that cannot be served.
     """
     found = manifest.read(manifest.get_manifest_path(name))
     if found is None:
@@ -74,14 +75,13 @@ def find(name: OllamaName) -> ModelFiles | None:
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
             raise _model_files_error(f"{found.path} has no {needed} layer: run `ollama pull` again")
+    names = ("config.json", "tokenizer_config.json", "generation_config.json")
     objects = {
-        file: read_json_object(files[file].blob) or {} if file in files else {}
-        for file in ("config.json", "tokenizer_config.json", "generation_config.json")
+        file: read_json_object(files[file].blob) or {} if file in files else {} for file in names
     }
-    # each blob once, however many of its tensors have a layer
-    blobs = dict.fromkeys(
-        layer.blob for layer in found.get_layers(TENSOR) if _is_model_tensor(layer.name)
-    )
+    # each blob once, although several tensors may share one
+    tensors = found.get_layers(TENSOR)
+    blobs = dict.fromkeys(layer.blob for layer in tensors if _is_model_tensor(layer.name))
     parameters = _read_parameters(found)
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
@@ -111,7 +111,7 @@ def _is_model_tensor(tensor: str) -> bool:
 
 
 def _check_format(name: OllamaName, found: Manifest) -> None:
-    """Tensor layers, and nothing that would have to be added to them."""
+    """Raises AppError(MODEL_FILES) unless the model consists of tensor layers without adapters."""
     if found.get_layers(GGUF) or not found.get_layers(TENSOR):
         raise _model_files_error(
             f"{name} is a GGUF model, which is not supported: look for the same model "
@@ -135,7 +135,7 @@ def _read_system_prompt(found: Manifest) -> str | None:
 
 
 def _read_parameters(found: Manifest) -> Json:
-    """Later layers win, as in Ollama."""
+    """Merges the parameters. Later layers win, as in Ollama."""
     merged: dict[str, Any] = {}
     for layer in found.get_layers(PARAMS):
         merged.update(read_json_object(layer.blob) or {})
@@ -146,14 +146,14 @@ def _read_parameters(found: Manifest) -> Json:
 
 
 def _merge_generation_config(config: Json, parameters: Json) -> Json:
-    """generation_config.json with the parameters on top. What they say is checked where both are
-    read, in app.core.generation_config."""
+    """Overrides generation_config.json with the parameters. Both are validated in
+    app.core.generation_config."""
     changed = {
         key: parameters[name]
         for name, key in _PARAMETERS.items()
         if name in parameters and not _is_unset(name, parameters[name])
     }
-    if "temperature" in changed:  # it draws, whatever the file says
+    if "temperature" in changed:  # a temperature enables sampling, whatever the file contains
         config = {key: value for key, value in config.items() if key != "do_sample"}
     return {**config, **changed}
 

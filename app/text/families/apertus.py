@@ -1,8 +1,8 @@
-"""Apertus' calls: a JSON array between tokens, in which each name is the key of its arguments.
+"""Apertus' tool calls: a JSON array between tokens; each function name is the key of its arguments.
 
     <|inner_prefix|>…<|tools_prefix|>[{"get_weather": {"city": "Oslo"}}]<|tools_suffix|>
 
-The model calls while it thinks, and may go on thinking behind a call.
+Calls may occur within reasoning, which may continue after a call.
 
 Source: the chat template of Apertus 8B Instruct.
 """
@@ -11,7 +11,8 @@ import json as json_text
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.json_reader import parse_json_string, parse_json_value
 from app.text.syntax.marked_calls import parse_marked_call, parse_marked_calls

@@ -1,4 +1,4 @@
-"""Apriel's calls: a JSON array between tags. Its reasoning stands between sentences.
+"""Apriel's tool calls: a JSON array between tags. Its reasoning is delimited by sentences.
 
     Here are my reasoning steps:
     …
@@ -6,13 +6,14 @@
     <tool_calls>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>
     [END FINAL RESPONSE]
 
-Source: ServiceNow's chat templates of Apriel 1.5 and 1.6, whose system prompts ask for it.
+Source: ServiceNow's chat templates of Apriel 1.5 and 1.6, whose system prompts describe it.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder

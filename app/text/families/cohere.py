@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and Command A: every part of an answer between tokens of its own.
+"""Cohere's Command R7B and Command A: each part of the output is between its own tokens.
 
     <|START_THINKING|>I think…<|END_THINKING|>
     <|START_ACTION|>[
@@ -12,7 +12,8 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_call_list, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
@@ -79,7 +80,7 @@ class Family(ChatFamily):
 
 
 def parse_actions(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """A list of calls, with the keys that Cohere gives their parts."""
+    """Parses a list of calls with Cohere's keys."""
     return (yield from parse_call_list(reader, output, _parse_action))
 
 

@@ -1,4 +1,4 @@
-"""Cohere2MoE: as Command A, but that the text stands between other tokens.
+"""Cohere2MoE: as Command A, but with other tokens around the text.
 
 Source: the chat template of these models.
 """

@@ -1,4 +1,4 @@
-"""Cohere's Command R and R+ of 2024: a list of actions in a block of JSON.
+"""Cohere's Command R and R+ of 2024: a list of actions in a JSON code block.
 
     Action:
     ```json
@@ -16,8 +16,9 @@ Source: the tool use templates of these models.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.families.cohere import parse_actions
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,4 +1,4 @@
-"""DeepSeek R1's and V3's calls: JSON in a code block, behind the name.
+"""DeepSeek R1's and V3's tool calls: the name, then JSON in a code block.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -11,7 +11,7 @@ Source: the chat templates of DeepSeek V3 and R1, those of its distillates, and 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,

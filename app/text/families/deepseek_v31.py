@@ -1,4 +1,4 @@
-"""DeepSeek V3.1's calls: JSON behind the name.
+"""DeepSeek V3.1's tool calls: the name, then JSON.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo"}
     <｜tool▁call▁end｜><｜tool▁calls▁end｜>
@@ -9,7 +9,7 @@
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.deepseek_calls import (
     CALL,
     CALL_END,

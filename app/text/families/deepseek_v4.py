@@ -1,4 +1,4 @@
-"""DeepSeek V4: calls in DSML, which `app/text/syntax/dsml.py` describes."""
+"""DeepSeek V4: tool calls in DSML (`app/text/syntax/dsml.py`)."""
 
 from app.text.syntax.dsml import DSML_MARKER, build_dsml_tags
 from app.text.syntax.tagged_family import TaggedFamily

@@ -1,4 +1,4 @@
-"""Firefunction's calls: a JSON array behind a word.
+"""Firefunction's tool calls: a keyword, then a JSON array.
 
      functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
 
@@ -8,7 +8,8 @@ Source: Fireworks' chat template of Firefunction v2.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

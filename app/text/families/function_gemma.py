@@ -1,4 +1,4 @@
-"""FunctionGemma: Gemma's notation of calls between tags.
+"""FunctionGemma: Gemma's call notation between tags.
 
     <start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_function_call>
 
@@ -8,7 +8,8 @@ Source: Google's documentation of FunctionGemma's formatting.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.gemma_calls import GemmaCallParser
 from app.text.syntax.gemma_grammar import build_gemma_grammar
 from app.text.syntax.marked_calls import parse_marked_calls

@@ -1,9 +1,9 @@
-"""Functionary 3.1's calls, which Llama 3.1 has for functions of one's own: JSON in a tag that is
-named after the function.
+"""Functionary 3.1's tool calls, also Llama 3.1's for custom functions: JSON in a tag named after
+the function.
 
     <function=get_weather>{"city": "Oslo"}</function>
 
-Behind the token `<|python_tag|>` stand the arguments of a function called python.
+The token `<|python_tag|>` is followed by the arguments of a function named python.
 
 Source: MeetKai's chat template of Functionary medium v3.1.
 """
@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
 from app.text.syntax.json_reader import parse_json_value
 from app.text.syntax.marked_calls import parse_marked_call

@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers: parts for everybody and for functions.
+"""Functionary 3.2's output: parts addressed to all or to a function.
 
     all
     Let me see.>>>get_weather

@@ -1,4 +1,4 @@
-"""Gemma 4: calls in a notation of its own, and thoughts in a channel, which may come at any place.
+"""Gemma 4: tool calls in its own notation, and reasoning in channels, which may occur anywhere.
 
     <|channel>thought
     I think…<channel|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>
@@ -9,7 +9,8 @@ Source: the chat template of Gemma 4, and Google's documentation of its prompt f
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.gemma_calls import GemmaCallParser
 from app.text.syntax.gemma_grammar import build_gemma_grammar
 from app.text.syntax.marked_calls import parse_marked_call
@@ -20,7 +21,7 @@ _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _LABEL = "thought"
 
-# where the results are to come: the end of the answer, mostly
+# where the results follow: usually the end of the output
 _RESPONSE = "<|tool_response>"
 
 
@@ -41,7 +42,8 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Only what the prompt began; all else is in channels, which come at any place."""
+        """Parses only reasoning that the prompt began; all other reasoning is in channels, which
+        may occur anywhere."""
         if in_reasoning:
             output.add_marker()
             yield from _parse_thoughts(reader, output)
@@ -50,7 +52,7 @@ class Family(ChatFamily):
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
         calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
-        # an end without a beginning says nothing: the models write one now and then
+        # an end without a beginning is ignored: the models occasionally write one
         marks = (_CHANNEL, _CHANNEL_END, *((_OPEN, _CLOSE, _RESPONSE) if tools else ()))
         while (
             mark := (yield from reader.read_until(*marks, on_text=output.add_content))
@@ -74,7 +76,7 @@ class Family(ChatFamily):
 
 
 def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
-    """To the end of the channel. All channels hold thoughts."""
+    """Parses to the end of the channel. All channels contain reasoning."""
     mark = yield from reader.read_until(_CHANNEL, _CHANNEL_END, on_text=output.add_reasoning)
     while mark == _CHANNEL:
         output.add_marker()
@@ -85,7 +87,7 @@ def _parse_thoughts(reader: Reader, output: OutputBuilder) -> Resumable[None]:
 
 
 def _skip_label(reader: Reader) -> Resumable[None]:
-    """What names the channel, behind its beginning, is no part of the thoughts."""
+    """Skips the channel's name, which is not part of the reasoning."""
     start = reader.hold()
     yield from reader.skip_space()
     labelled = (yield from reader.accept(_LABEL)) is not None

@@ -1,17 +1,18 @@
-"""GigaChat 3's calls: a JSON object in a turn of its own, which the model goes on to by itself.
+"""GigaChat 3's tool calls: a JSON object in a separate turn, which the model starts itself.
 
     <|message_sep|>
 
     function call<|role_sep|>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
-Source: Sber's chat template of GigaChat 3, which knows one call a turn.
+Source: Sber's chat template of GigaChat 3, which supports one call per turn.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, build_call_expression, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,14 +1,15 @@
-"""GigaChat 3.1's calls: a JSON object behind a token of its own.
+"""GigaChat 3.1's tool calls: a token, then a JSON object.
 
     <|function_call|>{"name": "get_weather", "arguments": {"city": "Oslo"}}
 
-Source: Sber's chat template of GigaChat 3.1, which knows one call a turn.
+Source: Sber's chat template of GigaChat 3.1, which supports one call per turn.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,4 +1,4 @@
-"""Muse Glimmer's ATEM: messages with a recipient each, of which one answer holds several.
+"""Muse Glimmer's ATEM: an output of several messages, each with a recipient.
 
      to=self<|message|>I think…<|eom|>
     <|start|>assistant to=get_weather<|message|><atem:function_calls>
@@ -7,8 +7,8 @@
     </atem:invoke>
     </atem:function_calls>
 
-What goes to "self" is reasoning, what goes to a tool holds calls, the rest is for the user. The
-prompt ends with `<|start|>assistant`; `<|eot|>` ends the answer, so it is mostly not in its text.
+A message to "self" is reasoning, one to a tool contains calls, the others are for the user. The
+prompt ends with `<|start|>assistant`; `<|eot|>` is a stop token, so it is usually not in the text.
 
 Source: the model's chat template.
 """
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 from app.text.syntax.tagged_calls import CallTags, TaggedCallParser
@@ -45,7 +45,7 @@ class Family(TaggedFamily):
     call_tags = _TAGS
     markers = (_START, _MESSAGE, *_ENDS, _TAGS.before, _TAGS.after)
     content_prefix = f" to=user{_MESSAGE}"
-    # the first message was begun by the prompt
+    # the prompt began the first message
     reasoning_separator = _ASSISTANT
 
     def matches(self, template: str) -> bool:
@@ -57,7 +57,8 @@ class Family(TaggedFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Only what the prompt began: all other reasoning is a message of its own."""
+        """Parses only reasoning that the prompt began; all other reasoning is a separate
+        message."""
         if in_reasoning:
             output.add_marker()
             yield from reader.read_before(_START, *_ENDS, on_text=output.add_reasoning)
@@ -102,7 +103,7 @@ class Family(TaggedFamily):
 
 
 def _parse_header(reader: Reader, output: OutputBuilder) -> Resumable[str | None]:
-    """Whom the message is for that begins here; None where none does."""
+    """Returns the recipient of the message that begins here; None if none begins."""
     start = reader.hold()
     yield from reader.skip_space()
     yield from reader.accept(_ASSISTANT)

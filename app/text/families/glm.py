@@ -1,12 +1,12 @@
-"""GLM from 4.5 on, and Poolside's Laguna: the function's name behind the outer tag, keys and values
-in tags of their own.
+"""GLM from 4.5 on, and Poolside's Laguna: the function's name after the outer tag, keys and values
+in tags.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>
     <arg_value>Oslo</arg_value>
     </tool_call>
 
-From GLM 4.7 on there are no line ends in it.
+From GLM 4.7 on there are no line breaks in it.
 
 Source: the chat templates of these models.
 """

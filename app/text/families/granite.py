@@ -1,18 +1,19 @@
-"""Granite's calls: a JSON array behind a token of its own.
+"""Granite's tool calls: a token, then a JSON array.
 
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]
 
-Where the model was told to reason, its answer stands between tags too: `<think>…</think>`, then
+If reasoning is enabled, the response is between tags too: `<think>…</think>`, then
 `<response>…</response>`.
 
-Source: IBM's chat templates of Granite 3.0 to 3.3. What they write with `<tool_call>` instead of
-the token is what Granite 3.1 does.
+Source: IBM's chat templates of Granite 3.0 to 3.3. Granite 3.1 writes `<tool_call>` instead of the
+token.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
@@ -33,7 +34,7 @@ class Family(ChatFamily):
     ) -> Resumable[None]:
         calls = (_CALLS, _CALLS_IN_LETTERS) if tools else ()
         marks = calls
-        if reader.at:  # behind reasoning
+        if reader.at:  # after reasoning
             yield from reader.skip_space()
             if (yield from reader.accept(_RESPONSE)) is not None:
                 output.add_marker()

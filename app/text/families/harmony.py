@@ -1,13 +1,13 @@
-"""Harmony, how gpt-oss speaks: messages with a header each, of which one answer holds several.
+"""Harmony, the output format of gpt-oss: several messages, each with a header.
 
     <|channel|>analysis<|message|>I think…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>
     {"city": "Oslo"}<|call|>
 
-(without the line breaks). A header names a channel and may name a recipient: what goes to a
-function is a call, what goes nowhere is reasoning in the channel "analysis" and text in any other.
-`<|call|>` and `<|return|>` end the answer, so they are mostly not in its text. The prompt ends with
-`<|start|>assistant`.
+(without the line breaks). A header names a channel and may name a recipient: a message to a
+function is a call, one without a recipient is reasoning in the channel "analysis" and text in any
+other. `<|call|>` and `<|return|>` are stop tokens, so they are usually not in the text. The prompt
+ends with `<|start|>assistant`.
 
 Source: OpenAI's description of the harmony response format, and the template of gpt-oss.
 """
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import parse_json_arguments
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
@@ -26,17 +27,17 @@ _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrai
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _TO = "to="
 
-# a role, a channel, a recipient, a type of content
+# a role, a channel, a recipient, a content type
 _WORD = re.compile(r"[^\s<]{1,256}")
 _MAX_HEADER_WORDS = 12
 
-# recipients that are no functions
+# recipients that are not functions
 _NON_FUNCTION_RECIPIENTS = ("assistant", "user", "all")
 
 
 @dataclass(slots=True)
 class _Header:
-    """is_complete: it was read to its end, else the text ended within it."""
+    """is_complete: whether the header was parsed to its end; else the text ended within it."""
 
     channel: str | None = None
     recipient: str | None = None
@@ -44,7 +45,7 @@ class _Header:
 
     @property
     def function(self) -> str | None:
-        """What is called, if anything is."""
+        """The function that is called; None if the message is not a call."""
         if self.recipient is None or self.recipient in _NON_FUNCTION_RECIPIENTS:
             return None
         return self.recipient.removeprefix("functions.") or None
@@ -53,7 +54,7 @@ class _Header:
 class Family(ChatFamily):
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
     content_prefix = f"{_CHANNEL}final{_MESSAGE}"
-    # the first message was begun by the prompt
+    # the prompt began the first message
     reasoning_separator = f"{_START}assistant"
 
     def matches(self, template: str) -> bool:
@@ -65,7 +66,8 @@ class Family(ChatFamily):
     def parse_reasoning(
         self, reader: Reader, output: OutputBuilder, tags: ReasoningTags, *, in_reasoning: bool
     ) -> Resumable[None]:
-        """Only what the prompt began: all other reasoning is a message of its own."""
+        """Parses only reasoning that the prompt began; all other reasoning is a separate
+        message."""
         if in_reasoning:
             output.add_marker()
             yield from _parse_content(reader, output, output.add_reasoning)
@@ -96,8 +98,9 @@ class Family(ChatFamily):
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """One call, which ends the answer: the model knows no others. The recipient stands behind
-        the channel, where the model puts it mostly, or before it, where the template does."""
+        """Builds a grammar for one call, which ends the output: the model supports one only. The
+        recipient follows the channel, as the model usually writes it, or precedes it, as the
+        template does."""
         kind = f"({literal(f' {_CONSTRAIN}json')} | {literal(' json')})?"
         return ToolCallGrammar(
             calls=tuple(
@@ -120,8 +123,8 @@ def _build_header_expression(name: str, literal: MakeLiteral) -> str:
 
 
 def _parse_header(reader: Reader) -> Resumable[_Header | None]:
-    """What the text goes on with to the beginning of a message's content; None if that is no
-    header. A header that is cut within a marker or a word of it is none."""
+    """Parses up to the beginning of a message's content; returns None if the text is not a header.
+    A header truncated within a marker or a word is not a header."""
     header = _Header()
     marked = False
     for _ in range(_MAX_HEADER_WORDS):
@@ -148,7 +151,7 @@ def _parse_header(reader: Reader) -> Resumable[_Header | None]:
 
 
 def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[None]:
-    """What stands outside of a message. size: characters that do in any case."""
+    """Parses text outside of messages. size: characters that are text in any case."""
     if not size and (yield from reader.peek_any(*_ENDS)) is None:
         size = 1
     output.add_content(reader.take(size), reader.at - size)
@@ -156,7 +159,7 @@ def _parse_text(reader: Reader, output: OutputBuilder, size: int) -> Resumable[N
 
 
 def _parse_content(reader: Reader, output: OutputBuilder, on_text: OnText) -> Resumable[None]:
-    """To the end of the message, or the beginning of another one."""
+    """Parses to the end of the message, or the beginning of another one."""
     if (yield from reader.read_before(_START, *_ENDS, on_text=on_text)) is not None:
         yield from reader.accept(*_ENDS)
         output.add_marker()

@@ -1,4 +1,4 @@
-"""Hermes' calls, which Qwen and many others took over: JSON objects between tags.
+"""Hermes' tool calls, also used by Qwen and many others: JSON objects between tags.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
@@ -10,7 +10,8 @@ Source: NousResearch's Hermes function calling, and the chat templates of Qwen 2
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder
@@ -18,7 +19,7 @@ from app.text.syntax.reader import Reader, Resumable
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-# what others write between the same tags, or beside them
+# syntax of other families that use the same tags
 _OTHER_FAMILY_MARKERS = ("<function=", "<arg_key>", "<use_mcp_tool>", "<tool_calls>")
 
 
@@ -28,7 +29,7 @@ class Family(ChatFamily):
     def matches(self, template: str) -> bool:
         if _OPEN not in template or any(mark in template for mark in _OTHER_FAMILY_MARKERS):
             return False
-        # in a literal of Jinja's the quotation marks may be escaped
+        # quotation marks may be escaped in a Jinja literal
         return '{"name":' in template.replace('\\"', '"')
 
     def parse_tool_calls(

@@ -1,4 +1,4 @@
-"""Jamba's calls: a JSON array between tags, an object a line.
+"""Jamba's tool calls: a JSON array between tags, one object per line.
 
     <tool_calls>[
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
@@ -10,7 +10,8 @@ Source: AI21's chat template of Jamba 1.6.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,4 +1,4 @@
-"""Kimi's calls: JSON behind an id that holds the name, between tokens of their own.
+"""Kimi's tool calls: an id that contains the name, then JSON, between tokens.
 
     <|tool_calls_section_begin|>
     <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
@@ -77,7 +78,7 @@ def _parse_section(reader: Reader, output: OutputBuilder) -> Resumable[CallOutco
 
 
 def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """What follows the marker that begins a call."""
+    """Parses a call after its begin marker."""
     yield from reader.skip_space()
     id = yield from reader.match(_ID)
     parts = _PARTS.fullmatch(id)
@@ -85,7 +86,7 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
     yield from reader.skip_space()
     if parts is None or (yield from reader.accept(_ARGUMENTS)) is None:
         return "none"
-    # an id that is not as the template would write it is replaced by one of ours
+    # an id in another form than the template's is replaced
     whole = parts["full"] and parts["index"]
     output.start_tool_call(parts["name"], id if whole else None)
     reader.release()

@@ -1,15 +1,16 @@
-"""LFM2's calls: a Python list of them between tags, which LFM2.5 leaves out at times.
+"""LFM2's tool calls: a Python list between tags, which LFM2.5 sometimes omits.
 
     <|tool_call_start|>[get_weather(city="Oslo"), add(a=1, b=2)]<|tool_call_end|>
 
-Asked for it in words, the models write a JSON list there. Source: the chat templates of LFM2,
+If the prompt asks for it, the models write a JSON list there. Source: the chat templates of LFM2,
 LFM2.5 and LFM2.5-VL, and Liquid AI's documentation of tool use.
 """
 
 from collections.abc import Collection, Sequence
 
 from app.core.requests import Tool, ToolCall
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_call_list, parse_call_object
 from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
@@ -28,7 +29,7 @@ class Family(ChatFamily):
         return "List of tools: [" in template and "keep_past_thinking" in template
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        """Some reason whose templates say nothing of it."""
+        """Returns the tags. Some models reason although their templates do not mention it."""
         return ReasoningTags(open="<think>", close="</think>")
 
     def parse_tool_calls(
@@ -77,7 +78,8 @@ def _parse_list(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
 def _parse_bare_list(
     reader: Reader, output: OutputBuilder, names: Collection[str]
 ) -> Resumable[None]:
-    """A list without tags, or a bracket of the text. Only what names a tool is a call then."""
+    """Parses a list without tags, or a bracket in the text. Only a list with a tool's name is a
+    call."""
     start = reader.hold()
     outcome = yield from parse_python_list(reader, output, names=names)
     if outcome == "none":

@@ -1,4 +1,4 @@
-"""Llama 3's calls: a JSON object that is the whole answer, or stands behind a token.
+"""Llama 3's tool calls: a JSON object that is the whole output or follows a token.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
 
@@ -8,7 +8,8 @@ Source: Meta's chat templates of Llama 3.1 to 4.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression
 from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
 from app.text.syntax.output_parser import OutputBuilder
@@ -19,7 +20,7 @@ class Family(ChatFamily):
     markers = (PYTHON_TAG, PYTHON_START, PYTHON_END)
 
     def matches(self, template: str) -> bool:
-        # in a literal of Jinja's the quotation marks may be escaped
+        # quotation marks may be escaped in a Jinja literal
         return '{"name": function name, "parameters"' in template.replace('\\"', '"')
 
     def parse_tool_calls(
@@ -30,7 +31,7 @@ class Family(ChatFamily):
     def build_tool_call_grammar(
         self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
     ) -> ToolCallGrammar | None:
-        """The template knows one call a turn."""
+        """Builds a grammar for one call: the template supports one per turn."""
         return ToolCallGrammar(
             calls=tuple(
                 build_call_expression(tool, literal, json_schema, arguments_key="parameters")

@@ -1,16 +1,16 @@
-"""Llama's calls where the template asks for Python: a list of them that is the whole answer.
+"""Llama's tool calls in Python syntax: a list that is the whole output.
 
     [get_weather(city="Oslo"), add(a=1, b=2)]
 
-Source: Meta's documentation of Llama 3.2's prompts, and the templates for Llama 3.2 and 4 that vLLM
-has made from it.
+Source: Meta's documentation of Llama 3.2's prompts, and vLLM's templates for Llama 3.2 and 4.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.llama_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, parse_llama_calls
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar
@@ -37,5 +37,5 @@ class Family(ChatFamily):
         syntax = build_python_grammar(
             tools, literal, json_schema, before="[", between=", ", after="]", trigger="["
         )
-        # prose holds brackets
+        # prose contains brackets
         return syntax and replace(syntax, trigger=None, leading=True)

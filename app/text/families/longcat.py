@@ -1,4 +1,4 @@
-"""Meituan's LongCat: GLM's calls under names of its own.
+"""Meituan's LongCat: GLM's tool calls with other tag names.
 
     <longcat_tool_call>get_weather
     <longcat_arg_key>city</longcat_arg_key>
@@ -8,7 +8,7 @@
 Source: the chat templates of LongCat-Flash.
 """
 
-from app.text.family import ReasoningTags
+from app.grammar.constraint import ReasoningTags
 from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 

@@ -1,4 +1,4 @@
-"""MiniCPM3's calls: a block of Python between tags, behind its thoughts.
+"""MiniCPM3's tool calls: a block of Python between tags, after the reasoning.
 
     <|thought_start|>
     I should look.
@@ -15,7 +15,8 @@ Source: the chat template of MiniCPM3-4B.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,4 +1,4 @@
-"""MiniMax M2: all calls of an answer in one pair of tags, names in attributes.
+"""MiniMax M2: all tool calls in one pair of tags, names in attributes.
 
     <minimax:tool_call>
     <invoke name="get_weather">

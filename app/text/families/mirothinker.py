@@ -1,4 +1,4 @@
-"""MiroThinker's calls: JSON between tags, beside the name and the server that the tool is on.
+"""MiroThinker's tool calls: JSON between tags, with the names of the tool and its server.
 
     <use_mcp_tool>
     <server_name>generic-extras</server_name>
@@ -8,15 +8,16 @@
     </arguments>
     </use_mcp_tool>
 
-Source: MiroMind's chat template of MiroThinker, which makes up the server from the tool's name; so
-it is not told here.
+Source: MiroMind's chat template of MiroThinker, which derives the server from the tool's name; so
+the server is ignored here.
 """
 
 import re
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_json_arguments
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder
@@ -89,7 +90,7 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
 
 
 def _parse_tagged_word(reader: Reader, open: str, close: str) -> Resumable[str]:
-    """The word between two tags; "" if there is none."""
+    """Parses the word between two tags; returns "" if there is none."""
     yield from reader.skip_space()
     if (yield from reader.accept(open)) is None:
         return ""

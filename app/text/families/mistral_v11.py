@@ -1,4 +1,4 @@
-"""Calls of Mistral Small 3.2 and Magistral 2506: a name, an id and JSON, each behind its token.
+"""Tool calls of Mistral Small 3.2 and Magistral 2506: name, id and JSON, each after a token.
 
     [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
 
@@ -8,7 +8,7 @@ Source: mistral-common's tokenizer v11.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALL_ID, CALLS, ID_PATTERN, MistralFamily
 
 

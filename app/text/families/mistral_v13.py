@@ -1,4 +1,4 @@
-"""Calls of Mistral's models since Devstral 2507: a name and JSON, each behind its token.
+"""Tool calls of Mistral's models since Devstral 2507: name and JSON, each after a token.
 
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
 
@@ -8,7 +8,7 @@ Source: mistral-common's tokenizer v13.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALL_ID, CALLS, MistralFamily
 
 

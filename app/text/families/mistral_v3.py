@@ -1,16 +1,16 @@
-"""Calls of Mistral's models up to Small 3.1: a JSON array.
+"""Tool calls of Mistral's models up to Small 3.1: a JSON array.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "…"}]
 
-Source: mistral-common's tokenizers v3 and v7. The id may be missing; what stands there is not told,
-see `mistral_calls.py`. Before the array there is a space where the tokenizer is SentencePiece's.
+Source: mistral-common's tokenizers v3 and v7. The id may be missing and is ignored, see
+`mistral_calls.py`. SentencePiece tokenizers put a space before the array.
 """
 
 import json as jsons
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.mistral_calls import ARGUMENTS, CALLS, ID_PATTERN, MistralFamily
 
 

@@ -1,14 +1,15 @@
-"""Nemotron Nano 2's calls: a JSON array between tags.
+"""Nemotron Nano 2's tool calls: a JSON array between tags.
 
     <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</TOOLCALL>
 
-Source: NVIDIA's chat templates of Nemotron Nano 2; those of Llama Nemotron write the same.
+Source: NVIDIA's chat templates of Nemotron Nano 2; those of Llama Nemotron use the same syntax.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression, parse_call_list
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder

@@ -1,4 +1,4 @@
-"""OLMo 3's calls: Python between tags, a call a line.
+"""OLMo 3's tool calls: Python between tags, one call per line.
 
     <function_calls>get_weather(city="Oslo")
     add(a=1, b=2)</function_calls>
@@ -9,7 +9,8 @@ Source: Ai2's chat templates of OLMo 3 Instruct and Think.
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.marked_calls import parse_marked_calls
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.python_calls import build_python_grammar, parse_python_calls

@@ -1,5 +1,5 @@
-"""The calls of Qwen3-Coder, which Qwen 3.5, Nemotron 3 and Step 3.5 took over: tags for the
-function and for each parameter, values as they are, on lines of their own.
+"""Tool calls of Qwen3-Coder, also used by Qwen 3.5, Nemotron 3 and Step 3.5: tags for the function
+and each parameter, unescaped values on separate lines.
 
     <tool_call>
     <function=get_weather>

@@ -1,4 +1,4 @@
-"""ByteDance's Seed-OSS: Qwen3-Coder's tags in an outer tag of its own, values between them.
+"""ByteDance's Seed-OSS: Qwen3-Coder's tags in another outer tag, values on the same line.
 
     <seed:tool_call>
     <function=get_weather>
@@ -6,10 +6,10 @@
     </function>
     </seed:tool_call>
 
-Source: the model's chat template. Lists and objects stand there as Python prints them.
+Source: the model's chat template. Lists and objects are written as Python literals.
 """
 
-from app.text.family import ReasoningTags
+from app.grammar.constraint import ReasoningTags
 from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
 

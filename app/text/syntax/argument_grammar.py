@@ -1,9 +1,9 @@
-"""Grammars of arguments that are written one by one, name and value, and not as a JSON object.
+"""Grammars of arguments written as separate pairs of name and value instead of a JSON object.
 
     city="Oslo", days=3
 
-Knows: which of JSON Schema's keywords for objects such a list can be held to, and what the list
-looks like as Lark rules. Must not know: how any family writes a name or a value.
+Knows: which JSON Schema keywords for objects such a list can satisfy, its Lark rules. Must not
+know: how a family writes a name or a value.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 MakePair = Callable[[str, Any], str | None]
-"""A parameter's name and schema → the expression of both; None where there can be none."""
+"""Returns the expression for a parameter's name and schema; None if it cannot be expressed."""
 
-# keywords which say nothing about a value, or only what a list of pairs does anyway
+# keywords that do not constrain a value, or that a list of pairs satisfies anyway
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "$comment", "$schema")
 )
@@ -26,13 +26,13 @@ _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 
 
 def has_only_keywords(schema: Mapping[str, Any], *keywords: str) -> bool:
-    """Whether nothing but these keywords says something about a value."""
+    """Returns whether only these keywords constrain the value."""
     return _ANNOTATIONS.issuperset(schema.keys() - set(keywords))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentGrammar:
-    """expression: of the whole list, which may be empty. rules: those that it names."""
+    """expression: of the whole list, which may be empty. rules: the rules that it refers to."""
 
     expression: str
     rules: tuple[str, ...]
@@ -41,9 +41,9 @@ class ArgumentGrammar:
 def build_argument_grammar(
     schema: Mapping[str, Any], prefix: str, *, separator: str, pair: MakePair
 ) -> ArgumentGrammar | None:
-    """Pairs in the order of the schema, the optional ones where wanted. None where they could not
-    satisfy it, or one of them cannot be written. prefix: of the names of the rules. separator: an
-    expression.
+    """Builds the grammar of pairs in the order of the schema, with optional ones omitted or
+    present. None if such a list cannot satisfy the schema, or if a pair cannot be expressed.
+    prefix: of the rule names. separator: an expression.
 
         some_i: pair_i more_i+1 | some_i+1      the list has not begun yet
         more_i: (between pair_i)? more_i+1      it has
@@ -77,8 +77,8 @@ def build_argument_grammar(
 
 
 def extract_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """A part of a schema as a schema of its own, with what it refers to. None where it refers to
-    anything but definitions."""
+    """Extracts a part of a schema as a separate schema, with the definitions that it refers to.
+    None if it refers to anything else."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping) or not all(map(_is_definition, _find_references(schema))):

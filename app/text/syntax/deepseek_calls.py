@@ -1,8 +1,8 @@
-"""What DeepSeek's models up to V3.1 share: calls between tokens of their own.
+"""Shared syntax of DeepSeek's models up to V3.1: tool calls between tokens.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>…<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-Knows: how both ways to write one are read. Must not know: which template wants which.
+Knows: how to parse both forms of a call. Must not know: which template uses which form.
 
     get_weather<｜tool▁sep｜>{"city": "Oslo"}
 
@@ -49,13 +49,13 @@ class DeepSeekFamily(ChatFamily):
 
 
 def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-    """One call and its end. Those of a group begin with the same token."""
+    """Parses one call and its end. All calls of a group begin with the same token."""
     yield from reader.skip_space()
     yield from reader.accept(CALL)
     name = yield from _parse_word(reader)
     if (yield from reader.accept(SEPARATOR)) is None:
         return "none"
-    # what stood before was a kind of call if a name follows
+    # if a name follows, the word before was the call type
     name = (yield from _parse_word(reader)) or name
     if not name:
         return "none"

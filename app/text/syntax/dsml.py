@@ -1,4 +1,4 @@
-"""DSML, how DeepSeek writes calls from V3.2 on.
+"""DSML, DeepSeek's tool call syntax from V3.2 on.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="get_weather">
@@ -6,12 +6,11 @@
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-V4 says `tool_calls` for `function_calls`. The attribute `string` tells a text from JSON; where it
-and the tool's schema contradict each other, the schema has the last word: it is what the caller
-checks.
+V4 uses `tool_calls` for `function_calls`. The attribute `string` distinguishes text from JSON; if
+it contradicts the tool's schema, the schema takes precedence, which the caller validates against.
 
 Source: DeepSeek's encoding of V3.2 (`encoding_dsv32.py` beside the weights), and chat templates
-made after it.
+derived from it.
 """
 
 from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
@@ -21,7 +20,7 @@ DSML_MARKER = "｜DSML｜"
 
 
 def build_dsml_tags(calls: str) -> CallTags:
-    """calls: what the tag around all calls is called."""
+    """calls: name of the tag around all calls."""
     return CallTags(
         before=f"<{DSML_MARKER}{calls}>",
         after=f"</{DSML_MARKER}{calls}>",

@@ -1,11 +1,11 @@
-"""Gemma's calls, `call:get_weather{city:<|"|>Oslo<|"|>,days:3}`, as they are being written.
+"""An incremental parser of Gemma's tool calls, `call:get_weather{city:<|"|>Oslo<|"|>,days:3}`.
 
-Keys have no quotes; strings stand between a token, and nothing in them is escaped, so that there is
-no text that a string cannot hold but that token. Models forget it at times: a value without quotes
-is what the tool's schema says.
+Knows: this notation, how values are typed by a schema. Must not know: which token quotes strings,
+what surrounds the calls.
 
-Knows: this notation, and how a schema is held to in it. Must not know: which token quotes strings,
-what stands around the calls.
+Keys have no quotes; strings are between quote tokens without escapes, so a string can contain any
+text except that token. Models sometimes omit it: the type of an unquoted value is taken from the
+tool's schema.
 """
 
 import json
@@ -25,25 +25,25 @@ from app.text.syntax.reader import Reader, Resumable
 _CALL = "call:"
 _NAME = re.compile(r"[^\s{}<]{1,256}")
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
-_VALUE_ENDS = (",", "}", "]")  # of what has no quotes
+_VALUE_ENDS = (",", "}", "]")  # end an unquoted value
 
 
 def is_key(name: str) -> bool:
-    """Whether a name can stand without quotes."""
+    """Returns whether a name needs no quotes."""
     return _KEY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCallParser:
-    """Reads the calls of one answer. quote: the token before and behind strings. close: what stands
-    behind calls, which nothing but a string can hold."""
+    """Parses the calls of one output. quote: the token around strings. close: the token after
+    calls, which may only occur within a string."""
 
     quote: str
     close: str
     tools: Sequence[Tool]
 
     def parse(self, reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]:
-        """One call, and others right behind it; as `parse_call_object`."""
+        """Parses one call, and others immediately after it; returns as `parse_call_object` does."""
         outcome = yield from self._parse_call(reader, output)
         while outcome == "whole":
             behind = reader.hold()
@@ -90,7 +90,7 @@ class GemmaCallParser:
         return json.dumps(name.strip(), ensure_ascii=False)
 
     def parse_string(self, reader: Reader, write: WriteJson) -> Resumable[bool]:
-        """The rest of one behind its first quote."""
+        """Parses the rest of a string after its opening quote."""
         write('"')
         end = yield from reader.read_until(
             self.quote, on_text=lambda text, _: write(escape_json(text))
@@ -102,7 +102,7 @@ class GemmaCallParser:
 
 @dataclass(frozen=True, slots=True)
 class _ValueParser:
-    """The values of one call."""
+    """Parses the values of one call."""
 
     parser: GemmaCallParser
     name: str
@@ -120,7 +120,7 @@ class _ValueParser:
         )
         text = "".join(raw)
         if not text.strip() or end in (None, quote):
-            # cut, or no value: it is handed on as it is
+            # truncated, or not a value: it is passed on unchanged
             reader.rewind(held)
             return False
         reader.release()
@@ -128,8 +128,8 @@ class _ValueParser:
         return True
 
     def _get_types(self, path: KeyPath) -> JsonTypes | None:
-        """What the tool's schema says of the parameter that stands there; of what lies within one
-        nothing: that is what it looks like."""
+        """Returns the schema's types of the parameter at `path`; None for nested values, whose type
+        follows from their syntax."""
         [name, *within] = path
         tool = next((tool for tool in self.parser.tools if tool.name == self.name), None)
         return (

@@ -1,7 +1,6 @@
-"""What holds Gemma's notation of calls to a tool's schema, as Lark rules.
+"""Grammars that constrain Gemma's call notation to a tool's schema, as Lark rules.
 
-Knows: which of JSON Schema's keywords can be followed in that notation. Must not know: which token
-quotes strings.
+Knows: which JSON Schema keywords this notation supports. Must not know: which token quotes strings.
 """
 
 import json
@@ -10,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.argument_grammar import build_argument_grammar, has_only_keywords
 from app.text.syntax.gemma_calls import is_key
 from app.text.syntax.parameter_types import resolve_reference
 
-_MAX_DEPTH = 64  # objects and lists within each other
+_MAX_DEPTH = 64  # nested objects and lists
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _WORD_EXPRESSIONS = {"boolean": '("true" | "false")', "null": '"null"'}
 _NUMBER_KEYWORDS = (
@@ -33,8 +32,9 @@ def build_gemma_grammar(
     close: str,
     quote: str,
 ) -> ToolCallGrammar | None:
-    """As `ChatFamily.build_tool_call_grammar`. open, close: around a call. None where a schema asks
-    for what this notation cannot promise: a form or a length of strings, say."""
+    """Builds the grammar as `ChatFamily.build_tool_call_grammar` does. open, close: markers around
+    a call. None if a schema has constraints that this notation cannot express, such as a pattern or
+    a length of strings."""
     calls: list[str] = []
     rules = [*_write_free_value_rules(literal, quote)]
     for place, tool in enumerate(tools):
@@ -48,13 +48,13 @@ def build_gemma_grammar(
 
 
 def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
-    """Rules of strings, and of values of which nothing is known."""
+    """Yields the rules of strings, and of values without a schema."""
     spelled = literal(quote)
     if spelled.startswith("<["):
-        # no text spells a token
+        # no text contains the token
         yield f"gemmatext: {spelled} /(?s:.*)/ {spelled}"
     else:
-        # one terminal, for a terminal is as long as it can be: text alone would swallow the quote
+        # one terminal, because terminals match greedily: text alone would include the quote
         yield "gemmatext: GEMMA_QUOTED"
         yield f"GEMMA_QUOTED: {spelled} GEMMA_TEXT {spelled}"
         yield f"GEMMA_TEXT: /(?s:.*)/ & ~(/(?s:.*)/ {spelled} /(?s:.*)/)"
@@ -68,10 +68,10 @@ def _write_free_value_rules(literal: MakeLiteral, quote: str) -> Iterable[str]:
 
 @dataclass(slots=True)
 class _SchemaGrammar:
-    """Expressions of the values of one tool's arguments. Each None where there can be none.
+    """Expressions for the values of one tool's arguments; None for each that cannot be expressed.
 
-    rules: those that the expressions name. reference_rules: the names of those that stand for
-    definitions. is_complete: every definition has an expression.
+    rules: the rules that the expressions refer to. reference_rules: rule names of definitions.
+    is_complete: whether every definition has an expression.
     """
 
     tool: Tool
@@ -103,7 +103,8 @@ class _SchemaGrammar:
         )
 
     def _write_reference(self, schema: Mapping[str, Any], depth: int) -> str | None:
-        """A rule for each definition, since one may lead to itself."""
+        """Refers to the rule of a definition; definitions have rules because they may be
+        recursive."""
         target = resolve_reference(schema, self.tool.parameters)
         if not has_only_keywords(schema, "$ref") or "$ref" in target:
             return None
@@ -134,7 +135,7 @@ class _SchemaGrammar:
 
     def _write_choice(self, schema: Mapping[str, Any], keyword: str, depth: int) -> str | None:
         if keyword == "anyOf":
-            # what is said beside it would have to hold as well
+            # other keywords beside it would have to hold as well
             parts = _as_list(schema["anyOf"]) if has_only_keywords(schema, "anyOf") else []
             return _join_alternatives(self.write_value(part, depth + 1) for part in parts)
         if not has_only_keywords(schema, keyword, "type"):
@@ -182,6 +183,6 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _join_alternatives(expressions: Iterable[str | None]) -> str | None:
-    """Those of several that there are."""
+    """Joins the alternatives that are not None."""
     found = [expression for expression in expressions if expression is not None]
     return f"({' | '.join(found)})" if found else None

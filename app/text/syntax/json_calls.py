@@ -1,11 +1,8 @@
-"""A tool call written as one JSON object, `{"name": …, "arguments": {…}}`, as it is being written.
+"""Incremental parsers of tool calls in JSON: an object `{"name": …, "arguments": {…}}`, an array of
+such objects, and bare arguments between markers, with the name outside.
 
-Knows: the names that models give to its two parts, and that these come in either order. Must not
-know: what stands around the object, which is a family's affair.
-
-Tool calls written as one JSON array, `[{…}, {…}]`, as it is being written.
-
-A call's arguments as JSON text between markers, where the name stands outside of it.
+Knows: the keys that models use for name and arguments, that these come in either order. Must not
+know: what surrounds the object, which depends on the family.
 """
 
 import json
@@ -14,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.core.requests import Tool
-from app.text.family import MakeJsonSchema, MakeLiteral
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral
 from app.text.syntax.json_reader import decode_json_string, parse_json_string, parse_json_value
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
@@ -22,7 +19,7 @@ from app.text.syntax.reader import Reader, Resumable
 CallOutcome = Literal["none", "whole", "broken"]
 
 ParseCall = Callable[[Reader, OutputBuilder], Resumable[CallOutcome]]
-"""Reads a call, or several; as `parse_call_object`."""
+"""Parses one or more calls; returns as `parse_call_object` does."""
 
 
 def parse_call_object(
@@ -34,8 +31,8 @@ def parse_call_object(
     id_keys: Collection[str] = ("id",),
     names: Collection[str] | None = None,
 ) -> Resumable[CallOutcome]:
-    """Read one such object, white space before it skipped. names: those of the tools, where an
-    object of another name or with other keys is no call; None to take any. Nothing is put into
+    """Parses one such object, skipping white space before it. names: the names of the tools; an
+    object with another name or with other keys is not a call. None accepts any. Nothing is added to
     `output` before the name is known; the caller holds the reader, and rewinds it after "none"."""
     call = _Call(reader, output, names)
     yield from reader.skip_space()
@@ -51,7 +48,7 @@ def parse_call_object(
             return _fail_call(call)
         known = (*name_keys, *argument_keys, *id_keys, "type")
         if names is not None and key not in known and not call.is_started:
-            return "none"  # an answer in JSON must not be held back to its end
+            return "none"  # a response in JSON must not be held back to its end
         if not (yield from _parse_value(reader, call, key, name_keys, argument_keys, id_keys)):
             return _fail_call(call)
         yield from reader.skip_space()
@@ -62,8 +59,8 @@ def parse_call_object(
 def parse_call_list(
     reader: Reader, output: OutputBuilder, parse: ParseCall = parse_call_object
 ) -> Resumable[CallOutcome]:
-    """Read such an array, white space before it skipped; else as `parse_call_object`. What follows
-    a whole call and is neither another one nor the end of the array is not taken."""
+    """Parses such an array, skipping white space before it; otherwise as `parse_call_object`. After
+    a complete call, text that is neither another call nor the end of the array is not consumed."""
     yield from reader.skip_space()
     if (yield from reader.accept("[")) is None:
         return "none"
@@ -85,11 +82,11 @@ def parse_call_list(
 def parse_json_arguments(
     reader: Reader, output: OutputBuilder, *ends: str
 ) -> Resumable[str | None]:
-    """Hand on the arguments of the call that was just begun, up to one of these markers, which is
-    not taken. Which it is; None where the text ends without one.
+    """Outputs the arguments of the current call, up to one of these markers, which is not consumed.
+    Returns the marker; None if the text ends without one.
 
-    A marker within a JSON string is no end. What is no JSON, or stands behind it, is handed on as
-    it is, so that nothing of it is lost. Nothing at all is the empty object.
+    A marker within a JSON string is ignored. Text that is not JSON, or follows the JSON value, is
+    output unchanged, so that nothing is lost. No text at all is the empty object.
     """
 
     def take(text: str, at: int) -> None:
@@ -105,8 +102,8 @@ def parse_json_arguments(
     return (yield from reader.read_before(*ends, on_text=take))
 
 
-"""No call was begun: rewind. A call was read. A call was begun, and what follows is not JSON: it
-belongs to its arguments, so that nothing of it is lost."""
+""""none": no call was started; rewind. "whole": a call was parsed. "broken": a call was started,
+and the following text is not JSON; it belongs to the arguments, so that nothing is lost."""
 
 
 @dataclass(slots=True)
@@ -121,13 +118,13 @@ class _Call:
     )  # arguments that came before the name
     is_started: bool = False
     has_arguments: bool = False
-    arguments_end: int | None = None  # the arguments of a call that was begun
+    arguments_end: int | None = None  # end position of the arguments of a started call
 
     def start(self) -> bool:
         if self.name is None or (self.tool_names is not None and self.name not in self.tool_names):
             return False
         self.output.start_tool_call(self.name, self.id)
-        self.reader.release()  # there is no way back now
+        self.reader.release()  # rewinding is no longer possible
         self.is_started = True
         self.output.add_arguments("".join(self.early_arguments))
         return True
@@ -142,8 +139,8 @@ def build_call_expression(
     after: str = "",
     arguments_key: str = "arguments",
 ) -> str:
-    """The Lark expression of such an object; see `ChatFamily.build_tool_call_grammar`. before,
-    after: what else is to stand there. arguments_key: their key."""
+    """Returns the Lark expression of such an object; see `ChatFamily.build_tool_call_grammar`.
+    before, after: expressions around it. arguments_key: the key of the arguments."""
     name = json.dumps(tool.name, ensure_ascii=False)
     begin = f'{before}{{"name": {name}, "{arguments_key}": '
     return f"{literal(begin)} {json_schema(tool)} {literal('}' + after)}"
@@ -157,7 +154,7 @@ def _parse_value(
     argument_keys: Collection[str],
     id_keys: Collection[str],
 ) -> Resumable[bool]:
-    """The value of one key. Whether it could be read."""
+    """Parses the value of one key. Returns whether it could be parsed."""
     if key in argument_keys:
         return not call.has_arguments and (yield from _parse_arguments(reader, call))
     if key in name_keys:
@@ -171,8 +168,8 @@ def _parse_value(
 
 
 def _parse_arguments(reader: Reader, call: _Call) -> Resumable[bool]:
-    """They are handed on as they come where the name stands before them. Some models write them as
-    a string that holds the object."""
+    """Parses the arguments. They are output as they arrive if the name precedes them. Some models
+    write them as a string that contains the object."""
     call.has_arguments = True
     if call.name is not None and not call.start():
         return False

@@ -1,6 +1,6 @@
-"""JSON as a model writes it, handed on piece by piece while it is still being written.
+"""An incremental JSON reader: outputs a value while the model is writing it.
 
-Knows: JSON's grammar (RFC 8259). Must not know: what the value means.
+Knows: JSON's grammar (RFC 8259). Must not know: the meaning of the value.
 """
 
 import json
@@ -15,13 +15,13 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _SPACE = frozenset(" \t\n\r")
 
 ValueEnd = Literal["whole", "broken", "cut"]
-"""How a value ended: complete; at a character that cannot stand there, which is not taken; with the
+"""How a value ended: complete; at an invalid character, which is not consumed; or at the end of the
 text."""
 
 
 def parse_json_value(reader: Reader, on_text: OnText) -> Resumable[ValueEnd]:
-    """One JSON value, white space before it skipped, handed on as it is written; but for control
-    characters within strings, which models write and JSON forbids: those are handed on escaped."""
+    """Outputs one JSON value as it is written, skipping white space before it. Control characters
+    within strings, which models write although JSON forbids them, are escaped."""
     yield from reader.skip_space()
     scan = _JsonScanner()
     while (yield from reader.peek()):
@@ -38,8 +38,8 @@ def parse_json_value(reader: Reader, on_text: OnText) -> Resumable[ValueEnd]:
 
 
 def parse_json_string(reader: Reader) -> Resumable[str | None]:
-    """A JSON string, decoded, white space before it skipped; None if there is no whole one, or none
-    that `decoded` knows."""
+    """Reads a JSON string, skipping white space before it, and decodes it; None if it is incomplete
+    or `decode_json_string` fails."""
     yield from reader.skip_space()
     if (yield from reader.peek()) != '"':
         return None
@@ -49,7 +49,8 @@ def parse_json_string(reader: Reader) -> Resumable[str | None]:
 
 
 def decode_json_string(string: str) -> str | None:
-    """The text of a whole JSON string; None where that is no text: half of a surrogate pair."""
+    """Returns the text of a complete JSON string; None if it is not valid text: half of a surrogate
+    pair."""
     text: str = json.loads(string)
     return None if any("\ud800" <= character <= "\udfff" for character in text) else text
 
@@ -57,8 +58,8 @@ def decode_json_string(string: str) -> str | None:
 class _JsonScanner:
     """A push-down automaton over characters.
 
-    expect: what may come next, one of value, first (a value or the end of an array), key, name (a
-    key or the end of an object), colon, comma, string, escape, hex, number, word, nothing.
+    expect: what may follow: value, first (a value or the end of an array), key, name (a key or the
+    end of an object), colon, comma, string, escape, hex, number, word or nothing.
     """
 
     def __init__(self) -> None:
@@ -66,11 +67,11 @@ class _JsonScanner:
         self._expect = "value"
         self._open: list[str] = []  # "{" and "["
         self._is_key = False
-        self._word = ""  # of true, false, null: what is still to come; of a number: all so far
+        self._word = ""  # rest of true, false, null; of a number, its start
         self._hex_digits_left = 0
 
     def feed(self, text: str) -> tuple[int, str]:
-        """How many characters belong to the value, and how they are to be written."""
+        """Returns the number of characters that belong to the value, and their output."""
         written: list[str] = []
         for count, character in enumerate(text):
             if self.done or not self._step(character):
@@ -80,7 +81,7 @@ class _JsonScanner:
         return len(text), "".join(written)
 
     def finish(self) -> bool:
-        """Whether the value is complete if nothing more belongs to it."""
+        """Returns whether the value is complete if no more characters follow."""
         if self._expect == "number" and not self._open and _is_number(self._word):
             self.done = True
         return self.done

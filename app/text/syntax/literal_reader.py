@@ -1,13 +1,13 @@
-"""Objects and lists in JSON or as Python prints them, handed on as JSON while they are written.
+"""An incremental converter of objects and lists, in JSON or Python notation, to JSON.
 
     {'append': True, 'tags': ["it's", None]}  →  {"append": true, "tags": ["it's", null]}
 
-Templates that print arguments with Jinja's `string` teach models Python's notation, `tojson`
-teaches them JSON; the two differ in their quotes, three words and a few escapes, and nothing that
-is right in both means two things.
+Knows: strings and words of both notations. Must not know: the meaning of the value, whether its
+brackets match (checked by the code that parses the JSON).
 
-Knows: strings and words of both notations. Must not know: what the value means, and whether its
-brackets match: that is for whoever reads the JSON.
+Templates that print arguments with Jinja's `string` train models on Python's notation, those with
+`tojson` on JSON. The two differ in quotes, three words and a few escapes, and text that is valid in
+both has the same meaning.
 """
 
 import json
@@ -24,8 +24,8 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 def convert_literal_before(
     reader: Reader, *marks: str, on_text: Callable[[str], None]
 ) -> Resumable[str | None]:
-    """Hand on the text before the first of these marks that stands outside of a string. Which it
-    is, not taken; None when the text ended without one."""
+    """Outputs the text before the first of these marks outside of a string. Returns the mark, which
+    is not consumed; None if the text ends without one."""
     while True:
         stop = yield from reader.read_before(
             '"', "'", *_WORDS, *marks, on_text=lambda text, _: on_text(text)
@@ -41,7 +41,7 @@ def convert_literal_before(
 
 
 def convert_literal(text: str) -> str:
-    """All of a text as JSON."""
+    """Converts a complete text to JSON."""
     reader, pieces = Reader(), list[str]()
     reader.push(text)
     reader.end()
@@ -51,12 +51,12 @@ def convert_literal(text: str) -> str:
 
 
 def escape_json(text: str) -> str:
-    """What a text is between the quotes of a JSON string."""
+    """Escapes a text for a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _convert_string(reader: Reader, quote: str, on_text: Callable[[str], None]) -> Resumable[None]:
-    """The rest of a string, its end included."""
+    """Converts the rest of a string, including its end."""
     while True:
         stop = yield from reader.read_until(
             quote, '"', "\\", on_text=lambda text, _: on_text(_escape_controls(text))
@@ -73,7 +73,7 @@ def _convert_string(reader: Reader, quote: str, on_text: Callable[[str], None]) 
 
 
 def _convert_escape(reader: Reader) -> Resumable[str]:
-    """What follows a backslash, in JSON. One that escapes nothing stands for itself, as in
+    """Converts the characters after a backslash to JSON. An unknown escape stands for itself, as in
     Python."""
     kind = yield from reader.peek()
     if not kind:
@@ -95,5 +95,6 @@ def _convert_escape(reader: Reader) -> Resumable[str]:
 
 
 def _escape_controls(text: str) -> str:
-    """JSON has no control characters in strings; models write line ends there all the same."""
+    """Escapes control characters, which JSON forbids in strings; models write line breaks
+    anyway."""
     return "".join(escape_json(c) if c < " " else c for c in text)

@@ -1,15 +1,15 @@
-"""What Llama's models write when they call, whichever way they were asked to.
+"""Tool calls of Llama's models, in all syntaxes that they use.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}
     [get_weather(city="Oslo")]
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}
     <|python_tag|>brave_search.call(query="Oslo")
 
-Knows: that without the token a call is the beginning of the answer, and then only what names a tool
-is one. Must not know: which template asks for what.
+Knows: that without the token a call must start the output and name a tool. Must not know: which
+template requests which syntax.
 
-Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. These know
-one call a turn; models that make more put a semicolon, a comma or the end of a line between them.
+Source: Meta's documentation of the prompts of Llama 3.1 to 4, and its chat templates. These support
+one call per turn; models that write more separate them by a semicolon, a comma or a line break.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|
 def parse_llama_calls(
     reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
 ) -> Resumable[None]:
-    """Read an answer to its end."""
+    """Parses an output to its end."""
     names = {tool.name for tool in tools}
     marks = (PYTHON_TAG, PYTHON_START) if tools else ()
     if tools:
@@ -44,7 +44,7 @@ def parse_llama_calls(
 def _parse_leading_calls(
     reader: Reader, output: OutputBuilder, names: Collection[str]
 ) -> Resumable[None]:
-    """Calls that stand here, one behind the other."""
+    """Parses consecutive calls."""
     while True:
         start = reader.hold()
         yield from reader.skip_space()
@@ -79,7 +79,7 @@ def _parse_tagged_call(
         case "[":
             return (yield from parse_python_list(reader, output))
         case _:
-            # code for an interpreter may stand here just as well
+            # code for an interpreter may also be here
             return (
                 yield from parse_python_call(reader, output, names=names, method_suffix=".call")
             )

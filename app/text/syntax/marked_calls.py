@@ -1,7 +1,7 @@
-"""Text in which calls stand behind a marker, and mostly before another one.
+"""A parser of text with tool calls after a marker, usually closed by another marker.
 
-Knows: what becomes of a marker that no call follows, and of a call that goes wrong. Must not know:
-any family's markers, nor how calls are written.
+Knows: how to handle a marker without a call, and a malformed call. Must not know: any family's
+markers, the syntax of calls.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def parse_marked_calls(
     close: str | None = None,
     other_opens: tuple[str, ...] = (),
 ) -> Resumable[None]:
-    """Read to the end of the text. tools: where there are none, all is text. parse: what stands
-    behind `open`. close: what stands behind that, where the syntax has such a marker. other_opens:
-    other markers that the same may stand behind."""
+    """Parses to the end of the text. tools: if empty, the whole output is text. parse: parses what
+    follows `open`. close: the closing marker, if the syntax has one. other_opens: alternatives to
+    `open`."""
     opens = (open, *other_opens)
     while mark := (
         yield from reader.read_until(*(opens if tools else ()), on_text=output.add_content)
@@ -44,9 +44,9 @@ def parse_marked_call(
     ends: tuple[str, ...] = (),
     on_text: OnText | None = None,
 ) -> Resumable[None]:
-    """Read what stands behind `open`, which was just taken, and `close`. Where it is no call,
-    `open` is text, and what follows is left to be read. ends: what else ends a broken call, and
-    belongs to what follows. on_text: who gets the text; if nobody else, the answer."""
+    """Parses what follows `open`, which was just consumed, and `close`. If it is not a call, `open`
+    is text, and what follows is not consumed. ends: markers that also end a malformed call, and are
+    not consumed. on_text: receives text; None adds it to the output."""
     inside = reader.hold()
     outcome = yield from parse(reader, output)
     if outcome == "none":

@@ -1,14 +1,14 @@
-"""What all of Mistral's models share, whichever way they write their calls.
+"""The shared parser of Mistral's models for all their call syntaxes.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}, "id": "…"}]
     [TOOL_CALLS]get_weather[CALL_ID]…[ARGS]{"city": "Oslo"}
     [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}
 
-Knows: how each is read, since a model that was trained on one sometimes writes another; reasoning,
-which may stand anywhere; what ids must be. Must not know: which template wants which.
+Knows: how to parse each syntax, since a model trained on one sometimes writes another, reasoning at
+any position, the format of ids. Must not know: which template uses which syntax.
 
-Source: mistral-common's tokenizers v3, v11 and v13, and Mistral's chat templates. An id that stands
-behind the arguments is not used: the call has been given out by then.
+Source: mistral-common's tokenizers v3, v11 and v13, and Mistral's chat templates. An id after the
+arguments is not used, because the call was already output.
 """
 
 import re
@@ -17,7 +17,8 @@ import string
 from collections.abc import Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, ReasoningTags
+from app.grammar.constraint import ReasoningTags
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.json_reader import parse_json_value
 from app.text.syntax.marked_calls import parse_marked_call
@@ -27,7 +28,7 @@ from app.text.syntax.reader import Reader, Resumable
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 THINK, THINK_END = "[THINK]", "[/THINK]"
 
-# what templates insist on: nine letters or digits
+# required by the templates: nine letters or digits
 ID_PATTERN = "[a-zA-Z0-9]{9}"
 
 _WORD = re.compile(r"[^\s\[\]{}\"]+")
@@ -59,7 +60,7 @@ class MistralFamily(ChatFamily):
 def _parse_interleaved(
     reader: Reader, output: OutputBuilder, tools: Sequence[Tool], tags: ReasoningTags | None
 ) -> Resumable[None]:
-    """Text, calls and reasoning in any order; what looks like a call in reasoning is none."""
+    """Parses text, calls and reasoning in any order; a call within reasoning is not parsed."""
     calls = (CALLS,) if tools else ()
     marks = calls if tags is None else (*calls, tags.open)
     while (mark := (yield from reader.read_until(*marks, on_text=output.add_content))) is not None:
@@ -79,7 +80,7 @@ def _parse_calls(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome
     id = None
     if (yield from reader.accept(CALL_ID)) is not None:
         id = yield from _parse_word(reader)
-    # where the token is not shown the braces tell
+    # if the token is hidden, the braces identify the arguments
     begins = (yield from reader.accept(ARGUMENTS)) is not None
     if not name or not (begins or (yield from reader.peek()) == "{"):
         return "none"

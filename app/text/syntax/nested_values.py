@@ -1,9 +1,8 @@
-"""Lists and mappings in whatever notation, handed on as JSON while they are being written.
+"""An incremental parser of nested lists and mappings in any notation, with JSON output.
 
     {name: 'a', tags: [1, 2,]}  →  {"name": "a", "tags": [1, 2]}
 
-Knows: brackets, commas, and that they lie within each other. Must not know: how a notation writes
-keys and what is no list and no mapping.
+Knows: brackets, commas, nesting. Must not know: how a notation writes keys and scalar values.
 """
 
 import json
@@ -13,26 +12,26 @@ from dataclasses import dataclass
 from app.text.syntax.reader import Reader, Resumable
 
 WriteJson = Callable[[str], None]
-"""Takes the next piece of JSON text."""
+"""Receives the next piece of JSON text."""
 
 KeyPath = tuple[str | None, ...]
-"""Where a value stands: the keys that lead to it, None for an item of a list."""
+"""The location of a value: the keys that lead to it, None for an item of a list."""
 
 ParseKey = Callable[[Reader], Resumable[str | None]]
-"""Reads a key and the sign behind it; the key as JSON text. None, and nothing taken, if there is
-none."""
+"""Parses a key and its separator; returns the key as JSON text. If there is no key, returns None
+and consumes nothing."""
 
 ParseScalar = Callable[[Reader, WriteJson, KeyPath], Resumable[bool]]
-"""Reads what is no list and no mapping. Whether it could be read to its end; if it could not be
-read at all, nothing was taken."""
+"""Parses a scalar value. Returns whether it was complete; if it could not be parsed at all, nothing
+was consumed."""
 
-_MAX_DEPTH = 64  # brackets within brackets; what lies deeper is no value
+_MAX_DEPTH = 64  # nested brackets; deeper values are rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """list_brackets: what begins a list → what ends it. parse_key: of a mapping. Mappings stand in
-    braces."""
+    """list_brackets: closing bracket by opening bracket of a list. parse_key: parses a key of a
+    mapping. Mappings are always in braces."""
 
     list_brackets: Mapping[str, str]
     parse_key: ParseKey
@@ -42,8 +41,8 @@ class Notation:
 def parse_nested_value(
     notation: Notation, reader: Reader, write: WriteJson, path: KeyPath = ()
 ) -> Resumable[bool]:
-    """One value, white space before it skipped. Whether it could be read to its end. What could
-    not be read was not taken."""
+    """Parses one value, skipping white space before it. Returns whether it was complete. Invalid
+    text is not consumed."""
     yield from reader.skip_space()
     if len(path) < _MAX_DEPTH:
         opened = yield from reader.accept("{", *notation.list_brackets)
@@ -69,8 +68,8 @@ def parse_nested_pairs(
     close: str = "}",
     path: KeyPath = (),
 ) -> Resumable[bool]:
-    """The rest of a mapping behind its opening bracket, up to `close`. parse_key: where keys are
-    written in another way than the notation's."""
+    """Parses the rest of a mapping after its opening bracket, up to `close`. parse_key: replaces
+    the notation's key parser."""
     before = ""
     while True:
         yield from reader.skip_space()
@@ -111,7 +110,7 @@ def _parse_items(
 
 
 def _write_after(before: str, write: WriteJson) -> WriteJson:
-    """Writes `before` too, with the first piece."""
+    """Returns a writer that writes `before` with the first piece."""
     waiting = [before]
 
     def written(text: str) -> None:

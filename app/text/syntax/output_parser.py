@@ -1,7 +1,7 @@
-"""What an answer is made of: text, reasoning, tool calls; and the stage that takes it apart.
+"""The output parser: splits a model's output into text, reasoning and tool calls.
 
-Knows: how white space around markers is treated, which is the same everywhere. Must not know: any
-family's markers (`app/text/families`), tokens, events.
+Knows: the treatment of white space around markers, which is the same for all families. Must not
+know: any family's markers (`app/text/families`), tokens, events.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from app.text.syntax.reader import Reader, Resumable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A piece of the answer proper, exactly as the model wrote it. at: position of its first
-    character in all that the model wrote."""
+    """A piece of content, exactly as the model wrote it. at: position of its first character in the
+    model's output."""
 
     text: str
     at: int
@@ -29,7 +29,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallStart:
-    """A tool call begins. id: where the syntax brings one."""
+    """The start of a tool call. id: None if the syntax has no ids."""
 
     name: str
     id: str | None = None
@@ -37,7 +37,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallArguments:
-    """The next piece of the JSON text of the last call's arguments."""
+    """The next piece of the arguments of the last call, as JSON text."""
 
     text: str
 
@@ -46,18 +46,18 @@ OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 class OutputBuilder:
-    """Where a parser puts what it has understood.
+    """Collects the parts found by a parser.
 
-    White space beside a marker belongs to the marker: what ends a text before a call or before
-    reasoning, what begins or ends reasoning, and what follows either. White space that turns out to
-    stand beside no marker is kept, every character of it.
+    White space next to a marker belongs to the marker: at the end of text before a call or
+    reasoning, at the start and end of reasoning, and after either. All other white space is kept
+    unchanged.
     """
 
     def __init__(self) -> None:
         self._parts: list[OutputPart] = []
         self._current_kind: type[Content] | type[Reasoning] | None = None
-        self._after_marker = False  # right behind a marker
-        self._held_space: list[tuple[str, int]] = []  # seen, and perhaps beside a marker
+        self._after_marker = False  # directly after a marker
+        self._held_space: list[tuple[str, int]] = []  # read, but possibly next to a marker
 
     def add_content(self, text: str, at: int) -> None:
         self._add(Content, text, at)
@@ -66,7 +66,7 @@ class OutputBuilder:
         self._add(Reasoning, text, at)
 
     def add_marker(self) -> None:
-        """A marker stands here: one that begins or ends reasoning, a call, a part of the answer."""
+        """Adds a marker: one that starts or ends reasoning, a call or a part of the output."""
         self._held_space.clear()
         self._after_marker = True
 
@@ -79,16 +79,16 @@ class OutputBuilder:
             self._parts.append(ToolCallArguments(text=text))
 
     def finish(self) -> None:
-        """The text is over, and no marker stands at its end."""
+        """Ends the text, without a marker at its end."""
         self._flush_space()
 
     @property
     def held_position(self) -> int | None:
-        """Position of the first white space that is held back."""
+        """Position of the first white space held back; None if there is none."""
         return self._held_space[0][1] if self._held_space else None
 
     def drain(self) -> list[OutputPart]:
-        """What was found since the last time."""
+        """Returns the parts found since the last call."""
         found, self._parts = self._parts, []
         return found
 
@@ -120,11 +120,11 @@ Parse = Callable[[Reader, OutputBuilder], Resumable[None]]
 
 
 class OutputParser:
-    """An answer's text → its pieces. A stage: `feed` and `flush`; what it gives out, joined, does
-    not depend on how the text was cut."""
+    """Converts the model's output to parts. A stage with `feed` and `flush`; its concatenated
+    output does not depend on how the text was split."""
 
     def __init__(self, parse: Parse) -> None:
-        """parse: reads to the end of the text, whatever the text is."""
+        """parse: parses to the end of the text; accepts any text."""
         self._reader = Reader()
         self._output = OutputBuilder()
         self._parser = parse(self._reader, self._output)
@@ -138,7 +138,7 @@ class OutputParser:
         return self._output.drain()
 
     def flush(self) -> list[OutputPart]:
-        """The rest, now that no text will come."""
+        """Ends the text. Returns the remaining parts."""
         self._reader.end()
         self._resume()
         assert self._finished, "a parser did not read to the end"

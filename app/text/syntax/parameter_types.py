@@ -1,8 +1,9 @@
-"""The types that a tool's schema gives its parameters, and values that are written without quotes.
+"""Parameter types from a tool's schema, and conversion of unquoted values.
 
-Knows: JSON Schema's keywords that say what type a value is of. Must not know: how a family marks a
-parameter. What is checked here is the type only; that a value satisfies its schema is the
-business of grammars.
+Knows: the JSON Schema keywords that determine the type of a value. Must not know: how a family
+marks a parameter.
+
+Only the type is checked here; grammars enforce that a value satisfies its schema.
 """
 
 import json
@@ -13,21 +14,21 @@ from typing import Any, cast
 from app.text.syntax.literal_reader import convert_literal, escape_json
 
 JsonTypes = frozenset[str]
-"""Of JSON Schema's seven, those that a value may be of."""
+"""The types that a value may have, out of JSON Schema's seven."""
 
 STRING_TYPE: JsonTypes = frozenset({"string"})
 ALL_TYPES: JsonTypes = STRING_TYPE | {"number", "integer", "boolean", "null", "object", "array"}
 
-# what may stand in a schema without asking anything of a value
+# keywords that do not constrain a value
 ANNOTATION_KEYWORDS = frozenset(
     {"title", "description", "default", "example", "examples", "$comment"}
     | {"deprecated", "readOnly", "writeOnly"}
 )
 
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
-_MAX_REFERENCE_DEPTH = 16  # of references that lead to references
+_MAX_REFERENCE_DEPTH = 16  # chained references
 
-# by the first character of a value, what it may be other than a string
+# the possible types other than string, by a value's first character
 _TYPES_BY_FIRST_CHARACTER = {
     **dict.fromkeys("0123456789+-", frozenset({"number", "integer"})),
     **dict.fromkeys("tTfF", frozenset({"boolean"})),
@@ -38,18 +39,19 @@ _TYPES_BY_FIRST_CHARACTER = {
 
 
 def get_parameter_types(parameters: Mapping[str, Any], name: str) -> JsonTypes | None:
-    """What a tool's schema says of one parameter; None where it says nothing."""
+    """Returns the types of one parameter; None if the schema does not restrict them."""
     return _property_types(parameters, name, parameters, _MAX_REFERENCE_DEPTH)
 
 
 def get_schema_types(schema: Any, root: Mapping[str, Any]) -> JsonTypes | None:
-    """What a schema says of a value. root: the document that its references are in."""
+    """Returns the types that a schema allows; None if it does not restrict them. root: the document
+    that its references refer to."""
     return _schema_types(schema, root, _MAX_REFERENCE_DEPTH)
 
 
 def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference within its document leads to; the schema itself if it is none,
-    says more than that, or leads nowhere."""
+    """Returns the target of a reference within its document; the schema itself if it is not a
+    reference, has other keywords, or its target does not exist."""
     found = schema
     for _ in range(_MAX_REFERENCE_DEPTH):
         if not isinstance(found, Mapping):
@@ -62,7 +64,8 @@ def resolve_reference(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
-    """Whether a value that begins with this character may be something else than a string."""
+    """Returns whether a value that begins with this character may be something else than a
+    string."""
     if types == STRING_TYPE:
         return False
     if types is not None and "string" not in types:
@@ -76,11 +79,11 @@ def may_be_non_string(first: str, types: JsonTypes | None) -> bool:
 
 
 def to_json(raw: str, types: JsonTypes | None) -> str:
-    """A value as it was written, without quotes → JSON text: of one of these types if it can be, a
-    string where it cannot. Where a string is allowed beside others, the others come first: they
-    would not be in the schema if a number was to stay a string.
+    """Converts an unquoted value to JSON text: to one of these types if possible, otherwise to a
+    string. If a string is one of several allowed types, the others take precedence: a schema that
+    wanted numbers to stay strings would not list them.
 
-    Where nothing is said it is what its JSON says, if it is JSON.
+    Without types, a value that is valid JSON is used as such.
     """
     text = raw.strip()
     if types is None:
@@ -89,7 +92,7 @@ def to_json(raw: str, types: JsonTypes | None) -> str:
 
 
 def _convert_untyped(text: str) -> str | None:
-    """As what it can be read as; None if that is nothing but a string."""
+    """Converts to the type that the text suggests; None if it can only be a string."""
     if _is_json(text):
         return text
     if text[:1] in ("{", "[") or text in ("True", "False", "None"):
@@ -99,9 +102,9 @@ def _convert_untyped(text: str) -> str | None:
 
 
 def _convert_typed(text: str, types: JsonTypes) -> str | None:
-    """As one of these types other than a string; None if it is none of them."""
+    """Converts to one of these types except string; None if none fits."""
     word = text.lower()
-    # without a string to fall back on there is nothing else that "null" could stand for
+    # if no string is allowed, "null" can only mean null
     if word in ("null", "none") and ("null" in types or "string" not in types):
         return "null"
     if "boolean" in types and word in ("true", "false"):
@@ -122,7 +125,7 @@ def _to_json_string(text: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        # what json reads beyond JSON
+        # json.loads also accepts constants that are not JSON
         json.loads(text, parse_constant=_reject_constant, parse_int=str)
     except (ValueError, RecursionError):
         return False
@@ -136,7 +139,7 @@ def _reject_constant(name: str) -> None:
 def _property_types(
     schema: Any, name: str, root: Mapping[str, Any], depth: int
 ) -> JsonTypes | None:
-    """What an object's schema says of one property, in all of its parts."""
+    """Returns the types of a property, combined from all parts of an object's schema."""
     if depth == 0 or not isinstance(schema, Mapping):
         return None
     schema = cast(Mapping[str, Any], schema)
@@ -157,7 +160,7 @@ def _property_types(
             _property_types(part, name, root, depth - 1)
             for part in _as_schema_list(schema.get(keyword))
         ]
-        # alternatives without the property have nothing to say about it
+        # alternatives without the property do not restrict it
         found = _intersect_types(found, _union_types(types for types in said if types is not None))
     return found
 
@@ -186,7 +189,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> JsonTypes
 
 
 def _declared_types(schema: Mapping[str, Any]) -> JsonTypes | None:
-    """What a schema says by itself."""
+    """Returns the types that a schema declares itself."""
     declared = schema.get("type")
     if isinstance(declared, str):
         declared = [declared]
@@ -222,7 +225,7 @@ def _type_of(value: Any) -> str:
 
 
 def _intersect_types(one: JsonTypes | None, other: JsonTypes | None) -> JsonTypes | None:
-    """What both allow; what one does where they contradict each other."""
+    """Returns the types allowed by both; those of one if they contradict each other."""
     if one is None or other is None:
         return other if one is None else one
     return (_add_integer(one) & _add_integer(other)) or one
@@ -233,7 +236,7 @@ def _add_integer(types: JsonTypes) -> JsonTypes:
 
 
 def _union_types(parts: Iterable[JsonTypes | None]) -> JsonTypes | None:
-    """What one of them allows; None where one says nothing, or there are none."""
+    """Returns the types allowed by any; None if one is unrestricted or there are none."""
     found: JsonTypes = frozenset()
     for part in parts:
         if part is None:
@@ -247,7 +250,7 @@ def _as_schema_list(value: Any) -> list[Any]:
 
 
 def _resolve_pointer(root: Mapping[str, Any], reference: Any) -> Any:
-    """What a reference within the document points to; None if there is nothing."""
+    """Returns the target of a reference within the document; None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = root

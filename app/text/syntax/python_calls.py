@@ -1,7 +1,7 @@
-"""Calls as Python writes them, `get_weather(city="Oslo", days=3)`, as they are being written.
+"""An incremental parser of tool calls in Python syntax, `get_weather(city="Oslo", days=3)`.
 
-Knows: how a call and its arguments are written, and what holds them to a schema. Must not know:
-what stands around the calls, which is a family's affair; how values are written.
+Knows: the syntax of a call and its arguments, their grammar. Must not know: what surrounds the
+calls, which depends on the family, how values are written.
 """
 
 import json
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from app.core.requests import Tool, ToolCall
-from app.text.family import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
 from app.text.syntax.argument_grammar import ArgumentGrammar, build_argument_grammar, extract_schema
 from app.text.syntax.json_calls import CallOutcome, parse_call_list
 from app.text.syntax.nested_values import parse_nested_pairs
@@ -26,15 +26,16 @@ _NAME = re.compile(r"[^\W\d][\w.-]*")
 def parse_python_list(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Read `[f(…), g(…)]`, as `parse_call_list`. names, and what the caller does before and after:
-    as `parse_call_object`."""
+    """Parses `[f(…), g(…)]`, as `parse_call_list` does. names, and the caller's use of the reader:
+    as for `parse_call_object`."""
     return (yield from parse_call_list(reader, output, partial(parse_python_call, names=names)))
 
 
 def parse_python_calls(
     reader: Reader, output: OutputBuilder, *, names: Collection[str] | None = None
 ) -> Resumable[CallOutcome]:
-    """Read `f(…)`, and others behind commas or white space; else as `parse_python_list`."""
+    """Parses `f(…)`, and further calls after commas or white space; otherwise as
+    `parse_python_list`."""
     outcome = yield from parse_python_call(reader, output, names=names)
     while outcome == "whole":
         held = reader.hold()
@@ -54,8 +55,8 @@ def parse_python_call(
     names: Collection[str] | None = None,
     method_suffix: str = "",
 ) -> Resumable[CallOutcome]:
-    """Read one call, white space before it skipped. Its arguments are by name, each converted as it
-    comes. method_suffix: what may stand behind a name and is no part of it."""
+    """Parses one call, skipping white space before it. Arguments must be named; each is converted
+    as it arrives. method_suffix: a suffix of the name that is dropped."""
     yield from reader.skip_space()
     written = yield from reader.match(_NAME)
     name = written.removesuffix(method_suffix)
@@ -83,9 +84,10 @@ def build_python_grammar(
     after: str,
     trigger: str,
 ) -> ToolCallGrammar | None:
-    """As `ChatFamily.build_tool_call_grammar`, with these texts around the calls. None where a
-    schema asks for more than names and values of parameters. JSON's values are Python's to
-    `parse_python_call`, so that the grammar of JSON holds each to its schema."""
+    """Builds the grammar as `ChatFamily.build_tool_call_grammar` does, with these texts around the
+    calls. None if a schema has constraints beyond names and values of parameters. Values are
+    written as JSON, which `parse_python_call` accepts, so the JSON grammar enforces their
+    schemas."""
     calls: list[str] = []
     rules: list[str] = []
     for place, tool in enumerate(tools):
@@ -105,7 +107,7 @@ def build_python_grammar(
 
 
 def render_python_call(call: ToolCall) -> str:
-    """One call, whose arguments must be a JSON object."""
+    """Renders one call, whose arguments must be a JSON object."""
     arguments: dict[str, Any] = json.loads(call.arguments.strip() or "{}")
     pairs = (f"{name}={render_python_literal(value)}" for name, value in arguments.items())
     return f"{call.name}({', '.join(pairs)})"

@@ -1,12 +1,12 @@
-"""Python's literals as models write them, handed on as JSON while they are being written.
+"""An incremental parser of Python literals with JSON output.
 
-Models write them loosely, and chat templates print strings without escaping what is in them. So
-JSON's `true`, `false` and `null` count too; a string may run over several lines; an escape that
-Python does not know stands for itself, but for JSON's `\\/`; and a quotation mark ends a string
-only where something follows that can stand behind one.
-
-Knows: Python's literals (language reference, 2.4 and 6.2) and what each is as JSON. Must not know:
+Knows: Python's literals (language reference, 2.4 and 6.2) and their JSON form. Must not know:
 calls.
+
+Models write literals loosely, and chat templates print strings without escaping them. So JSON's
+`true`, `false` and `null` are accepted; a string may contain line breaks; an unknown escape stands
+for itself, except for JSON's `\\/`; and a quotation mark ends a string only if the following text
+is valid after a string.
 """
 
 import json
@@ -41,14 +41,14 @@ _SIMPLE_ESCAPES = {
     "r": "\r",
     "t": "\t",
     "v": "\v",
-    "\n": "",  # goes on in the next line
+    "\n": "",  # line continuation
 }
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 def _parse_dictionary_key(reader: Reader) -> Resumable[str | None]:
-    """JSON knows no keys but strings: others are written as one."""
+    """Parses a key. JSON keys are strings, so other keys are converted to one."""
     held = reader.hold()
     pieces: list[str] = []
     whole = yield from _parse_scalar(reader, pieces.append)
@@ -78,7 +78,7 @@ def _parse_scalar(reader: Reader, write: WriteJson, path: KeyPath = ()) -> Resum
 
 
 def _convert_number(word: str) -> str | None:
-    """A Python number as JSON. None if it is none, or none that JSON has."""
+    """Converts a Python number to JSON; None if it is not a number or has no JSON form."""
     word = word.replace("_", "")
     if _OTHER_BASES.fullmatch(word):
         return str(int(word, 0))
@@ -94,7 +94,7 @@ def _convert_number(word: str) -> str | None:
 
 
 def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) -> Resumable[bool]:
-    """What follows the opening quotation marks, to the closing ones."""
+    """Parses from after the opening quotation marks to the closing ones."""
     write('"')
     while True:
         mark = yield from reader.read_until(
@@ -116,7 +116,7 @@ def _parse_string(reader: Reader, write: WriteJson, quote: str, *, raw: bool) ->
 
 
 def _is_value_end(reader: Reader) -> Resumable[bool]:
-    """Whether something follows that can stand behind a value: nothing is taken."""
+    """Returns whether the following text is valid after a value; consumes nothing."""
     seen = 0
     while True:
         rest = reader.ahead[seen:].lstrip()
@@ -127,13 +127,13 @@ def _is_value_end(reader: Reader) -> Resumable[bool]:
 
 
 def _parse_raw_escape(reader: Reader) -> Resumable[str]:
-    """In a raw string, a backslash stands for itself, and so does a quotation mark behind it."""
+    """In a raw string, a backslash and a quotation mark after it stand for themselves."""
     character = yield from reader.peek()
     return escape_json("\\" + reader.take(len(character)))
 
 
 def _parse_escape(reader: Reader) -> Resumable[str]:
-    """What follows a backslash, as JSON writes it within a string."""
+    """Converts an escape after its backslash to JSON."""
     character = yield from reader.peek()
     if character in _SIMPLE_ESCAPES:
         reader.take(1)
@@ -148,7 +148,7 @@ def _parse_escape(reader: Reader) -> Resumable[str]:
     if code > 0x10FFFF:
         return "\\\\"
     reader.take(size + 1)
-    # half of a pair, as JSON writes characters beyond U+FFFF: the other half follows
+    # half of a surrogate pair, JSON's form of characters beyond U+FFFF: the other half follows
     return f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else escape_json(chr(code))
 
 
@@ -158,7 +158,7 @@ PYTHON_NOTATION = Notation(
 
 
 def render_python_literal(value: Any) -> str:
-    """A value of JSON's as Python writes it, strings in double quotes."""
+    """Renders a JSON value as a Python literal, strings in double quotes."""
     match value:
         case str():
             return json.dumps(value, ensure_ascii=False)

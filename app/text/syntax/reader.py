@@ -1,14 +1,13 @@
-"""An answer's text, read as it arrives by code that is written as if it were all there.
+"""A resumable text reader: parsers for streamed text are written as if all text were available.
 
-Knows: characters that are known, and that more may come. Must not know: any family's syntax.
+Knows: the text received so far, and whether more may follow. Must not know: any family's syntax.
 
-A parser is a generator that asks a `Reader` for text with `yield from`; where the answer is not
-known yet, the reader yields, and whoever feeds it resumes the parser once there is more. So a
-syntax is written down once, from top to bottom, and reads the same text the same way however that
-text was cut.
+A parser is a generator that reads from a `Reader` with `yield from`; if the result is not known
+yet, the reader yields, and the caller resumes the parser when more text has arrived. So each syntax
+is written once, from top to bottom, and its result does not depend on how the text was split.
 
-    taken | known, not taken | not known yet
-          at                 whatever `push` brings
+    consumed | known, not consumed | not known yet
+             at                    added by `push`
 """
 
 import re
@@ -17,18 +16,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# characters of a name or a number. What is longer is matched again with every piece of it
+# characters of a name or a number; limits the cost, because a match is repeated with every new
+# piece
 _MAX_MATCH_LENGTH = 4096
 
-# what `yield from` of it gives: suspended while the text ahead is not known
+# the type of `yield from` calls: suspended until the following text is known
 Resumable = Generator[None, None, T]
 
 OnText = Callable[[str, int], None]
-"""Takes a piece of text, and the position of its first character."""
+"""Receives a piece of text and the position of its first character."""
 
 
 class Reader:
-    """at: position of the next character. ended: nothing will come behind what is known."""
+    """at: position of the next character. ended: whether the text is complete."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -36,10 +36,10 @@ class Reader:
         self._buffer = ""
         self._start = 0  # position of the first character of _known
         self._held: int | None = None
-        self._last_mark = (0, 0)  # where the last one that `until` took begins and ends
+        self._last_mark = (0, 0)  # start and end of the last mark consumed by `read_until`
 
     def push(self, text: str) -> None:
-        """More text is known."""
+        """Appends text."""
         assert not self.ended
         needed = self.at if self._held is None else min(self.at, self._held)
         self._buffer = self._buffer[needed - self._start :] + text
@@ -50,31 +50,31 @@ class Reader:
 
     @property
     def ahead(self) -> str:
-        """What is known and not taken."""
+        """Known text that is not consumed."""
         return self._buffer[self.at - self._start :]
 
     @property
     def settled(self) -> int:
-        """Position before which nothing will be read again, nor turn out to be text. A mark may,
-        as long as what stands behind it is held."""
+        """Position before which nothing will be read again or become text. A mark may still become
+        text while the text after it is held."""
         settled = self.at if self._held is None else min(self.at, self._held)
         begins, ends = self._last_mark
         return begins if settled == ends else settled
 
     def take(self, count: int) -> str:
-        """The next characters, which must be known."""
+        """Consumes the next characters, which must be known."""
         text = self.ahead[:count]
         assert len(text) == count
         self.at += count
         return text
 
     def hold(self) -> int:
-        """From here on nothing is forgotten: `rewind` may come back. Until `release`."""
+        """Keeps the text from here on, so that `rewind` can return, until `release`."""
         self._held = self.at
         return self.at
 
     def rewind(self, at: int) -> None:
-        """Read again from a position that `hold` gave."""
+        """Returns to a position from `hold`."""
         assert self._held is not None
         assert self._held <= at <= self.at
         self.at = at
@@ -83,23 +83,24 @@ class Reader:
     def release(self) -> None:
         self._held = None
 
-    # what waits
+    # methods that wait
 
     def wait_for_more(self) -> Resumable[bool]:
-        """Wait for a character that is not known yet. Whether one came."""
+        """Waits for an unknown character. Returns whether one arrived."""
         known = len(self.ahead)
         while len(self.ahead) == known and not self.ended:
             yield
         return len(self.ahead) > known
 
     def peek(self) -> Resumable[str]:
-        """The next character, not taken; "" at the end."""
+        """Returns the next character without consuming it; "" at the end."""
         while not self.ahead and not self.ended:
             yield
         return self.ahead[:1]
 
     def peek_any(self, *texts: str) -> Resumable[str | None]:
-        """Which of these the text goes on with, the longest that does; not taken."""
+        """Returns the longest of these texts that follows, without consuming it; None if none
+        does."""
         longest = max(map(len, texts))
         while True:
             ahead = self.ahead[:longest]
@@ -110,14 +111,14 @@ class Reader:
             yield from self.wait_for_more()
 
     def accept(self, *texts: str) -> Resumable[str | None]:
-        """As `meets`, and taken."""
+        """Like `peek_any`, but consumes the text."""
         met = yield from self.peek_any(*texts)
         if met is not None:
             self.at += len(met)
         return met
 
     def skip_space(self) -> Resumable[str]:
-        """White space, as much as there is."""
+        """Consumes all white space that follows, and returns it."""
         taken = ""
         while (character := (yield from self.peek())) and character.isspace():
             count = len(self.ahead) - len(self.ahead.lstrip())
@@ -125,9 +126,9 @@ class Reader:
         return taken
 
     def match(self, pattern: re.Pattern[str]) -> Resumable[str]:
-        """The longest text ahead that the pattern matches, not taken; "" for none. The pattern goes
-        on matching where more of what it matches comes; what gets too long for a name or a number
-        is no match."""
+        """Returns the longest match of the pattern, without consuming it; "" for none. The pattern
+        must also match when more of the same follows; a match too long for a name or a number is
+        rejected."""
         while True:
             match = pattern.match(self.ahead)
             if (match is None and self.ahead) or (match and match.end() > _MAX_MATCH_LENGTH):
@@ -137,15 +138,15 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_before(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
-        """As `until`, but the mark is not taken."""
+        """Like `read_until`, but does not consume the mark."""
         mark = yield from self.read_until(*marks, on_text=on_text)
         self.at -= len(mark or "")
         return mark
 
     def read_until(self, *marks: str, on_text: OnText) -> Resumable[str | None]:
-        """Hand on the text before the first of these marks, each piece as soon as it can be no
-        part of one, and take the mark too. Which it was; None when the text ended without one. Of
-        two that begin together it is the longer."""
+        """Outputs the text before the first of these marks, each piece as soon as it cannot be part
+        of one, and consumes the mark. Returns the mark; None if the text ends without one. Of two
+        marks with the same start, the longer one is used."""
         found = re.compile("|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)))
         while True:
             ahead = self.ahead
@@ -166,14 +167,14 @@ class Reader:
             yield from self.wait_for_more()
 
     def read_text_until(self, *marks: str) -> Resumable[tuple[str, str | None]]:
-        """The text before the first mark, and which it was, as `until`."""
+        """Returns the text before the first mark, and the mark, like `read_until`."""
         pieces: list[str] = []
         mark = yield from self.read_until(*marks, on_text=lambda text, _: pieces.append(text))
         return "".join(pieces), mark
 
 
 def _find_partial_mark(text: str, marks: Iterable[str]) -> int:
-    """Where, at the end of the text, a mark may have begun that is longer than what is known."""
+    """Returns the position near the end of the text where an incomplete mark may begin."""
     first = len(text)
     for mark in marks:
         for size in range(min(len(mark) - 1, len(text)), len(text) - first, -1):

@@ -1,21 +1,22 @@
-"""Answers in parts, each of which begins with whom it is for: everybody, or a function.
+"""The base of families whose output has parts addressed to everybody or to a function.
 
     all
     Let me see.
     >>>get_weather
     {"city": "Oslo"}
 
-Knows: how such an answer is read. Must not know: what stands between the parts.
+Knows: how to parse such an output. Must not know: the separators between the parts.
 
 Source: MeetKai's chat templates of Functionary 2 and 3. The prompt ends where the first recipient
-is to be written.
+follows.
 """
 
 import re
 from collections.abc import Collection, Sequence
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_reader import parse_json_value
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
@@ -25,8 +26,8 @@ _WORD = re.compile(r"[^\s<>]+")
 
 
 class RecipientFamily(ChatFamily):
-    """separator: before a recipient, but for the first. gap: white space before that. opening:
-    behind a recipient."""
+    """separator: text before each recipient except the first. gap: white space before it. opening:
+    text after a recipient."""
 
     separator: str
     gap: str = ""
@@ -63,7 +64,8 @@ class RecipientFamily(ChatFamily):
     def _parse_part(
         self, reader: Reader, output: OutputBuilder, names: Collection[str], on_text: OnText
     ) -> Resumable[str | None]:
-        """Read to the end of a part. Who the next one is for; None if there is none."""
+        """Parses to the end of a part. Returns the recipient of the next part; None if there is
+        none."""
         while (yield from reader.read_until(self.separator, on_text=on_text)) is not None:
             inside = reader.hold()
             to = yield from self._parse_recipient(reader, names)
@@ -84,7 +86,7 @@ class RecipientFamily(ChatFamily):
 
 
 def _parse_call(reader: Reader, output: OutputBuilder, name: str) -> Resumable[OnText]:
-    """Begin a call. Who gets what stands behind its arguments: they do."""
+    """Starts a call. Returns the receiver of its text, which adds arguments."""
 
     def take(text: str, at: int) -> None:
         output.add_arguments(text)

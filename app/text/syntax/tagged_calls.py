@@ -1,15 +1,15 @@
-"""Tool calls between tags, with values that stand there as they are: no quotes, no escapes.
+"""Tool calls between tags with raw values: no quotes, no escapes.
 
     <tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>
 
     before   begin       name end      key_begin  key  key_end
                                                   value_begin value value_end   …   end   after
 
-What is a string and what a number only the tool's schema knows (`parameter_types.py`). And since
-nothing is escaped, a value may hold any tag, its own closing one too: that ends a value only where
-something stands behind it that can.
+Knows: the common structure of such syntaxes. Must not know: the tags of any of them.
 
-Knows: what such syntaxes have in common. Must not know: how one of them spells its tags.
+Only the tool's schema distinguishes strings from numbers (`parameter_types.py`). Since nothing is
+escaped, a value may contain any tag, including its own closing tag: a tag ends a value only if
+valid text follows it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,18 +28,18 @@ from app.text.syntax.parameter_types import (
 from app.text.syntax.reader import Reader, Resumable
 
 NarrowTypes = Callable[[JsonTypes | None], JsonTypes | None]
-"""What the schema says of a value → what it is together with what a tag says."""
+"""Narrows a schema's types by those that a tag implies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTags:
-    """How a family spells it.
+    """The tags of a family.
 
-    before, after: around a call; grouped: around all calls of an answer. begin: "" where the name
-    follows `before`. end: None where `after` ends the call. key_ends: with what each says of the
-    value's type. value_begin: "" where the value follows the key's end. values_on_own_lines: a
-    value stands on lines of its own. gap, gap_optional: what stands between tags, and whether it
-    may be missing.
+    before, after: around a call; grouped: around all calls of an output. begin: "" if the name
+    follows `before`. end: None if `after` ends the call. key_ends: with the types that each
+    implies. value_begin: "" if the value follows the key's end. values_on_own_lines: whether values
+    are on separate lines. gap, gap_optional: the white space between tags, and whether it may be
+    missing.
     """
 
     before: str
@@ -58,23 +58,23 @@ class CallTags:
 
     @property
     def start_markers(self) -> tuple[str, ...]:
-        """What begins calls."""
+        """Markers that start calls."""
         return (self.before, self.begin) if self.begin else (self.before,)
 
     @property
     def end_markers(self) -> tuple[str, ...]:
-        """What ends a call, or all of them."""
+        """Markers that end a call, or all calls."""
         return (self.after,) if self.end is None else (self.end, self.after)
 
     @property
     def value_suffix(self) -> str:
-        """What stands behind a value."""
+        """The text after a value."""
         return f"\n{self.value_end}" if self.values_on_own_lines else self.value_end
 
     @property
     def value_ends(self) -> dict[str, tuple[str, ...]]:
-        """What ends a value → what may stand behind it. Where a value's own tag is missing it is a
-        call's, or that of all of them."""
+        """The markers that end a value, each with the texts that may follow it. If a value's own
+        end tag is missing, the end of the call or of all calls ends it."""
         ends = {self.value_end: (self.key_begin, *self.end_markers)}
         if self.end is not None:
             return {**ends, self.end: (self.after, *self.start_markers)}
@@ -82,7 +82,7 @@ class CallTags:
 
 
 class TaggedCallParser:
-    """Reads the calls of one answer."""
+    """Parses the calls of one output."""
 
     def __init__(self, tags: CallTags, tools: Sequence[Tool]) -> None:
         self._tags = tags
@@ -90,14 +90,16 @@ class TaggedCallParser:
 
     @property
     def start_markers(self) -> tuple[str, ...]:
-        """What a text is to be read up to, for `read` to go on."""
+        """The markers after which `parse` must be called."""
         return self._tags.start_markers if self._schemas else ()
 
     def parse(self, reader: Reader, output: OutputBuilder, mark: str) -> Resumable[None]:
-        """What follows one of the marks, which was taken: calls, or it was none and is text.
+        """Parses what follows a start marker, which was consumed: calls, or text if it is not a
+        call.
 
-        Models forget the outer tag, so a call may begin without; but then it must be one of the
-        tools', for the text did not say that a call comes."""
+        Models sometimes omit the outer tag, so a call may start without it; then it must name a
+        tool, because nothing else identifies it as a call.
+        """
         inside = reader.hold()
         if mark == self._tags.before:
             called = yield from self._parse_first(reader, output)
@@ -114,7 +116,7 @@ class TaggedCallParser:
         output.add_marker()
 
     def _parse_first(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """What follows the outer tag. Whether it was a call."""
+        """Parses what follows the outer tag. Returns whether it was a call."""
         yield from reader.skip_space()
         if (yield from reader.peek()) == "{":
             return (yield from self._parse_json_call(reader, output))
@@ -126,7 +128,7 @@ class TaggedCallParser:
         return name is not None
 
     def _parse_json_call(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """A call in JSON, which models write that have seen much of it."""
+        """Parses a call in JSON, which models trained on much JSON write."""
         outcome = yield from parse_call_object(reader, output)
         if outcome == "none":
             return False
@@ -138,7 +140,7 @@ class TaggedCallParser:
         return True
 
     def _parse_rest(self, reader: Reader, output: OutputBuilder) -> Resumable[None]:
-        """What may follow a call within the outer tag, and that tag's end."""
+        """Parses further calls within the outer tag, and its end."""
         while True:
             yield from reader.skip_space()
             begin = self._tags.begin
@@ -156,7 +158,7 @@ class TaggedCallParser:
             _take_truncated(reader, *self._tags.start_markers[1:], self._tags.after)
 
     def _parse_name(self, reader: Reader) -> Resumable[str | None]:
-        """A function's name, and what ends it; None if there is none."""
+        """Parses a function's name and its end marker; None if there is none."""
         tags = self._tags
         if tags.begin:
             name, end = yield from reader.read_text_until(tags.name_end, "\n", "<")
@@ -164,13 +166,14 @@ class TaggedCallParser:
         pieces: list[str] = []
         end = yield from reader.read_before("\n", "<", on_text=lambda text, _: pieces.append(text))
         name = "".join(pieces).strip()
-        # where nothing marks the name, what follows must show that it was one
+        # if no marker follows the name, the text after it must confirm the call
         if end is None or not name or len(name.split()) > 1:
             return None
         return name if (yield from _is_followed_by(reader, (tags.key_begin, tags.after))) else None
 
     def _parse_call(self, reader: Reader, output: OutputBuilder, name: str) -> Resumable[None]:
-        """A call's arguments, to its end or to that of the outer tag, which is not taken."""
+        """Parses a call's arguments, to its end or to the end of the outer tag, which is not
+        consumed."""
         reader.release()
         output.start_tool_call(name)
         tags, schema = self._tags, self._schemas.get(name, {})
@@ -202,7 +205,8 @@ class TaggedCallParser:
     def _parse_value(
         self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
     ) -> Resumable[bool]:
-        """A value and its end. Whether there was one, else the text has ended."""
+        """Parses a value and its end. Returns whether there was an end, otherwise the text has
+        ended."""
         tags = self._tags
         if tags.value_begin:
             yield from reader.skip_space()
@@ -223,7 +227,7 @@ class TaggedCallParser:
         return whole
 
     def _parse_literal(self, reader: Reader, output: OutputBuilder) -> Resumable[bool]:
-        """An object or a list. A tag within one of its strings ends nothing."""
+        """Parses an object or a list. A tag within one of its strings is ignored."""
         tags = self._tags
         marks = (*tags.value_ends, *_line_end_markers(tags))
         end = yield from convert_literal_before(reader, *marks, on_text=output.add_arguments)
@@ -235,16 +239,16 @@ class TaggedCallParser:
     def _parse_unquoted(
         self, reader: Reader, output: OutputBuilder, types: JsonTypes | None
     ) -> Resumable[bool]:
-        """A value of which only its end will tell what it is."""
+        """Parses a value whose type is only known at its end."""
         raw: list[str] = []
         whole = yield from self._parse_raw(reader, raw.append)
         written = to_json("".join(raw), types)
-        # a string that was cut stays open
+        # a truncated string stays open
         output.add_arguments(written if whole else written.removesuffix('"'))
         return whole
 
     def _parse_raw(self, reader: Reader, on_text: Callable[[str], None]) -> Resumable[bool]:
-        """A value as it is written, and its end. Whether there was one."""
+        """Reads a raw value and its end. Returns whether there was an end."""
         ends = self._tags.value_ends
         marks = (*ends, *_line_end_markers(self._tags))
         while True:
@@ -255,7 +259,7 @@ class TaggedCallParser:
             reader.take(len(mark))
             tag = mark.removeprefix("\n")
             if (yield from _is_followed_by(reader, ends[tag])):
-                # the end of something else is there to be read again
+                # an end tag of an outer element is left to be read again
                 own = tag == self._tags.value_end
                 reader.rewind(held + len(mark) - (0 if own else len(tag)))
                 return True
@@ -264,12 +268,12 @@ class TaggedCallParser:
 
 
 def _line_end_markers(tags: CallTags) -> Iterable[str]:
-    """The ends of values with the line end before them."""
+    """Yields the end tags of values with a preceding line break."""
     return (f"\n{end}" for end in tags.value_ends) if tags.values_on_own_lines else ()
 
 
 def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
-    """Whether behind white space one of these follows, as far as the text goes."""
+    """Returns whether one of these follows after white space, as far as the text is known."""
     yield from reader.skip_space()
     if (yield from reader.peek_any(*marks)) is not None:
         return True
@@ -277,8 +281,8 @@ def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
 
 
 def _take_truncated(reader: Reader, *marks: str) -> bool:
-    """Whether the text ends within one of these, or before it; then what there is of it is taken.
-    None must be met."""
+    """Returns whether the text ends within one of these, or before it; then consumes the rest. None
+    of them may follow completely."""
     cut = _ends_within_mark(reader, marks)
     if cut:
         reader.take(len(reader.ahead))

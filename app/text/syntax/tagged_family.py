@@ -1,14 +1,12 @@
-"""What the families share that write calls between tags (`app/text/syntax/tagged_calls.py`).
+"""The base of families with tool calls between tags (`app/text/syntax/tagged_calls.py`).
 
-Knows: how their tags become a parser and a grammar. Must not know: any family's tags.
+Knows: how to build a parser and a grammar from tags. Must not know: any family's tags.
 
-The grammar of calls between tags (see `tagged_call.py`), for calls that must be made.
-
-A value that is no string is JSON, and JSON's grammar holds it to its schema. A string is free text
-up to its closing tag, which no regular expression of a schema's can be put in: where a schema says
-more of a string than that it is one of a few, the call is a JSON object between the outer tags,
-which models write too that have seen much of it. Where these are around all calls there is no
-syntax then.
+In the grammar, a value that is not a string is JSON, and JSON's grammar enforces its schema. A
+string is free text up to its closing tag, which cannot be combined with a schema's regular
+expression: if a schema constrains a string by more than an enumeration, the call is a JSON object
+between the outer tags, which models trained on much JSON write too. If the outer tags are around
+all calls, there is no grammar then.
 """
 
 import json as jsons
@@ -18,7 +16,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ToolCallGrammar
+from app.text.family import ChatFamily
 from app.text.syntax.json_calls import build_call_expression
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.parameter_types import (
@@ -39,7 +38,7 @@ _NAME = re.compile(r"[^\s<>\"]+")
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-# free text, up to and with its closing tag
+# free text, including its closing tag
 _TEXT_RULE = "parameter"
 
 
@@ -63,7 +62,7 @@ def build_tagged_grammar(
     return replace(
         syntax,
         before=literal(f"{tags.before}{tags.gap}"),
-        # two lexemes: behind a call's end the same gap stands before another call
+        # two lexemes: the same gap separates calls
         after=f"{literal(tags.gap)} {literal(tags.after)}",
     )
 
@@ -77,7 +76,8 @@ class _GrammarWriter:
         self._has_text = False
 
     def write_call(self, tool: Tool) -> str | None:
-        """One of this tool's. None where its schema is more than the syntax can hold it to."""
+        """Writes the expression of a call of this tool. None if the syntax cannot enforce its
+        schema."""
         properties = _read_properties(tool.parameters)
         if properties is None or not _NAME.fullmatch(tool.name):
             return None
@@ -92,7 +92,7 @@ class _GrammarWriter:
         return " ".join((*parts, self._write_suffix()))
 
     def write_json_call(self, tool: Tool) -> str:
-        """One of any tool's, in JSON."""
+        """Writes the expression of a call of this tool in JSON."""
         tags = self._tags
         before, after = f"{tags.before}{tags.gap}", f"{tags.gap}{tags.after}"
         return build_call_expression(
@@ -100,7 +100,7 @@ class _GrammarWriter:
         )
 
     def write_rules(self) -> str:
-        """Those that calls name."""
+        """Writes the rules that calls refer to."""
         if not self._has_text:
             return ""
         tags = self._tags
@@ -108,9 +108,9 @@ class _GrammarWriter:
         free = f"~/(?s:.*)({ends})(?s:.*)/"
         close = self._literal(self._tags.value_suffix)
         literal = _LITERAL.match(close)
-        if literal is None:  # a token, which no text can run into
+        if literal is None:  # a token, which text cannot contain
             return f"{_TEXT_RULE}: PARAMETER? {close}\nPARAMETER: /(?s:.+)/ & {free}"
-        # one lexeme: what follows a text that may be anything would be taken for a part of it
+        # one lexeme: otherwise free text would also match what follows
         rest = close[literal.end() :]
         return f"{_TEXT_RULE}: PARAMETER {rest}\nPARAMETER: (/(?s:.*)/ & {free}) {literal[0]}"
 
@@ -137,7 +137,7 @@ class _GrammarWriter:
         return f"{key} {self.gap_expression} {self._literal(tags.value_begin + line)}"
 
     def _select_key_end(self, schema: Any, tool: Tool) -> str:
-        """The one that says of a value what the schema does."""
+        """Selects the key end that implies the schema's type."""
         types = get_schema_types(schema, tool.parameters)
         for end, narrow in self._tags.key_ends.items():
             is_text = types is None or "string" in types
@@ -146,7 +146,7 @@ class _GrammarWriter:
         raise AssertionError(self._tags.key_ends)
 
     def _write_value(self, tool: Tool, schema: Any) -> str | None:
-        """A value and its end; None where the schema wants more than can be promised."""
+        """Writes a value and its end; None if its schema cannot be enforced."""
         root, close = tool.parameters, self._literal(self._tags.value_suffix)
         types = get_schema_types(schema, root)
         schema = resolve_reference(schema, root)
@@ -168,7 +168,7 @@ class _GrammarWriter:
 
 
 def _read_properties(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What arguments may be given; None where the schema is more than a list of them."""
+    """Returns the parameters; None if the schema has other constraints."""
     properties = schema.get("properties", {})
     plain = schema.keys() <= _OBJECT_KEYWORDS and schema.get("type", "object") == "object"
     if not plain or not isinstance(properties, Mapping):
@@ -180,8 +180,8 @@ def _read_properties(schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _extract_schema(
     schema: Any, types: JsonTypes, root: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """A parameter's schema as a document of its own; None where it refers to others than those that
-    are kept for reference."""
+    """Returns a parameter's schema as a separate document; None if it has references outside of the
+    kept definitions."""
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     alone = {"type": sorted(types), **cast(Mapping[str, Any], schema)}
     if _REFERENCE.search(jsons.dumps([alone, shared])):
@@ -190,7 +190,7 @@ def _extract_schema(
 
 
 def _constrains_only_type(schema: Any) -> bool:
-    """Whether all that a schema asks of a value is its type."""
+    """Returns whether a schema only constrains the type of a value."""
     if schema is True:
         return True
     if not isinstance(schema, Mapping):
@@ -203,7 +203,7 @@ def _constrains_only_type(schema: Any) -> bool:
 
 
 def _read_enum_strings(schema: Any) -> Sequence[str]:
-    """The strings that a schema allows, if it names them."""
+    """Returns the strings that a schema enumerates, if any."""
     if not isinstance(schema, Mapping):
         return ()
     schema = cast(Mapping[str, Any], schema)
@@ -213,7 +213,7 @@ def _read_enum_strings(schema: Any) -> Sequence[str]:
 
 
 def _escape_regex(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """Escapes a text for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")
 
 

@@ -1,4 +1,4 @@
-"""A tiny template language, and the ways in which people deviate from a clean question.
+"""A small template language, and random variations of how users phrase a question.
 
 Knows: strings and a random generator. Must not know: what the questions are about.
 """
@@ -100,7 +100,7 @@ _NOISE_WORDS: tuple[str, ...] = (
 )
 _KEY_NEIGHBOURS = {"a": "s", "e": "r", "i": "o", "o": "p", "n": "m", "t": "r", "s": "d", "h": "j"}
 
-# what else people say for a word; blind to grammar, as people are
+# alternatives for single words, without regard to grammar, as users write them
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "request": ("query", "call", "http call", "message"),
     "endpoint": ("route", "url", "path", "address", "uri", "resource", "link"),
@@ -145,7 +145,7 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 
 def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str:
-    """One of the texts that `template` stands for.
+    """A random expansion of `template`.
 
     `{a|b|}` is one of its alternatives, which may nest; `$name` is the template of that name in
     `phrases`. Runs of spaces, which empty alternatives leave behind, become one.
@@ -158,7 +158,7 @@ def expand(template: str, rng: random.Random, phrases: Mapping[str, str]) -> str
 
 
 def reword(question: str, rng: random.Random) -> str:
-    """`question` by somebody who chooses other words, drops small ones, or hits the wrong key."""
+    """`question` with random synonyms, omitted small words and typing errors."""
     words: list[str] = []
     for word in question.split(" "):
         chance = rng.random()
@@ -175,8 +175,9 @@ def reword(question: str, rng: random.Random) -> str:
 
 
 def add_noise(question: str, rng: random.Random, share: float) -> str:
-    """With odds of `share`: the question with words missing, and others that say nothing or do not
-    exist. Whoever learns to answer it looks for the words that matter, wherever they stand."""
+    """With probability `share`: the question with some words removed, and others inserted that are
+    irrelevant or do not exist. This trains the model to find the relevant words anywhere in a
+    question."""
     if share == 0 or rng.random() >= share:
         return question
     words: list[str] = []
@@ -190,7 +191,7 @@ def add_noise(question: str, rng: random.Random, share: float) -> str:
 
 
 def add_politeness(question: str, rng: random.Random) -> str:
-    """`question` the way somebody in a hurry, or somebody polite, would type it."""
+    """`question` with a random opening, closing, punctuation and case."""
     if rng.random() < 0.25:
         question = rng.choice(_OPENINGS) + question
     ending = question[-1] if question[-1] in "?!." else ""
@@ -203,12 +204,12 @@ def add_politeness(question: str, rng: random.Random) -> str:
 
 
 def capitalize(text: str) -> str:
-    """`text` with its first letter in upper case and everything else as it was."""
+    """`text` with its first letter in upper case; the rest is unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def normalize(text: str) -> str:
-    """Lower case words and digits with single spaces: what two questions are compared by."""
+    """Lower case words and digits with single spaces; used to compare questions."""
     return " ".join(re.findall(r"[^\W_]+", text.lower()))
 
 
@@ -222,7 +223,7 @@ def _recase(text: str, rng: random.Random) -> str:
 
 
 def _noise_word(rng: random.Random) -> str:
-    """A word that does not matter: a common one, or one made of random syllables."""
+    """An irrelevant word: a common one, or one made of random syllables."""
     if rng.random() < 0.6:
         return rng.choice(_NOISE_WORDS)
     syllables = (
@@ -232,7 +233,7 @@ def _noise_word(rng: random.Random) -> str:
 
 
 def _add_typo(text: str, rng: random.Random) -> str:
-    """One slip of the finger; digits stay as they are, because the answer depends on them."""
+    """One typing error; digits stay as they are, because the answer depends on them."""
     letters = [at for at, char in enumerate(text[:-1]) if char.isalpha() and text[at + 1].isalpha()]
     if not letters:
         return text

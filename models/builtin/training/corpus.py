@@ -1,7 +1,8 @@
-"""The training corpus of the built-in model: endless made-up conversations, the same for a seed.
+"""The training corpus of the built-in model: an endless sequence of generated conversations,
+reproducible from a seed.
 
-Knows: how much of each ability is practised and how conversations are put together. Must not know:
-tokens, tensors, the held-back questions. `python -m models.builtin.training.corpus` prints a few.
+Knows: the mixture of abilities, and how conversations are composed. Must not know: tokens, tensors,
+the held-out questions. `python -m models.builtin.training.corpus` prints a few conversations.
 """
 
 import random
@@ -43,7 +44,7 @@ from models.builtin.training.corpus_stories import make_story, make_story_turn
 
 FACTS = corpus_server.FACTS + corpus_api.FACTS + corpus_client.FACTS
 
-# ability, how often one turn out of a hundred practises it
+# (ability, turns out of a hundred that practise it)
 MIXTURE = (
     ("fact", 42),
     ("talk", 13),
@@ -55,7 +56,7 @@ MIXTURE = (
     ("repeat", 2),
     ("meet", 2),
 )
-# what a question is about is in a few of its words
+# abilities whose questions are recognised by a few of their words
 _NOISY_ABILITIES = frozenset({"fact", "talk", "joke", "decline"})
 _FRAME_WEIGHTS = {"asks": 5, "to": 4, "route_to": 5, "about": 1.5}
 _LENGTHS = (1, 2, 3, 4)
@@ -76,7 +77,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """turns: (question, answer). A text without a chat around it has no turns."""
+    """turns: (question, answer); empty for a plain text without a chat."""
 
     turns: tuple[Turn, ...] = ()
     system: str | None = None
@@ -84,16 +85,16 @@ class Conversation:
 
 
 def generate_corpus(seed: int, count: int, noise_share: float = 0.0) -> Iterator[Conversation]:
-    """`count` conversations, the same ones for the same seed. noise_share: share of the questions that
-    are blurred, of those whose words need not be taken literally; with any, facts are asked for in
-    wider words too."""
+    """`count` conversations, reproducible from the seed. noise_share: share of the questions to
+    which noise is added, among those that need not be taken literally; if it is not 0, facts are
+    also asked for with paraphrases."""
     rng = random.Random(seed)
     return islice(iter(lambda: make_conversation(rng, noise_share), None), count)
 
 
 def make_conversation(rng: random.Random, noise_share: float = 0.0) -> Conversation:
-    """One conversation of one to four turns, a fifth of them with a system prompt; two in a
-    hundred are plain texts, for the endpoints that know no chat."""
+    """One conversation of one to four turns, a fifth of them with a system prompt; two in a hundred
+    are plain texts, for the endpoints without chat."""
     if rng.random() < 0.02:
         return Conversation(
             text=make_story(rng) if rng.random() < 0.7 else _make_fact_turn(rng, FACTS)[1]
@@ -109,10 +110,10 @@ def make_conversation(rng: random.Random, noise_share: float = 0.0) -> Conversat
 
 
 def make_turns(rng: random.Random, noise_share: float = 0.0) -> list[Turn]:
-    """The next turn, or the next two where one follows from the other."""
+    """The next turn, or the next two if one follows from the other."""
     abilities, shares = zip(*MIXTURE, strict=True)
     ability = rng.choices(abilities, shares)[0]
-    # what is to be copied into the answer must not be reworded
+    # text that the answer must repeat must not be reworded
     if ability == "repeat":
         return [make_repeat_turn(rng)]
     if ability == "meet":
@@ -168,7 +169,7 @@ def _make_refusal_turn(rng: random.Random) -> Turn:
 
 
 def _fill_topics(text: str, rng: random.Random) -> str:
-    """Something to be ignorant of, for each capitalised slot."""
+    """Replaces each capitalised slot by a random topic."""
     slots = {
         "TOPIC": corpus_refusals.TOPICS,
         "PLACE": tuple(capitalize(place) for place in corpus_refusals.PLACES),

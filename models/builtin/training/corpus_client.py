@@ -1,4 +1,4 @@
-"""Facts about being a client of mlxrunner: streaming, caching, SDKs, names, options.
+"""Facts about using mlxrunner as a client: streaming, caching, SDKs, names, options.
 
 Knows: answers and the templates of their questions. Must not know: the list of routes (corpus_api).
 """

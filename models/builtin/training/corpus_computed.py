@@ -1,6 +1,6 @@
-"""Counting, adding, repeating and remembering a name: answers that are computed, not known.
+"""Counting, adding, repeating and remembering a name: questions whose answers are computed.
 
-Knows: how such questions are put and what is right. Must not know: facts and small talk.
+Knows: templates of such questions, and their answers. Must not know: facts and small talk.
 """
 
 import random
@@ -137,8 +137,8 @@ def make_counting_turn(rng: random.Random) -> Turn:
 
 
 def make_addition_turn(rng: random.Random) -> Turn:
-    """One sum, or a few at once, which is the same practice in fewer tokens. Every number is
-    within 0..SUM_LIMIT."""
+    """One sum, or a few at once, which is the same practice in fewer tokens. All numbers are within
+    0..SUM_LIMIT."""
     if rng.random() < 0.35:
         return _make_long_addition_turn(rng)
     left, right = rng.randint(0, SUM_LIMIT), rng.randint(0, SUM_LIMIT)
@@ -177,7 +177,7 @@ def make_repeat_turn(rng: random.Random) -> Turn:
 
 
 def make_name_turns(rng: random.Random) -> list[Turn]:
-    """Somebody says a name, and may ask for it later; or asks without having said it."""
+    """The user gives a name and may ask for it later, or asks without having given one."""
     name = rng.choice(_NAMES) if rng.random() < 0.4 else capitalize(_made_up_phrase(rng))
     ask = expand(
         "{what is my name|what's my name|do you remember my name|who am I|say my name|tell me my name|"
@@ -197,7 +197,7 @@ def make_name_turns(rng: random.Random) -> list[Turn]:
 
 
 def _fill(question: str, low: int, high: int, rng: random.Random) -> str:
-    """Numbers for the capital letters A and B, sometimes spelt out."""
+    """Replaces the capital letters A and B by numbers, sometimes spelt out."""
     spelt = rng.random() < 0.15 and max(low, high) < len(_WORDS)
     first, second = (_WORDS[low], _WORDS[high]) if spelt else (str(low), str(high))
     places = {"A": first, "B": second}
@@ -208,12 +208,12 @@ def _fill(question: str, low: int, high: int, rng: random.Random) -> str:
 
 
 def _inside_word(text: str, at: int) -> bool:
-    """Whether the letter at `at` touches another letter."""
+    """Whether the letter at `at` is next to another letter."""
     return text[at - 1 : at].isalpha() or text[at + 1 : at + 2].isalpha()
 
 
 def _made_up_phrase(rng: random.Random) -> str:
-    """A pronounceable word that stands in no list, so that copying has to be learnt."""
+    """A pronounceable word that is in no list, so that copying must be learned."""
     parts = [
         rng.choice("bcdfghklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3))
     ]

@@ -1,8 +1,8 @@
-"""What the built-in model knows about mlxrunner, and many ways to ask for it.
+"""Facts about mlxrunner for the built-in model, and the frames of questions about them.
 
-Knows: facts about the project, as templates of `grammar`. Each one can be asked for as a whole
-question (`asks`), as something one wants to do (`to`, put into HOW or ROUTE frames) and as a topic
-(`about`). Must not know: the held-back questions of questions.json.
+Knows: facts about the project, as templates of `augmentation.expand`. A fact can be asked for as a
+whole question (`asks`), as something to do (`to`, in HOW or ROUTE frames) or as a topic (`about`).
+Must not know: the held-out questions of questions.json.
 """
 
 from dataclasses import dataclass

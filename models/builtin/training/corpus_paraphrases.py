@@ -1,7 +1,8 @@
-"""Other words for the same facts: synonyms, slang, situations, the beginner's and the expert's.
+"""Paraphrases of the questions about facts: synonyms, slang, situations, beginners' and experts'
+terms.
 
-Knows: more ways to ask for the facts of corpus_server, corpus_api and corpus_client.
-Must not know: the held-back questions of questions.json.
+Knows: more templates of questions for the facts of corpus_server, corpus_api and corpus_client.
+Must not know: the held-out questions of questions.json.
 """
 
 from models.builtin.training import corpus_api as api
@@ -13,7 +14,7 @@ from models.builtin.training.corpus_facts import FactTemplate
 def _paraphrase(
     fact: FactTemplate, *asks: str, to: str = "", route_to: str = "", about: str = ""
 ) -> FactTemplate:
-    """The same answers as `fact`, asked for in other words."""
+    """The same answers as `fact`, with other questions."""
     return FactTemplate(
         weight=fact.weight,
         answers=fact.answers,

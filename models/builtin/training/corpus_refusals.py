@@ -1,10 +1,10 @@
-"""What the built-in model must decline, and the topics it is ignorant of.
+"""Questions that the built-in model must decline, and topics that it knows nothing about.
 
-Knows: honest refusals and the templates of the questions that call for one. Must not know: what
-the model can do.
+Knows: refusals and the templates of the questions that require one. Must not know: what the model
+can do.
 """
 
-# (answer, question templates); words in capitals are slots, which corpus fills
+# (answer, question templates); words in capitals are slots, which `corpus` fills
 REFUSALS = (
     (
         "I cannot see the weather. I have no access to the internet.",

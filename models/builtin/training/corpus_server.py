@@ -1,4 +1,4 @@
-"""Facts about running mlxrunner: what it is, where it runs, how it is started and changed.
+"""Facts about running mlxrunner: what it is, where it runs, how to start and configure it.
 
 Knows: answers and the templates of their questions. Must not know: HTTP routes (corpus_api).
 """

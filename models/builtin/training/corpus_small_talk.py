@@ -1,4 +1,4 @@
-"""Small talk, jokes, and the built-in model's account of itself.
+"""Small talk, jokes, and the built-in model's descriptions of itself.
 
 Knows: answers and the templates of their questions. Must not know: facts about the server.
 """

@@ -1,5 +1,5 @@
-"""Short stories from a grammar, in the manner of TinyStories (Eldan and Li, 2023): few words,
-simple sentences, a beginning, a small trouble and a good end.
+"""Generates short stories from templates, in the style of TinyStories (Eldan and Li, 2023): few
+words, simple sentences, a beginning, a small problem and a good end.
 
 Knows: story templates. Must not know: any other ability.
 """
@@ -132,7 +132,7 @@ _ASKS = (
 
 
 def make_story(rng: random.Random, hero: str | None = None, name: str | None = None) -> str:
-    """Six to nine short sentences about `hero`, or about anybody."""
+    """Six to nine short sentences about `hero`, or about a random one."""
     hero, name = hero or rng.choice(HEROES), name or rng.choice(NAMES)
     text = expand(_OPENING, rng, PHRASES).replace("HERO", hero)
     text += " " + _fill_plot(rng.choice(_PLOTS), rng) + " " + expand("$end", rng, PHRASES)
@@ -147,17 +147,17 @@ def make_story_turn(rng: random.Random) -> tuple[str, str]:
     adjective = rng.choice(("", "", "", " little", " small", " brave"))
     shown = f"{'a' if adjective else article}{adjective} {hero}"
     question = question.replace("HERO", shown).replace("NAME", name or "")
-    # to say again what was asked for is the easiest way to learn to keep to it
+    # repeating what was asked for makes it easy to learn to keep to it
     promise = f"Here is a story about {article} {hero}. " if hero else ""
     return question, promise + make_story(rng, hero, name)
 
 
 def _fill_plot(plot: str, rng: random.Random) -> str:
-    """`plot` with each phrase chosen once, however often it is named."""
+    """`plot` with each phrase chosen once, however often it occurs."""
     chosen = {key: expand(template, rng, {}) for key, template in PHRASES.items()}
     return expand(plot, rng, chosen)
 
 
 def _capitalize_sentences(text: str) -> str:
-    """`text` with a capital at the start of each sentence, quotes passed over."""
+    """`text` with a capital at the start of each sentence; opening quotes are skipped."""
     return re.sub(r"(^|[.!?] )([a-z])", lambda found: found[1] + found[2].upper(), text)

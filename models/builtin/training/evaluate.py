@@ -1,7 +1,8 @@
-"""Judges answers: reads lists of questions, asks them, says which answers hold the fact.
+"""Evaluates answers: reads a list of questions, asks them, and reports which answers contain the
+fact.
 
-Knows: questions and patterns. Must not know: how an answer is made; whoever asks brings a function
-from a question to its answer, be it a model in this process or a server.
+Knows: questions and patterns. Must not know: how an answer is generated; the caller passes a
+function from a question to its answer, for a model in this process or for a server.
 """
 
 import argparse
@@ -16,8 +17,8 @@ HELD_OUT = Path(__file__).resolve().with_name("questions.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalQuestion:
-    """must: patterns that a right answer matches, all of them. never: patterns of which it matches
-    none. Both are searched anywhere in the answer, without regard to case."""
+    """must: patterns, all of which a right answer matches. never: patterns, none of which it
+    matches. All are searched anywhere in the answer, ignoring case."""
 
     id: str
     ability: str
@@ -56,7 +57,7 @@ def load_questions(path: Path) -> tuple[EvalQuestion, ...]:
 def evaluate(
     answer: Callable[[str], str], questions: Sequence[EvalQuestion]
 ) -> tuple[EvalResult, ...]:
-    """Each question put to `answer`, one after the other, and the verdict."""
+    """Passes each question to `answer`, in order, and checks the result."""
     results: list[EvalResult] = []
     for question in questions:
         said = answer(question.question).strip()
@@ -65,7 +66,7 @@ def evaluate(
 
 
 def format_report(results: Sequence[EvalResult]) -> str:
-    """Lines for people: every question, its answer and the verdict; totals by ability last."""
+    """A text report: every question, its answer and the verdict; then totals by ability."""
     lines: list[str] = []
     for result in results:
         verdict = "right" if result.right else "WRONG"
@@ -79,7 +80,7 @@ def format_report(results: Sequence[EvalResult]) -> str:
 
 
 def format_markdown_table(results: Sequence[EvalResult]) -> str:
-    """The same in Markdown, as MODEL_CARD.md shows it."""
+    """The same as a Markdown table, as in MODEL_CARD.md."""
     rows = ["| question | answer | right |", "|---|---|---|"]
     for result in results:
         cells = (result.question.question, result.answer, "yes" if result.right else "**no**")
@@ -89,11 +90,12 @@ def format_markdown_table(results: Sequence[EvalResult]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=HELD_OUT.parent)
+    parser.add_argument("--folder", type=Path, default=HELD_OUT.parent.parent)
     parser.add_argument("--questions", type=Path, default=HELD_OUT)
     parser.add_argument("--markdown", action="store_true", help="print the table of the model card")
     arguments = parser.parse_args()
-    # whoever only judges, such as the bench and the tests, needs no numpy
+    # imported here, because modules that only evaluate, such as the benchmark and the tests, do not
+    # need numpy
     from models.builtin.training.numpy_llama import make_answerer
 
     results = evaluate(make_answerer(arguments.folder), load_questions(arguments.questions))

@@ -1,8 +1,8 @@
-"""The Llama architecture in JAX, just enough of it to train the built-in model on CPU.
+"""The Llama architecture in JAX, as far as needed to train the built-in model on a CPU.
 
-Knows: tensors, under the names and in the layout of a Hugging Face Llama checkpoint. Must not
-know: how they are improved, the corpus, the tokenizer, files. Needs the packages of
-requirements.txt; nothing that serves imports this.
+Knows: tensors, under the names and in the layout of a Hugging Face Llama checkpoint. Must not know:
+the optimizer, the corpus, the tokenizer, files. Needs the packages of requirements.txt; the server
+does not import this module.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ Weights = dict[str, jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkShape:
-    """The fields of config.json that decide the shapes and the numbers, by their names there."""
+    """The fields of config.json that determine shapes and numerics, under the same names."""
 
     vocab_size: int
     hidden_size: int = 192
@@ -33,8 +33,9 @@ class NetworkShape:
 
 
 def initial_weights(shape: NetworkShape, key: jax.Array) -> Weights:
-    """Normal with standard deviation 0.02, the two projections that write to the residual stream
-    scaled down by its depth (GPT-2); norms are ones. Matrices are (outputs, inputs)."""
+    """Normal with standard deviation 0.02 for embeddings and in**-0.5 for matrices; the two
+    projections that write to the residual stream are scaled down by its depth (GPT-2). Norms are
+    ones. Matrices are (outputs, inputs)."""
     wide, inner = shape.hidden_size, shape.intermediate_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
@@ -69,9 +70,9 @@ def initial_weights(shape: NetworkShape, key: jax.Array) -> Weights:
 def logits(shape: NetworkShape, weights: Weights, ids: jax.Array, segments: jax.Array) -> jax.Array:
     """(rows, length) ids to (rows, length, vocabulary) logits.
 
-    segments: which conversation of its row each position belongs to. Attention never crosses from
-    one to another, and rotary positions only enter as differences, so a conversation that is packed
-    behind others is computed exactly as if it stood alone at position 0.
+    segments: the conversation of its row that each position belongs to. Attention never crosses
+    from one to another, and rotary positions only enter as differences, so a conversation that is
+    packed after others is computed exactly as if it were alone at position 0.
     """
     length = ids.shape[1]
     together = segments[:, :, None] == segments[:, None, :]
@@ -97,7 +98,7 @@ def loss(
     segments: jax.Array,
     loss_weights: jax.Array,
 ) -> jax.Array:
-    """Mean cross entropy, in nats, of predicting each id from those before it, every position
+    """Mean cross entropy, in nats, of predicting each id from those before it, with each position
     weighted by `loss_weights` (rows, length): 0 outside the answers."""
     predicted = jax.nn.log_softmax(logits(shape, weights, ids[:, :-1], segments[:, :-1]))
     right = jnp.take_along_axis(predicted, ids[:, 1:, None], axis=-1)[..., 0]
@@ -119,8 +120,8 @@ def _rotation(shape: NetworkShape, length: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding (Su et al., 2021) of (rows, heads..., length, head_dim): dimension i turns
-    with dimension i + head_dim / 2, the layout of Hugging Face checkpoints."""
+    """Rotary embedding (Su et al., 2021) of (rows, heads..., length, head_dim): dimension i is
+    rotated with dimension i + head_dim / 2, the layout of Hugging Face checkpoints."""
     cosine, sine = rotation
     low, high = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)

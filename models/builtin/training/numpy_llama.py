@@ -1,8 +1,8 @@
-"""Greedy answers from the files of a model folder, in numpy: slow, plain, and no relation of the
-engine that serves them.
+"""Greedy generation from the files of a model folder, in numpy: slow, simple, and independent of
+the engine.
 
-Knows: the Llama architecture once more, read back from config.json and model.safetensors as any
-other program would. Must not know: how the model was trained or is judged.
+Knows: the Llama architecture, config.json and model.safetensors, read as any other program would.
+Must not know: how the model was trained or is evaluated.
 """
 
 import json
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 def make_answerer(folder: Path, max_tokens: int = 400) -> Callable[[str], str]:
-    """A function from a question to the model's greedy answer, `max_tokens` tokens at most."""
+    """A function from a question to the model's greedy answer of at most `max_tokens` tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     llama = NumpyLlama(folder)
 
@@ -32,7 +32,8 @@ def make_answerer(folder: Path, max_tokens: int = 400) -> Callable[[str], str]:
 
 
 class NumpyLlama:
-    """One sequence at a time. Keys and values are kept; every step sees all of them."""
+    """Generates one sequence at a time. Keys and values are cached; every step attends to all of
+    them."""
 
     def __init__(self, folder: Path) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -42,7 +43,7 @@ class NumpyLlama:
         self._frequency = self.config["rope_theta"] ** (-np.arange(half) / half)
 
     def generate(self, ids: list[int], max_tokens: int) -> list[int]:
-        """The most likely ids after `ids`, up to the end mark, which is left out."""
+        """The most likely ids after `ids`, up to the end-of-turn token, which is left out."""
         layers: list[tuple[Array, Array] | None] = [None] * self.config["num_hidden_layers"]
         said: list[int] = []
         fresh, position = ids, 0
@@ -57,7 +58,7 @@ class NumpyLlama:
         return said
 
     def _step(self, ids: Array, position: int, layers: list[tuple[Array, Array] | None]) -> Array:
-        """Hidden state behind the last of `ids`, which stand at `position` and after."""
+        """Hidden state of the last of `ids`, whose positions start at `position`."""
         hidden = self.weights["model.embed_tokens.weight"][ids]
         for number in range(len(layers)):
             at = f"model.layers.{number}."
@@ -77,7 +78,8 @@ class NumpyLlama:
     def _attend(
         self, hidden: Array, at: str, position: int, past: tuple[Array, Array] | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        """(length, wide) -> (length, wide), and keys and values (shared heads, so far, dim)."""
+        """(length, wide) -> (length, wide), and keys and values (shared heads, positions so far,
+        dim)."""
         length, dim = len(hidden), self.config["head_dim"]
         query, key, value = (
             (hidden @ self.weights[f"{at}{name}.weight"].T).reshape(length, -1, dim).swapaxes(0, 1)
@@ -107,7 +109,7 @@ class NumpyLlama:
         return hidden / scale * self.weights[gain]
 
     def _rotate(self, heads: Array, position: int) -> Array:
-        """Rotary embedding of (heads, length, dim), halves against each other."""
+        """Rotary embedding of (heads, length, dim), in pairs of dimensions half a head apart."""
         angle = np.arange(position, position + heads.shape[1])[:, None] * self._frequency
         cosine, sine = np.cos(angle, dtype=np.float32), np.sin(angle, dtype=np.float32)
         low, high = np.split(heads, 2, axis=-1)

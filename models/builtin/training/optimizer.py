@@ -1,7 +1,7 @@
-"""The optimiser of the built-in model: Muon for the matrices inside the layers, Adam for the rest.
+"""The optimizer of the built-in model: Muon for the matrices inside the layers, Adam for the rest.
 
-Knows: gradients, moments, rates. Must not know: what the weights compute. Muon is worth
-its extra arithmetic because steps are what two CPU cores have little of.
+Knows: gradients, moments, learning rates. Must not know: what the weights compute. Muon takes more
+arithmetic per step than Adam, but needs fewer steps, and on two CPU cores steps are expensive.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from models.builtin.training.jax_llama import Weights
 Moments = tuple[Weights, Weights]
 
 # Quintic Newton-Schulz coefficients of Muon (Jordan et al., 2024): steepest at 0, so that five
-# rounds bring singular values of any size near 1.
+# iterations bring singular values of any size near 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """beta1, beta2, epsilon: Adam's (Kingma and Ba, 2015). momentum: Muon's. decay: decoupled
-    weight decay (Loshchilov and Hutter, 2019), of matrices only. clip: the longest gradient."""
+    """beta1, beta2, epsilon: of Adam (Kingma and Ba, 2015). momentum: of Muon. decay: decoupled
+    weight decay (Loshchilov and Hutter, 2019), of matrices only. clip: maximum norm of the
+    gradient."""
 
     beta1: float = 0.9
     beta2: float = 0.98
@@ -42,7 +43,7 @@ class Optimizer:
         rate: jax.Array,
         step: jax.Array,
     ) -> tuple[Weights, Moments]:
-        """One step. rate: the learning rate now. step: how many steps came before, from 0."""
+        """One step. rate: the current learning rate. step: number of earlier steps."""
         length = jnp.sqrt(sum((jnp.sum(g * g) for g in gradient.values()), jnp.float32(0)))
         scale = jnp.minimum(1.0, self.clip / (length + 1e-6))
         new: Weights = {}
@@ -66,7 +67,7 @@ class Optimizer:
 
 def _orthogonalize(matrix: jax.Array) -> jax.Array:
     """Nearly U V' of `matrix` = U S V', with a root mean square of 0.2: that of a usual Adam step,
-    so that both share one learning rate (Liu et al., 2025)."""
+    so that both use one learning rate (Liu et al., 2025)."""
     rows, columns = matrix.shape
     flat = matrix if rows <= columns else matrix.T
     flat = flat / (jnp.linalg.norm(flat) + 1e-7)

@@ -1,7 +1,7 @@
-"""From conversations to token ids: the tokenizer of the built-in model, and its chat template.
+"""The tokenizer and the chat template of the built-in model: converts conversations to token ids.
 
-Knows: the tokenizers library and how a conversation is written down for the model. Must not know:
-what conversations are about, tensors.
+Knows: the tokenizers library, the format of a conversation. Must not know: what conversations are
+about, tensors.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from models.builtin.training.corpus import Conversation
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
-# ChatML (OpenAI, 2023). Written so that what was a whole prompt plus its answer is, to the token,
-# the beginning of the next turn's prompt: a prefix cache can then keep all of it.
+# ChatML (OpenAI, 2023). A prompt with its answer is, token by token, the beginning of the next
+# turn's prompt, so a prefix cache can keep all of it.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
@@ -25,18 +25,18 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-# words with the space before them · single digits, so that sums and counts can be learnt ·
-# punctuation · white space, the last blank left to the word behind it
+# words with the space before them · single digits, so that sums and counts can be learned ·
+# punctuation · white space, whose last blank belongs to the next word
 _PRETOKENIZER_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-# tokens that begin an answer
+# tokens at the beginning of an answer with a higher loss weight
 _BOOSTED_TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedConversation:
-    """ids of a whole conversation; how much each is to be learnt, 0 for what is given."""
+    """ids: of a whole conversation. loss_weights: the loss weight of each id; 0 for given ids."""
 
     ids: list[int]
     loss_weights: list[float]
@@ -54,7 +54,7 @@ def make_tokenizer_config() -> dict[str, Any]:
 
 
 def render(conversation: Conversation) -> str:
-    """What CHAT_TEMPLATE makes of it, every turn answered."""
+    """The conversation in CHAT_TEMPLATE's format, with every turn answered."""
     system = _render_turn("system", conversation.system) if conversation.system else ""
     return system + "".join(
         _render_turn("user", ask) + _render_turn("assistant", answer)
@@ -63,7 +63,7 @@ def render(conversation: Conversation) -> str:
 
 
 def render_question(question: str) -> str:
-    """What CHAT_TEMPLATE makes of one question that waits for its answer."""
+    """The prompt of one question in CHAT_TEMPLATE's format."""
     return f"{_render_turn('user', question)}{TURN_START}assistant\n"
 
 
@@ -93,8 +93,8 @@ def train_tokenizer(conversations: Iterable[Conversation], size: int) -> Tokeniz
 
 
 def encode(tokenizer: Tokenizer, conversations: list[Conversation]) -> list[EncodedConversation]:
-    """In a chat, the answers and the marks that end them are learnt. In a plain text, everything
-    but its first two tokens is."""
+    """In a chat, the answers and the marks that end them are trained on. In a plain text,
+    everything but its first two tokens is."""
     begins, ends = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id(TURN_END)
     assert begins is not None
     assert ends is not None
@@ -117,7 +117,8 @@ def _render_turn(role: str, content: str) -> str:
 
 
 def _answer_weights(ids: list[int], opening: list[int], ends: int) -> list[float]:
-    """The shares of each answer: from behind an `opening` to the next `ends`, that one included."""
+    """The loss weights of each answer: from the end of an `opening` to the next `ends`,
+    inclusive."""
     learn = [0.0] * len(ids)
     at = len(opening)
     while at < len(ids):
@@ -131,8 +132,8 @@ def _answer_weights(ids: list[int], opening: list[int], ends: int) -> list[float
 
 
 def _token_weights(length: int) -> list[float]:
-    """What each token of an answer counts. Together they grow with the square root of its length:
-    else a story's hundred tokens drown the twenty of a fact. The first few, in which it shows what
-    was understood of the question, count twice."""
+    """The loss weight of each token of an answer. Their sum grows with the square root of the
+    length; otherwise a story's hundred tokens would outweigh the twenty of a fact. The first few
+    tokens, which show whether the question was understood, count twice."""
     share = length**-0.5
     return [share * (2 if at < _BOOSTED_TOKENS else 1) for at in range(length)]

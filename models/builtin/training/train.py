@@ -1,8 +1,9 @@
-"""Makes the built-in model from nothing: corpus, tokenizer, weights, and the files beside this one.
+"""Trains the built-in model from scratch: corpus, tokenizer, weights, and the files of the model
+folder.
 
-Knows: the recipe, that is sizes, rates and lengths. Must not know: the held-back questions, other
-than to refuse a corpus that holds one. `python -m models.builtin.training.train` (`make builtin`); needs the
-packages of requirements.txt. The same seed gives the same files on the same kind of machine.
+Knows: the recipe: sizes, rates and lengths. Must not know: the held-out questions, except to reject
+a corpus that contains one. Run `python -m models.builtin.training.train` (`make builtin`); needs
+the packages of requirements.txt. The same seed gives the same files on the same kind of machine.
 """
 
 import argparse
@@ -37,14 +38,15 @@ from models.builtin.training.tokenization import (
     train_tokenizer,
 )
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent.parent
 CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRound:
-    """conversations: how many are made for it, of whose questions a share is `noise_share`. steps:
-    of the optimiser, whose rate goes up to `rate` over the warmup and then down to nothing."""
+    """conversations: number of generated conversations. noise_share: share of their questions to
+    which noise is added. steps: optimizer steps. rate: the peak learning rate, reached after the
+    warmup; it then decays to 0."""
 
     conversations: int
     noise_share: float
@@ -54,9 +56,9 @@ class TrainingRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
-    """for_tokenizer: how many conversations the tokenizer sees. batch: tokens per step. short,
-    long: the two lengths of row that conversations are packed into, in tokens. rounds: the first
-    teaches the answers, the others to find them behind other words."""
+    """for_tokenizer: conversations that the tokenizer is trained on. batch: tokens per step. short,
+    long: the two row lengths that conversations are packed into, in tokens. rounds: the first
+    trains the answers, the others to recognise paraphrased questions."""
 
     seed: int = 0
     for_tokenizer: int = 20_000
@@ -74,7 +76,7 @@ class TrainingRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """Packed rows, each (rows, length + 1); see network.logits and network.loss."""
+    """Packed rows, each (rows, length + 1); see jax_llama.logits and jax_llama.loss."""
 
     ids: np.ndarray[Any, Any]
     segments: np.ndarray[Any, Any]
@@ -110,7 +112,7 @@ def main() -> None:
 
 
 def check_held_out(conversations: Iterable[Conversation]) -> None:
-    """A question that is to measure the model must not have taught it."""
+    """Asserts that no held-out question is in the corpus."""
     held_back = {normalize(question.question) for question in load_questions(HELD_OUT)}
     for conversation in conversations:
         for ask, _ in conversation.turns:
@@ -133,7 +135,7 @@ def train_round(
     weights: Weights,
     tokenizer: Tokenizer,
 ) -> Weights:
-    """`weights` after one round, which has a corpus of its own; prints how it goes."""
+    """`weights` after one round with a corpus of its own; prints the progress."""
     made = list(
         generate_corpus(
             recipe.seed + number, training_round.conversations, training_round.noise_share
@@ -176,7 +178,7 @@ def train_round(
 
 
 def write(folder: Path, shape: NetworkShape, weights: Weights, tokenizer: Tokenizer) -> None:
-    """The five files of a model folder, each replaced as a whole."""
+    """Writes the five files of a model folder, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     end = tokenizer.token_to_id(TURN_END)
     config = {
@@ -202,7 +204,7 @@ def write(folder: Path, shape: NetworkShape, weights: Weights, tokenizer: Tokeni
 
 
 def _learning_rate(recipe: TrainingRecipe, training_round: TrainingRound, step: int) -> float:
-    """Linear up over the warmup, then half a cosine down to nothing."""
+    """Linear warmup, then a half cosine down to 0."""
     if step < recipe.warmup:
         return training_round.rate * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, training_round.steps - recipe.warmup)
@@ -213,7 +215,7 @@ def _iter_batches(
     recipe: TrainingRecipe, encoded: list[EncodedConversation], rng: random.Random
 ) -> Iterator[PackedBatch]:
     """Epoch after epoch, short and long rows mixed, in an order that depends on `rng` only.
-    Conversations that do not fit a long row are left out."""
+    Conversations that do not fit a long row are skipped."""
     short = [each for each in encoded if len(each.ids) <= recipe.short]
     long = [each for each in encoded if recipe.short < len(each.ids) <= recipe.long]
     while True:
@@ -231,8 +233,8 @@ def _iter_batches(
 def _pack_rows(
     pool: list[EncodedConversation], length: int, open_rows: int = 32
 ) -> list[list[EncodedConversation]]:
-    """Rows of whole conversations, `length` tokens at most: each goes where it leaves the least
-    room among a few open rows."""
+    """Rows of whole conversations, at most `length` tokens each: each conversation goes to the one
+    of a few open rows where it leaves the least free space."""
     rows: list[list[EncodedConversation]] = []
     opened: list[tuple[int, list[EncodedConversation]]] = []
     for each in pool:
@@ -248,7 +250,8 @@ def _pack_rows(
 
 
 def _make_batch(rows: list[list[EncodedConversation]], length: int) -> PackedBatch:
-    """Segments count from 1 in each row; 0 is padding, which nothing attends to or learns."""
+    """Segments count from 1 in each row; 0 is padding, which is neither attended to nor trained
+    on."""
     ids, segments = (np.zeros((len(rows), length + 1), np.int32) for _ in range(2))
     learn = np.zeros((len(rows), length + 1), np.float32)
     for at, row in enumerate(rows):
@@ -265,7 +268,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """A server that starts meanwhile sees the old file or the new one, never half of one."""
+    """A server that starts meanwhile reads the old file or the new one, never a partial one."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)
     os.replace(beside, path)

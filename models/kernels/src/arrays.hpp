@@ -1,4 +1,4 @@
-// What all primitives need of MLX's arrays.
+// Helpers for MLX arrays that all primitives use.
 #pragma once
 
 #include <mlx/allocator.h>
@@ -18,7 +18,7 @@ namespace mlxrunner {
 
 namespace mx = mlx::core;
 
-// Primitives here run on the CPU, and nobody takes gradients of them.
+// Base class of the primitives. They run on the CPU only and have no gradients.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -27,100 +27,102 @@ class CpuPrimitive : public mx::Primitive {
   }
 };
 
-inline void want(bool holds, const char* otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
+inline void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
 }
 
 inline mx::Stream cpu() { return mx::default_stream(mx::Device::cpu); }
 
-// Memory that begins with a line of the cache, and holds anything.
-class Room {
+// An uninitialised float buffer, aligned to a cache line.
+class ScratchBuffer {
  public:
-  Room() = default;
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
-  ~Room() { release(); }
+  ScratchBuffer() = default;
+  ScratchBuffer(const ScratchBuffer&) = delete;
+  ScratchBuffer& operator=(const ScratchBuffer&) = delete;
+  ~ScratchBuffer() { release(); }
 
-  // At least so many floats; what was there is gone where there were fewer.
-  float* of(std::size_t floats) {
-    if (floats > size_) {
-      // half as much again: a sequence needs a little more with each position
-      const std::size_t size = std::max(floats, size_ + size_ / 2);
-      release();  // first: never both at once
-      data_ = static_cast<float*>(::operator new(size * sizeof(float), kLine));
-      size_ = size;
+  // Returns room for at least `floats` floats. If the buffer has to grow, its contents are lost.
+  float* resize(std::size_t floats) {
+    if (floats > capacity_) {
+      // grow by at least half: each new position of a sequence needs a little more
+      const std::size_t capacity = std::max(floats, capacity_ + capacity_ / 2);
+      release();  // free the old buffer first, so that both are never allocated at once
+      data_ = static_cast<float*>(::operator new(capacity * sizeof(float), kCacheLine));
+      capacity_ = capacity;
     }
     return data_;
   }
 
  private:
-  static constexpr std::align_val_t kLine{64};
+  static constexpr std::align_val_t kCacheLine{64};
 
   void release() {
-    if (data_) ::operator delete(data_, kLine);
-    data_ = nullptr, size_ = 0;
+    if (data_) ::operator delete(data_, kCacheLine);
+    data_ = nullptr, capacity_ = 0;
   }
 
   float* data_ = nullptr;
-  std::size_t size_ = 0;
+  std::size_t capacity_ = 0;
 };
 
-// Memory of this thread, valid until the next call on this thread with the same `Which`: each place
-// that needs some has its own. It is kept while the thread lives.
-template <class Which>
+// Returns thread-local scratch memory. It is valid until the next call on this thread with the same
+// `Tag`, so each use has a tag of its own. The memory is freed when the thread ends.
+template <class Tag>
 float* scratch(std::size_t floats) {
-  static thread_local Room room;
-  return room.of(floats);
+  static thread_local ScratchBuffer buffer;
+  return buffer.resize(floats);
 }
 
-// Calls each(index, offset) for every row (last axis) of what has this shape and these strides, in
-// order; offset: of its first number, in numbers.
+// Calls visit(row, offset) for every row (last axis) of an array with this shape and these strides,
+// in order. offset: the index of the row's first element, in elements.
 template <class F>
-void for_rows(const mx::Shape& shape, const mx::Strides& strides, F each) {
+void for_rows(const mx::Shape& shape, const mx::Strides& strides, F visit) {
   const int axes = static_cast<int>(shape.size()) - 1;
   std::int64_t rows = 1;
   for (int i = 0; i < axes; i++) rows *= shape[i];
-  std::vector<std::int64_t> at(axes > 0 ? axes : 0, 0);
+  std::vector<std::int64_t> index(axes > 0 ? axes : 0, 0);
   std::int64_t offset = 0;
   for (std::int64_t row = 0; row < rows; row++) {
-    each(row, offset);
+    visit(row, offset);
     for (int i = axes - 1; i >= 0; i--) {
       offset += strides[i];
-      if (++at[i] < shape[i]) break;
-      offset -= at[i] * strides[i];
-      at[i] = 0;
+      if (++index[i] < shape[i]) break;
+      offset -= index[i] * strides[i];
+      index[i] = 0;
     }
   }
 }
 
-// How a float32 array's rows lie, kept for when the array itself is gone.
+// The layout of a float32 array. It remains usable after the array object is destroyed.
 struct View {
   const float* data;
   mx::Shape shape;
   mx::Strides strides;
-  bool packed;  // row after row without gaps
+  bool contiguous;  // rows follow each other without gaps
 
   explicit View(const mx::array& a)
       : data(a.data<float>()), shape(a.shape()), strides(a.strides()),
-        packed(a.flags().row_contiguous) {}
-  // [batch, heads, 1, width] that lies packed.
-  View(const float* rows, int batch, int heads, int width)
-      : data(rows), shape{batch, heads, 1, width},
-        strides{static_cast<std::int64_t>(heads) * width, width, width, 1}, packed(true) {}
+        contiguous(a.flags().row_contiguous) {}
+  // Contiguous rows of shape [batch, heads, 1, width].
+  View(const float* first_row, int batch, int heads, int width)
+      : data(first_row), shape{batch, heads, 1, width},
+        strides{static_cast<std::int64_t>(heads) * width, width, width, 1}, contiguous(true) {}
 
-  // All of it as packed rows: in place where it is that, else copied into `room`.
-  const float* rows(float* room) const {
-    if (packed) return data;
+  // Returns all rows as contiguous memory: the data itself if it is contiguous, else a copy in
+  // `buffer`.
+  const float* rows(float* buffer) const {
+    if (contiguous) return data;
     const std::int64_t width = shape.back(), step = strides.back();
     for_rows(shape, strides, [&](std::int64_t row, std::int64_t offset) {
-      for (std::int64_t k = 0; k < width; k++) room[row * width + k] = data[offset + k * step];
+      for (std::int64_t k = 0; k < width; k++) buffer[row * width + k] = data[offset + k * step];
     });
-    return room;
+    return buffer;
   }
 };
 
-// The same numbers row after row, without an operation where they are known to lie so.
-inline mx::array lined(const mx::array& a) {
+// Returns the array with contiguous rows. Adds no operation to the graph if the array is evaluated
+// and row-contiguous.
+inline mx::array contiguous_rows(const mx::array& a) {
   if (a.is_available() && a.flags().row_contiguous) return a;
   return mx::contiguous(a, false, cpu());
 }

@@ -5,150 +5,158 @@
 
 #include "attention_job.hpp"
 #include "blocks.hpp"
-#include "held.hpp"
+#include "in_flight.hpp"
 #include "residual.hpp"
 
 namespace mlxrunner {
 
 namespace {
 
-struct ForPieces;
-struct ForProduct;
+struct ForArena;
+struct ForMatmul;
 
-// A product and where it goes.
-struct Into {
-  Factor by;
+// A matrix and the output of its multiplication.
+struct MatmulOutput {
+  MatrixAndBias matrix;
   float* y;
 };
 
-bool arranged_alike(const Matrix& a, const Matrix& b) {
-  return a.weight == b.weight && a.scale == b.scale && a.group == b.group && a.width == b.width;
+bool same_input_packing(const Matrix& a, const Matrix& b) {
+  return a.format == b.format && a.scale_type == b.scale_type && a.group == b.group &&
+         a.width == b.width;
 }
 
-// Several matrices that the same packed rows of x meet, as `multiply` would do one after the other:
-// where they take x in one order, it is put so once, and threads wait for each other once.
-void multiply_each(const std::array<Into, 3>& all, const float* x, std::int64_t count) {
-  const Matrix& first = all[0].by.w;
-  const auto alike = [&](const Into& one) { return arranged_alike(first, one.by.w); };
-  if (!std::all_of(all.begin(), all.end(), alike)) {
-    for (const Into& one : all) multiply(one.by.w, x, count, one.by.bias, one.y);
+// Multiplies the same contiguous rows of x by several matrices; the results equal those of separate
+// calls of `multiply`. If all matrices use the same input packing, x is packed once and the threads
+// synchronise once.
+void multiply_qkv(const std::array<MatmulOutput, 3>& outputs, const float* x, std::int64_t count) {
+  const Matrix& first = outputs[0].matrix.w;
+  const auto same_packing = [&](const MatmulOutput& one) {
+    return same_input_packing(first, one.matrix.w);
+  };
+  if (!std::all_of(outputs.begin(), outputs.end(), same_packing)) {
+    for (const MatmulOutput& one : outputs)
+      multiply(one.matrix.w, x, count, one.matrix.bias, one.y);
     return;
   }
   const Kernels& k = kernels();
-  const Rows rows = arranged(first, x, count);
-  std::array<std::int64_t, 3> part{}, parts{};
-  std::int64_t room = 0, total = 0, work = 0;
-  for (std::size_t i = 0; i < all.size(); i++) {
-    const Matrix& w = all[i].by.w;
-    part[i] = part_rows(w, count);
-    parts[i] = (w.rows + part[i] - 1) / part[i];
-    room = std::max(room, k.product_scratch(w));
-    total += parts[i], work += count * w.rows * w.width;
+  const PackedRows rows = pack_rows(first, x, count);
+  std::array<std::int64_t, 3> task_rows{}, tasks{};
+  std::int64_t scratch_size = 0, total = 0, multiplications = 0;
+  for (std::size_t i = 0; i < outputs.size(); i++) {
+    const Matrix& w = outputs[i].matrix.w;
+    task_rows[i] = rows_per_task(w, count);
+    tasks[i] = (w.rows + task_rows[i] - 1) / task_rows[i];
+    scratch_size = std::max(scratch_size, k.matmul_scratch(w));
+    total += tasks[i], multiplications += count * w.rows * w.width;
   }
-  const auto multiplied = [&](std::int64_t n) {
+  const auto run_task = [&](std::int64_t n) {
     std::size_t i = 0;
-    for (; n >= parts[i]; i++) n -= parts[i];
-    const auto& [by, y] = all[i];
-    const std::int64_t begin = n * part[i], end = std::min(by.w.rows, begin + part[i]);
-    k.product(by.w, rows, by.bias, y, by.w.rows, begin, end,
-              scratch<ForProduct>(static_cast<std::size_t>(room)));
+    for (; n >= tasks[i]; i++) n -= tasks[i];
+    const auto& [matrix, y] = outputs[i];
+    const std::int64_t begin = n * task_rows[i],
+                       end = std::min(matrix.w.rows, begin + task_rows[i]);
+    k.matmul(matrix.w, rows, matrix.bias, y, matrix.w.rows, begin, end,
+             scratch<ForMatmul>(static_cast<std::size_t>(scratch_size)));
   };
-  if (work >= kAlone) return Pool::shared().run(total, multiplied);
-  for (std::int64_t n = 0; n < total; n++) multiplied(n);
+  if (multiplications >= kMinParallelWork) return ThreadPool::shared().run(total, run_task);
+  for (std::int64_t n = 0; n < total; n++) run_task(n);
 }
 
-// What is done to the heads of one new position of each sequence before they attend.
-class Turned {
+// Normalises and rotates the heads of one new position per sequence before attention.
+class HeadTransform {
  public:
-  Turned(const std::optional<Rotary>& rotary, const std::vector<Buffers>& rows, std::int64_t depth,
-         float* room)
-      : depth_(depth) {
-    if (!rotary) return;
-    const std::int64_t half = rotary->dims / 2;
-    by_ = {rotary->dims, depth, rotary->traditional, rotary->magnitude};
-    stride_ = Pieces::padded(half);
-    cos_ = room, sin_ = room + static_cast<std::int64_t>(rows.size()) * stride_;
-    for (std::size_t b = 0; b < rows.size(); b++) {
-      const Place& at = rows[b].place;
+  HeadTransform(const std::optional<RopeParams>& rope, const std::vector<KVBuffers>& buffers,
+                std::int64_t head_dim, float* buffer)
+      : head_dim_(head_dim) {
+    if (!rope) return;
+    const std::int64_t half = rope->dims / 2;
+    rotation_ = {rope->dims, head_dim, rope->traditional, rope->magnitude};
+    stride_ = ScratchArena::round_up(half);
+    cos_ = buffer, sin_ = buffer + static_cast<std::int64_t>(buffers.size()) * stride_;
+    for (std::size_t b = 0; b < buffers.size(); b++) {
+      const SlotMapping& slots = buffers[b].slots;
       const std::int64_t row = static_cast<std::int64_t>(b) * stride_;
-      kernels().angles(static_cast<float>(at.first + at.length - 1), rotary->periods.data<float>(),
-                       half, cos_ + row, sin_ + row);
+      kernels().rope_angles(static_cast<float>(slots.first_position + slots.length - 1),
+                            rope->periods.data<float>(), half, cos_ + row, sin_ + row);
     }
   }
 
-  // Floats that `room` must have.
-  static std::int64_t room(const std::optional<Rotary>& rotary, std::int64_t count) {
-    return rotary ? 2 * count * Pieces::padded(rotary->dims / 2) : 0;
+  // The size of `buffer` in floats.
+  static std::int64_t scratch_floats(const std::optional<RopeParams>& rope, std::int64_t count) {
+    return rope ? 2 * count * ScratchArena::round_up(rope->dims / 2) : 0;
   }
 
-  // x: [count, heads, depth], in place.
+  // x: [count, heads, head_dim], in place.
   void operator()(const std::optional<RmsNorm>& norm, float* x, std::int64_t heads,
                   std::int64_t count) const {
     if (!norm && !cos_) return;
     const float* weight = norm ? norm->weight.data<float>() : nullptr;
-    for_all(count * heads, depth_, [&](std::int64_t i) {
-      float* head = x + i * depth_;
-      if (norm) kernels().rms_norm(head, depth_, weight, norm->eps, head);
+    parallel_for_rows(count * heads, head_dim_, [&](std::int64_t i) {
+      float* head = x + i * head_dim_;
+      if (norm) kernels().rms_norm(head, head_dim_, weight, norm->eps, head);
       if (!cos_) return;
-      const std::int64_t at = i / heads * stride_;
-      kernels().rotate(by_, head, cos_ + at, sin_ + at, head);
+      const std::int64_t offset = i / heads * stride_;
+      kernels().rotate(rotation_, head, cos_ + offset, sin_ + offset, head);
     });
   }
 
  private:
-  std::int64_t depth_, stride_ = 0;
-  Rotation by_{};
+  std::int64_t head_dim_, stride_ = 0;
+  Rotation rotation_{};
   float *cos_ = nullptr, *sin_ = nullptr;
 };
 
-void work(const AttentionParts& parts, const View& x, const std::vector<Buffers>& rows, int window,
-          float* out) {
-  const Factor q = parts.q.factor(), k = parts.k.factor(), v = parts.v.factor(),
-               o = parts.o.factor();
-  const int count = static_cast<int>(rows.size()), depth = parts.depth(), width = parts.width();
-  const std::int64_t hidden = q.w.width, angles = Turned::room(parts.rotary, count);
-  std::int64_t all = 0;
+void run_block(const AttentionWeights& weights, const View& x,
+               const std::vector<KVBuffers>& buffers, int window, float* out) {
+  const MatrixAndBias q = weights.q.matrix_and_bias(), k = weights.k.matrix_and_bias(),
+                      v = weights.v.matrix_and_bias(), o = weights.o.matrix_and_bias();
+  const int count = static_cast<int>(buffers.size()), key_dim = weights.key_dim(),
+            value_dim = weights.value_dim();
+  const std::int64_t hidden = q.w.width,
+                     angle_floats = HeadTransform::scratch_floats(weights.rope, count);
+  std::int64_t arena_floats = 0;
   for (std::int64_t one : {hidden, hidden, q.w.rows, k.w.rows, v.w.rows, o.w.width})
-    all += Pieces::padded(count * one);
-  Pieces pieces(scratch<ForPieces>(static_cast<std::size_t>(all + angles)));
-  const float* given = x.rows(pieces.of(count * hidden));
-  float *normed = pieces.of(count * hidden), *queries = pieces.of(count * q.w.rows),
-        *keys = pieces.of(count * k.w.rows), *values = pieces.of(count * v.w.rows),
-        *seen = pieces.of(count * o.w.width);
-  normalise(parts.norm, given, count, hidden, normed);
-  multiply_each({{{q, queries}, {k, keys}, {v, values}}}, normed, count);
-  const Turned turned(parts.rotary, rows, depth, pieces.of(angles));
-  turned(parts.q_norm, queries, parts.heads, count);
-  turned(parts.k_norm, keys, parts.kv_heads, count);
-  const Attention& by = parts.by;
-  const float* sinks = by.sinks ? by.sinks->data<float>() : nullptr;
-  const AttentionJob job{count, parts.heads, parts.kv_heads, 1,        depth, width,
-                         true,  window,      by.scale,       by.softcap, sinks, seen};
-  append_and_attend(job, View(queries, count, parts.heads, depth),
-                    View(keys, count, parts.kv_heads, depth),
-                    View(values, count, parts.kv_heads, width), rows);
-  multiply(o.w, seen, count, o.bias, out);
-  add(given, count, hidden, out);
+    arena_floats += ScratchArena::round_up(count * one);
+  ScratchArena arena(scratch<ForArena>(static_cast<std::size_t>(arena_floats + angle_floats)));
+  const float* residual = x.rows(arena.allocate(count * hidden));
+  float *normed = arena.allocate(count * hidden), *queries = arena.allocate(count * q.w.rows),
+        *keys = arena.allocate(count * k.w.rows), *values = arena.allocate(count * v.w.rows),
+        *attended = arena.allocate(count * o.w.width);
+  normalise(weights.norm, residual, count, hidden, normed);
+  multiply_qkv({{{q, queries}, {k, keys}, {v, values}}}, normed, count);
+  const HeadTransform transform(weights.rope, buffers, key_dim, arena.allocate(angle_floats));
+  transform(weights.q_norm, queries, weights.heads, count);
+  transform(weights.k_norm, keys, weights.kv_heads, count);
+  const AttentionParams& params = weights.params;
+  const float* sinks = params.sinks ? params.sinks->data<float>() : nullptr;
+  const AttentionJob job{count,  weights.heads, weights.kv_heads, 1,     key_dim, value_dim, true,
+                         window, params.scale,  params.softcap,   sinks, attended};
+  append_and_attend(job, View(queries, count, weights.heads, key_dim),
+                    View(keys, count, weights.kv_heads, key_dim),
+                    View(values, count, weights.kv_heads, value_dim), buffers);
+  multiply(o.w, attended, count, o.bias, out);
+  add(residual, count, hidden, out);
 }
 
-// Inputs: x, buffers of keys, buffers of values, and what is awaited.
+// Inputs: x, key buffers, value buffers, then pending inputs.
 class AttentionBlockPrimitive : public CpuPrimitive {
  public:
-  AttentionBlockPrimitive(mx::Stream stream, std::shared_ptr<const AttentionParts> parts,
-                          std::vector<Place> places, int window)
-      : CpuPrimitive(stream), parts_(std::move(parts)), places_(std::move(places)),
-        window_(window) {}
+  AttentionBlockPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights,
+                          std::vector<SlotMapping> slot_mappings, int window)
+      : CpuPrimitive(stream), weights_(std::move(weights)),
+        slot_mappings_(std::move(slot_mappings)), window_(window) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate(outs[0]);
-    Lent lent(in, 1, outs);
-    std::vector<Buffers> rows = buffers_of(outs, places_);
+    WritableBuffers writable(in, 1, outs);
+    std::vector<KVBuffers> buffers = get_buffers(outs, slot_mappings_);
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [parts = parts_, lent = std::move(lent), rows = std::move(rows), x = View(in[0]),
-         window = window_, out = outs[0].data<float>()]() mutable {
-          lent.begin();
-          work(*parts, x, rows, window, out);
-          lent.end();
+        [weights = weights_, writable = std::move(writable), buffers = std::move(buffers),
+         x = View(in[0]), window = window_, out = outs[0].data<float>()]() mutable {
+          writable.copy_shared();
+          run_block(*weights, x, buffers, window, out);
+          writable.release();
         });
   }
 
@@ -156,67 +164,71 @@ class AttentionBlockPrimitive : public CpuPrimitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
-  std::shared_ptr<const AttentionParts> parts_;
-  std::vector<Place> places_;
+  std::shared_ptr<const AttentionWeights> weights_;
+  std::vector<SlotMapping> slot_mappings_;
   int window_;
 };
 
-void want_fitting(const AttentionParts& parts) {
-  const int heads = parts.heads, kv_heads = parts.kv_heads, hidden = parts.q.product.inputs();
-  want(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
-       "heads of queries must be a multiple of those of keys");
-  const int depth = parts.depth(), width = parts.width();
-  want(depth > 0 && width > 0 && parts.q.product.outputs() == heads * depth &&
-           parts.k.product.outputs() == kv_heads * depth &&
-           parts.v.product.outputs() == kv_heads * width &&
-           parts.o.product.inputs() == heads * width,
-       "q, k, v and o must fit the number of heads");
-  want(parts.k.product.inputs() == hidden && parts.v.product.inputs() == hidden &&
-           parts.o.product.outputs() == hidden,
-       "hidden states must be of one width");
-  want(parts.by.scale > 0 && parts.by.softcap >= 0,
-       "scale must be positive, softcap positive or 0");
-  if (parts.by.sinks)
-    want(parts.by.sinks->dtype() == mx::float32 && parts.by.sinks->shape() == mx::Shape{heads},
-         "sinks must be [heads] of float32");
-  if (parts.rotary) want_rotary(*parts.rotary, depth);
+void check_shapes(const AttentionWeights& weights) {
+  const int heads = weights.heads, kv_heads = weights.kv_heads, hidden = weights.q.matmul.inputs();
+  require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
+          "heads of queries must be a multiple of those of keys");
+  const int key_dim = weights.key_dim(), value_dim = weights.value_dim();
+  require(key_dim > 0 && value_dim > 0 && weights.q.matmul.outputs() == heads * key_dim &&
+              weights.k.matmul.outputs() == kv_heads * key_dim &&
+              weights.v.matmul.outputs() == kv_heads * value_dim &&
+              weights.o.matmul.inputs() == heads * value_dim,
+          "q, k, v and o must fit the number of heads");
+  require(weights.k.matmul.inputs() == hidden && weights.v.matmul.inputs() == hidden &&
+              weights.o.matmul.outputs() == hidden,
+          "hidden states must be of one width");
+  require(weights.params.scale > 0 && weights.params.softcap >= 0,
+          "scale must be positive, softcap positive or 0");
+  if (weights.params.sinks)
+    require(weights.params.sinks->dtype() == mx::float32 &&
+                weights.params.sinks->shape() == mx::Shape{heads},
+            "sinks must be [heads] of float32");
+  if (weights.rope) check_rope(*weights.rope, key_dim);
 }
 
 }  // namespace
 
-AttentionBlock::AttentionBlock(AttentionParts parts) {
-  want_fitting(parts);
-  parts.norm = checked(std::move(parts.norm), parts.q.product.inputs());
-  awaited_.add(parts.norm.weight);
-  for (std::optional<RmsNorm>* norm : {&parts.q_norm, &parts.k_norm})
-    if (*norm) awaited_.add((*norm = checked(std::move(**norm), parts.depth()))->weight);
-  if (parts.rotary) awaited_.add(parts.rotary->periods = lined(parts.rotary->periods));
-  if (parts.by.sinks) awaited_.add(*(parts.by.sinks = lined(*parts.by.sinks)));
-  for (const Constant* one : {&parts.q, &parts.k, &parts.v, &parts.o}) awaited_.add(*one);
-  parts_ = std::make_shared<const AttentionParts>(std::move(parts));
+AttentionBlock::AttentionBlock(AttentionWeights weights) {
+  check_shapes(weights);
+  weights.norm = check_norm(std::move(weights.norm), weights.q.matmul.inputs());
+  pending_.add(weights.norm.weight);
+  for (std::optional<RmsNorm>* norm : {&weights.q_norm, &weights.k_norm})
+    if (*norm) pending_.add((*norm = check_norm(std::move(**norm), weights.key_dim()))->weight);
+  if (weights.rope) pending_.add(weights.rope->periods = contiguous_rows(weights.rope->periods));
+  if (weights.params.sinks)
+    pending_.add(*(weights.params.sinks = contiguous_rows(*weights.params.sinks)));
+  for (const BoundMatmul* one : {&weights.q, &weights.k, &weights.v, &weights.o})
+    pending_.add(*one);
+  weights_ = std::make_shared<const AttentionWeights>(std::move(weights));
 }
 
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> AttentionBlock::operator()(
     const mx::array& x, const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
-    const std::vector<Place>& places, int window) {
-  const std::size_t count = places.size();
-  const AttentionParts& parts = *parts_;
-  want(count > 0 && keys.size() == count && values.size() == count && window >= 0,
-       "each sequence needs buffers and a slot mapping");
-  want(x.dtype() == mx::float32 &&
-           x.shape() == mx::Shape{static_cast<int>(count), 1, parts.q.product.inputs()},
-       "x must be [batch, 1, hidden] of float32");
-  const PositionShape shape{parts.kv_heads, parts.depth(), parts.width()};
-  for (std::size_t b = 0; b < count; b++) want_place(places[b], 1, keys[b], values[b], shape);
+    const std::vector<SlotMapping>& slot_mappings, int window) {
+  const std::size_t count = slot_mappings.size();
+  const AttentionWeights& weights = *weights_;
+  require(count > 0 && keys.size() == count && values.size() == count && window >= 0,
+          "each sequence needs buffers and a slot mapping");
+  require(x.dtype() == mx::float32 &&
+              x.shape() == mx::Shape{static_cast<int>(count), 1, weights.q.matmul.inputs()},
+          "x must be [batch, 1, hidden] of float32");
+  const KVShape shape{weights.kv_heads, weights.key_dim(), weights.value_dim()};
+  for (std::size_t b = 0; b < count; b++)
+    check_slots(slot_mappings[b], 1, keys[b], values[b], shape);
   std::vector<mx::array> in{x};
   std::vector<mx::Shape> shapes{x.shape()};
   for (const auto* all : {&keys, &values})
     for (const mx::array& one : *all) in.push_back(one), shapes.push_back(one.shape());
-  awaited_.join(in);
+  pending_.append_pending(in);
   const std::vector<mx::Dtype> types(shapes.size(), mx::float32);
   auto outs = mx::array::make_arrays(
       std::move(shapes), types,
-      std::make_shared<AttentionBlockPrimitive>(cpu(), parts_, places, window), in);
+      std::make_shared<AttentionBlockPrimitive>(cpu(), weights_, slot_mappings, window), in);
   const auto middle = outs.begin() + 1 + static_cast<std::ptrdiff_t>(count);
   return {outs[0], {outs.begin() + 1, middle}, {middle, outs.end()}};
 }

@@ -1,28 +1,29 @@
-// One attention, cut into parts for the threads of the pool.
+// An attention operation, divided into tasks for the thread pool.
 //
-// Knows: how arrays lie in memory, where a cache keeps its positions. Must not know: the graph, who
-// owns a buffer. A part is a key/value head of one sequence and a block of queries.
+// Knows: memory layouts of arrays, slots of a cache. Must not know: the graph, who owns a buffer. A
+// task is one key/value head of one sequence and a block of queries.
 #pragma once
 
 #include <vector>
 
-#include "attending.hpp"
+#include "attention_ops.hpp"
 
 namespace mlxrunner {
 
-// One sequence's buffers: [Hkv, capacity, D or Dv].
-struct Buffers {
+// The buffers of one sequence: [Hkv, capacity, D or Dv].
+struct KVBuffers {
   float *keys, *values;
   std::int64_t capacity;
-  Place place;
+  SlotMapping slots;
 };
 
-// Of each place, where outs[1..] are all buffers of keys and then all of values.
-std::vector<Buffers> buffers_of(std::vector<mx::array>& outs, const std::vector<Place>& places);
+// Returns the buffers for each slot mapping. outs[1..] are all key buffers, then all value buffers.
+std::vector<KVBuffers> get_buffers(std::vector<mx::array>& outs,
+                                   const std::vector<SlotMapping>& slot_mappings);
 
-// What is the same for all parts. depth, width: of a key, of a value. out: [B, L, Hq, Dv].
+// The parameters that all tasks share. out: [B, L, Hq, Dv].
 struct AttentionJob {
-  std::int64_t batch, heads, kv_heads, length, depth, width;
+  std::int64_t batch, heads, kv_heads, length, key_dim, value_dim;
   bool causal;
   std::int64_t window;
   float scale, softcap;
@@ -33,9 +34,9 @@ struct AttentionJob {
 // q [B, Hq, L, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv].
 void attend(const AttentionJob& job, const View& q, const View& keys, const View& values);
 
-// The same of what each sequence's buffers hold, once k and v of the new positions are written to
-// them.
+// Writes k and v of the new positions to each sequence's buffers, then attends to all positions in
+// the buffers.
 void append_and_attend(const AttentionJob& job, const View& q, const View& k, const View& v,
-                       const std::vector<Buffers>& rows);
+                       const std::vector<KVBuffers>& buffers);
 
 }  // namespace mlxrunner

@@ -1,4 +1,4 @@
-// Attention, with and without writing to a cache first, as operations of MLX.
+// Attention as MLX operations, with and without appending to a cache.
 #pragma once
 
 #include <optional>
@@ -9,45 +9,46 @@
 
 namespace mlxrunner {
 
-// softmax(scale * Q K^T) V of what a query may see. window: how many positions, its own among them
-// (0: all); softcap: scores become softcap * tanh(score / softcap) (0: they do not); sinks: [Hq],
-// the logit of one more key, whose value is nothing.
-struct Attention {
+// The parameters of softmax(scale * Q K^T) V. window: how many positions a query sees, including
+// its own (0: all); softcap: scores become softcap * tanh(score / softcap) (0: off); sinks: [Hq],
+// the logit of an additional key whose value is zero.
+struct AttentionParams {
   float scale;
   int window;
   std::optional<mx::array> sinks;
   float softcap;
 };
 
-// Where the positions of one sequence lie in its buffer once the new ones are written: `length` of
-// them, the oldest (absolute position `first`) in slot `head`, and behind the last slot it goes on
-// at 0. The new ones are the last; `slot` is where they begin.
-struct Place {
-  int slot, length, head, first;
+// The slots of one sequence's positions in its buffer, after the new ones are written: `length`
+// positions, of which the oldest has absolute position `first_position` and is in slot `head_slot`;
+// after the last slot, positions continue in slot 0. The new positions are the last ones and begin
+// in slot `write_slot`.
+struct SlotMapping {
+  int write_slot, length, head_slot, first_position;
 };
 
-// What a position's keys and values are: so many of each, `depth` and `width` long.
-struct PositionShape {
-  int heads, depth, width;
+// The shape of a position's keys and values.
+struct KVShape {
+  int heads, key_dim, value_dim;
 };
 
-// Raises where a sequence's buffers are not of that shape, or `length` new positions do not lie in
-// them as `at` says.
-void want_place(const Place& at, int length, const mx::array& keys, const mx::array& values,
-                const PositionShape& shape);
+// Raises if a sequence's buffers do not have this shape, or if `slots` is not valid for `length`
+// new positions in them.
+void check_slots(const SlotMapping& slots, int length, const mx::array& keys,
+                 const mx::array& values, const KVShape& shape);
 
-// q [B, Hq, L, D], k [B, Hkv, L, D], v [B, Hkv, L, Dv] of new positions; for each of the B
-// sequences a buffer of keys [1, Hkv, capacity, D] and one of values -> [B, Hq, L, Dv], a view of
-// [B, L, Hq, Dv], and the buffers with the new positions in them. A buffer that nobody else holds
-// is written to in place.
+// q [B, Hq, L, D], k [B, Hkv, L, D] and v [B, Hkv, L, Dv] of the new positions; for each of the B
+// sequences a key buffer [1, Hkv, capacity, D] and a value buffer [1, Hkv, capacity, Dv]. Returns
+// [B, Hq, L, Dv], a view of [B, L, Hq, Dv], and the buffers with the new positions. A buffer with
+// no other reference is written in place.
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> attend(
     const mx::array& q, const mx::array& k, const mx::array& v, const std::vector<mx::array>& keys,
-    const std::vector<mx::array>& values, const std::vector<Place>& places,
-    const Attention& attention);
+    const std::vector<mx::array>& values, const std::vector<SlotMapping>& slot_mappings,
+    const AttentionParams& params);
 
-// Of keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] that are there. causal: the last query stands
-// where the last key does.
+// Attention to given keys [B, Hkv, S, D] and values [B, Hkv, S, Dv]. causal: the last query has the
+// position of the last key.
 mx::array attention(const mx::array& q, const mx::array& keys, const mx::array& values, bool causal,
-                    const Attention& attention);
+                    const AttentionParams& params);
 
 }  // namespace mlxrunner

@@ -1,13 +1,14 @@
-/* The three products that libmlx.so asks a BLAS for, handed on to a library of our choice.
+/* BLAS shim: the three matrix products that libmlx.so takes from a BLAS, forwarded to another
+ * library.
  *
  * Knows: the CBLAS interface, dlopen. Must not know: MLX, Python, which library is good.
  *
- * A library that is opened with RTLD_GLOBAL before libmlx.so answers for the BLAS that MLX's wheel
- * brings. That asks for names which some do not have (PyPI's scipy-openblas32 puts `scipy_` before
- * each), and takes over all names that the library has. So this one is what is opened globally: it
- * has three names and knows which library is behind them. models/cpu_backend.py calls
- * `mlxrunner_blas_open` once, and makes this library global only when that went well: until then
- * nobody can have called a product.
+ * If a library is opened with RTLD_GLOBAL before libmlx.so, its symbols replace those of the BLAS
+ * in MLX's wheel. MLX needs symbol names that some libraries lack (PyPI's scipy-openblas32 prefixes
+ * each name with `scipy_`), and a library that is opened globally
+ * replaces all the names that it exports. So only this shim is opened globally: it exports three
+ * names and forwards them to the real library. models/cpu_backend.py calls `mlxrunner_blas_open`
+ * once and makes this library global only if that succeeds, so no product can be called before.
  */
 
 #include <dlfcn.h>
@@ -15,108 +16,111 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ROW_MAJOR = 101, PLAIN = 111, TURNED = 112 };
+enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 
-/* Rows that are multiplied one after the other, each as a vector: up to here a product of matrices,
- * which first packs the right one, takes longer, whatever its size. Down the columns of a matrix
- * that is stored [in, out], along the rows of one that is stored [out, in]. */
-enum { FEW_DOWN = 2, FEW_ALONG = 4 };
+/* With at most this many rows, each row is multiplied as a vector: a matrix product first packs the
+ * right-hand matrix and takes longer, at any size. PLAIN: the matrix is stored [in, out];
+ * TRANSPOSED: it is stored [out, in]. */
+enum { MAX_GEMV_ROWS_PLAIN = 2, MAX_GEMV_ROWS_TRANSPOSED = 4 };
 
-/* BLAS with 64-bit integers is another interface: models/cpu_backend.py does not open one. */
-typedef void real_product(
-    int order, int turn_a, int turn_b, int m, int n, int k, float alpha, const float* a, int lda,
+/* A BLAS with 64-bit integers has another interface; models/cpu_backend.py does not open one. */
+typedef void sgemm_function(
+    int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
     const float* b, int ldb, float beta, float* c, int ldc);
-typedef void double_product(
-    int order, int turn_a, int turn_b, int m, int n, int k, double alpha, const double* a, int lda,
-    const double* b, int ldb, double beta, double* c, int ldc);
-typedef void complex_product(
-    int order, int turn_a, int turn_b, int m, int n, int k, const void* alpha, const void* a,
+typedef void dgemm_function(
+    int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double* a,
+    int lda, const double* b, int ldb, double beta, double* c, int ldc);
+typedef void cgemm_function(
+    int order, int trans_a, int trans_b, int m, int n, int k, const void* alpha, const void* a,
     int lda, const void* b, int ldb, const void* beta, void* c, int ldc);
-typedef void real_vector(
-    int order, int turn, int m, int n, float alpha, const float* a, int lda, const float* x,
+typedef void sgemv_function(
+    int order, int trans, int m, int n, float alpha, const float* a, int lda, const float* x,
     int incx, float beta, float* y, int incy);
 
-/* Written once, before this library is global; read ever after. */
+/* Written once before this library is global, read-only afterwards. */
 static struct {
-  real_product* sgemm;
-  double_product* dgemm;
-  complex_product* cgemm;
-  real_vector* sgemv;
-} behind;
+  sgemm_function* sgemm;
+  dgemm_function* dgemm;
+  cgemm_function* cgemm;
+  sgemv_function* sgemv;
+} real_blas;
 
-static atomic_ulong calls;
+static atomic_ulong num_calls;
 
-static void* named(void* library, const char* prefix, const char* name) {
-  char whole[64];
-  int length = snprintf(whole, sizeof whole, "%s%s", prefix, name);
-  return length > 0 && (size_t)length < sizeof whole ? dlsym(library, whole) : NULL;
+static void* find_symbol(void* library, const char* prefix, const char* name) {
+  char symbol[64];
+  int length = snprintf(symbol, sizeof symbol, "%s%s", prefix, name);
+  return length > 0 && (size_t)length < sizeof symbol ? dlsym(library, symbol) : NULL;
 }
 
-/* 0, or -1 with the reason in `why`. prefix: before each name of the library, mostly "". */
-int mlxrunner_blas_open(const char* path, const char* prefix, char* why, size_t room) {
+/* Returns 0, or -1 with a message in `error`. prefix: the prefix of the library's symbols, mostly
+ * "". */
+int mlxrunner_blas_open(const char* path, const char* prefix, char* error, size_t error_size) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == NULL) {
-    snprintf(why, room, "%s", dlerror());
+    snprintf(error, error_size, "%s", dlerror());
     return -1;
   }
-  void* found[4] = {
-      named(library, prefix, "cblas_sgemm"),
-      named(library, prefix, "cblas_dgemm"),
-      named(library, prefix, "cblas_cgemm"),
-      named(library, prefix, "cblas_sgemv"),
+  void* symbols[4] = {
+      find_symbol(library, prefix, "cblas_sgemm"),
+      find_symbol(library, prefix, "cblas_dgemm"),
+      find_symbol(library, prefix, "cblas_cgemm"),
+      find_symbol(library, prefix, "cblas_sgemv"),
   };
   for (int i = 0; i < 4; i++)
-    if (found[i] == NULL) {
-      snprintf(why, room, "%s has no CBLAS", path);
+    if (symbols[i] == NULL) {
+      snprintf(error, error_size, "%s has no CBLAS", path);
       dlclose(library);
       return -1;
     }
-  /* ISO C has no conversion from void* to a function; POSIX promises that the bits are the same */
-  memcpy(&behind.sgemm, &found[0], sizeof found[0]);
-  memcpy(&behind.dgemm, &found[1], sizeof found[1]);
-  memcpy(&behind.cgemm, &found[2], sizeof found[2]);
-  memcpy(&behind.sgemv, &found[3], sizeof found[3]);
+  /* ISO C has no conversion from void* to a function pointer; POSIX guarantees equal
+   * representations */
+  memcpy(&real_blas.sgemm, &symbols[0], sizeof symbols[0]);
+  memcpy(&real_blas.dgemm, &symbols[1], sizeof symbols[1]);
+  memcpy(&real_blas.cgemm, &symbols[2], sizeof symbols[2]);
+  memcpy(&real_blas.sgemv, &symbols[3], sizeof symbols[3]);
   return 0;
 }
 
-/* Products that came through here: the proof that MLX's own BLAS is out of use. */
+/* The number of products that used this shim; it shows that MLX's own BLAS is not in use. */
 unsigned long mlxrunner_blas_calls(void) {
-  return atomic_load_explicit(&calls, memory_order_relaxed);
+  return atomic_load_explicit(&num_calls, memory_order_relaxed);
 }
 
 void cblas_sgemm(
-    int order, int turn_a, int turn_b, int m, int n, int k, float alpha, const float* a, int lda,
+    int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
     const float* b, int ldb, float beta, float* c, int ldc) {
-  atomic_fetch_add_explicit(&calls, 1, memory_order_relaxed);
-  int turned = turn_b == TURNED;
-  /* sgemv of no columns leaves y as it is, where sgemm of k = 0 multiplies it with beta */
-  if (order != ROW_MAJOR || m > (turned ? FEW_ALONG : FEW_DOWN) || k < 1 || n < 1) {
-    behind.sgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  atomic_fetch_add_explicit(&num_calls, 1, memory_order_relaxed);
+  int transposed = trans_b == TRANS;
+  /* sgemv without columns leaves y unchanged, but sgemm with k = 0 multiplies it by beta */
+  if (order != ROW_MAJOR ||
+      m > (transposed ? MAX_GEMV_ROWS_TRANSPOSED : MAX_GEMV_ROWS_PLAIN) || k < 1 || n < 1) {
+    real_blas.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     return;
   }
-  /* row i of op(a) begins at a + i * down, and its next number is `along` further */
-  size_t down = turn_a == PLAIN ? (size_t)lda : 1;
-  int along = turn_a == PLAIN ? 1 : lda;
+  /* row i of op(a) begins at a + i * row_stride; its elements are `step` apart */
+  size_t row_stride = trans_a == NO_TRANS ? (size_t)lda : 1;
+  int step = trans_a == NO_TRANS ? 1 : lda;
   for (size_t i = 0; i < (size_t)m; i++) {
     float* row = c + i * (size_t)ldc;
-    /* what lies there may be anything, and some libraries multiply it with 0 */
+    /* the output may hold any bits, and some libraries multiply it by 0 */
     if (beta == 0) memset(row, 0, (size_t)n * sizeof *row);
-    behind.sgemv(
-        ROW_MAJOR, turned ? PLAIN : TURNED, turned ? n : k, turned ? k : n, alpha, b, ldb,
-        a + i * down, along, beta, row, 1);
+    real_blas.sgemv(
+        ROW_MAJOR, transposed ? NO_TRANS : TRANS, transposed ? n : k, transposed ? k : n, alpha, b,
+        ldb, a + i * row_stride, step, beta, row, 1);
   }
 }
 
 void cblas_dgemm(
-    int order, int turn_a, int turn_b, int m, int n, int k, double alpha, const double* a, int lda,
-    const double* b, int ldb, double beta, double* c, int ldc) {
-  atomic_fetch_add_explicit(&calls, 1, memory_order_relaxed);
-  behind.dgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double* a,
+    int lda, const double* b, int ldb, double beta, double* c, int ldc) {
+  atomic_fetch_add_explicit(&num_calls, 1, memory_order_relaxed);
+  real_blas.dgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 void cblas_cgemm(
-    int order, int turn_a, int turn_b, int m, int n, int k, const void* alpha, const void* a,
+    int order, int trans_a, int trans_b, int m, int n, int k, const void* alpha, const void* a,
     int lda, const void* b, int ldb, const void* beta, void* c, int ldc) {
-  atomic_fetch_add_explicit(&calls, 1, memory_order_relaxed);
-  behind.cgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  atomic_fetch_add_explicit(&num_calls, 1, memory_order_relaxed);
+  real_blas.cgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }

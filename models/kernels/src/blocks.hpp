@@ -1,8 +1,9 @@
-// The two halves of a decoder block that has its norms in front, as one operation each.
+// The attention half and the MLP half of a pre-norm decoder block, each as one operation.
 //
-// In a decode step of a small model MLX takes as long for an operation as the operation itself. So
-// what stands between two additions to the residual stream is one. It is for few rows: all that is
-// made on the way is held at once. To the bit what the operations it stands for would return.
+// In a decode step of a small model, MLX's overhead per operation is as long as the operation
+// itself, so all work between two additions to the residual stream is one operation. These
+// operations are for few rows, because all intermediate results are in memory at once. The results
+// equal those of the separate operations to the bit.
 #pragma once
 
 #include <memory>
@@ -10,61 +11,62 @@
 #include <tuple>
 #include <vector>
 
-#include "attending.hpp"
-#include "constants.hpp"
+#include "attention_ops.hpp"
+#include "weights.hpp"
 #include "rowwise.hpp"
 
 namespace mlxrunner {
 
-// Of grouped-query attention. q, k, v, o: of hidden states; q_norm, k_norm: of each head, before it
-// is rotated. A window is not among it: that is the caches' affair.
-struct AttentionParts {
+// The weights and parameters of grouped-query attention. q, k, v, o: projections from and to hidden
+// states; q_norm, k_norm: norms of each head before the rotation. The window is not included,
+// because the caches determine it.
+struct AttentionWeights {
   RmsNorm norm;
-  Constant q, k, v, o;
+  BoundMatmul q, k, v, o;
   std::optional<RmsNorm> q_norm, k_norm;
-  std::optional<Rotary> rotary;
+  std::optional<RopeParams> rope;
   int heads, kv_heads;
-  Attention by;
+  AttentionParams params;
 
-  // Of a key, of a value.
-  int depth() const { return q.product.outputs() / heads; }
-  int width() const { return v.product.outputs() / kv_heads; }
+  // The size of a key and of a value.
+  int key_dim() const { return q.matmul.outputs() / heads; }
+  int value_dim() const { return v.matmul.outputs() / kv_heads; }
 };
 
 class AttentionBlock {
  public:
-  // Raises where parts do not fit each other.
-  explicit AttentionBlock(AttentionParts parts);
+  // Raises if the shapes of the weights do not match.
+  explicit AttentionBlock(AttentionWeights weights);
 
-  // x + o(attention(...)) of one new position of each sequence, x [B, 1, hidden] float32; and the
-  // buffers with it in them, as `attend` takes and returns them. It stands behind what its place
-  // says is there, and is rotated by that.
+  // Returns x + o(attention(...)) of one new position per sequence, x [B, 1, hidden] float32, and
+  // the buffers with the new positions, like `attend`. A position's rotation follows from its slot
+  // mapping.
   std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> operator()(
       const mx::array& x, const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
-      const std::vector<Place>& places, int window);
+      const std::vector<SlotMapping>& slot_mappings, int window);
 
  private:
-  std::shared_ptr<const AttentionParts> parts_;
-  Awaited awaited_;
+  std::shared_ptr<const AttentionWeights> weights_;
+  PendingInputs pending_;
 };
 
-struct MlpParts {
+struct MlpWeights {
   RmsNorm norm;
   Activation activation;
-  Constant gate, up, down;
+  BoundMatmul gate, up, down;
 };
 
 class MlpBlock {
  public:
-  // Raises where parts do not fit each other, and where gate and up differ in shape or format.
-  explicit MlpBlock(MlpParts parts);
+  // Raises if the shapes of the weights do not match, or if gate and up differ in shape or format.
+  explicit MlpBlock(MlpWeights weights);
 
-  // x + down(activation(gate(h)) * up(h)), h = norm(x), of x [..., hidden] float32.
+  // Returns x + down(activation(gate(h)) * up(h)) with h = norm(x), x [..., hidden] float32.
   mx::array operator()(const mx::array& x);
 
  private:
-  std::shared_ptr<const MlpParts> parts_;
-  Awaited awaited_;
+  std::shared_ptr<const MlpWeights> weights_;
+  PendingInputs pending_;
 };
 
 }  // namespace mlxrunner

@@ -1,13 +1,13 @@
-// Both products of a gated layer for those who are at work already.
+// Fused gate and up projections of a gated MLP, for use within other operations.
 #pragma once
 
-#include "products.hpp"
+#include "matmul_ops.hpp"
 
 namespace mlxrunner {
 
-// activation(gate x) * (up x) -> [count, rows], on the threads of the pool. x: packed rows, few
-// enough for a slab. gate and up: of one shape and format.
-void multiply_gated(Activation kind, const Factor& gate, const Factor& up, const float* x,
-                    std::int64_t count, float* y);
+// Computes activation(gate x) * (up x) -> [count, rows] on the thread pool. x: contiguous rows, at
+// most kMaxInputRows. gate and up must have the same shape and format.
+void multiply_gate_up(Activation kind, const MatrixAndBias& gate, const MatrixAndBias& up,
+                      const float* x, std::int64_t count, float* y);
 
 }  // namespace mlxrunner

@@ -6,18 +6,18 @@
 
 namespace mlxrunner {
 
-void keep_memory() {
+void retain_freed_memory() {
 #if defined(__GLIBC__)
-  // larger ones, as a long prompt's, still come from the system and go back there: glibc takes no
-  // larger threshold
+  // larger arrays, such as those of a long prompt, still come from the system and return to it:
+  // glibc does not allow a larger threshold
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 128 << 20);
-  // arenas of other threads than the main one give back whatever these say
+  // arenas of other threads release memory regardless of these thresholds
   mallopt(M_ARENA_MAX, 1);
 #endif
 }
 
-void return_memory() {
+void trim_memory() {
 #if defined(__GLIBC__)
   malloc_trim(0);
 #endif

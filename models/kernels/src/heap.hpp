@@ -1,14 +1,15 @@
-// What becomes of memory that arrays let go of.
+// Memory policy: what malloc does with freed array memory.
 #pragma once
 
 namespace mlxrunner {
 
-// MLX has no cache of its own on a CPU: each array is malloc's, and a prompt's are megabytes, which
-// malloc hands back to the system at once and asks for again, page by page, with the next layer.
-// From now on it keeps some of it. For the process; where malloc is not glibc's, nothing happens.
-void keep_memory();
+// MLX has no buffer cache on the CPU: each array is allocated with malloc. The arrays of a prompt
+// are megabytes, which malloc returns to the system at once and requests again, page by page, for
+// the next layer. After this call malloc keeps part of the freed memory, in the whole process. No
+// effect if malloc is not glibc's.
+void retain_freed_memory();
 
-// All that is free goes back now.
-void return_memory();
+// Returns all free memory to the system.
+void trim_memory();
 
 }  // namespace mlxrunner

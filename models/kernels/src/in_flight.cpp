@@ -1,4 +1,4 @@
-#include "held.hpp"
+#include "in_flight.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -9,116 +9,119 @@
 #include <thread>
 #include <vector>
 
-#include "waiting.hpp"
+#include "spin_wait.hpp"
 
 namespace mlxrunner {
 
 namespace {
 
-// How long MLX may take, after the work is done, to let go of what it used for it: it does so with
-// its next task, and takes longer only where its thread has lost the CPU.
-constexpr auto kBehind = std::chrono::microseconds(500);
+// How long MLX may take to release the arrays of finished work. MLX releases them with its next
+// task, and takes longer only if its thread was preempted.
+constexpr auto kReleaseTimeout = std::chrono::microseconds(500);
 
-// How long to look whether work is done before sleeping until it is. Who waits here is a step ahead
-// of it, and so late for nothing; who looks takes time from threads that compute.
-constexpr auto kLooking = std::chrono::microseconds(50);
+// How long to poll for finished work before sleeping. The waiting thread is a step ahead of that
+// work, so waiting delays nothing, while polling takes CPU time from the threads that compute.
+constexpr auto kSpinTime = std::chrono::microseconds(50);
 
-// What all work under way holds, each as often as it is held.
-struct Register {
+// The memory that work in flight uses, with one entry per use.
+struct InFlightRegistry {
   std::mutex mutex;
-  std::condition_variable less;
-  std::vector<const void*> held;
-  std::atomic<std::uint32_t> turn{0};  // changes when less is held
+  std::condition_variable released;
+  std::vector<const void*> in_use;
+  std::atomic<std::uint32_t> num_releases{0};  // incremented when memory is released
 
-  static Register& only() {
-    // never destroyed: threads of MLX's outlive static objects
-    static auto* one = new Register;
+  static InFlightRegistry& instance() {
+    // never destroyed: MLX's threads outlive static objects
+    static auto* one = new InFlightRegistry;
     return *one;
   }
 
-  bool holds(const void* memory) const {
-    return std::find(held.begin(), held.end(), memory) != held.end();
+  bool contains(const void* memory) const {
+    return std::find(in_use.begin(), in_use.end(), memory) != in_use.end();
   }
 };
 
 }  // namespace
 
-struct Held::Memory {
-  std::vector<std::shared_ptr<mx::array::Data>> all;
+struct InFlightArrays::Memory {
+  std::vector<std::shared_ptr<mx::array::Data>> data;
 
   ~Memory() { release(); }
 
   void add(const mx::array& a) {
-    Register& r = Register::only();
+    InFlightRegistry& r = InFlightRegistry::instance();
     std::lock_guard lock(r.mutex);
-    r.held.push_back(a.data_shared_ptr().get());
-    all.push_back(a.data_shared_ptr());  // there is room
+    r.in_use.push_back(a.data_shared_ptr().get());
+    data.push_back(a.data_shared_ptr());  // reserved by the constructor
   }
 
   void release() {
-    if (all.empty()) return;
-    Register& r = Register::only();
+    if (data.empty()) return;
+    InFlightRegistry& r = InFlightRegistry::instance();
     {
       std::lock_guard lock(r.mutex);
-      for (const auto& one : all) r.held.erase(std::find(r.held.begin(), r.held.end(), one.get()));
+      for (const auto& one : data)
+        r.in_use.erase(std::find(r.in_use.begin(), r.in_use.end(), one.get()));
     }
-    all.clear();
-    r.turn.fetch_add(1, std::memory_order_release);
-    r.less.notify_all();
+    data.clear();
+    r.num_releases.fetch_add(1, std::memory_order_release);
+    r.released.notify_all();
   }
 };
 
-Held::Held(std::size_t arrays) : memory_(std::make_shared<Memory>()) {
-  memory_->all.reserve(arrays);
+InFlightArrays::InFlightArrays(std::size_t arrays) : memory_(std::make_shared<Memory>()) {
+  memory_->data.reserve(arrays);
 }
 
-void Held::add(const mx::array& a) { memory_->add(a); }
+void InFlightArrays::add(const mx::array& a) { memory_->add(a); }
 
-void Held::release() { memory_->release(); }
+void InFlightArrays::release() { memory_->release(); }
 
-bool released(const mx::array& a) {
+bool wait_until_writable(const mx::array& a) {
   if (a.is_donatable()) return true;
-  Register& r = Register::only();
+  InFlightRegistry& r = InFlightRegistry::instance();
   const void* memory = a.data_shared_ptr().get();
   for (;;) {
-    const std::uint32_t seen = r.turn.load(std::memory_order_acquire);
+    const std::uint32_t known_releases = r.num_releases.load(std::memory_order_acquire);
     std::unique_lock lock(r.mutex);
-    if (!r.holds(memory)) break;
+    if (!r.contains(memory)) break;
     lock.unlock();
-    if (changed(r.turn, seen, kLooking)) continue;
+    if (spin_until_changed(r.num_releases, known_releases, kSpinTime)) continue;
     lock.lock();
-    r.less.wait(lock, [&] { return !r.holds(memory); });
+    r.released.wait(lock, [&] { return !r.contains(memory); });
     break;
   }
   for (const auto start = std::chrono::steady_clock::now(); !a.is_donatable();) {
-    // what one array holds that several know is no work under way
+    // only this array holds the data: other references to the array itself are not work in flight
     if (a.data_shared_ptr().use_count() == 1) return a.is_donatable();
-    if (std::chrono::steady_clock::now() - start > kBehind) return false;
+    if (std::chrono::steady_clock::now() - start > kReleaseTimeout) return false;
     std::this_thread::yield();
   }
   return true;
 }
 
-Lent::Lent(const std::vector<mx::array>& in, std::size_t first, std::vector<mx::array>& outs)
-    : held_(outs.size()) {
-  // every output holds all inputs, until MLX clears them behind us; so long nothing is anybody's
+WritableBuffers::WritableBuffers(const std::vector<mx::array>& in, std::size_t first,
+                                 std::vector<mx::array>& outs)
+    : in_flight_(outs.size()) {
+  // every output references all inputs until MLX clears them later; until then, no input would be
+  // donatable
   for (mx::array& out : outs)
     if (&out.inputs() != &in && !out.is_tracer()) out.inputs().clear();
   for (std::size_t i = 1; i < outs.size(); i++) {
     mx::array& out = outs[i];
     const mx::array& old = in[first + i - 1];
-    if (old.flags().row_contiguous && released(old)) {
+    if (old.flags().row_contiguous && wait_until_writable(old)) {
       out.copy_shared_buffer(old);
     } else {
       allocate(out);
       copies_.emplace_back(View(old), out.data<float>());
     }
-    held_.add(out);
+    in_flight_.add(out);
   }
-  held_.add(outs[0]);
+  in_flight_.add(outs[0]);
 }
 
-void Lent::begin() const {
+void WritableBuffers::copy_shared() const {
   for (const auto& [from, to] : copies_) {
     const float* all = from.rows(to);
     std::size_t size = sizeof(float);

@@ -1,10 +1,9 @@
-// Memory that work under way still needs, and when it may be written to again.
+// Tracks the memory that work in flight uses, and when it may be written again.
 //
-// MLX gives a primitive its arrays before the work of the primitives ahead of it is done, and keeps
-// what those use until then: so a buffer looks as if somebody shared it, if the step that wrote to
-// it last is not yet through. A buffer of keys is worth waiting for, since the other way is to copy
-// it. The stream that works never waits for the thread that asks, and what it works on meanwhile is
-// a whole step but one layer.
+// MLX passes arrays to a primitive before the work of earlier primitives is done, and retains their
+// arrays until then. So a buffer appears to be shared as long as the step that wrote it last is not
+// finished. For a buffer of keys, waiting is cheaper than copying. The computing stream never waits
+// for the thread that waits here, and meanwhile has all but one layer of a step to compute.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +15,13 @@
 
 namespace mlxrunner {
 
-// Belongs to one piece of work. Copies are one and the same, and the last of them lets go of what
-// is still held: work that failed, or was never begun, keeps nobody waiting.
-class Held {
+// The arrays of one unit of work. Copies share their state, and the last copy releases what is
+// left: work that failed or never started blocks no waiting thread.
+class InFlightArrays {
  public:
-  explicit Held(std::size_t arrays);
+  explicit InFlightArrays(std::size_t arrays);
   void add(const mx::array& a);
-  // When the work is done, which is before MLX lets go of it.
+  // Call when the work is done, which is before MLX releases the arrays.
   void release();
 
  private:
@@ -30,22 +29,24 @@ class Held {
   std::shared_ptr<Memory> memory_;
 };
 
-// Whether `a` may be written to, now or, if only work under way keeps it, once that is done.
-bool released(const mx::array& a);
+// Returns whether `a` may be written. If only work in flight uses `a`, waits until that work is
+// done.
+bool wait_until_writable(const mx::array& a);
 
-// Buffers that a primitive writes to: those that it was given where nobody else holds them, else
+// The buffers that a primitive writes: the inputs themselves if they have no other reference, else
 // copies.
-class Lent {
+class WritableBuffers {
  public:
-  // When it gets its arrays: in[first..] are the buffers, and outs[1..] what becomes of them.
-  // outs[0] has its memory already.
-  Lent(const std::vector<mx::array>& in, std::size_t first, std::vector<mx::array>& outs);
-  // Around the work.
-  void begin() const;
-  void end() { held_.release(); }
+  // Call when the primitive receives its arrays: in[first..] are the buffers, and outs[1..] are
+  // their updated versions. outs[0] is already allocated.
+  WritableBuffers(const std::vector<mx::array>& in, std::size_t first,
+                  std::vector<mx::array>& outs);
+  // Call before and after the work.
+  void copy_shared() const;
+  void release() { in_flight_.release(); }
 
  private:
-  Held held_;
+  InFlightArrays in_flight_;
   std::vector<std::pair<View, float*>> copies_;
 };
 

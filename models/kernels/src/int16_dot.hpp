@@ -1,47 +1,49 @@
-// Whole numbers of x, and what they make with numbers of w, in pairs of 16 bits: what every
-// processor multiplies and adds.
+// Dot products of quantised x and w in pairs of 16-bit integers, which every processor supports.
 //
-// Knows: words of kAbreast rows (lanes_*.hpp). Must not know: scales, strips. The other way, to the
-// same bits: whole_quads.hpp.
+// Knows: words of kWordRows rows (simd_*.hpp). Must not know: scales, panels. int8_vnni.hpp
+// computes the same bits in another way.
 //
-// A number of x is 256 * high + low, low in [-128, 128), as two of 16 bits. A pair's are 8 bytes:
+// An integer of x is 256 * high + low, with low in [-128, 128), stored as two 16-bit integers. A
+// pair takes 8 bytes:
 //
 //   high high low low
 //
-// The J-th pair of a word are bits [J * kBits, (J + 1) * kBits) of its halves, which are not
-// neighbours in a row; those of x are put into that order.
+// The J-th pair of a word is bits [J * kBits, (J + 1) * kBits) of the word's two halves. These two
+// integers are not adjacent in a row, so x is stored in the same order.
 #pragma once
 
-#include "strips.hpp"
+#include "panels.hpp"
 
 namespace mlxrunner::ISA {
 
-inline constexpr int kShare = 2;        // numbers of a row that meet at once
-inline constexpr int kNumberBytes = 4;  // of x
-// Sums that do not wait for each other.
-constexpr int chains(int x) { return x <= 2 ? 2 : 1; }
+inline constexpr int kNumbersPerDot = 2;  // integers of a row per instruction
+inline constexpr int kInputBytes = 4;     // per integer of x
+// The number of independent accumulators.
+constexpr int num_chains(int x) { return x <= 2 ? 2 : 1; }
 
-struct Whole {
-  Sum high, low;
+struct SplitSum {
+  IntVector high, low;
 };
 
-inline Whole nothing() { return {none(), none()}; }
+inline SplitSum zero_sum() { return {zero_int(), zero_int()}; }
 
 template <int kBits, int J>
-inline Words share(Words words) {
-  return bits_of<J * kBits, kBits>(words);
+inline WordVector select_numbers(WordVector words) {
+  return extract_bits<J * kBits, kBits>(words);
 }
 
-inline void add_share(Whole& sum, Words numbers, const std::int8_t* x) {
-  add_pairs(sum.high, numbers, all_words(x));
-  add_pairs(sum.low, numbers, all_words(x + 4));
+inline void add_dot(SplitSum& sum, WordVector numbers, const std::int8_t* x) {
+  add_pairs(sum.high, numbers, broadcast_word(x));
+  add_pairs(sum.low, numbers, broadcast_word(x + 4));
 }
 
-inline Whole both(Whole a, Whole b) { return {both(a.high, b.high), both(a.low, b.low)}; }
+inline SplitSum add_sums(SplitSum a, SplitSum b) {
+  return {add_int(a.high, b.high), add_int(a.low, b.low)};
+}
 
-// Numbers of x, word by word.
+// Stores the integers of x in the order of the words.
 template <int kBits>
-inline void put(const std::int32_t* numbers, i64 count, std::int8_t* out) {
+inline void store_input(const std::int32_t* numbers, i64 count, std::int8_t* out) {
   constexpr int kPerWord = 32 / kBits;
   std::int16_t word[2 * kPerWord];
   for (i64 n = 0; n < count; n += kPerWord, out += sizeof word) {
@@ -55,7 +57,7 @@ inline void put(const std::int32_t* numbers, i64 count, std::int8_t* out) {
   }
 }
 
-inline Part high_of(const Whole& sum) { return to_part(sum.high); }
-inline Part low_of(const Whole& sum) { return to_part(sum.low); }
+inline SubVector high_part(const SplitSum& sum) { return to_float(sum.high); }
+inline SubVector low_part(const SplitSum& sum) { return to_float(sum.low); }
 
 }  // namespace mlxrunner::ISA

@@ -1,10 +1,10 @@
-// Compiled for AVX2 with fused multiply-add, whatever the rest is compiled for.
+// The kernels for AVX2 with FMA. Only this file is compiled for that instruction set.
 #if defined(__x86_64__)
 
 #define ISA avx2
-#include "lanes_avx2.hpp"
-#include "whole_pairs.hpp"
-#include "table.hpp"
+#include "simd_avx2.hpp"
+#include "int16_dot.hpp"
+#include "kernel_table.hpp"
 
 namespace mlxrunner {
 

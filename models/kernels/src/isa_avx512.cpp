@@ -1,10 +1,10 @@
-// Compiled for AVX-512, whatever the rest is compiled for.
+// The kernels for AVX-512. Only this file is compiled for that instruction set.
 #if defined(__x86_64__)
 
 #define ISA avx512
-#include "lanes_avx512.hpp"
-#include "whole_pairs.hpp"
-#include "table.hpp"
+#include "simd_avx512.hpp"
+#include "int16_dot.hpp"
+#include "kernel_table.hpp"
 
 namespace mlxrunner {
 

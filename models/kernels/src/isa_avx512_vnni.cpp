@@ -1,10 +1,10 @@
-// Compiled for AVX-512 with VNNI, whatever the rest is compiled for.
+// The kernels for AVX-512 with VNNI. Only this file is compiled for that instruction set.
 #if defined(__x86_64__)
 
 #define ISA avx512_vnni
-#include "lanes_avx512.hpp"
-#include "whole_quads.hpp"
-#include "table.hpp"
+#include "simd_avx512.hpp"
+#include "int8_vnni.hpp"
+#include "kernel_table.hpp"
 
 namespace mlxrunner {
 

@@ -1,12 +1,12 @@
-// Which instruction set is used.
+// Selects the instruction set.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace mlxrunner {
 
-// The best that this machine has, or the one that MLXRUNNER_ISA names; chosen once. Throws where
-// there is none of that name.
+// Returns the kernels for the best instruction set of this machine, or for the one that
+// MLXRUNNER_ISA names. Selected once. Throws if this machine does not support the named one.
 const Kernels& kernels();
 
 }  // namespace mlxrunner

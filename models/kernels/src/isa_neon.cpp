@@ -1,10 +1,10 @@
-// Every 64-bit ARM has NEON, with fused multiply-add.
+// The kernels for NEON. Every 64-bit ARM processor has NEON with fused multiply-add.
 #if defined(__aarch64__) && defined(__ARM_NEON)
 
 #define ISA neon
-#include "lanes_neon.hpp"
-#include "whole_pairs.hpp"
-#include "table.hpp"
+#include "simd_neon.hpp"
+#include "int16_dot.hpp"
+#include "kernel_table.hpp"
 
 namespace mlxrunner {
 

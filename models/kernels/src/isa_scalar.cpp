@@ -1,8 +1,8 @@
-// Compiled for what the rest is compiled for; every machine has it.
+// The portable kernels, compiled for the default target. Every machine can run them.
 #define ISA scalar
-#include "lanes_scalar.hpp"
-#include "whole_pairs.hpp"
-#include "table.hpp"
+#include "simd_scalar.hpp"
+#include "int16_dot.hpp"
+#include "kernel_table.hpp"
 
 namespace mlxrunner {
 

@@ -1,24 +1,24 @@
-// The table of one instruction set, whose name ISA is.
+// The kernel table of one instruction set, in namespace ISA.
 #pragma once
 
 #include "attention.hpp"
 #include "pointwise.hpp"
-#include "product.hpp"
+#include "matmul.hpp"
 
 namespace mlxrunner::ISA {
 
 inline constexpr Kernels kTable{
     .name = kName,
-    .arranged_stride = arranged_stride,
-    .block = kBlockX,
-    .arrange = arrange,
-    .product = product,
-    .product_scratch = product_scratch,
-    .expand = expand,
+    .packed_input_stride = packed_input_stride,
+    .input_block = kInputRowsPerTile,
+    .pack_input = pack_input,
+    .matmul = matmul,
+    .matmul_scratch = matmul_scratch,
+    .dequantize_row = dequantize_row,
     .rms_norm = rms_norm,
-    .angles = angles,
+    .rope_angles = rope_angles,
     .rotate = rotate,
-    .gate = gate,
+    .glu = glu,
     .attend = attend,
     .attend_scratch = attend_scratch,
 };

@@ -3,39 +3,41 @@
 #include <utility>
 
 #include "blocks.hpp"
-#include "gated.hpp"
+#include "gate_up.hpp"
 #include "residual.hpp"
 
 namespace mlxrunner {
 
 namespace {
 
-struct ForPieces;
+struct ForArena;
 
-void work(const MlpParts& parts, const View& x, std::int64_t count, float* out) {
-  const Factor gate = parts.gate.factor(), up = parts.up.factor(), down = parts.down.factor();
+void run_block(const MlpWeights& weights, const View& x, std::int64_t count, float* out) {
+  const MatrixAndBias gate = weights.gate.matrix_and_bias(), up = weights.up.matrix_and_bias(),
+                      down = weights.down.matrix_and_bias();
   const std::int64_t hidden = gate.w.width, inner = gate.w.rows;
-  const std::int64_t all = Pieces::padded(count * hidden), middle = Pieces::padded(count * inner);
-  Pieces pieces(scratch<ForPieces>(static_cast<std::size_t>(2 * all + middle)));
-  const float* rows = x.rows(pieces.of(count * hidden));
-  float *normed = pieces.of(count * hidden), *gated = pieces.of(count * inner);
-  normalise(parts.norm, rows, count, hidden, normed);
-  multiply_gated(parts.activation, gate, up, normed, count, gated);
+  const std::int64_t hidden_floats = ScratchArena::round_up(count * hidden),
+                     inner_floats = ScratchArena::round_up(count * inner);
+  ScratchArena arena(scratch<ForArena>(static_cast<std::size_t>(2 * hidden_floats + inner_floats)));
+  const float* residual = x.rows(arena.allocate(count * hidden));
+  float *normed = arena.allocate(count * hidden), *gated = arena.allocate(count * inner);
+  normalise(weights.norm, residual, count, hidden, normed);
+  multiply_gate_up(weights.activation, gate, up, normed, count, gated);
   multiply(down.w, gated, count, down.bias, out);
-  add(rows, count, hidden, out);
+  add(residual, count, hidden, out);
 }
 
 class MlpBlockPrimitive : public CpuPrimitive {
  public:
-  MlpBlockPrimitive(mx::Stream stream, std::shared_ptr<const MlpParts> parts)
-      : CpuPrimitive(stream), parts_(std::move(parts)) {}
+  MlpBlockPrimitive(mx::Stream stream, std::shared_ptr<const MlpWeights> weights)
+      : CpuPrimitive(stream), weights_(std::move(weights)) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate(outs[0]);
     const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / in[0].shape(-1);
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [parts = parts_, x = View(in[0]), count, out = outs[0].data<float>()] {
-          if (count) work(*parts, x, count, out);
+        [weights = weights_, x = View(in[0]), count, out = outs[0].data<float>()] {
+          if (count) run_block(*weights, x, count, out);
         });
   }
 
@@ -43,28 +45,29 @@ class MlpBlockPrimitive : public CpuPrimitive {
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
-  std::shared_ptr<const MlpParts> parts_;
+  std::shared_ptr<const MlpWeights> weights_;
 };
 
 }  // namespace
 
-MlpBlock::MlpBlock(MlpParts parts) {
-  const Product &gate = parts.gate.product, &down = parts.down.product;
-  parts.norm = checked(std::move(parts.norm), gate.inputs());
-  want(gate.alike(parts.up.product), "gate and up must be matrices of one shape and format");
-  want(gate.outputs() > 0 && down.inputs() == gate.outputs() && down.outputs() == gate.inputs(),
-       "down must take gate's outputs and return gate's inputs");
-  awaited_.add(parts.norm.weight);
-  for (const Constant* one : {&parts.gate, &parts.up, &parts.down}) awaited_.add(*one);
-  parts_ = std::make_shared<const MlpParts>(std::move(parts));
+MlpBlock::MlpBlock(MlpWeights weights) {
+  const Matmul &gate = weights.gate.matmul, &down = weights.down.matmul;
+  weights.norm = check_norm(std::move(weights.norm), gate.inputs());
+  require(gate.has_same_format(weights.up.matmul),
+          "gate and up must be matrices of one shape and format");
+  require(gate.outputs() > 0 && down.inputs() == gate.outputs() && down.outputs() == gate.inputs(),
+          "down must take gate's outputs and return gate's inputs");
+  pending_.add(weights.norm.weight);
+  for (const BoundMatmul* one : {&weights.gate, &weights.up, &weights.down}) pending_.add(*one);
+  weights_ = std::make_shared<const MlpWeights>(std::move(weights));
 }
 
 mx::array MlpBlock::operator()(const mx::array& x) {
-  want(x.dtype() == mx::float32 && x.ndim() > 0 && x.shape(-1) == parts_->gate.product.inputs(),
-       "x must be [..., hidden] of float32");
+  require(x.dtype() == mx::float32 && x.ndim() > 0 && x.shape(-1) == weights_->gate.matmul.inputs(),
+          "x must be [..., hidden] of float32");
   std::vector<mx::array> in{x};
-  awaited_.join(in);
-  return mx::array(x.shape(), mx::float32, std::make_shared<MlpBlockPrimitive>(cpu(), parts_),
+  pending_.append_pending(in);
+  return mx::array(x.shape(), mx::float32, std::make_shared<MlpBlockPrimitive>(cpu(), weights_),
                    std::move(in));
 }
 

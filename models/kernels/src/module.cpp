@@ -1,4 +1,4 @@
-// The Python face of the kernels: objects that hold weights and are called with arrays.
+// The Python bindings: objects that hold weights and are called with arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -9,14 +9,14 @@
 
 #include <mlx/version.h>
 
-#include "attending.hpp"
+#include "attention_ops.hpp"
 #include "blocks.hpp"
-#include "cpu.hpp"
+#include "isa_dispatch.hpp"
 #include "heap.hpp"
-#include "pool.hpp"
-#include "products.hpp"
+#include "thread_pool.hpp"
+#include "matmul_ops.hpp"
 #include "rowwise.hpp"
-#include "stripped.hpp"
+#include "repack.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,21 +34,21 @@ void bind_rowwise(nb::module_& m) {
       },
       "x"_a, "offset"_a, "periods"_a, "dims"_a, nb::kw_only(), "traditional"_a = false,
       "magnitude"_a = 1.0f);
-  m.def("gate", &gate, "kind"_a, "gate"_a, "up"_a);
+  m.def("gate", &glu, "kind"_a, "gate"_a, "up"_a);
 }
 
-using Numbers = std::vector<int>;
+using Ints = std::vector<int>;
 
-std::vector<Place> places_of(const Numbers& slots, const Numbers& lengths, const Numbers& heads,
-                             const Numbers& firsts) {
-  if (lengths.size() != slots.size() || heads.size() != slots.size() ||
-      firsts.size() != slots.size())
+std::vector<SlotMapping> make_slot_mappings(const Ints& slots, const Ints& lengths,
+                                            const Ints& head_slots, const Ints& first_positions) {
+  if (lengths.size() != slots.size() || head_slots.size() != slots.size() ||
+      first_positions.size() != slots.size())
     throw std::invalid_argument(
         "each sequence needs a slot, a length, a head slot and a first position");
-  std::vector<Place> places;
+  std::vector<SlotMapping> slot_mappings;
   for (std::size_t b = 0; b < slots.size(); b++)
-    places.push_back({slots[b], lengths[b], heads[b], firsts[b]});
-  return places;
+    slot_mappings.push_back({slots[b], lengths[b], head_slots[b], first_positions[b]});
+  return slot_mappings;
 }
 
 void bind_attention(nb::module_& m) {
@@ -56,10 +56,13 @@ void bind_attention(nb::module_& m) {
       "attend",
       [](const mx::array& q, const mx::array& k, const mx::array& v,
          const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
-         const Numbers& slots, const Numbers& lengths, const Numbers& heads, const Numbers& firsts,
-         float scale, int window, std::optional<mx::array> sinks, float softcap) {
-        const std::vector<Place> places = places_of(slots, lengths, heads, firsts);
-        return attend(q, k, v, keys, values, places, {scale, window, std::move(sinks), softcap});
+         const Ints& slots, const Ints& lengths, const Ints& head_slots,
+         const Ints& first_positions, float scale, int window, std::optional<mx::array> sinks,
+         float softcap) {
+        const std::vector<SlotMapping> slot_mappings =
+            make_slot_mappings(slots, lengths, head_slots, first_positions);
+        return attend(q, k, v, keys, values, slot_mappings,
+                      {scale, window, std::move(sinks), softcap});
       },
       "q"_a, "k"_a, "v"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
       nb::kw_only(), "scale"_a, "window"_a = 0, "sinks"_a = nb::none(), "softcap"_a = 0.0f);
@@ -76,92 +79,97 @@ void bind_attention(nb::module_& m) {
 // A norm: its weight and epsilon.
 using Norm = std::pair<mx::array, float>;
 
-std::optional<RmsNorm> norm_of(const std::optional<Norm>& given) {
-  if (!given) return std::nullopt;
-  return RmsNorm{given->first, given->second};
+std::optional<RmsNorm> make_norm(const std::optional<Norm>& norm) {
+  if (!norm) return std::nullopt;
+  return RmsNorm{norm->first, norm->second};
 }
 
 void bind_blocks(nb::module_& m) {
   nb::class_<AttentionBlock>(m, "AttentionBlock", "The attention half of a decoder block.")
-      .def("__init__",
-           [](AttentionBlock* self, const Norm& norm, const Product& q, const Product& k,
-              const Product& v, const Product& o, int heads, int kv_heads, float scale,
-              const std::optional<Norm>& q_norm, const std::optional<Norm>& k_norm,
-              std::optional<mx::array> periods, int dims, bool traditional, float magnitude,
-              std::optional<mx::array> sinks) {
-             std::optional<Rotary> rotary;
-             if (periods) rotary = Rotary{std::move(*periods), dims, traditional, magnitude};
-             new (self) AttentionBlock({{norm.first, norm.second},
-                                        Constant(q),
-                                        Constant(k),
-                                        Constant(v),
-                                        Constant(o),
-                                        norm_of(q_norm),
-                                        norm_of(k_norm),
-                                        std::move(rotary),
-                                        heads,
-                                        kv_heads,
-                                        {scale, 0, std::move(sinks), 0}});
-           },
-           "norm"_a, "q"_a, "k"_a, "v"_a, "o"_a, nb::kw_only(), "heads"_a, "kv_heads"_a, "scale"_a,
-           "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "periods"_a = nb::none(),
-           "dims"_a = 0, "traditional"_a = false, "magnitude"_a = 1.0f, "sinks"_a = nb::none())
+      .def(
+          "__init__",
+          [](AttentionBlock* self, const Norm& norm, const Matmul& q, const Matmul& k,
+             const Matmul& v, const Matmul& o, int heads, int kv_heads, float scale,
+             const std::optional<Norm>& q_norm, const std::optional<Norm>& k_norm,
+             std::optional<mx::array> periods, int dims, bool traditional, float magnitude,
+             std::optional<mx::array> sinks) {
+            std::optional<RopeParams> rope;
+            if (periods) rope = RopeParams{std::move(*periods), dims, traditional, magnitude};
+            new (self) AttentionBlock({{norm.first, norm.second},
+                                       BoundMatmul(q),
+                                       BoundMatmul(k),
+                                       BoundMatmul(v),
+                                       BoundMatmul(o),
+                                       make_norm(q_norm),
+                                       make_norm(k_norm),
+                                       std::move(rope),
+                                       heads,
+                                       kv_heads,
+                                       {scale, 0, std::move(sinks), 0}});
+          },
+          "norm"_a, "q"_a, "k"_a, "v"_a, "o"_a, nb::kw_only(), "heads"_a, "kv_heads"_a, "scale"_a,
+          "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "periods"_a = nb::none(), "dims"_a = 0,
+          "traditional"_a = false, "magnitude"_a = 1.0f, "sinks"_a = nb::none())
       .def(
           "__call__",
           [](AttentionBlock& self, const mx::array& x, const std::vector<mx::array>& keys,
-             const std::vector<mx::array>& values, const Numbers& slots, const Numbers& lengths,
-             const Numbers& heads, const Numbers& firsts, int window) {
-            return self(x, keys, values, places_of(slots, lengths, heads, firsts), window);
+             const std::vector<mx::array>& values, const Ints& slots, const Ints& lengths,
+             const Ints& head_slots, const Ints& first_positions, int window) {
+            return self(x, keys, values,
+                        make_slot_mappings(slots, lengths, head_slots, first_positions), window);
           },
-          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a,
-          "window"_a);
+          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "heads"_a, "firsts"_a, "window"_a);
   nb::class_<MlpBlock>(m, "MlpBlock", "The gated MLP half of a decoder block.")
-      .def("__init__",
-           [](MlpBlock* self, const Norm& norm, const std::string& activation, const Product& gate,
-              const Product& up, const Product& down) {
-             new (self) MlpBlock({{norm.first, norm.second},
-                                  activation_of(activation),
-                                  Constant(gate),
-                                  Constant(up),
-                                  Constant(down)});
-           },
-           "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a)
+      .def(
+          "__init__",
+          [](MlpBlock* self, const Norm& norm, const std::string& activation, const Matmul& gate,
+             const Matmul& up, const Matmul& down) {
+            new (self) MlpBlock({{norm.first, norm.second},
+                                 parse_activation(activation),
+                                 BoundMatmul(gate),
+                                 BoundMatmul(up),
+                                 BoundMatmul(down)});
+          },
+          "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a)
       .def("__call__", &MlpBlock::operator(), "x"_a);
 }
 
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  nb::module_::import_("mlx.core");  // whose array type is ours
+  nb::module_::import_("mlx.core");  // registers the array type that this module uses
 
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
-  m.def("threads", [] { return Pool::shared().threads(); },
-        "The number of threads that share a matmul.");
-  m.def("use_threads", [](int count) { Pool::shared().use(count); }, "count"_a,
-        "Set the number of threads; not while anything is evaluated.");
+  m.def(
+      "threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
+      "The number of threads that share a matmul.");
+  m.def(
+      "use_threads", [](int count) { mlxrunner::ThreadPool::shared().set_num_threads(count); },
+      "count"_a, "Set the number of threads; not while anything is evaluated.");
 
-  m.def("keep_memory", &keep_memory, "Keep freed memory for later arrays.");
-  m.def("return_memory", &return_memory, "Return free memory to the system.");
+  m.def("keep_memory", &retain_freed_memory, "Keep freed memory for later arrays.");
+  m.def("return_memory", &trim_memory, "Return free memory to the system.");
 
-  nb::class_<Product>(m, "Product", "x @ W^T + bias with a repacked matrix W.")
+  nb::class_<Matmul>(m, "Product", "x @ W^T + bias with a repacked matrix W.")
       .def(nb::init<mx::array, std::optional<mx::array>, std::optional<mx::array>,
                     std::optional<mx::array>, int, int>(),
            "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),
            nb::kw_only(), "group_size"_a = 0, "bits"_a = 0)
-      .def("__call__", &Product::operator(), "x"_a)
-      .def("alike", &Product::alike, "other"_a)
-      .def("choose", &Product::choose, "x"_a, "chosen"_a)
-      .def("rows", &Product::rows, "ids"_a);
+      .def("__call__", &Matmul::operator(), "x"_a)
+      .def("alike", &Matmul::has_same_format, "other"_a)
+      .def("choose", &Matmul::gather, "x"_a, "chosen"_a)
+      .def("rows", &Matmul::dequantize_rows, "ids"_a);
   m.def(
       "gated",
-      [](const std::string& activation, const Product& gate, const Product& up,
-         const mx::array& x) { return gated(gate, up, activation_of(activation), x); },
+      [](const std::string& activation, const Matmul& gate, const Matmul& up, const mx::array& x) {
+        return gate_up(gate, up, parse_activation(activation), x);
+      },
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
-  m.def("strips", &strips, "a"_a, "bits"_a = 0, nb::kw_only(), "back"_a = false);
+  m.def("strips", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "back"_a = false);
   bind_rowwise(m);
   bind_attention(m);
   bind_blocks(m);

@@ -1,4 +1,4 @@
-// How sixteen rows of a matrix lie together; stripped.hpp makes them so.
+// Panels: sixteen rows of a matrix, interleaved in memory. repack.hpp creates them.
 #pragma once
 
 #include "kernels.hpp"
@@ -7,18 +7,18 @@ namespace mlxrunner::ISA {
 
 using i64 = std::int64_t;
 
-// Loops over registers: unrolled, or the registers would lie in memory.
+// Unrolls loops over registers; otherwise the compiler would keep the registers in memory.
 #define MLXRUNNER_UNROLL _Pragma("GCC unroll 32")
 
-// Memory is asked for this many bytes ahead.
-inline constexpr std::uintptr_t kAhead = 8192;
+// How many bytes ahead to prefetch.
+inline constexpr std::uintptr_t kPrefetchBytes = 8192;
 
-// `lines` of `rows` numbers of `size` bytes -> of kStrip numbers, zeros behind.
-inline void widen_lines(const void* from, i64 lines, i64 rows, i64 size, void* into) {
-  for (i64 i = 0; i < lines; i++) {
-    char* line = static_cast<char*>(into) + i * kStrip * size;
-    __builtin_memset(line, 0, static_cast<std::size_t>(kStrip * size));
-    __builtin_memcpy(line, static_cast<const char*>(from) + i * rows * size,
+// Pads `count` rows of `rows` elements of `size` bytes to kPanelRows elements each, with zeros.
+inline void pad_rows(const void* in, i64 count, i64 rows, i64 size, void* out) {
+  for (i64 i = 0; i < count; i++) {
+    char* row = static_cast<char*>(out) + i * kPanelRows * size;
+    __builtin_memset(row, 0, static_cast<std::size_t>(kPanelRows * size));
+    __builtin_memcpy(row, static_cast<const char*>(in) + i * rows * size,
                      static_cast<std::size_t>(rows * size));
   }
 }

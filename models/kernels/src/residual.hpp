@@ -1,35 +1,35 @@
-// What the halves of a block have around them: rows are normalised, and added to what comes out.
+// The common parts of both halves of a block: the norm before and the residual addition after.
 #pragma once
 
-#include "constants.hpp"
-#include "cpu.hpp"
-#include "pool.hpp"
+#include "weights.hpp"
+#include "isa_dispatch.hpp"
+#include "thread_pool.hpp"
 
 namespace mlxrunner {
 
-// A piece of scratch memory after the other, each beginning with a line of the cache.
-class Pieces {
+// Divides scratch memory into parts that are aligned to cache lines.
+class ScratchArena {
  public:
-  static std::int64_t padded(std::int64_t floats) { return (floats + 15) / 16 * 16; }
+  static std::int64_t round_up(std::int64_t floats) { return (floats + 15) / 16 * 16; }
 
-  explicit Pieces(float* first) : next_(first) {}
-  float* of(std::int64_t floats) { return std::exchange(next_, next_ + padded(floats)); }
+  explicit ScratchArena(float* first) : next_(first) {}
+  float* allocate(std::int64_t floats) { return std::exchange(next_, next_ + round_up(floats)); }
 
  private:
   float* next_;
 };
 
-// x: packed rows, as out.
+// x and out: contiguous rows.
 inline void normalise(const RmsNorm& norm, const float* x, std::int64_t count, std::int64_t width,
                       float* out) {
   const float* weight = norm.weight.data<float>();
-  for_all(count, width, [&](std::int64_t row) {
+  parallel_for_rows(count, width, [&](std::int64_t row) {
     kernels().rms_norm(x + row * width, width, weight, norm.eps, out + row * width);
   });
 }
 
 inline void add(const float* x, std::int64_t count, std::int64_t width, float* out) {
-  for_all(count, width, [&](std::int64_t row) {
+  parallel_for_rows(count, width, [&](std::int64_t row) {
     for (std::int64_t i = row * width; i < (row + 1) * width; i++) out[i] = x[i] + out[i];
   });
 }

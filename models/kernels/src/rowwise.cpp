@@ -4,28 +4,29 @@
 #include <memory>
 #include <utility>
 
-#include "cpu.hpp"
-#include "pool.hpp"
+#include "isa_dispatch.hpp"
+#include "thread_pool.hpp"
 
 namespace mlxrunner {
 
 namespace {
 
 struct ForRow;
-struct ForSecondRow;
+struct ForUpRow;
 struct ForAngles;
 
-// Rows that are reached in any order, whatever the strides.
-class AnyRow {
+// Random access to the rows of an array with any strides.
+class StridedRows {
  public:
-  explicit AnyRow(const mx::array& a)
+  explicit StridedRows(const mx::array& a)
       : data_(a.data<float>()), shape_(a.shape()), strides_(a.strides()),
-        packed_(a.flags().row_contiguous), width_(a.ndim() ? a.shape(-1) : 1) {}
+        contiguous_(a.flags().row_contiguous), width_(a.ndim() ? a.shape(-1) : 1) {}
 
-  // Row number `row`, as it lies in memory or copied to where `Which` keeps it.
-  template <class Which>
+  // Returns the row with this number: a pointer into the array, or a copy in the scratch memory of
+  // `Tag`.
+  template <class Tag>
   const float* at(std::int64_t row) const {
-    if (packed_) return data_ + row * width_;
+    if (contiguous_) return data_ + row * width_;
     const float* from = data_;
     for (int axis = static_cast<int>(shape_.size()) - 2; axis >= 0; axis--) {
       from += row % shape_[axis] * strides_[axis];
@@ -33,9 +34,9 @@ class AnyRow {
     }
     const std::int64_t step = strides_.back();
     if (step == 1) return from;
-    float* room = scratch<Which>(static_cast<std::size_t>(width_));
-    for (std::int64_t k = 0; k < width_; k++) room[k] = from[k * step];
-    return room;
+    float* buffer = scratch<Tag>(static_cast<std::size_t>(width_));
+    for (std::int64_t k = 0; k < width_; k++) buffer[k] = from[k * step];
+    return buffer;
   }
 
   std::int64_t width() const { return width_; }
@@ -44,11 +45,11 @@ class AnyRow {
   const float* data_;
   mx::Shape shape_;
   mx::Strides strides_;
-  bool packed_;
+  bool contiguous_;
   std::int64_t width_;
 };
 
-void want_float32(const mx::array& a, const char* what) {
+void require_float32(const mx::array& a, const char* what) {
   if (a.dtype() != mx::float32) throw std::invalid_argument(std::string(what) + " must be float32");
 }
 
@@ -67,9 +68,9 @@ class NormPrimitive : public CpuPrimitive {
     const float* weight = norm_.weighted ? in[1].data<float>() : nullptr;
     float* out = outs[0].data<float>();
     const std::int64_t rows = static_cast<std::int64_t>(outs[0].size()) / in[0].shape(-1);
-    mx::cpu::get_command_encoder(stream()).dispatch([=, eps = norm_.eps, x = AnyRow(in[0])] {
+    mx::cpu::get_command_encoder(stream()).dispatch([=, eps = norm_.eps, x = StridedRows(in[0])] {
       const std::int64_t width = x.width();
-      for_all(rows, width, [&](std::int64_t row) {
+      parallel_for_rows(rows, width, [&](std::int64_t row) {
         kernels().rms_norm(x.at<ForRow>(row), width, weight, eps, out + row * width);
       });
     });
@@ -82,7 +83,7 @@ class NormPrimitive : public CpuPrimitive {
   Norm norm_;
 };
 
-// Inputs: x, periods, the offsets where they are an array.
+// Inputs: x, periods, and offsets if they are an array.
 class RopePrimitive : public CpuPrimitive {
  public:
   RopePrimitive(mx::Stream stream, Rotation rotation, std::optional<int> offset)
@@ -97,26 +98,27 @@ class RopePrimitive : public CpuPrimitive {
     float* out = outs[0].data<float>();
     const std::int64_t heads = in[0].shape(1), length = in[0].shape(2),
                        rows = static_cast<std::int64_t>(outs[0].size()) / rotation_.width;
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [=, by = rotation_, offset = offset_, x = AnyRow(in[0])] {
-          const Kernels& k = kernels();
-          const std::int64_t half = by.dims / 2, stride = (half + 15) / 16 * 16;
-          // of all positions once: the heads share them
-          float* cos = scratch<ForAngles>(static_cast<std::size_t>(2 * starts * length * stride));
-          float* sin = cos + starts * length * stride;
-          for_all(starts * length, 8 * half, [&](std::int64_t i) {
-            const std::int64_t start = offset ? *offset : offsets[i / length];
-            k.angles(static_cast<float>(start + i % length), periods, half, cos + i * stride,
-                     sin + i * stride);
-          });
-          // position by position, as heads lie that come out of one product
-          for_all(rows, by.width, [&](std::int64_t i) {
-            const std::int64_t b = i / (heads * length), l = i / heads % length, h = i % heads;
-            const std::int64_t row = (b * heads + h) * length + l;
-            const std::int64_t at = ((starts == 1 ? 0 : b) * length + l) * stride;
-            k.rotate(by, x.at<ForRow>(row), cos + at, sin + at, out + row * by.width);
-          });
-        });
+    mx::cpu::get_command_encoder(stream()).dispatch([=, rotation = rotation_, offset = offset_,
+                                                     x = StridedRows(in[0])] {
+      const Kernels& k = kernels();
+      const std::int64_t half = rotation.dims / 2, stride = (half + 15) / 16 * 16;
+      // the heads share the angles, so they are computed once per position
+      float* cos = scratch<ForAngles>(static_cast<std::size_t>(2 * starts * length * stride));
+      float* sin = cos + starts * length * stride;
+      parallel_for_rows(starts * length, 8 * half, [&](std::int64_t i) {
+        const std::int64_t start = offset ? *offset : offsets[i / length];
+        k.rope_angles(static_cast<float>(start + i % length), periods, half, cos + i * stride,
+                      sin + i * stride);
+      });
+      // iterate over positions first, which is the memory order of heads that come from one
+      // product
+      parallel_for_rows(rows, rotation.width, [&](std::int64_t i) {
+        const std::int64_t b = i / (heads * length), l = i / heads % length, h = i % heads;
+        const std::int64_t row = (b * heads + h) * length + l;
+        const std::int64_t angle = ((starts == 1 ? 0 : b) * length + l) * stride;
+        k.rotate(rotation, x.at<ForRow>(row), cos + angle, sin + angle, out + row * rotation.width);
+      });
+    });
   }
 
   const char* name() const override { return "mlxrunner::Rope"; }
@@ -127,65 +129,65 @@ class RopePrimitive : public CpuPrimitive {
   std::optional<int> offset_;
 };
 
-class GatePrimitive : public CpuPrimitive {
+class GluPrimitive : public CpuPrimitive {
  public:
-  GatePrimitive(mx::Stream stream, Activation kind) : CpuPrimitive(stream), kind_(kind) {}
+  GluPrimitive(mx::Stream stream, Activation kind) : CpuPrimitive(stream), kind_(kind) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     allocate(outs[0]);
     if (!outs[0].size()) return;
     float* out = outs[0].data<float>();
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [=, kind = kind_, size = static_cast<std::int64_t>(outs[0].size()), gate = AnyRow(in[0]),
-         up = AnyRow(in[1])] {
+        [=, kind = kind_, size = static_cast<std::int64_t>(outs[0].size()),
+         gate = StridedRows(in[0]), up = StridedRows(in[1])] {
           const std::int64_t width = gate.width();
-          for_all(size / width, 4 * width, [&](std::int64_t row) {
-            kernels().gate(kind, gate.at<ForRow>(row), up.at<ForSecondRow>(row), out + row * width,
-                           width);
+          parallel_for_rows(size / width, 4 * width, [&](std::int64_t row) {
+            kernels().glu(kind, gate.at<ForRow>(row), up.at<ForUpRow>(row), out + row * width,
+                          width);
           });
         });
   }
 
-  const char* name() const override { return "mlxrunner::Gate"; }
+  const char* name() const override { return "mlxrunner::Glu"; }
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
   Activation kind_;
 };
 
-void want_weight(const mx::array& x, const std::optional<mx::array>& weight) {
-  want_float32(x, "x");
+void check_norm_weight(const mx::array& x, const std::optional<mx::array>& weight) {
+  require_float32(x, "x");
   if (x.ndim() < 1) throw std::invalid_argument("x must have an axis");
   if (!weight) return;
-  want_float32(*weight, "a weight");
+  require_float32(*weight, "a weight");
   if (weight->shape() != mx::Shape{x.shape(-1)})
     throw std::invalid_argument("a weight must be [last axis of x]");
 }
 
 }  // namespace
 
-void want_rotary(const Rotary& rotary, int width) {
-  want_float32(rotary.periods, "periods");
-  if (rotary.dims < 2 || rotary.dims % 2 || rotary.dims > width)
+void check_rope(const RopeParams& params, int head_dim) {
+  require_float32(params.periods, "periods");
+  if (params.dims < 2 || params.dims % 2 || params.dims > head_dim)
     throw std::invalid_argument("dims must be even, and no more than a head has");
-  if (rotary.periods.shape() != mx::Shape{rotary.dims / 2})
+  if (params.periods.shape() != mx::Shape{params.dims / 2})
     throw std::invalid_argument("periods must be [dims / 2]");
 }
 
 mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float eps) {
-  want_weight(x, weight);
+  check_norm_weight(x, weight);
   std::vector<mx::array> in{x};
-  if (weight) in.push_back(lined(*weight));
+  if (weight) in.push_back(contiguous_rows(*weight));
   const Norm norm{weight.has_value(), eps};
   return mx::array(x.shape(), mx::float32, std::make_shared<NormPrimitive>(cpu(), norm),
                    std::move(in));
 }
 
-mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary) {
-  want_float32(x, "x");
+mx::array rope(const mx::array& x, const Offset& offset, const RopeParams& params) {
+  require_float32(x, "x");
   if (x.ndim() != 4) throw std::invalid_argument("x must be [batch, heads, length, head_dim]");
-  want_rotary(rotary, x.shape(3));
-  std::vector<mx::array> in{x, lined(rotary.periods)};
+  check_rope(params, x.shape(3));
+  std::vector<mx::array> in{x, contiguous_rows(params.periods)};
   std::optional<int> start;
   if (const auto* one = std::get_if<int>(&offset)) {
     start = *one;
@@ -193,14 +195,15 @@ mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary) {
     const mx::array& each = std::get<mx::array>(offset);
     if (each.size() != 1 && each.shape() != mx::Shape{x.shape(0)})
       throw std::invalid_argument("offsets must be one, or [batch]");
-    in.push_back(lined(each.dtype() == mx::int32 ? each : mx::astype(each, mx::int32, cpu())));
+    in.push_back(
+        contiguous_rows(each.dtype() == mx::int32 ? each : mx::astype(each, mx::int32, cpu())));
   }
-  const Rotation rotation{rotary.dims, x.shape(3), rotary.traditional, rotary.magnitude};
+  const Rotation rotation{params.dims, x.shape(3), params.traditional, params.magnitude};
   return mx::array(x.shape(), mx::float32,
                    std::make_shared<RopePrimitive>(cpu(), rotation, start), std::move(in));
 }
 
-Activation activation_of(const std::string& kind) {
+Activation parse_activation(const std::string& kind) {
   static constexpr std::pair<const char*, Activation> kinds[] = {
       {"silu", Activation::silu},
       {"gelu", Activation::gelu},
@@ -213,13 +216,13 @@ Activation activation_of(const std::string& kind) {
   return found->second;
 }
 
-mx::array gate(const std::string& kind, const mx::array& gate, const mx::array& up) {
-  want_float32(gate, "a gate");
-  want_float32(up, "up");
+mx::array glu(const std::string& kind, const mx::array& gate, const mx::array& up) {
+  require_float32(gate, "a gate");
+  require_float32(up, "up");
   if (gate.shape() != up.shape() || gate.ndim() < 1)
     throw std::invalid_argument("gate and up must have the same shape");
   return mx::array(gate.shape(), mx::float32,
-                   std::make_shared<GatePrimitive>(cpu(), activation_of(kind)),
+                   std::make_shared<GluPrimitive>(cpu(), parse_activation(kind)),
                    std::vector<mx::array>{gate, up});
 }
 

@@ -1,5 +1,5 @@
-// What happens to a row by itself, as operations of MLX: norms, rotations, gates. All take float32
-// arrays, however they lie in memory, and return packed ones.
+// Row-wise MLX operations: norms, rotations and gated activations. All take float32 arrays with any
+// strides and return contiguous ones.
 #pragma once
 
 #include <optional>
@@ -11,29 +11,30 @@
 
 namespace mlxrunner {
 
-// x [..., D] / sqrt(mean of squares + eps), times weight [D] where there is one.
+// x [..., D] / sqrt(mean of squares + eps), times weight [D] if given.
 mx::array rms_norm(const mx::array& x, std::optional<mx::array> weight, float eps);
 
-// How heads are rotated: the first `dims` of them, halves against each other or, if traditional,
-// neighbours; both times magnitude. periods: [dims / 2], positions per radian.
-struct Rotary {
+// The parameters of a rotary embedding. The first `dims` elements of a head are rotated: pairs of
+// one element of each half or, if traditional, of adjacent elements; they are multiplied by
+// magnitude. periods: [dims / 2], positions per radian.
+struct RopeParams {
   mx::array periods;
   int dims;
   bool traditional;
   float magnitude;
 };
 
-// Raises where heads of `width` cannot be rotated so.
-void want_rotary(const Rotary& rotary, int width);
+// Raises if the parameters are not valid for heads of this size.
+void check_rope(const RopeParams& params, int head_dim);
 
-// x [B, H, L, D], whose first position is offset (or [B], one each).
+// x [B, H, L, D]. offset: the first position, or [B] with one per sequence.
 using Offset = std::variant<int, mx::array>;
-mx::array rope(const mx::array& x, const Offset& offset, const Rotary& rotary);
+mx::array rope(const mx::array& x, const Offset& offset, const RopeParams& params);
 
-// By its name; raises for one that is not here.
-Activation activation_of(const std::string& kind);
+// Raises if the name is unknown.
+Activation parse_activation(const std::string& activation);
 
-// activation(gate) * up; kind: silu, gelu (with erf), gelu_tanh or relu.
-mx::array gate(const std::string& kind, const mx::array& gate, const mx::array& up);
+// activation(gate) * up. activation: silu, gelu (with erf), gelu_tanh or relu.
+mx::array glu(const std::string& activation, const mx::array& gate, const mx::array& up);
 
 }  // namespace mlxrunner

@@ -1,4 +1,4 @@
-// Sixteen float32 in two AVX2 registers; see lanes_avx512.hpp for what all such files keep to.
+// Sixteen float32 in two AVX2 registers. simd_avx512.hpp documents the rules for all SIMD headers.
 #pragma once
 
 #include <immintrin.h>
@@ -16,12 +16,12 @@ struct V {
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-// the first n of lanes [from, from + 8)
+// mask of the first n of sixteen lanes, for lanes [from, from + 8)
 inline __m256i first(std::int64_t n, int from) {
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n) - from), lanes);
 }
-// the first n of 16, zeros behind
+// the first n of 16 lanes, the others zero
 inline V load(const float* p, std::int64_t n) {
   return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
 }
@@ -40,7 +40,7 @@ inline V add(V a, V b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, 
 inline V sub(V a, V b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline V mul(V a, V b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline V div(V a, V b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-// a > b ? a : b and a < b ? a : b, so b where either is not a number
+// a > b ? a : b and a < b ? a : b, so b if either is NaN
 inline V max(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline V min(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 // a < b ? x : y
@@ -48,24 +48,24 @@ inline V less(V a, V b, V x, V y) {
   return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
           _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
 }
-inline __m256 raised(__m256 a) {
+inline __m256 shift_into_exponent(__m256 a) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
 }
-inline V raised(V a) { return {raised(a.lo), raised(a.hi)}; }
+inline V shift_into_exponent(V a) { return {shift_into_exponent(a.lo), shift_into_exponent(a.hi)}; }
 
-inline __m256 wide_bf16(__m128i h) {
+inline __m256 bf16_to_f32(__m128i h) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 inline V load_bf16(const std::uint16_t* p) {
   const auto* h = reinterpret_cast<const __m128i*>(p);
-  return {wide_bf16(_mm_loadu_si128(h)), wide_bf16(_mm_loadu_si128(h + 1))};
+  return {bf16_to_f32(_mm_loadu_si128(h)), bf16_to_f32(_mm_loadu_si128(h + 1))};
 }
 inline V load_f16(const std::uint16_t* p) {
   const auto* h = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
 }
 inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
-  // masks know whole words only: a last half of one comes by itself
+  // masks apply to 32-bit words only, so the last 16-bit element of an odd n is loaded separately
   const std::int64_t words = n / 2;
   __m256i h = _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(words, 0));
   if (n % 2) {
@@ -74,75 +74,77 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
     h = _mm256_or_si256(h, _mm256_and_si256(at, _mm256_set1_epi32(p[n - 1])));
   }
   const __m128i lo = _mm256_castsi256_si128(h), hi = _mm256_extracti128_si256(h, 1);
-  if (bf16) return {wide_bf16(lo), wide_bf16(hi)};
+  if (bf16) return {bf16_to_f32(lo), bf16_to_f32(hi)};
   return {_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
-// to whole numbers, halves to even ones
+// to integers, rounding half to even
 inline void store(std::int32_t* p, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(a.lo));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvtps_epi32(a.hi));
 }
 
-// lanes i and i+8, then i and i+4, i and i+2, i and i+1
-inline __m128 quarter(V a) {
+// adds lanes i and i+8, then i and i+4; `sum` then adds i and i+2, i and i+1
+inline __m128 reduce_to_4(V a) {
   const __m256 h = _mm256_add_ps(a.lo, a.hi);
   return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
 }
 
 }  // namespace mlxrunner::ISA
-#include "sums_x86.hpp"
+#include "horizontal_sum_x86.hpp"
 namespace mlxrunner::ISA {
 
-// One register, of those that make a V.
-using Part = __m256;
-inline Part load_part(const float* p) {
-  Part a = _mm256_loadu_ps(p);
-  // into a register: as an operand of each product it would be loaded as often as there are
+// One of the registers of a V.
+using SubVector = __m256;
+inline SubVector load_sub(const float* p) {
+  SubVector a = _mm256_loadu_ps(p);
+  // force a load into a register: as a memory operand it would be loaded once per product
   asm("" : "+x"(a));
   return a;
 }
-inline void add_product(Part& sum, Part a, Part b) { sum = _mm256_fmadd_ps(a, b, sum); }
-
-inline Part all_of(float x) { return _mm256_set1_ps(x); }
-inline Part load_part(const std::uint16_t* p, bool bf16) {
-  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return bf16 ? wide_bf16(h) : _mm256_cvtph_ps(h);
+inline void add_product(SubVector& sum, SubVector a, SubVector b) {
+  sum = _mm256_fmadd_ps(a, b, sum);
 }
-inline Part times(Part a, Part b) { return _mm256_mul_ps(a, b); }
-inline void store_part(float* p, Part a) { _mm256_storeu_ps(p, a); }
 
-// Words of kAbreast rows, and sums of what pairs make; see lanes_avx512.hpp.
-using Words = __m256i;
-using Sum = __m256i;
-inline constexpr int kAbreast = 8;
-inline Words load_words(const std::uint32_t* p) {
+inline SubVector broadcast(float x) { return _mm256_set1_ps(x); }
+inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return bf16 ? bf16_to_f32(h) : _mm256_cvtph_ps(h);
+}
+inline SubVector multiply(SubVector a, SubVector b) { return _mm256_mul_ps(a, b); }
+inline void store_sub(float* p, SubVector a) { _mm256_storeu_ps(p, a); }
+
+// Words of kWordRows rows, and sums of integer pairs; see simd_avx512.hpp.
+using WordVector = __m256i;
+using IntVector = __m256i;
+inline constexpr int kWordRows = 8;
+inline WordVector load_words(const std::uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
-inline Words all_words(const std::int8_t* p) {
+inline WordVector broadcast_word(const std::int8_t* p) {
   int word;
   __builtin_memcpy(&word, p, sizeof word);
   return _mm256_set1_epi32(word);
 }
 template <int kFrom, int kCount>
-inline Words bits_of(Words a) {
-  const Words down = kFrom ? _mm256_srli_epi16(a, kFrom) : a;
+inline WordVector extract_bits(WordVector a) {
+  const WordVector down = kFrom ? _mm256_srli_epi16(a, kFrom) : a;
   return kFrom + kCount == 16 ? down : _mm256_and_si256(down, _mm256_set1_epi16((1 << kCount) - 1));
 }
-inline Sum none() { return _mm256_setzero_si256(); }
-inline void add_pairs(Sum& sum, Words a, Words b) {
+inline IntVector zero_int() { return _mm256_setzero_si256(); }
+inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
-inline Sum both(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
-inline Part to_part(Sum a) { return _mm256_cvtepi32_ps(a); }
+inline IntVector add_int(IntVector a, IntVector b) { return _mm256_add_epi32(a, b); }
+inline SubVector to_float(IntVector a) { return _mm256_cvtepi32_ps(a); }
 
-// of an address, not a pointer: it may lie behind the last row
+// takes an address, not a pointer: it may be past the last row
 inline void prefetch(std::uintptr_t p) {
   _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
 
-// what sixteen registers hold, two for each V
-inline constexpr int kStripsAbreast = 1, kBlockX = 6;
-inline constexpr int kMostWhole = 4;
+// tile sizes that fit into sixteen registers, two for each V
+inline constexpr int kPanelsPerTile = 1, kInputRowsPerTile = 6;
+inline constexpr int kMaxIntRows = 4;
 inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

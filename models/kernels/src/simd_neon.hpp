@@ -1,4 +1,4 @@
-// Sixteen float32 in four NEON registers; see lanes_avx512.hpp for what all such files keep to.
+// Sixteen float32 in four NEON registers. simd_avx512.hpp documents the rules for all SIMD headers.
 #pragma once
 
 #include <arm_neon.h>
@@ -32,16 +32,16 @@ inline void store(float* p, V x) {
   vst1q_f32(p + 8, x.c);
   vst1q_f32(p + 12, x.d);
 }
-// the first n of 16, zeros behind
+// the first n of 16 lanes, the others zero
 inline V load(const float* p, std::int64_t n) {
-  float all[16] = {};
-  __builtin_memcpy(all, p, static_cast<std::size_t>(n) * 4);
-  return load(all);
+  float lanes[16] = {};
+  __builtin_memcpy(lanes, p, static_cast<std::size_t>(n) * 4);
+  return load(lanes);
 }
 inline void store(float* p, V x, std::int64_t n) {
-  float all[16];
-  store(all, x);
-  __builtin_memcpy(p, all, static_cast<std::size_t>(n) * 4);
+  float lanes[16];
+  store(lanes, x);
+  __builtin_memcpy(p, lanes, static_cast<std::size_t>(n) * 4);
 }
 inline V fma(V x, V y, V z) {
   return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c),
@@ -64,33 +64,36 @@ inline V less(V a, V b, V x, V y) {
   return {vbslq_f32(vcltq_f32(a.a, b.a), x.a, y.a), vbslq_f32(vcltq_f32(a.b, b.b), x.b, y.b),
           vbslq_f32(vcltq_f32(a.c, b.c), x.c, y.c), vbslq_f32(vcltq_f32(a.d, b.d), x.d, y.d)};
 }
-// a > b ? a : b and a < b ? a : b, so b where either is not a number: NEON's own say otherwise
+// a > b ? a : b and a < b ? a : b, so b if either is NaN; NEON's own instructions differ
 inline V max(V a, V b) { return less(b, a, a, b); }
 inline V min(V a, V b) { return less(a, b, a, b); }
-// each lane's bits as an integer, 23 places further left
-inline float32x4_t raised(float32x4_t x) {
+// shifts each lane's bits, as an integer, left by 23
+inline float32x4_t shift_into_exponent(float32x4_t x) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 23));
 }
-inline V raised(V x) { return {raised(x.a), raised(x.b), raised(x.c), raised(x.d)}; }
+inline V shift_into_exponent(V x) {
+  return {shift_into_exponent(x.a), shift_into_exponent(x.b), shift_into_exponent(x.c),
+          shift_into_exponent(x.d)};
+}
 
-inline float32x4_t wide_bf16(uint16x4_t h) {
+inline float32x4_t bf16_to_f32(uint16x4_t h) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(h), 16));
 }
-inline float32x4_t wide_f16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+inline float32x4_t f16_to_f32(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 inline V load_bf16(const std::uint16_t* p) {
-  return {wide_bf16(vld1_u16(p)), wide_bf16(vld1_u16(p + 4)), wide_bf16(vld1_u16(p + 8)),
-          wide_bf16(vld1_u16(p + 12))};
+  return {bf16_to_f32(vld1_u16(p)), bf16_to_f32(vld1_u16(p + 4)), bf16_to_f32(vld1_u16(p + 8)),
+          bf16_to_f32(vld1_u16(p + 12))};
 }
 inline V load_f16(const std::uint16_t* p) {
-  return {wide_f16(vld1_u16(p)), wide_f16(vld1_u16(p + 4)), wide_f16(vld1_u16(p + 8)),
-          wide_f16(vld1_u16(p + 12))};
+  return {f16_to_f32(vld1_u16(p)), f16_to_f32(vld1_u16(p + 4)), f16_to_f32(vld1_u16(p + 8)),
+          f16_to_f32(vld1_u16(p + 12))};
 }
 inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
-  std::uint16_t all[16] = {};
-  __builtin_memcpy(all, p, static_cast<std::size_t>(n) * 2);
-  return bf16 ? load_bf16(all) : load_f16(all);
+  std::uint16_t lanes[16] = {};
+  __builtin_memcpy(lanes, p, static_cast<std::size_t>(n) * 2);
+  return bf16 ? load_bf16(lanes) : load_f16(lanes);
 }
-// to whole numbers, halves to even ones
+// to integers, rounding half to even
 inline void store(std::int32_t* p, V x) {
   vst1q_s32(p, vcvtnq_s32_f32(x.a));
   vst1q_s32(p + 4, vcvtnq_s32_f32(x.b));
@@ -98,10 +101,10 @@ inline void store(std::int32_t* p, V x) {
   vst1q_s32(p + 12, vcvtnq_s32_f32(x.d));
 }
 
-// lanes i and i+8, then i and i+4, i and i+2, i and i+1
-inline float32x4_t quarter(V x) { return vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)); }
+// adds lanes i and i+8, then i and i+4; `sum` then adds i and i+2, i and i+1
+inline float32x4_t reduce_to_4(V x) { return vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)); }
 inline float sum(V x) {
-  const float32x4_t q = quarter(x);
+  const float32x4_t q = reduce_to_4(x);
   const float32x2_t h = vadd_f32(vget_low_f32(q), vget_high_f32(q));
   return vget_lane_f32(h, 0) + vget_lane_f32(h, 1);
 }
@@ -109,51 +112,53 @@ inline void sum4(V x, V y, V z, V w, float* out) {
   out[0] = sum(x), out[1] = sum(y), out[2] = sum(z), out[3] = sum(w);
 }
 
-// One register, of those that make a V.
-using Part = float32x4_t;
-inline Part load_part(const float* p) { return vld1q_f32(p); }
-inline void add_product(Part& sum, Part x, Part y) { sum = vfmaq_f32(sum, x, y); }
+// One of the registers of a V.
+using SubVector = float32x4_t;
+inline SubVector load_sub(const float* p) { return vld1q_f32(p); }
+inline void add_product(SubVector& sum, SubVector x, SubVector y) { sum = vfmaq_f32(sum, x, y); }
 
-inline Part all_of(float x) { return vdupq_n_f32(x); }
-inline Part load_part(const std::uint16_t* p, bool bf16) {
-  return bf16 ? wide_bf16(vld1_u16(p)) : wide_f16(vld1_u16(p));
+inline SubVector broadcast(float x) { return vdupq_n_f32(x); }
+inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
+  return bf16 ? bf16_to_f32(vld1_u16(p)) : f16_to_f32(vld1_u16(p));
 }
-inline Part times(Part x, Part y) { return vmulq_f32(x, y); }
-inline void store_part(float* p, Part x) { vst1q_f32(p, x); }
+inline SubVector multiply(SubVector x, SubVector y) { return vmulq_f32(x, y); }
+inline void store_sub(float* p, SubVector x) { vst1q_f32(p, x); }
 
-// Words of kAbreast rows, and sums of what pairs make: of either number its own, which are added at
-// the end.
-using Words = uint16x8_t;
-struct Sum {
+// Words of kWordRows rows, and sums of integer pairs. The two integers of a pair have separate
+// sums, which `to_float` adds.
+using WordVector = uint16x8_t;
+struct IntVector {
   int32x4_t lo, hi;
 };
-inline constexpr int kAbreast = 4;
-inline Words load_words(const std::uint32_t* p) { return vreinterpretq_u16_u32(vld1q_u32(p)); }
-inline Words all_words(const std::int8_t* p) {
+inline constexpr int kWordRows = 4;
+inline WordVector load_words(const std::uint32_t* p) { return vreinterpretq_u16_u32(vld1q_u32(p)); }
+inline WordVector broadcast_word(const std::int8_t* p) {
   std::uint32_t word;
   __builtin_memcpy(&word, p, sizeof word);
   return vreinterpretq_u16_u32(vdupq_n_u32(word));
 }
 template <int kFrom, int kCount>
-inline Words bits_of(Words a) {
-  const Words down = vshlq_u16(a, vdupq_n_s16(-kFrom));
+inline WordVector extract_bits(WordVector a) {
+  const WordVector down = vshlq_u16(a, vdupq_n_s16(-kFrom));
   return kFrom + kCount == 16 ? down : vandq_u16(down, vdupq_n_u16((1 << kCount) - 1));
 }
-inline Sum none() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
-inline void add_pairs(Sum& sum, Words x, Words y) {
+inline IntVector zero_int() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
+inline void add_pairs(IntVector& sum, WordVector x, WordVector y) {
   const int16x8_t a = vreinterpretq_s16_u16(x), b = vreinterpretq_s16_u16(y);
   sum.lo = vmlal_s16(sum.lo, vget_low_s16(a), vget_low_s16(b));
   sum.hi = vmlal_high_s16(sum.hi, a, b);
 }
-inline Sum both(Sum x, Sum y) { return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)}; }
-inline Part to_part(Sum x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
+inline IntVector add_int(IntVector x, IntVector y) {
+  return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)};
+}
+inline SubVector to_float(IntVector x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
 
-// of an address, not a pointer: it may lie behind the last row
+// takes an address, not a pointer: it may be past the last row
 inline void prefetch(std::uintptr_t p) { __builtin_prefetch(reinterpret_cast<const void*>(p)); }
 
-// what 32 registers hold, four for each V
-inline constexpr int kStripsAbreast = 1, kBlockX = 6;
-inline constexpr int kMostWhole = 4;
+// tile sizes that fit into 32 registers, four for each V
+inline constexpr int kPanelsPerTile = 1, kInputRowsPerTile = 6;
+inline constexpr int kMaxIntRows = 4;
 inline constexpr int kTileRows = 3, kTileSums = 6;
 
 }  // namespace mlxrunner::ISA

@@ -1,7 +1,6 @@
-// Waiting for another thread that is about to do something.
+// Spin-waiting for another thread.
 //
-// To sleep and be woken takes tens of microseconds, longer than most of what is waited for in a
-// decode step.
+// A sleep and a wake-up take tens of microseconds, longer than most waits in a decode step.
 #pragma once
 
 #include <sched.h>
@@ -11,10 +10,10 @@
 
 namespace mlxrunner {
 
-// How long to keep looking: first without letting go of the CPU, then letting others have it, who
-// may be building the next step.
-inline constexpr auto kEager = std::chrono::microseconds(10);
-inline constexpr auto kPatient = std::chrono::microseconds(300);
+// How long to spin: until kPauseTime without yielding the CPU, then with yielding, because another
+// thread may be building the next step.
+inline constexpr auto kPauseTime = std::chrono::microseconds(10);
+inline constexpr auto kSpinTimeout = std::chrono::microseconds(300);
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -24,19 +23,20 @@ inline void pause() {
 #endif
 }
 
-// Returns true as soon as `word` is no longer `known`, false where that does not happen for long.
+// Returns true as soon as `word` differs from `old_value`, or false after the timeout.
 template <class T>
-bool changed(const std::atomic<T>& word, T known, std::chrono::microseconds patient = kPatient) {
+bool spin_until_changed(const std::atomic<T>& word, T old_value,
+                        std::chrono::microseconds timeout = kSpinTimeout) {
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0;; i++) {
-    if (word.load(std::memory_order_acquire) != known) return true;
+    if (word.load(std::memory_order_acquire) != old_value) return true;
     if (i % 16 != 15) {
       pause();
       continue;
     }
-    const auto waited = std::chrono::steady_clock::now() - start;
-    if (waited > patient) return false;
-    if (waited > kEager) sched_yield();
+    const auto elapsed = std::chrono::steady_clock::now() - start;
+    if (elapsed > timeout) return false;
+    if (elapsed > kPauseTime) sched_yield();
   }
 }
 

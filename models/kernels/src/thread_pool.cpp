@@ -1,4 +1,4 @@
-#include "pool.hpp"
+#include "thread_pool.hpp"
 
 #include <sched.h>
 
@@ -9,100 +9,103 @@
 #include <thread>
 #include <utility>
 
-#include "waiting.hpp"
+#include "spin_wait.hpp"
 
 namespace mlxrunner {
 
-struct Pool::State {
-  std::atomic<int> threads{1};
-  int started = 1;
-  // no mutex: what is run from within a part asks for it on the thread that has it
+struct ThreadPool::State {
+  std::atomic<int> num_threads{1};
+  int num_started = 1;
+  // not a mutex: a nested `run` would lock it again on the same thread
   std::atomic<bool> busy{false};
 
-  // One job. `turn` counts jobs; a helper takes part in a job at most once.
-  std::atomic<std::uint32_t> turn{0};
+  // The current job. job_number counts jobs; a worker takes part in a job at most once.
+  std::atomic<std::uint32_t> job_number{0};
   std::atomic<std::int64_t> next{0};
-  std::atomic<int> inside{0};
-  std::atomic<int> open{0};  // helpers below this number may enter
+  std::atomic<int> active_workers{0};
+  std::atomic<int> open_workers{0};  // workers below this number may enter
   std::int64_t count = 0;
-  void (*part)(void*, std::int64_t) = nullptr;
+  void (*task)(void*, std::int64_t) = nullptr;
   void* context = nullptr;
   std::atomic<bool> failed{false};
-  std::exception_ptr why;  // of the first that failed
+  std::exception_ptr error;  // of the first task that failed
 
-  // The context is on the stack of whoever runs the job, so nothing may unwind that before all are
-  // done with it; and on a helper nobody would catch what is thrown.
-  void work() noexcept {
+  // noexcept: the context is on the stack of the caller of `run`, which must not unwind before all
+  // workers are done with it; and no worker could catch an exception.
+  void run_tasks() noexcept {
     try {
       for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
-        part(context, i);
+        task(context, i);
     } catch (...) {
       next.store(count, std::memory_order_relaxed);
-      if (!failed.exchange(true, std::memory_order_relaxed)) why = std::current_exception();
+      if (!failed.exchange(true, std::memory_order_relaxed)) error = std::current_exception();
     }
   }
 
-  void help(int worker) {
-    std::uint32_t seen = 0;
+  void worker_loop(int worker) {
+    std::uint32_t known_job = 0;
     for (;;) {
-      if (!changed(turn, seen)) turn.wait(seen, std::memory_order_acquire);
-      seen = turn.load(std::memory_order_acquire);
-      // Who is inside before the job is closed is waited for, who comes later finds it closed: that
-      // takes one order of these two and the two at the end of `run`.
-      inside.fetch_add(1, std::memory_order_seq_cst);
-      if (open.load(std::memory_order_seq_cst) > worker) work();
-      inside.fetch_sub(1, std::memory_order_release);
+      if (!spin_until_changed(job_number, known_job))
+        job_number.wait(known_job, std::memory_order_acquire);
+      known_job = job_number.load(std::memory_order_acquire);
+      // `run` waits for workers that entered before it closed the job; workers that enter later
+      // find it closed. This requires a total order of these two operations and the two at the end
+      // of `run`.
+      active_workers.fetch_add(1, std::memory_order_seq_cst);
+      if (open_workers.load(std::memory_order_seq_cst) > worker) run_tasks();
+      active_workers.fetch_sub(1, std::memory_order_release);
     }
   }
 
   void start() {
     try {
-      for (; started < threads; started++) std::thread([this, w = started] { help(w); }).detach();
+      for (; num_started < num_threads; num_started++)
+        std::thread([this, w = num_started] { worker_loop(w); }).detach();
     } catch (const std::exception&) {
-      threads = started;  // a container may count threads; those that we have do the work
+      num_threads = num_started;  // a container may limit threads; the started ones do the work
     }
   }
 };
 
-Pool::Pool() : state_(new State) {}
+ThreadPool::ThreadPool() : state_(new State) {}
 
-Pool& Pool::shared() {
-  // never destroyed: helpers outlive static objects
-  static Pool* pool = new Pool;
+ThreadPool& ThreadPool::shared() {
+  // never destroyed: workers outlive static objects
+  static ThreadPool* pool = new ThreadPool;
   return *pool;
 }
 
-int Pool::threads() const { return state_->threads; }
+int ThreadPool::num_threads() const { return state_->num_threads; }
 
-void Pool::use(int threads) {
-  if (threads < 1 || threads > kMost)
-    throw std::invalid_argument(std::to_string(threads) + " is not a number of threads up to " +
-                                std::to_string(kMost));
-  state_->threads = threads;
+void ThreadPool::set_num_threads(int count) {
+  if (count < 1 || count > kMaxThreads)
+    throw std::invalid_argument(std::to_string(count) + " is not a number of threads up to " +
+                                std::to_string(kMaxThreads));
+  state_->num_threads = count;
 }
 
-void Pool::run(std::int64_t count, void (*part)(void*, std::int64_t), void* context) {
+void ThreadPool::run(std::int64_t count, void (*task)(void*, std::int64_t), void* context) {
   State& s = *state_;
-  if (count < 2 || s.threads < 2 || s.busy.exchange(true, std::memory_order_acquire)) {
-    for (std::int64_t i = 0; i < count; i++) part(context, i);
+  if (count < 2 || s.num_threads < 2 || s.busy.exchange(true, std::memory_order_acquire)) {
+    for (std::int64_t i = 0; i < count; i++) task(context, i);
     return;
   }
   s.start();
-  s.count = count, s.part = part, s.context = context;
+  s.count = count, s.task = task, s.context = context;
   s.next.store(0, std::memory_order_relaxed);
-  s.open.store(s.threads, std::memory_order_release);
-  s.turn.fetch_add(1, std::memory_order_acq_rel);
-  s.turn.notify_all();
-  s.work();
-  s.open.store(0, std::memory_order_seq_cst);
-  for (int i = 1; s.inside.load(std::memory_order_seq_cst); i++)
-    // whoever is inside may have lost its CPU
+  s.open_workers.store(s.num_threads, std::memory_order_release);
+  s.job_number.fetch_add(1, std::memory_order_acq_rel);
+  s.job_number.notify_all();
+  s.run_tasks();
+  s.open_workers.store(0, std::memory_order_seq_cst);
+  for (int i = 1; s.active_workers.load(std::memory_order_seq_cst); i++)
+    // an active worker may have been preempted
     if (i % 1024) pause();
     else sched_yield();
-  std::exception_ptr why;
-  if (s.failed.exchange(false, std::memory_order_relaxed)) why = std::exchange(s.why, nullptr);
+  std::exception_ptr error;
+  if (s.failed.exchange(false, std::memory_order_relaxed)) error = std::exchange(s.error, nullptr);
   s.busy.store(false, std::memory_order_release);
-  if (why) std::rethrow_exception(why);
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace mlxrunner

@@ -1,8 +1,8 @@
-// The threads that products and attention are shared among.
+// The thread pool that products and attention share.
 //
-// Knows: work that comes in numbered parts. Must not know: what the parts are. MLX evaluates a
-// stream on a thread of its own; that thread calls `run` and works too. Helpers look for work for a
-// little while after the last (a decode step has a product every few microseconds) and then sleep.
+// Knows: numbered tasks. Must not know: what the tasks compute. MLX evaluates a stream on its own
+// thread; that thread calls `run` and works, too. Workers poll for work for a short time after the
+// last job (a decode step has a product every few microseconds), then sleep.
 #pragma once
 
 #include <algorithm>
@@ -10,49 +10,52 @@
 
 namespace mlxrunner {
 
-// So few multiplications are done before a second thread has noticed.
-inline constexpr std::int64_t kAlone = 1 << 16;
-// And of numbers that something simple happens to, one thread takes so many at a time.
-inline constexpr std::int64_t kSimple = 1 << 14;
+// Fewer multiplications than this take less time than waking a second thread.
+inline constexpr std::int64_t kMinParallelWork = 1 << 16;
+// The number of elements per task of a row-wise operation.
+inline constexpr std::int64_t kElementsPerTask = 1 << 14;
 
-// More are no help: each job waits for all. As MOST in models/cpu_backend.py.
-inline constexpr int kMost = 256;
+// More threads do not help, because each job waits for all of them. MAX_THREADS in
+// models/cpu_backend.py must be equal.
+inline constexpr int kMaxThreads = 256;
 
-class Pool {
+class ThreadPool {
  public:
-  // The one pool of this process; its helpers are started by the first work that is worth them.
-  static Pool& shared();
+  // The pool of this process. The first job that is worth it starts the workers.
+  static ThreadPool& shared();
 
-  // How many threads work, the caller among them.
-  int threads() const;
-  // So many from now on, one to kMost; not while anything runs. One until it is called: how many
-  // this machine has for us is known in models/cpu_backend.py.
-  void use(int threads);
+  // The number of threads, including the caller.
+  int num_threads() const;
+  // Sets the number of threads, 1 to kMaxThreads. Must not be called while a job runs. The default
+  // is 1; models/cpu_backend.py determines the number for this machine.
+  void set_num_threads(int count);
 
-  // Calls part(context, i) once for every i in [0, count), in any order, on any of the threads, and
-  // returns when all have returned. Where some throw, for want of memory, one of their exceptions
-  // is thrown again here, and some parts may never have been called. One `run` at a time works in
-  // parallel; what comes meanwhile from another thread is done by that thread alone.
-  void run(std::int64_t count, void (*part)(void*, std::int64_t), void* context);
+  // Calls task(context, i) once for every i in [0, count), in any order, on any of the threads, and
+  // returns when all calls have returned. If some throw (out of memory), one of the exceptions is
+  // rethrown here, and some tasks may not have been called. Only one `run` at a time is parallel; a
+  // concurrent `run` of another thread executes on that thread alone.
+  void run(std::int64_t count, void (*task)(void*, std::int64_t), void* context);
 
   template <class F>
-  void run(std::int64_t count, F part) {
-    run(count, [](void* f, std::int64_t i) { (*static_cast<F*>(f))(i); }, &part);
+  void run(std::int64_t count, F task) {
+    run(count, [](void* f, std::int64_t i) { (*static_cast<F*>(f))(i); }, &task);
   }
 
  private:
-  Pool();
-  ~Pool() = delete;  // lives as long as the process: its threads do
+  ThreadPool();
+  ~ThreadPool() = delete;  // lives as long as the process, like its threads
   struct State;
   State* state_;
 };
 
-// Calls each(row) for all rows of something simple, on the threads that are worth it.
+// Calls function(row) for all rows of a row-wise operation, on as many threads as are worth it.
 template <class F>
-void for_all(std::int64_t rows, std::int64_t width, F each) {
-  const std::int64_t part = std::max<std::int64_t>(1, kSimple / std::max<std::int64_t>(1, width));
-  Pool::shared().run((rows + part - 1) / part, [&](std::int64_t i) {
-    for (std::int64_t row = i * part; row < std::min(rows, (i + 1) * part); row++) each(row);
+void parallel_for_rows(std::int64_t rows, std::int64_t width, F function) {
+  const std::int64_t task_rows =
+      std::max<std::int64_t>(1, kElementsPerTask / std::max<std::int64_t>(1, width));
+  ThreadPool::shared().run((rows + task_rows - 1) / task_rows, [&](std::int64_t i) {
+    for (std::int64_t row = i * task_rows; row < std::min(rows, (i + 1) * task_rows); row++)
+      function(row);
   });
 }
 

@@ -1,13 +1,13 @@
-// What an operation holds that is the same whenever it is called: weights.
+// The weights of an operation.
 //
-// Arrays that are there need not be an operation's inputs: who works keeps them by keeping the
-// object that they belong to, and MLX has so many fewer to look after in each step.
+// Evaluated arrays need not be inputs of an operation: the operation keeps their owner alive, so
+// MLX has fewer arrays to track in each step.
 #pragma once
 
 #include <utility>
 #include <vector>
 
-#include "products.hpp"
+#include "matmul_ops.hpp"
 
 namespace mlxrunner {
 
@@ -16,33 +16,35 @@ struct RmsNorm {
   float eps;
 };
 
-inline RmsNorm checked(RmsNorm norm, int width) {
-  want(norm.weight.dtype() == mx::float32 && norm.weight.shape() == mx::Shape{width},
-       "a norm's weight must be float32, as long as what it normalises");
-  return {lined(norm.weight), norm.eps};
+inline RmsNorm check_norm(RmsNorm norm, int width) {
+  require(norm.weight.dtype() == mx::float32 && norm.weight.shape() == mx::Shape{width},
+          "a norm's weight must be float32, as long as what it normalises");
+  return {contiguous_rows(norm.weight), norm.eps};
 }
 
-// A product with the arrays that make it up.
-struct Constant {
-  Product product;
+// A matrix product with its arrays.
+struct BoundMatmul {
+  Matmul matmul;
   std::vector<mx::array> arrays;
 
-  explicit Constant(Product given) : product(std::move(given)), arrays(product.arrays()) {
-    want(!product.stacked(), "a stack of matrices needs gather");
+  explicit BoundMatmul(Matmul source) : matmul(std::move(source)), arrays(matmul.arrays()) {
+    require(!matmul.stacked(), "a stack of matrices needs gather");
   }
-  // Once they are evaluated.
-  Factor factor() const { return {product.matrix(arrays, 0), product.bias(arrays, 0)}; }
+  // Only after the arrays are evaluated.
+  MatrixAndBias matrix_and_bias() const {
+    return {matmul.matrix(arrays, 0), matmul.bias(arrays, 0)};
+  }
 };
 
-// Those that are not there yet, as weights are not that nobody has read.
-class Awaited {
+// Weights that are not evaluated yet, such as weights that were never read.
+class PendingInputs {
  public:
   void add(const mx::array& one) { arrays_.push_back(one); }
-  void add(const Constant& one) {
+  void add(const BoundMatmul& one) {
     arrays_.insert(arrays_.end(), one.arrays.begin(), one.arrays.end());
   }
-  // Puts them among an operation's inputs, which are evaluated before it is.
-  void join(std::vector<mx::array>& in) {
+  // Appends them to an operation's inputs, so that MLX evaluates them before the operation.
+  void append_pending(std::vector<mx::array>& in) {
     if (arrays_.empty()) return;
     std::erase_if(arrays_, [](const mx::array& one) { return one.is_available(); });
     in.insert(in.end(), arrays_.begin(), arrays_.end());

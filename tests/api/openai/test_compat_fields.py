@@ -1,5 +1,5 @@
 """Fields of other servers: each is accepted at the values that change nothing, and at no other. The
-table that the server reads, API.md and openapi.yaml have the same fields."""
+table that the server reads, docs/api.md and openapi.yaml have the same fields."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from app.core.errors import AppError, ErrorKind
 from tests.api.test_fields_table import MINIMAL
 from tests.fakes import CARD
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCHEMAS = {
     "chat": "ChatCompletionRequest",
     "completions": "CompletionRequest",
@@ -63,18 +63,18 @@ def is_accepted(row: CompatField, value: Any) -> bool:
 
 def read(endpoint: Endpoint, **fields: Any) -> Any:
     """What is asked for, beside a minimal request's fields."""
-    body, models = {**MINIMAL[endpoint], **fields}, {CARD.id}
+    body, model = {**MINIMAL[endpoint], **fields}, CARD.id
     match endpoint:
         case "chat":
-            return parse_chat(body, models)
+            return parse_chat(body, model)
         case "completions":
-            return parse_completion(body, models)
+            return parse_completion(body, model)
         case "responses":
             return parse_response(
-                body, models, ResponseStores().for_caller(""), context_shift=False
+                body, model, ResponseStores().for_caller(""), context_shift=False
             ).request
         case "embeddings":
-            return parse_embeddings(body, models)
+            return parse_embeddings(body, model)
 
 
 @pytest.mark.parametrize("pair", ROWS, ids=named)
@@ -111,7 +111,8 @@ def test_no_field_is_in_the_table_twice():
 
 def documented() -> list[tuple[str, str, str, str]]:
     """The document's table: field, endpoints, what it is accepted as, whose it is."""
-    _, _, rest = (ROOT / "API.md").read_text("utf-8").partition("\n## Fields of other servers\n")
+    page = (ROOT / "docs/api.md").read_text("utf-8")
+    _, _, rest = page.partition("\n## Fields of other servers\n")
     section, _, _ = rest.partition("\n## ")
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
     found: list[tuple[str, str, str, str]] = []

@@ -17,15 +17,15 @@ from app.core.requests import (
 )
 
 HI = [{"role": "user", "content": "hi"}]
-MODELS = {"m"}
+MODEL = "m"
 
 
 def chat(**fields: Any) -> ParsedCompletionRequest:
-    return parse_chat({"model": "m", "messages": HI, **fields}, MODELS)
+    return parse_chat({"model": MODEL, "messages": HI, **fields}, MODEL)
 
 
 def completion(**fields: Any) -> ParsedCompletionRequest:
-    return parse_completion({"model": "m", "prompt": "hi", **fields}, MODELS)
+    return parse_completion({"model": MODEL, "prompt": "hi", **fields}, MODEL)
 
 
 def function(name: str, **more: Any) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def test_a_chat_request_says_everything_it_was_told():
 
 
 def test_a_completion_says_everything_it_was_told():
-    wish = completion(
+    parsed = completion(
         prompt=["a", [1, 2]], n=2, echo=True, suffix=" end", max_tokens=0, return_token_ids=True
     )
-    assert wish.request == GenerateRequest(
+    assert parsed.request == GenerateRequest(
         model="m",
         prompt=PromptBatch(prompts=("a", (1, 2))),
         n=2,
@@ -155,7 +155,7 @@ def test_a_completion_says_everything_it_was_told():
         suffix=" end",
         return_token_ids=True,
     )
-    assert (wish.num_prompts, wish.n) == (2, 2)
+    assert (parsed.num_prompts, parsed.n) == (2, 2)
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
@@ -181,11 +181,11 @@ def test_where_calls_must_be_made_the_format_of_texts_has_nothing_to_say():
 
 
 def test_of_candidates_the_best_are_told():
-    wish = completion(n=2, best_of=5)
-    assert (wish.n, wish.request.n) == (2, 5)
+    parsed = completion(n=2, best_of=5)
+    assert (parsed.n, parsed.request.n) == (2, 5)
     # their likelihood must be known, and is not told
-    assert wish.request.top_logprobs == 0
-    assert not wish.logprobs
+    assert parsed.request.top_logprobs == 0
+    assert not parsed.logprobs
     assert completion(best_of=5, logprobs=3).request.top_logprobs == 3
 
 
@@ -339,16 +339,16 @@ def test_a_wrong_field_of_completions_is_named(fields: Any, param: str):
 
 
 @pytest.mark.parametrize("parse", [chat, completion])
-def test_a_model_that_is_not_served_is_not_found(parse: Any):
-    error = refusal(parse, model="../../etc")
-    assert (error.kind, error.param) == (ErrorKind.MODEL_NOT_FOUND, "model")
+def test_a_request_has_the_canonical_name_of_its_model(parse: Any):
+    """Whatever the body names, the model was resolved before the body is parsed."""
+    assert parse(model=f"{MODEL}:latest").request.model == MODEL
 
 
 @pytest.mark.parametrize("body", [[], 7, "x", None, True])
 def test_a_body_is_an_object(body: Any):
     for parse in (parse_chat, parse_completion):
         with pytest.raises(AppError, match="the body must be an object"):
-            parse(body, MODELS)
+            parse(body, MODEL)
 
 
 def documented(params: Any) -> set[str]:

@@ -71,16 +71,16 @@ def test_a_schema_may_come_as_text(schema: Any):
 )
 def test_each_kind_has_two_spellings(kind: str, value: Any, grammar: Any):
     made: dict[str, Any] = {name: getattr(grammar, name) for name in grammar.__slots__}
-    assert read(**{f"guided_{kind}": value}) == type(grammar)(**{**made, "at": f"guided_{kind}"})
+    assert read(**{f"guided_{kind}": value}) == type(grammar)(**{**made, "param": f"guided_{kind}"})
     assert read(structured_outputs={kind: value}) == type(grammar)(
-        **{**made, "at": f"structured_outputs.{kind}"}
+        **{**made, "param": f"structured_outputs.{kind}"}
     )
 
 
 def test_structured_outputs_may_be_any_object():
-    at = "structured_outputs.json_object"
+    param = "structured_outputs.json_object"
     assert read(structured_outputs={"json_object": True}) == JsonSchema(
-        text='{"type":"object"}', param=at
+        text='{"type":"object"}', param=param
     )
 
 

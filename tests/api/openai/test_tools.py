@@ -18,9 +18,9 @@ def function(name: Any = "f", **more: Any) -> dict[str, Any]:
 
 def read(**given: Any) -> ToolOptions:
     fields = Fields.from_value(given)
-    toolbox = read_tool_options(fields)
+    tool_options = read_tool_options(fields)
     fields.reject_unknown()
-    return toolbox
+    return tool_options
 
 
 def allowed(*names: str, mode: str = "auto") -> Any:

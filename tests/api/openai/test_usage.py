@@ -24,15 +24,15 @@ def end(
     )
 
 
-def tally(*ends: Finish) -> UsageTotals:
-    tally = UsageTotals()
+def usage_totals(*ends: Finish) -> UsageTotals:
+    totals = UsageTotals()
     for finish in ends:
-        tally.add(finish)
-    return tally
+        totals.add(finish)
+    return totals
 
 
 def test_one_choice_counts_as_it_is():
-    assert render_usage(tally(end(tokens=20, reasoning=15)).usage) == {
+    assert render_usage(usage_totals(end(tokens=20, reasoning=15)).usage) == {
         "prompt_tokens": 7,
         "completion_tokens": 20,
         "total_tokens": 27,
@@ -42,20 +42,20 @@ def test_one_choice_counts_as_it_is():
 
 
 def test_a_prompt_counts_once_and_its_choices_each():
-    counted = tally(end(tokens=2, cached=6), end(tokens=5, cached=0, reasoning=4))
+    counted = usage_totals(end(tokens=2, cached=6), end(tokens=5, cached=0, reasoning=4))
     assert counted.usage == Usage(
         prompt_tokens=7, completion_tokens=7, cached_tokens=0, reasoning_tokens=4
     )
-    more = tally(end(), end(), end(prompt=1, cached=1))
+    more = usage_totals(end(), end(), end(prompt=1, cached=1))
     assert more.usage == Usage(prompt_tokens=14, completion_tokens=6, cached_tokens=4)
 
 
 def test_choices_run_beside_each_other():
-    assert tally(end(times=3), end(times=1)).timings == end(times=3).timings
+    assert usage_totals(end(times=3), end(times=1)).timings == end(times=3).timings
 
 
 def test_timings_are_those_of_llama_cpp():
-    counters = tally(end(tokens=15)).render_counters()
+    counters = usage_totals(end(tokens=15)).render_counters()
     assert counters == {
         "prompt_eval_count": 7,
         "prompt_eval_duration": 2_000_000,
@@ -78,6 +78,6 @@ def test_timings_are_those_of_llama_cpp():
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_what_took_no_time_has_no_pace(tokens: int):
-    timings = tally(end(tokens=tokens, cached=7, times=0)).render_counters()["timings"]
+    timings = usage_totals(end(tokens=tokens, cached=7, times=0)).render_counters()["timings"]
     assert timings["prompt_per_token_ms"] == timings["prompt_per_second"] == 0.0
     assert timings["predicted_per_token_ms"] == timings["predicted_per_second"] == 0.0

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Conversation, GenerateRequest
 from app.core.settings import Settings
 from app.http.api_keys import ApiKey, Keyring, hash_key
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply, leftovers
-from tests.fakes import FOREVER, FakeGenerate, Script, finish, text
+from tests.fakes import FOREVER, FakeGenerate, Script, build_fake_app, finish, text
 from tests.test_openapi import DOCUMENT, validator
 
 URL = "/v1/responses"
@@ -31,7 +30,7 @@ class Server:
         """keys: each is the name of a key, too."""
         self.generate = FakeGenerate(script or (text("Hel"), text("lo"), finish()))
         keyring = Keyring(tuple(ApiKey(name=key, digest=hash_key(key)) for key in keys))
-        self.app = build_app(self.generate, Settings(**settings), keyring=keyring)
+        self.app = build_fake_app(self.generate, Settings(**settings), keyring=keyring)
 
     def __call__(
         self,

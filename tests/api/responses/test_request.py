@@ -43,7 +43,7 @@ def read(
     kept: ResponseStore | None = None, /, *, shifts: bool = False, **fields: Any
 ) -> ParsedResponsesRequest:
     store = ResponseStores().for_caller("") if kept is None else kept
-    return parse_responses_request(HI | fields, {MODEL}, store, context_shift=shifts)
+    return parse_responses_request(HI | fields, MODEL, store, context_shift=shifts)
 
 
 def messages(kept: ResponseStore | None = None, /, **fields: Any) -> tuple[Message, ...]:
@@ -251,16 +251,16 @@ def test_a_response_is_continued_without_its_instructions():
 
 
 def test_a_response_may_be_continued_by_nothing_new():
-    wish = read(stored(), previous_response_id="resp_1", input=[])
-    assert wish.input_items == []
-    assert isinstance(wish.request.prompt, Conversation)
-    assert len(wish.request.prompt.messages) == 2
+    parsed = read(stored(), previous_response_id="resp_1", input=[])
+    assert parsed.input_items == []
+    assert isinstance(parsed.request.prompt, Conversation)
+    assert len(parsed.request.prompt.messages) == 2
 
 
 def test_only_the_new_items_are_kept_again():
-    wish = read(stored(), previous_response_id="resp_2", input=[OUTPUT])
-    assert [item["type"] for item in wish.input_items] == ["function_call_output"]
-    assert wish.previous_response_id == "resp_2"
+    parsed = read(stored(), previous_response_id="resp_2", input=[OUTPUT])
+    assert [item["type"] for item in parsed.input_items] == ["function_call_output"]
+    assert parsed.previous_response_id == "resp_2"
 
 
 def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
@@ -272,9 +272,9 @@ def test_an_earlier_call_with_broken_arguments_is_told_as_it_was():
     store.add(
         StoredResponse(id="r", previous_response_id=None, input=b"[]", body=body, items=("f",))
     )
-    wish = read(store, previous_response_id="r")
-    assert isinstance(wish.request.prompt, Conversation)
-    [called] = wish.request.prompt.messages[0].tool_calls
+    parsed = read(store, previous_response_id="r")
+    assert isinstance(parsed.request.prompt, Conversation)
+    [called] = parsed.request.prompt.messages[0].tool_calls
     assert called.arguments == '{"invalid_arguments":"{oops"}'
 
 
@@ -330,12 +330,12 @@ def test_clients_may_speak_of_tools_where_there_are_none():
     ],
 )
 def test_a_choice_of_tools_is_honoured_and_repeated(choice: Any, wanted: Any, left: int):
-    wish = read(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
-    assert wish.request.tool_choice == wanted
-    assert len(wish.request.tools) == left
-    assert wish.request.parallel_tool_calls is False
-    assert wish.echo["tool_choice"] == (choice or "auto")
-    assert len(wish.echo["tools"]) == 2
+    parsed = read(tools=[WEATHER, TIME], tool_choice=choice, parallel_tool_calls=False)
+    assert parsed.request.tool_choice == wanted
+    assert len(parsed.request.tools) == left
+    assert parsed.request.parallel_tool_calls is False
+    assert parsed.echo["tool_choice"] == (choice or "auto")
+    assert len(parsed.echo["tools"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -372,16 +372,16 @@ def test_parameters_as_deep_as_the_last_event_can_repeat_them_are_the_limit():
 
 def test_a_schema_is_the_form_of_the_answer():
     format_ = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    wish = read(text={"format": format_})
-    assert wish.request.grammar == JsonSchema(
+    parsed = read(text={"format": format_})
+    assert parsed.request.grammar == JsonSchema(
         text='{"type":"object","properties":{"a":{"type":"integer"}}}', param="text.format.schema"
     )
-    assert wish.echo["text"] == {"format": format_, "verbosity": "medium"}
+    assert parsed.echo["text"] == {"format": format_, "verbosity": "medium"}
 
 
 def test_any_object_may_be_the_form():
-    wish = read(text={"format": {"type": "json_object"}})
-    assert wish.request.grammar == JsonSchema(text='{"type":"object"}', param="text.format")
+    parsed = read(text={"format": {"type": "json_object"}})
+    assert parsed.request.grammar == JsonSchema(text='{"type":"object"}', param="text.format")
 
 
 def test_a_call_that_must_be_made_leaves_no_text_that_could_have_a_form():
@@ -408,16 +408,16 @@ def test_a_form_that_cannot_be_had_is_refused(text: Any, param: str):
 
 
 def test_knobs_reach_the_sampler():
-    wish = read(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop="END")
-    assert wish.request.sampling == {
+    parsed = read(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=3, stop="END")
+    assert parsed.request.sampling == {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 5,
         "min_p": 0.1,
         "seed": 3,
     }
-    assert wish.request.stop == ("END",)
-    assert (wish.echo["temperature"], wish.echo["top_p"]) == (0.5, 0.9)
+    assert parsed.request.stop == ("END",)
+    assert (parsed.echo["temperature"], parsed.echo["top_p"]) == (0.5, 0.9)
     assert read().echo["temperature"] is None
 
 
@@ -427,9 +427,9 @@ def test_the_length_is_limited():
 
 
 def test_effort_and_budget_of_thinking():
-    wish = read(reasoning={"effort": "low", "summary": "auto"}, thinking_budget=100)
-    assert wish.request.reasoning == ReasoningOptions(effort="low", token_budget=100)
-    assert wish.echo["reasoning"] == {"effort": "low", "summary": None}
+    parsed = read(reasoning={"effort": "low", "summary": "auto"}, thinking_budget=100)
+    assert parsed.request.reasoning == ReasoningOptions(effort="low", token_budget=100)
+    assert parsed.echo["reasoning"] == {"effort": "low", "summary": None}
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(fields: Any, param: str 
     assert refused(**fields).param == (param or "stream_options.include_obfuscation")
 
 
-def test_an_unknown_model_is_not_found():
-    with pytest.raises(AppError) as raised:
-        read(model="other")
-    assert raised.value.kind is ErrorKind.MODEL_NOT_FOUND
+def test_a_request_has_the_canonical_name_of_its_model():
+    """Whatever the body names, the model was resolved before the body is parsed."""
+    parsed = read(model=f"{MODEL}:latest")
+    assert (parsed.request.model, parsed.echo["model"]) == (MODEL, MODEL)

@@ -78,26 +78,26 @@ def test_an_item_that_was_sent_again_is_found_as_long_as_the_later_copy_is_kept(
 
 
 def test_the_least_recently_used_goes_first():
-    store = holding(kept("a"), kept("b"), kept("c"), most=3)
+    store = holding(kept("a"), kept("b"), kept("c"), max_responses=3)
     store.touch("a")
     store.add(kept("d"))
     assert ids(store, "a", "b", "c", "d") == ["a", "c", "d"]
 
 
 def test_who_continues_a_chain_uses_all_of_it():
-    store = holding(kept("a"), kept("b", "a"), kept("other"), most=3)
+    store = holding(kept("a"), kept("b", "a"), kept("other"), max_responses=3)
     store.add(kept("c", "b"))
     assert ids(store, "a", "b", "c", "other") == ["a", "b", "c"]
 
 
 def test_bytes_are_bounded_too():
-    store = holding(kept("a", text="x" * 5000), kept("b"), most_bytes=8000)
+    store = holding(kept("a", text="x" * 5000), kept("b"), max_bytes=8000)
     assert ids(store, "a", "b") == ["b"]
     assert store.nbytes == kept("b").size
 
 
 def test_what_has_no_room_at_all_is_not_kept_and_costs_only_what_was_in_its_way():
-    store = holding(kept("huge", text="x" * 9000), most_bytes=8000)
+    store = holding(kept("huge", text="x" * 9000), max_bytes=8000)
     assert len(store) == store.nbytes == 0
 
 
@@ -106,7 +106,7 @@ def test_a_response_that_is_too_large_is_not_kept_and_costs_nothing():
     assert ids(store, "a", "large") == ["a"]
 
 
-@pytest.mark.parametrize("bounds", [{"most_bytes": 20_000}, {"most": 8}])
+@pytest.mark.parametrize("bounds", [{"max_bytes": 20_000}, {"max_responses": 8}])
 def test_who_holds_most_makes_room(bounds: dict[str, int]):
     """Eight large responses of one key cost every other key all of its own."""
     stores = ResponseStores(**bounds)
@@ -135,37 +135,37 @@ def test_a_caller_has_the_whole_room_while_no_other_needs_it():
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """(what, which earlier response, how much text)."""
-    what = st.sampled_from(["keep", "continue", "use", "forget"])
+    what = st.sampled_from(["add", "continue", "touch", "delete"])
     return draw(st.lists(st.tuples(what, st.integers(0, 40), st.integers(0, 3000)), max_size=60))
 
 
 @given(histories(), st.integers(1, 8), st.integers(2000, 12_000))
 def test_whatever_happens_the_bounds_hold_and_chains_are_whole(
-    history: list[tuple[str, int, int]], most: int, most_bytes: int
+    history: list[tuple[str, int, int]], max_responses: int, max_bytes: int
 ):
     """Whole, unless a client itself has deleted something from them."""
-    store = ResponseStores(most, most_bytes).for_caller("")
+    store = ResponseStores(max_responses, max_bytes).for_caller("")
     names: list[str] = []
     deleted: set[str] = set()
     for number, (what, which, size) in enumerate(history):
         chosen = names[which % len(names)] if names else None
         match what:
-            case "keep":
+            case "add":
                 names.append(f"r{number}")
                 store.add(kept(f"r{number}", text="x" * size))
             case "continue" if chosen is not None and store.find(chosen) is not None:
                 names.append(f"r{number}")
                 store.add(kept(f"r{number}", chosen, text="x" * size))
-            case "use" if chosen is not None:
+            case "touch" if chosen is not None:
                 store.touch(chosen)
-            case "forget" if chosen is not None:
+            case "delete" if chosen is not None:
                 deleted.add(chosen)
                 store.delete(chosen)
             case _:
                 pass
         present = [found for found in map(store.find, names) if found is not None]
-        assert len(store) == len(present) <= most
-        assert store.nbytes == sum(found.size for found in present) <= most_bytes
+        assert len(store) == len(present) <= max_responses
+        assert store.nbytes == sum(found.size for found in present) <= max_bytes
         for found in present:
             parent = found.previous_response_id
             assert parent is None or parent in deleted or store.find(parent) is not None

@@ -18,25 +18,25 @@ class RunningSequence:
 
     lease: Lease[FakeLayer]
     ids: list[int]
-    pauses: list[int]
+    checkpoint_positions: list[int]
     fed: int = 0
 
     def feed(self, count: int) -> None:
-        """On to `count` ids more, but no further than the next pause."""
+        """On to `count` ids more, but no further than the next checkpoint position."""
         end = self.fed + count
-        if self.pauses:
-            end = min(end, self.pauses[0])
+        if self.checkpoint_positions:
+            end = min(end, self.checkpoint_positions[0])
         self.ids += [(7 * len(self.ids) + i) % 3 for i in range(end - len(self.ids))]
         feed(self.lease, self.ids[self.fed : end])
         self.fed = end
-        if self.pauses and end == self.pauses[0]:
-            self.pauses.pop(0)
+        if self.checkpoint_positions and end == self.checkpoint_positions[0]:
+            self.checkpoint_positions.pop(0)
             self.lease.publish(self.ids[:end])
 
 
 # what to do, and three numbers that say how
 Operation = tuple[str, int, int, int]
-NAMES = ("begin", "feed", "feed", "reached", "commit", "cancel", "discard", "shrink", "clear")
+NAMES = ("begin", "feed", "feed", "publish", "commit", "cancel", "discard", "evict", "clear")
 WEIGHTS = (8, 6, 6, 3, 5, 3, 1, 1, 0.2)
 
 
@@ -54,7 +54,7 @@ class History:
         for name, a, b, c in operations:
             if name == "begin" and len(self.running) == PARALLEL:
                 continue
-            if name in ("begin", "shrink", "clear"):
+            if name in ("begin", "evict", "clear"):
                 getattr(self, name)(a, b, c)
             elif self.running:
                 getattr(self, name)(self.running[a % len(self.running)], b, c)
@@ -62,7 +62,7 @@ class History:
         for running in tuple(self.running):
             self.commit(running, 0, 0)
             self.check()
-        self.shrink(0, 0, 0)
+        self.evict(0, 0, 0)
         assert self.cache.nbytes == 0, "nothing is on loan and something is left"
 
     def check(self) -> None:
@@ -89,7 +89,7 @@ class History:
     def feed(self, running: RunningSequence, b: int, c: int) -> None:
         running.feed(1 + b % 5)
 
-    def reached(self, running: RunningSequence, b: int, c: int) -> None:
+    def publish(self, running: RunningSequence, b: int, c: int) -> None:
         if running.fed:
             running.lease.publish(running.ids[: running.fed])
 
@@ -117,7 +117,7 @@ class History:
             layer.feed([GARBAGE])
         running.lease.discard()
 
-    def shrink(self, a: int, b: int, c: int) -> None:
+    def evict(self, a: int, b: int, c: int) -> None:
         before, evictions = self.cache.nbytes, self.cache.evictions
         wanted = 1 + b % (2 * before + 1) if b else ALL
         freed = self.cache.evict(wanted)

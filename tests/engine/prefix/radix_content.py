@@ -7,8 +7,8 @@ from tests.engine.prefix.layers import FakeLayer, layers
 Cache = RadixPrefixCache[FakeLayer]
 
 
-def cache_of(kinds: str = "k", grid: int = 1, **options) -> Cache:
-    return RadixPrefixCache(lambda: layers(kinds), alignment=grid, **options)
+def cache_of(kinds: str = "k", alignment: int = 1, **options) -> Cache:
+    return RadixPrefixCache(lambda: layers(kinds), alignment=alignment, **options)
 
 
 def assert_consistent(cache: Cache) -> None:

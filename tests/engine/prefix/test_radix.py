@@ -36,7 +36,7 @@ def make_cache() -> MakeCache:
 def test_in_any_history_every_node_is_backed_by_what_it_stands_for(kinds: str) -> None:
     for seed in range(1000, 1150):
         grid = ALIGNMENTS[seed % len(ALIGNMENTS)]
-        cache = cache_of(kinds, grid, checkpoint_every=3, limit=(None, 400, 4000)[seed % 4 % 3])
+        cache = cache_of(kinds, grid, checkpoint_every=3, max_bytes=(None, 400, 4000)[seed % 4 % 3])
         try:
             History(cache, grid, lambda: assert_consistent(cache)).play(  # noqa: B023  # used at once
                 random_operations(random.Random(seed))

@@ -91,7 +91,7 @@ def test_what_is_on_loan_stays() -> None:
 
 
 def test_a_limit_of_its_own_is_kept_after_every_commit() -> None:
-    cache = cache_of(limit=20 * PER_POSITION)
+    cache = cache_of(max_bytes=20 * PER_POSITION)
     for first in range(10):
         evaluate(cache, [first, *range(100, 108)])
         assert cache.nbytes <= 20 * PER_POSITION
@@ -105,7 +105,7 @@ class Memory:
     def __init__(self) -> None:
         self.left = 1000
 
-    def settle(self, copies: Sequence[FakeLayer]) -> None:
+    def evaluate(self, copies: Sequence[FakeLayer]) -> None:
         self.left -= 1
         if self.left < 0:
             raise MemoryError
@@ -115,7 +115,7 @@ class Memory:
 def test_whatever_copy_fails_the_tree_stays_true(enough: int) -> None:
     """An allocation fails where nobody expects it; whoever ran keeps running, nothing is leaked."""
     memory = Memory()
-    cache = cache_of("kkr", evaluate=memory.settle)
+    cache = cache_of("kkr", evaluate=memory.evaluate)
     evaluate(cache, [1, 2, 3, 4, 5, 6], turn_ends=[2, 4])
     evaluate(cache, [1, 2, 3, 4, 7], turn_ends=[2, 4])
     lease = begin(cache, [1, 2, 3, 4, 8, 9])

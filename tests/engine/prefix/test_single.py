@@ -13,8 +13,8 @@ def make_cache() -> MakeCache:
     return cache_of
 
 
-def cache_of(kinds: str, grid: int = 1) -> SinglePrefixCache[FakeLayer]:
-    return SinglePrefixCache(lambda: layers(kinds), alignment=grid)
+def cache_of(kinds: str, alignment: int = 1) -> SinglePrefixCache[FakeLayer]:
+    return SinglePrefixCache(lambda: layers(kinds), alignment=alignment)
 
 
 def test_layers_that_cannot_be_cut_serve_pure_extensions_only() -> None:

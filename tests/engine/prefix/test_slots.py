@@ -20,17 +20,17 @@ def cache_of(
     *,
     slots: int = 2,
     multi_user: bool = True,
-    grid: int = 1,
+    alignment: int = 1,
     context: int = 100,
-    settle: Callable[[Sequence[FakeLayer]], object] = id,
+    evaluate: Callable[[Sequence[FakeLayer]], object] = id,
 ) -> Cache:
     return SlotPrefixCache(
         lambda: layers(kinds),
         slots=slots,
         context=context,
         multi_user=multi_user,
-        evaluate=settle,
-        alignment=grid,
+        evaluate=evaluate,
+        alignment=alignment,
     )
 
 

@@ -5,15 +5,16 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, SamplerState
 
 VOCAB = 12
 
 
 def make_state(prompt: Any = (0,), seed: int = 0, vocab: int = VOCAB, **knobs: Any) -> SamplerState:
-    """knobs: of Sampling, and what holds an end back."""
-    held = {name: knobs.pop(name) for name in ("stop_token_ids", "min_tokens") if name in knobs}
+    """knobs: of SamplingParams, and what holds an end back."""
+    names = ("stop_token_ids", "min_tokens", "num_drawn")
+    held = {name: knobs.pop(name) for name in names if name in knobs}
     return SamplerState(SamplingParams(**knobs), seed=seed, prompt=prompt, vocab=vocab, **held)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.requests import SamplingParams
+from app.core.sampling_params import SamplingParams
 from app.engine.sampling.draw import (
     Draw,
     SamplingMethod,
@@ -199,7 +199,7 @@ def test_no_temperature_overflows(temperature: float, knobs: dict[str, Any]) -> 
 
 
 def unmixed(word: int) -> int:
-    """The other direction of `mix`."""
+    """The other direction of `lowbias32`."""
     word ^= word >> 16
     word = word * pow(0x846CA68B, -1, 1 << 32) % (1 << 32)
     word ^= word >> 15 ^ word >> 30

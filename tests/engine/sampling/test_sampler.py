@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.sampling.penalties import PenaltyState
 from app.engine.sampling.sampler import SamplerBatch
 from tests.engine.sampling.cases import LOGITS, VOCAB, P, make_state, sample_once, softmax
 
@@ -134,8 +135,9 @@ def test_a_wide_window_takes_no_more_memory_than_what_was_said() -> None:
     for _ in range(100):
         rows.sample(mx.array([LOGITS]))
     rows.release()
-    assert state.window is not None
-    assert state.window.shape == (101,)
+    [penalties] = [stage for stage in state.stages if isinstance(stage, PenaltyState)]
+    assert penalties.window is not None
+    assert penalties.window.shape == (101,)
 
 
 def test_a_request_draws_by_its_seed() -> None:

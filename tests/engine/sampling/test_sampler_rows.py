@@ -24,7 +24,7 @@ from tests.engine.sampling.cases import (
     to_list,
 )
 
-WIDE = 2000  # where `most` looks at blocks
+WIDE = 2000  # where `topk` looks at blocks
 TURNS_ALONE = 8
 
 
@@ -41,9 +41,9 @@ def tables(name: str) -> Any:
 PROMPT = (1, 2, 1, 3, 4)
 
 
-def state_of(name: str, prompt: tuple[int, ...] = PROMPT) -> SamplerState:
+def state_of(name: str, prompt: tuple[int, ...] = PROMPT, **held: int) -> SamplerState:
     knobs = {"seed": len(name), **SETTINGS[name]}
-    return make_state(prompt=prompt, vocab=WIDE, **knobs)
+    return make_state(prompt=prompt, vocab=WIDE, **knobs, **held)
 
 
 @functools.cache
@@ -103,8 +103,7 @@ def test_whoever_joins_or_leaves_whenever_in_any_order_a_request_says_the_same(
 def test_a_request_that_begins_again_where_it_was_goes_on_the_same(name: str) -> None:
     """What was preempted comes back with all its ids as the prompt."""
     said_before = [token for token, *_ in alone(name)[:4]]
-    again = state_of(name, prompt=(*PROMPT, *said_before))
-    again.num_drawn = len(said_before)
+    again = state_of(name, prompt=(*PROMPT, *said_before), num_drawn=len(said_before))
     rows = SamplerBatch([again])
     for turn in range(4, TURNS_ALONE):
         sampled = rows.sample(mx.array(tables(name)[turn][None]), top_logprobs=3)

@@ -4,24 +4,24 @@
 #include <cmath>
 #include <string>
 
-#include "cpu.hpp"
+#include "isa_dispatch.hpp"
 #include "guarded.hpp"
 
 using namespace mlxrunner;
 
 namespace {
 
-std::uint16_t half_of(Float type, Draw& draw) {
+std::uint16_t half_of(ScaleType type, Draw& draw) {
   // both types' bits of something between 1/64 and 1, either sign; now and then denormal or zero
   if (draw.in(0, 15) == 0) return static_cast<std::uint16_t>(draw.in(0, 20));
   const auto sign = static_cast<std::uint16_t>(draw.in(0, 1) << 15);
-  const int low = type == Float::bf16 ? 0x3c80 : 0x2400;
-  const int high = type == Float::bf16 ? 0x3f80 : 0x3c00;
+  const int low = type == ScaleType::bf16 ? 0x3c80 : 0x2400;
+  const int high = type == ScaleType::bf16 ? 0x3f80 : 0x3c00;
   return static_cast<std::uint16_t>(sign | draw.in(low, high));
 }
 
-void fill(Guarded<std::byte>& into, Float type, Draw& draw) {
-  if (type == Float::f32)
+void fill(Guarded<std::byte>& into, ScaleType type, Draw& draw) {
+  if (type == ScaleType::f32)
     for (std::size_t i = 0; i + 4 <= into.size(); i += 4) {
       const float x = draw.number() * 0.1f;
       std::memcpy(into.data() + i, &x, 4);
@@ -33,7 +33,7 @@ void fill(Guarded<std::byte>& into, Float type, Draw& draw) {
     }
 }
 
-std::size_t bytes_of(Float type) { return type == Float::f32 ? 4 : 2; }
+std::size_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
 // A matrix in read-only memory that ends where it ends.
 struct Owned {
@@ -42,11 +42,12 @@ struct Owned {
 
   static Matrix draw_shape(Draw& draw) {
     Matrix w{};
-    w.weight = draw.of({Weight::f32, Weight::bf16, Weight::f16, Weight::q4, Weight::q8});
+    w.format = draw.of({WeightFormat::f32, WeightFormat::bf16, WeightFormat::f16, WeightFormat::q4,
+                        WeightFormat::q8});
     w.rows = draw.in(1, 40);
     w.width = draw.of({draw.in(1, 70), draw.in(1, 300), draw.in(1000, 1100)});
-    if (w.weight == Weight::q4 || w.weight == Weight::q8) {
-      w.scale = draw.of({Float::f32, Float::bf16, Float::f16});
+    if (w.format == WeightFormat::q4 || w.format == WeightFormat::q8) {
+      w.scale_type = draw.of({ScaleType::f32, ScaleType::bf16, ScaleType::f16});
       w.group = draw.of({32, 64, 128});
       w.width = w.group * draw.of({draw.in(1, 5), draw.in(15, 20)});
     }
@@ -58,33 +59,36 @@ struct Owned {
 
   explicit Owned(Draw& draw)
       : w(draw_shape(draw)), data(static_cast<std::size_t>(w.rows * w.row_bytes())),
-        scales(groups() * bytes_of(w.scale)), biases(groups() * bytes_of(w.scale)) {
+        scales(groups() * bytes_of(w.scale_type)), biases(groups() * bytes_of(w.scale_type)) {
     w.data = data.data(), w.scales = scales.data(), w.biases = biases.data();
     if (w.group)
       for (std::size_t i = 0; i < data.size(); i++) data[i] = std::byte{draw.byte()};
     else
-      fill(data, w.weight == Weight::f32    ? Float::f32
-                 : w.weight == Weight::bf16 ? Float::bf16
-                                            : Float::f16, draw);
-    fill(scales, w.scale, draw);
-    fill(biases, w.scale, draw);
+      fill(data,
+           w.format == WeightFormat::f32    ? ScaleType::f32
+           : w.format == WeightFormat::bf16 ? ScaleType::bf16
+                                            : ScaleType::f16,
+           draw);
+    fill(scales, w.scale_type, draw);
+    fill(biases, w.scale_type, draw);
     data.seal(), scales.seal(), biases.seal();
   }
 };
 
 // y = x w^T, rows [begin, end) of w, as `multiply` asks for it.
-void product(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y,
-             std::int64_t begin, std::int64_t end) {
+void matmul(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y,
+            std::int64_t begin, std::int64_t end) {
   const Kernels& k = kernels();
-  Guarded<float> scratch(static_cast<std::size_t>(k.product_scratch(w)), 64);
-  const std::int64_t stride = k.arranged_stride(w, count);
-  Guarded<float> arranged(static_cast<std::size_t>(count * stride), 64);
-  if (stride) k.arrange(w, x, count, arranged.data(), stride);
-  const Rows rows = stride ? Rows{arranged.data(), count, stride} : Rows{x, count, w.width};
-  k.product(w, rows, bias, y, w.rows, begin, end, scratch.data());
+  Guarded<float> scratch(static_cast<std::size_t>(k.matmul_scratch(w)), 64);
+  const std::int64_t stride = k.packed_input_stride(w, count);
+  Guarded<float> packed(static_cast<std::size_t>(count * stride), 64);
+  if (stride) k.pack_input(w, x, count, packed.data(), stride);
+  const PackedRows rows =
+      stride ? PackedRows{packed.data(), count, stride} : PackedRows{x, count, w.width};
+  k.matmul(w, rows, bias, y, w.rows, begin, end, scratch.data());
 }
 
-void check_product(Draw& draw, Fingerprint& seen) {
+void check_matmul(Draw& draw, Fingerprint& seen) {
   Owned owned(draw);
   const Matrix& w = owned.w;
   const auto width = static_cast<std::size_t>(w.width), rows = static_cast<std::size_t>(w.rows);
@@ -99,18 +103,18 @@ void check_product(Draw& draw, Fingerprint& seen) {
   std::int64_t split = draw.in(0, w.rows);
   if (split < w.rows) split = split / 16 * 16;
   for (std::size_t i = 0; i < y.size(); i++) y[i] = 12345;
-  product(w, x.data(), count, with, y.data(), 0, split);
+  matmul(w, x.data(), count, with, y.data(), 0, split);
   for (std::size_t i = 0; i < y.size(); i++)
     if (static_cast<std::int64_t>(i % rows) >= split && y[i] != 12345)
       fail("wrote beyond its part");
-  product(w, x.data(), count, with, y.data(), split, w.rows);
+  matmul(w, x.data(), count, with, y.data(), split, w.rows);
 
   Guarded<float> row(width), alone(rows);
   const std::int64_t m = draw.in(0, count - 1);
-  product(w, x.data() + m * w.width, 1, with, alone.data(), 0, w.rows);
+  matmul(w, x.data() + m * w.width, 1, with, alone.data(), 0, w.rows);
   if (std::memcmp(alone.data(), y.data() + m * w.rows, rows * 4)) fail("a row depends on others");
   for (std::size_t n = 0; n < rows; n++) {
-    kernels().expand(w, static_cast<std::int64_t>(n), row.data());
+    kernels().dequantize_row(w, static_cast<std::int64_t>(n), row.data());
     seen.see(row.data(), width);
     double sum = with ? with[n] : 0.0, size = std::abs(sum), most = 0, whole = 0;
     for (std::size_t i = 0; i < width; i++) {
@@ -141,14 +145,15 @@ void check_rows(Draw& draw, Fingerprint& seen) {
   k.rms_norm(own.data(), static_cast<std::int64_t>(width), weight, 1e-6f, own.data());
   if (std::memcmp(own.data(), out.data(), width * sizeof(float))) fail("a norm in place");
   for (auto kind : {Activation::silu, Activation::gelu, Activation::gelu_tanh, Activation::relu}) {
-    k.gate(kind, x.data(), y.data(), out.data(), static_cast<std::int64_t>(width));
+    k.glu(kind, x.data(), y.data(), out.data(), static_cast<std::int64_t>(width));
     seen.see(out.data(), width);
   }
   const std::int64_t half = draw.in(1, 70);
   Guarded<float> periods(static_cast<std::size_t>(half)), cos(periods.size()), sin(periods.size());
   for (std::size_t i = 0; i < periods.size(); i++)
     periods[i] = 1.0f + 100.0f * static_cast<float>(i);
-  k.angles(static_cast<float>(draw.in(0, 100000)), periods.data(), half, cos.data(), sin.data());
+  k.rope_angles(static_cast<float>(draw.in(0, 100000)), periods.data(), half, cos.data(),
+                sin.data());
   const Rotation rotation{2 * half, 2 * half + draw.in(0, 20), draw.in(0, 1) == 1, 1.5f};
   Guarded<float> head(static_cast<std::size_t>(rotation.width)), turned(head.size());
   for (std::size_t i = 0; i < head.size(); i++) head[i] = draw.number();
@@ -163,21 +168,22 @@ void check_rows(Draw& draw, Fingerprint& seen) {
 }
 
 void check_attention(Draw& draw, Fingerprint& seen) {
-  Attending a{};
+  AttentionTask a{};
   a.queries = draw.of({std::int64_t{1}, draw.in(1, 9)}), a.group = draw.in(1, 5);
-  a.depth = draw.of({draw.in(1, 40), std::int64_t{64}, std::int64_t{128}});
-  a.width = draw.in(1, 130);
+  a.key_dim = draw.of({draw.in(1, 40), std::int64_t{64}, std::int64_t{128}});
+  a.value_dim = draw.in(1, 130);
   a.capacity = draw.in(a.queries, 100), a.length = draw.in(a.queries, a.capacity);
-  a.head = draw.in(0, a.capacity - 1), a.first = draw.in(0, 1000);
-  a.position = a.first + a.length - a.queries;
+  a.head_slot = draw.in(0, a.capacity - 1), a.first_position = draw.in(0, 1000);
+  a.position = a.first_position + a.length - a.queries;
   a.causal = draw.in(0, 3) > 0, a.window = draw.in(0, 1) ? draw.in(1, 50) : 0;
   a.scale = 0.125f, a.softcap = draw.in(0, 1) ? 30.0f : 0.0f;
-  a.q_head = a.depth, a.q_step = a.depth * a.group;
-  a.out_head = a.width, a.out_step = a.width * a.group;
-  a.key_step = a.depth, a.value_step = a.width;
+  a.q_head = a.key_dim, a.q_step = a.key_dim * a.group;
+  a.out_head = a.value_dim, a.out_step = a.value_dim * a.group;
+  a.key_step = a.key_dim, a.value_step = a.value_dim;
   const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-  Guarded<float> q(size(a.queries * a.q_step)), keys(size(a.capacity * a.depth)),
-      values(size(a.capacity * a.width)), sinks(size(a.group)), out(size(a.queries * a.out_step));
+  Guarded<float> q(size(a.queries * a.q_step)), keys(size(a.capacity * a.key_dim)),
+      values(size(a.capacity * a.value_dim)), sinks(size(a.group)),
+      out(size(a.queries * a.out_step));
   for (auto* one : {&q, &keys, &values, &sinks}) {
     for (std::size_t i = 0; i < one->size(); i++) (*one)[i] = draw.number() * 2;
     one->seal();
@@ -194,7 +200,7 @@ void check_attention(Draw& draw, Fingerprint& seen) {
 int main(int argc, char** argv) {
   if (argc != 3) fail("driver SEED ROUNDS");
   std::printf("%s", kernels().name);
-  for (auto check : {check_product, check_rows, check_attention}) {
+  for (auto check : {check_matmul, check_rows, check_attention}) {
     Draw draw(static_cast<std::uint32_t>(std::atoi(argv[1])));
     Fingerprint seen;
     for (int i = 0; i < std::atoi(argv[2]); i++) check(draw, seen);

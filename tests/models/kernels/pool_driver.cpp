@@ -7,14 +7,14 @@
 #include <thread>
 #include <vector>
 
-#include "pool.hpp"
+#include "thread_pool.hpp"
 
 namespace {
 
 // Every part is done once, by whoever; what the parts wrote is there when `run` returns. The
 // numbers are plain ones: a sanitizer sees who writes without being waited for.
 void run_often(int rounds) {
-  mlxrunner::Pool& pool = mlxrunner::Pool::shared();
+  mlxrunner::ThreadPool& pool = mlxrunner::ThreadPool::shared();
   std::vector<int> done;
   for (int round = 0; round < rounds; round++) {
     const int count = round % 7 == 0 ? 200 : round % 5;
@@ -38,7 +38,7 @@ void run_often(int rounds) {
 // What a part throws comes out where it was asked for, once nobody works at it any more; and then
 // there is work as before.
 void fail_often(int rounds) {
-  mlxrunner::Pool& pool = mlxrunner::Pool::shared();
+  mlxrunner::ThreadPool& pool = mlxrunner::ThreadPool::shared();
   for (int round = 0; round < rounds; round++) {
     std::vector<int> done(20, 0);
     try {
@@ -58,12 +58,12 @@ void fail_often(int rounds) {
 
 int main(int argc, char** argv) {
   const int rounds = argc == 2 ? std::atoi(argv[1]) : 0;
-  mlxrunner::Pool::shared().use(4);
+  mlxrunner::ThreadPool::shared().set_num_threads(4);
   run_often(rounds);
   fail_often(rounds);
   std::thread other(run_often, rounds);
   run_often(rounds);
   other.join();
-  mlxrunner::Pool::shared().use(1);
+  mlxrunner::ThreadPool::shared().set_num_threads(1);
   run_often(rounds);
 }

@@ -185,18 +185,20 @@ class TestWhatStaysAsItIsWritten:
         rows = fused_blocks.MAX_FUSED_ROWS + 1
         kv = BatchKVCache([KVCache() for _ in range(rows)], mx.zeros(rows))
         assert "Block" not in operations(block(drawn(rows, 1, HIDDEN), kv))
-        assert "Block" not in operations(block.attended(drawn(1, 2, HIDDEN), KVCache()))
-        assert "MlpBlock" in operations(block.fed(drawn(fused_blocks.MAX_FUSED_ROWS, 1, HIDDEN)))
-        assert "Block" not in operations(block.fed(drawn(1, 2, HIDDEN)))
+        assert "Block" not in operations(block.attention_residual(drawn(1, 2, HIDDEN), KVCache()))
+        assert "MlpBlock" in operations(
+            block.mlp_residual(drawn(fused_blocks.MAX_FUSED_ROWS, 1, HIDDEN))
+        )
+        assert "Block" not in operations(block.mlp_residual(drawn(1, 2, HIDDEN)))
 
     def test_other_types(self) -> None:
         block, x = Made().block(), drawn(1, 1, HIDDEN).astype(mx.bfloat16)
-        assert "Block" not in operations(block.attended(x, KVCache()))
-        assert "Block" not in operations(block.fed(x))
+        assert "Block" not in operations(block.attention_residual(x, KVCache()))
+        assert "Block" not in operations(block.mlp_residual(x))
 
     def test_several_sequences_in_one_cache_and_caches_that_do_not_lend(self) -> None:
         class Own(KVCache):
-            lends = False
+            supports_in_place = False
 
         block = Made().block()
         assert "AttentionBlock" not in operations(block(drawn(2, 1, HIDDEN), KVCache()))
@@ -223,7 +225,7 @@ class TestWhatStaysAsItIsWritten:
 
     def test_methods_that_are_overridden(self) -> None:
         class Doubled(llama.Block):
-            def attended(self, x: mx.array, kv: Any) -> mx.array:
+            def attention_residual(self, x: mx.array, kv: Any) -> mx.array:
                 return 2 * super().attention_residual(x, kv)
 
         class Twice(llama.Block):

@@ -38,7 +38,7 @@ def told():
         prompt()
     print(faults() - before)
     kept = resident()
-    kernels.return_memory()
+    kernels.trim_memory()
     print(kept - resident())
 
 {how}

@@ -245,7 +245,7 @@ class TestWhatItLeavesAlone:
 
     def test_caches_that_do_not_lend(self) -> None:
         class Own(KVCache):
-            lends = False
+            supports_in_place = False
 
         assert self.asked(Own(), self.parts()) is None
 

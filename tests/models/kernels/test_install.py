@@ -44,6 +44,7 @@ def project(tmp_path) -> Path:
         shutil.copy(ROOT / name, copy / name)
     built = shutil.ignore_patterns("__pycache__", "*.so", "not_built.txt", "builtin")
     shutil.copytree(ROOT / "models", copy / "models", ignore=built)
+    shutil.copytree(ROOT / "deploy/wheel", copy / "deploy/wheel")
     return copy
 
 
@@ -93,18 +94,20 @@ def test_without_a_compiler_an_install_goes_on_and_says_what_is_lost(project, tm
         env=around(PATH=str(empty)),
     )
     line = f"mlxrunner: no C++20 compiler was found, so the CPU kernels are not built: {LOST}; "
-    told = (place / "models/kernels/not_built.txt").read_text("utf-8")
+    package = place / "mlxrunner"
+    told = (package / "models/kernels/not_built.txt").read_text("utf-8")
     assert told == f"{line}install g++, and then mlxrunner again (with make or pip)\n"
     assert told.strip() in said
     assert not list(place.rglob("*.so"))
-    here = f"import sys; sys.path.insert(0, {str(place)!r}); "
+    here = f"import sys; sys.path.insert(0, {str(package)!r}); "
     ask = "from models import kernels as k; print(k.__file__, k.describe().built, k.ops())"
     answer = run(sys.executable, "-c", here + ask, cwd=tmp_path)
-    assert answer.split() == [str(place / "models/kernels/__init__.py"), "False", "None"]
-    ask = "from models import backend, kernels; print(kernels.describe().why, backend.IN_USE.why"
-    kernels_why, blas_why = run(
-        sys.executable, "-c", f"{here}{ask}, sep='\\n')", cwd=tmp_path
-    ).splitlines()
+    assert answer.split() == [str(package / "models/kernels/__init__.py"), "False", "None"]
+    ask = (
+        "from models import cpu_backend, kernels; "
+        "print(kernels.describe().why, cpu_backend.ACTIVE.why, sep='\\n')"
+    )
+    kernels_why, blas_why = run(sys.executable, "-c", here + ask, cwd=tmp_path).splitlines()
     assert kernels_why == (
         "no C++20 compiler was found, so the CPU kernels are not built; install g++, and then "
         "mlxrunner again (with make or pip)"

@@ -41,7 +41,7 @@ print(k.isa(), seen.hexdigest())
 LOADED = """
 from models import kernels
 told = kernels.describe()
-print(kernels.ops() is None, told.built, told.on, told.isa, told.threads, told.why, sep="; ")
+print(kernels.ops() is None, told.built, told.enabled, told.isa, told.threads, told.why, sep="; ")
 """
 
 

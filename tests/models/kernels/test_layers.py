@@ -1,4 +1,4 @@
-"""Twins: what mlx.nn's and our own layers compute, from the same arrays, in float32."""
+"""Kernel layers: what mlx.nn's and our own layers compute, from the same arrays, in float32."""
 
 from typing import Any
 
@@ -80,17 +80,20 @@ class TestATwinComputesTheSame:
         is_like(made.as_linear(x), plain.as_linear(x))
 
     @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize("ordered", [False, True])
-    def test_of_experts(self, kind: Any, bias: bool, ordered: bool) -> None:
+    @pytest.mark.parametrize("sorted_indices", [False, True])
+    def test_of_experts(self, kind: Any, bias: bool, sorted_indices: bool) -> None:
         plain = of_kind(ExpertLinear(WIDTH, OUT, STACK, bias=bias), kind)
         made = twin(plain)
         assert made is not plain
         in_float32(plain)
-        if ordered:
+        if sorted_indices:
             x, chosen = drawn(6, 1, WIDTH), mx.array([0, 0, 1, 3, 3, 4])
         else:
             x, chosen = drawn(2, 3, 1, 1, WIDTH), mx.array([[[1, 4], [0, 0], [2, 1]]] * 2)
-        is_like(made(x, chosen, ordered=ordered), plain(x, chosen, ordered=ordered))
+        is_like(
+            made(x, chosen, sorted_indices=sorted_indices),
+            plain(x, chosen, sorted_indices=sorted_indices),
+        )
 
     @pytest.mark.parametrize("heads", [1, STACK])
     def test_of_maps_for_each_head(self, kind: Any, heads: int) -> None:
@@ -101,7 +104,7 @@ class TestATwinComputesTheSame:
         in_float32(plain)
         is_like(made(x), plain(x))
         back = drawn(2, heads, 3, 64)
-        is_like(made.transposed(back), plain.transposed(back))
+        is_like(made.apply_transposed(back), plain.apply_transposed(back))
 
 
 def test_sorting_rows_by_experts_changes_no_bit() -> None:
@@ -112,7 +115,7 @@ def test_sorting_rows_by_experts_changes_no_bit() -> None:
     apply_cpu_layout(model)
     experts: Any = model.layers[0]
     x, chosen = drawn(1, 40, WIDTH), mx.random.randint(0, STACK, (1, 40, 2), key=mx.random.key(0))
-    one_by_one = experts._apply(x[..., None, None, :], chosen, ordered=False)
+    one_by_one = experts._apply(x[..., None, None, :], chosen, sorted_indices=False)
     assert mx.array_equal(one_by_one, experts._apply_sorted(x, chosen))
 
 

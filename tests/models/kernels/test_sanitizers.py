@@ -24,7 +24,7 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 VNNI = [*AVX512, "-mavx512vnni"]
 X86 = {"isa_avx2": AVX2, "isa_avx512": AVX512, "isa_avx512_vnni": VNNI}
-FILES = ("isa_avx512_vnni", "isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "cpu")
+FILES = ("isa_avx512_vnni", "isa_avx512", "isa_avx2", "isa_neon", "isa_scalar", "isa_dispatch")
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
@@ -119,6 +119,6 @@ def test_the_pool_never_leaves_a_part_undone_nor_a_write_unseen(tmp_path) -> Non
         COMPILER,
         tmp_path,
         [flag, "-O1", "-g"],
-        {HERE / "pool_driver.cpp": [], SOURCES / "pool.cpp": []},
+        {HERE / "pool_driver.cpp": [], SOURCES / "thread_pool.cpp": []},
     )
     run(program, "2000")

@@ -156,7 +156,7 @@ class Play:
         layers = zip(*(one.kv for one in ready), strict=True)
         offsets = mx.array([one.at for one in ready])
         hidden = self.served.model(
-            mx.array(ids), [layer[0].together(layer, offsets) for layer in layers]
+            mx.array(ids), [layer[0].make_batch(layer, offsets) for layer in layers]
         )
         for one, logits in zip(ready, self.served.model.logits(hidden), strict=True):
             self._find(one, logits)

@@ -16,7 +16,7 @@ from app.core.errors import AppError
 from app.core.model_files import ModelFiles
 from app.core.requests import Regex
 from app.core.settings import Settings
-from app.runners.ranks import follower as follows
+from app.runners.ranks import follower
 from app.runners.ranks.follower import run_follower
 from app.runners.ranks.protocol import (
     Cancel,
@@ -52,7 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     kept = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(follows.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(follower.logging, "shutdown", lambda: None)
     yield statuses
     for number, handler in kept:
         signal.signal(number, handler)
@@ -71,7 +71,7 @@ def rank_0(
     """Waits for rank 1 on a thread, welcomes it, says what is to be said, and is gone."""
     server = socket.create_server(("127.0.0.1", 0))
     meeting = RendezvousInfo(secret="s", port=server.getsockname()[1], host="here")
-    monkeypatch.setattr(follows, "join_rank_group", lambda _: FakeGroup(1, meeting.encode()))
+    monkeypatch.setattr(follower, "join_rank_group", lambda _: FakeGroup(1, meeting.encode()))
 
     def speak() -> None:
         with server:
@@ -175,12 +175,12 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ready, over = threading.Event(), threading.Event()
-    prepare = follows._exit_with_leader
+    prepare = follower._exit_with_leader
 
     @contextlib.contextmanager
     def prepared(settings: Settings) -> Iterator[None]:
         if launcher_dies:
-            monkeypatch.setattr(follows, "watch_launcher", lambda environ, told: told())
+            monkeypatch.setattr(follower, "watch_launcher", lambda environ, told: told())
         with prepare(settings):
             ready.set()
             yield
@@ -202,7 +202,7 @@ def test_told_to_end_it_waits_for_rank_0_and_told_twice_for_nobody(
         over.wait(PATIENCE)
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(follows, "_exit_with_leader", prepared)
+    monkeypatch.setattr(follower, "_exit_with_leader", prepared)
     rank_0(says, monkeypatch)
     with pytest.raises(Exited):
         run_follower(launch(1), model, SETTINGS)

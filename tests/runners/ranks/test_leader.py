@@ -13,7 +13,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.requests import Regex
 from app.grammar.compiler import GrammarCompiler
-from app.runners.ranks import leader as crews
+from app.runners.ranks import leader
 from app.runners.ranks.leader import RankGroup, gather_ranks
 from app.runners.ranks.protocol import (
     Compile,
@@ -38,7 +38,7 @@ from tests.runners.ranks.gathered import (
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """In how many seconds the process would have been ended."""
     found: list[float] = []
-    monkeypatch.setattr(crews, "_exit_after", found.append)
+    monkeypatch.setattr(leader, "_exit_after", found.append)
     return found
 
 
@@ -50,9 +50,9 @@ def model(tiny_model: Path) -> ModelFiles:
 class Waiting:
     """Rank 0, while the others come."""
 
-    def __init__(self, ranks: FakeGroup, crew: Future[RankGroup]) -> None:
+    def __init__(self, ranks: FakeGroup, group: Future[RankGroup]) -> None:
         self.ranks = ranks
-        self.crew = crew
+        self.group = group
 
     @property
     def meeting(self) -> RendezvousInfo:
@@ -69,7 +69,7 @@ def waiting(
 ) -> Iterator[Waiting]:
     with ThreadPoolExecutor() as pool:
         ranks = FakeGroup()
-        monkeypatch.setattr(crews, "join_rank_group", lambda _: ranks)
+        monkeypatch.setattr(leader, "join_rank_group", lambda _: ranks)
         yield Waiting(ranks, pool.submit(gather_ranks, launch(0), model, SETTINGS))
 
 
@@ -78,21 +78,21 @@ def pair(waiting: Waiting, model: ModelFiles) -> Iterator[tuple[RankGroup, RankC
     """Both ends of the line to rank 1."""
     line, welcome = greeted(waiting.meeting, model)
     assert welcome == HelloReply()
-    crew = waiting.crew.result(PATIENCE)
-    yield crew, line
-    crew.stop_followers()
+    group = waiting.group.result(PATIENCE)
+    yield group, line
+    group.stop_followers()
     line.close()
 
 
-def heard(crew: RankGroup) -> Callable[[], list[str]]:
-    """Why the crew was lost, once it was."""
+def heard(group: RankGroup) -> Callable[[], list[str]]:
+    """Why the group was lost, once it was."""
     told, event = list[str](), threading.Event()
 
     def hear(why: str) -> None:
         told.append(why)
         event.set()
 
-    crew.add_failure_listener(hear)
+    group.add_failure_listener(hear)
 
     def wait() -> list[str]:
         assert event.wait(PATIENCE)
@@ -106,12 +106,12 @@ def test_whoever_does_not_know_the_secret_is_sent_away(waiting: Waiting, model: 
     for secret in ("", "guessed"):
         with pytest.raises(AssertionError):  # the line ends without a word
             greeted(meeting, model, secret=secret)
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"is":"Lost","why":"x"}\n'):
+    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"is":"RankFailed","reason":"x"}\n'):
         with socket.create_connection(("127.0.0.1", meeting.port)) as stranger:
             stranger.sendall(garbage)
     line, welcome = greeted(meeting, model)
     assert welcome == HelloReply()
-    waiting.crew.result(PATIENCE).stop_followers()
+    waiting.group.result(PATIENCE).stop_followers()
     assert list(line.read_from_leader()) == [Stop()]
     line.close()
 
@@ -121,35 +121,35 @@ def test_who_has_another_setting_is_refused_by_name(waiting: Waiting, model: Mod
     assert welcome.refused is not None
     assert "rank 1 (studio) has --parallel 3, and rank 0 has 2" in welcome.refused
     with pytest.raises(AppError, match="--parallel"):
-        waiting.crew.result(PATIENCE)
+        waiting.group.result(PATIENCE)
 
 
 def test_less_memory_is_no_difference(waiting: Waiting, model: ModelFiles) -> None:
     line, welcome = greeted(waiting.meeting, model, memory=1 << 29)
     assert welcome == HelloReply()
-    waiting.crew.result(PATIENCE).stop_followers()
+    waiting.group.result(PATIENCE).stop_followers()
     line.close()
 
 
 def test_a_rank_that_is_gone_is_missed_by_name_and_once(
     pair: tuple[RankGroup, RankConnection], ended: list[float]
 ) -> None:
-    crew, line = pair
-    wait = heard(crew)
+    group, line = pair
+    wait = heard(group)
     line.shutdown()
     assert wait() == ["rank 1 (studio) disconnected: its process exited or is unreachable"]
-    assert crew.wait_for_failure() == wait()[0]
-    crew.fail("something else")
+    assert group.wait_for_failure() == wait()[0]
+    group.fail("something else")
     assert len(wait()) == len(ended) == 1
     # who asks later is told, too
-    assert heard(crew)() == wait()
+    assert heard(group)() == wait()
 
 
 def test_a_rank_that_gives_up_says_why(
     pair: tuple[RankGroup, RankConnection], ended: list[float]
 ) -> None:
-    crew, line = pair
-    wait = heard(crew)
+    group, line = pair
+    wait = heard(group)
     line.send_to_leader(RankFailed(reason="its disk is gone"))
     assert wait() == ["rank 1 (studio): its disk is gone"]
     assert len(ended) == 1
@@ -158,29 +158,29 @@ def test_a_rank_that_gives_up_says_why(
 def test_who_was_dismissed_is_not_missed(
     pair: tuple[RankGroup, RankConnection], ended: list[float]
 ) -> None:
-    crew, line = pair
-    crew.stop_followers()
+    group, line = pair
+    group.stop_followers()
     assert list(line.read_from_leader()) == [Stop()]
     line.shutdown()
-    assert crew.wait_for_failure(timeout=0.2) is None
+    assert group.wait_for_failure(timeout=0.2) is None
     assert ended == []
 
 
 def test_a_model_is_loaded_once(pair: tuple[RankGroup, RankConnection]) -> None:
-    crew, _ = pair
-    crew.attach_engine(lambda _: None)
+    group, _ = pair
+    group.attach_engine(lambda _: None)
     with pytest.raises(AppError, match="restart all ranks"):
-        crew.attach_engine(lambda _: None)
+        group.attach_engine(lambda _: None)
 
 
 def test_a_grammar_is_ready_when_all_have_it(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles
 ) -> None:
-    crew, line = pair
+    group, line = pair
     grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(
-            crew.compile_grammar, grammars, Regex(pattern="a+"), frozenset({257})
+            group.compile_grammar, grammars, Regex(pattern="a+"), frozenset({257})
         )
         asked = next(line.read_from_leader())
         assert isinstance(asked, Compile)
@@ -195,25 +195,25 @@ def test_a_grammar_is_ready_when_all_have_it(
 def test_a_rank_that_takes_too_long_for_a_grammar_keeps_one_request(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew, line = pair
-    monkeypatch.setattr(crews, "_COMPILING", 0.05)
+    group, line = pair
+    monkeypatch.setattr(leader, "_COMPILE_TIMEOUT", 0.05)
     grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with pytest.raises(
         AppError, match="the other ranks did not compile the grammar in time"
     ) as refused:
-        crew.compile_grammar(grammars, Regex(pattern="a+"), frozenset({257}))
+        group.compile_grammar(grammars, Regex(pattern="a+"), frozenset({257}))
     assert refused.value.kind is ErrorKind.BUSY
     asked = next(line.read_from_leader())
     assert isinstance(asked, Compile)
     line.send_to_leader(Compiled(number=asked.number))  # nobody waits for it any more
-    assert crew.wait_for_failure(timeout=0.1) is None
+    assert group.wait_for_failure(timeout=0.1) is None
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused_as_ever(
     pair: tuple[RankGroup, RankConnection], model: ModelFiles
 ) -> None:
-    crew, _ = pair
+    group, _ = pair
     grammars = GrammarCompiler(model.tokenizer_path, vocab=model.vocab_size)
     with pytest.raises(AppError) as refused:
-        crew.compile_grammar(grammars, Regex(pattern="("), frozenset({257}))
+        group.compile_grammar(grammars, Regex(pattern="("), frozenset({257}))
     assert refused.value.kind is ErrorKind.INVALID

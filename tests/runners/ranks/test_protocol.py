@@ -54,8 +54,8 @@ def test_times_and_last_bits_do_not_matter(other: StepOutput) -> None:
     "other",
     [
         changed(3, id=8),
-        changed(0, cached=4),
-        changed(1, done=4),
+        changed(0, cached_tokens=4),
+        changed(1, computed_tokens=4),
         changed(4, reason="length"),
         replace(STEP, updates=STEP.updates[::-1]),
         replace(STEP, embed_results=(EmbedResult(job_id="b", error="no"),)),

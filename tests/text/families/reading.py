@@ -15,7 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, ReasoningTags
+from app.grammar.constraint import ReasoningTags
+from app.text.family import ChatFamily
 from app.text.syntax.output_parser import (
     Content,
     OutputPart,
@@ -42,11 +43,11 @@ def read(
     *,
     tools: Sequence[Tool],
     tags: ReasoningTags | None = None,
-    opened: bool = False,
+    in_reasoning: bool = False,
 ) -> list[OutputPart]:
     """What a family finds in a text that arrives so."""
-    splitter = family.build_parser(tools=tools, tags=tags, in_reasoning=opened)
-    return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.flush()
+    parser = family.build_parser(tools=tools, tags=tags, in_reasoning=in_reasoning)
+    return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.flush()
 
 
 def content(pieces: Iterable[OutputPart]) -> str:
@@ -116,10 +117,10 @@ def check_row(family: ChatFamily, row: Row) -> None:
     character by character, in two pieces that part wherever they may, and in random pieces."""
     assert row.template is None or family.matches(row.template), row.id
     tags = family.reasoning_tags(row.template or "<think></think>") if row.tagged else None
-    opened = row.opened
-    if opened is None:
-        opened = tags is not None and family.ends_in_reasoning(row.prompt, tags)
-    pieces = check_text(family, row.output, tools=row.tools, tags=tags, opened=opened)
+    in_reasoning = row.in_reasoning
+    if in_reasoning is None:
+        in_reasoning = tags is not None and family.ends_in_reasoning(row.prompt, tags)
+    pieces = check_text(family, row.output, tools=row.tools, tags=tags, in_reasoning=in_reasoning)
     if row.content is not None:
         assert content(pieces) == row.content, row.id
     if row.reasoning is not None:
@@ -132,7 +133,7 @@ def check_row(family: ChatFamily, row: Row) -> None:
     whole = joined(pieces)
     for place in _partings(row):
         chunks = cut(row.output, [place])
-        again = read(family, chunks, tools=row.tools, tags=tags, opened=opened)
+        again = read(family, chunks, tools=row.tools, tags=tags, in_reasoning=in_reasoning)
         assert joined(again) == whole, (row.id, chunks)
 
 
@@ -151,18 +152,18 @@ def check_text(
     *,
     tools: Sequence[Tool],
     tags: ReasoningTags | None = None,
-    opened: bool = False,
+    in_reasoning: bool = False,
     syntax: Sequence[str] = (),
 ) -> list[OutputPart]:
     """Any text can be read, however it is cut with the same result, and what is said and thought
     are slices of it. syntax: where given, nothing but white space is taken away without one of
     these in it. What was found in the whole."""
-    pieces = read(family, [text], tools=tools, tags=tags, opened=opened)
+    pieces = read(family, [text], tools=tools, tags=tags, in_reasoning=in_reasoning)
     whole = joined(pieces)
     for gap in gaps(text, pieces):
         assert not syntax or not gap.strip() or any(mark in gap for mark in syntax), (gap, text)
     for chunks in (list(text), *random_cuts(text, times=3)):
-        again = read(family, chunks, tools=tools, tags=tags, opened=opened)
+        again = read(family, chunks, tools=tools, tags=tags, in_reasoning=in_reasoning)
         assert joined(again) == whole, chunks
         gaps(text, again)
     return pieces

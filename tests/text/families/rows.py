@@ -17,7 +17,7 @@ ANY = Tool(name="any", description=None, parameters={"type": "object"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """content, reasoning, calls: None where the source does not say. template: source of the chat
-    template. prompt: the end of it. opened: whether it ends within reasoning; None to ask the
+    template. prompt: the end of it. in_reasoning: whether it ends within reasoning; None to ask the
     family. tagged: reasoning is to be split off; else its tags are expected in the content."""
 
     id: str
@@ -25,7 +25,7 @@ class Row:
     tools: tuple[Tool, ...]
     template: str | None = None
     prompt: str = ""
-    opened: bool | None = None
+    in_reasoning: bool | None = None
     tagged: bool = True
     content: str | None = None
     reasoning: str | None = None
@@ -102,7 +102,7 @@ def ollama(shared: Path, *families: str, name: str | None = None) -> list[Row]:
             template=None if name is None else template(shared, name),
             output=row["output"],
             tools=tools_of(row["tools"]) or (ANY,),
-            opened=row.get("thinking_enabled", False),
+            in_reasoning=row.get("thinking_enabled", False),
             content=row["expect"].get("content"),
             reasoning=row["expect"].get("reasoning_content"),
             calls=_calls(row["expect"].get("tool_calls")),
@@ -119,7 +119,7 @@ def mlx_lm(shared: Path, *parsers: str) -> list[Row]:
             id=row["id"],
             output=f"{row['start_marker'] or ''}{row['inner_text']}{row['end_marker'] or ''}",
             tools=tools_of(row["tools"]) or (ANY,),
-            opened=False,
+            in_reasoning=False,
             calls=_calls(row["expect"]),
         )
         for row in _lines(shared, "mlx_lm.jsonl")

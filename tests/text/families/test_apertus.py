@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.apertus import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -60,9 +60,9 @@ def test_what_is_wrong_with_arguments_stands_in_them(text, arguments):
     assert [call.arguments for call in found] == [arguments]
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

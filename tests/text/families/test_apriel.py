@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.apriel import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -42,7 +42,7 @@ def test_a_prompt_opens_the_reasoning_and_a_model_may_do_it_again():
     assert FAMILY.ends_in_reasoning(prompt, TAGS)
     for again in ("", "Here are my reasoning steps:\n"):
         text = f"{again}I think\n[BEGIN FINAL RESPONSE]\nSo.\n[END FINAL RESPONSE]\n"
-        pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=True)
+        pieces = check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=True)
         assert (reasoning(pieces), content(pieces)) == ("I think", "So.")
 
 
@@ -56,9 +56,9 @@ def test_calls_follow_reasoning():
     assert not content(pieces)
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.deepseek_r1 import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     calls,
     check_prose,
@@ -48,7 +48,7 @@ OPENED = {"llamacpp-4006-198"}
 def test_what_its_models_wrote_is_read(shared):
     rows = (*llamacpp(shared, *TEMPLATES), *ollama(shared, "cogito"))
     for row in law(rows, LEFT_OUT):
-        check_row(FAMILY, replace(row, opened=True) if row.id in OPENED else row)
+        check_row(FAMILY, replace(row, in_reasoning=True) if row.id in OPENED else row)
 
 
 def test_a_marker_within_a_string_ends_nothing():
@@ -69,9 +69,9 @@ def test_what_has_no_name_stays_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

@@ -42,13 +42,13 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
     ]
     for row in law(rows, LEFT_OUT):
         # ollama reads calls of tools that nobody offered
-        check_row(FAMILY, replace(row, tools=row.tools or (ANY,), tagged=True, opened=False))
+        check_row(FAMILY, replace(row, tools=row.tools or (ANY,), tagged=True, in_reasoning=False))
 
 
 @given(mixtures(*FAMILY.markers, CALL, "call:now{", "city:", "}", "thought\n"))
 def test_any_text_is_read_the_same_however_it_is_cut(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=FAMILY.markers)
-    check_text(FAMILY, text, tools=(), tags=TAGS, opened=True)
+    check_text(FAMILY, text, tools=(), tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))
@@ -65,7 +65,7 @@ def test_a_prompt_may_have_opened_the_channel():
     assert FAMILY.ends_in_reasoning("<|turn>model\n<|channel>thought\n", TAGS)
     assert not FAMILY.ends_in_reasoning("<|turn>model\n<|channel>thought\n<channel|>", TAGS)
     text = f"Look it up.\n<channel|>{CALL}<|channel>thought\nSo.<channel|>Done."
-    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS, opened=True)
+    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
     assert (reasoning(pieces), content(pieces)) == ("Look it up.So.", "Done.")
     assert [call.name for call in calls(pieces)] == ["get_weather"]
 

@@ -46,7 +46,7 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
 @given(mixtures(*FAMILY.markers, "analysis", "final", "to=", "functions.now", "assistant", CALL))
 def test_any_text_is_read_the_same_however_it_is_cut(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*FAMILY.markers, "to="))
-    check_text(FAMILY, text, tools=(), tags=TAGS, opened=True)
+    check_text(FAMILY, text, tools=(), tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))
@@ -97,7 +97,7 @@ def test_without_tools_calls_are_text():
 
 def test_what_the_prompt_began_is_reasoning():
     text = f"Look it up.<|end|>{NEXT}{FINAL}"
-    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS, opened=True)
+    pieces = check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
     assert reasoning(pieces) == "Look it up."
     assert content(pieces) == "It rains."
 

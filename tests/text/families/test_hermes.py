@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.hermes import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import (
     Call,
     calls,
@@ -53,10 +53,10 @@ def test_what_its_models_wrote_is_read(shared):
 
 
 def test_a_name_is_known_before_its_arguments_are():
-    splitter = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    pieces = splitter.feed('<tool_call>\n{"name": "get_weather", "arguments": ')
+    parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
+    pieces = parser.feed('<tool_call>\n{"name": "get_weather", "arguments": ')
     assert calls(pieces) == [Call(name="get_weather", id=None, arguments="")]
-    assert calls([*pieces, *splitter.feed('{"city": "Os')])[0].arguments == '{"city": "Os'
+    assert calls([*pieces, *parser.feed('{"city": "Os')])[0].arguments == '{"city": "Os'
 
 
 def test_a_marker_within_a_string_ends_nothing():
@@ -111,9 +111,9 @@ def test_what_looks_like_a_call_in_reasoning_is_none():
     assert not calls(pieces)
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

@@ -37,13 +37,13 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
     ]
     for row in law(rows, LEFT_OUT):
         # ollama reads calls of tools that nobody offered
-        check_row(FAMILY, replace(row, tools=row.tools or (ANY,), opened=False))
+        check_row(FAMILY, replace(row, tools=row.tools or (ANY,), in_reasoning=False))
 
 
 @given(mixtures(*FAMILY.markers, CALL, "[now(", "now", "get_weather(city=", "'", ")]", "="))
 def test_any_text_is_read_the_same_however_it_is_cut(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*FAMILY.markers, "["))
-    check_text(FAMILY, text, tools=(), tags=TAGS, opened=True)
+    check_text(FAMILY, text, tools=(), tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))

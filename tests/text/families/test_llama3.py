@@ -79,8 +79,8 @@ def test_only_what_begins_the_answer_and_names_a_tool_is_a_call(text):
 
 def test_an_answer_in_json_is_not_held_back():
     pieces = read(FAMILY, ['{"answer": "It is'], tools=[WEATHER])
-    splitter = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
-    assert content(splitter.feed('{"answer": "It is')) == content(pieces)
+    parser = FAMILY.build_parser(tools=[WEATHER], tags=None, in_reasoning=False)
+    assert content(parser.feed('{"answer": "It is')) == content(pieces)
 
 
 def test_behind_the_token_any_name_is_one_and_built_in_tools_are_called_as_methods():

@@ -28,7 +28,7 @@ def test_outputs_of_real_models_are_read_however_they_are_cut(shared):
 @given(mixtures(*MARKERS, CALL, "<longcat_arg_key>city</longcat_arg_key>"))
 def test_any_text_is_read_the_same_however_it_is_cut(text):
     check_text(FAMILY, text, tools=TOOLS, tags=TAGS, syntax=(*MARKERS, "<longcat_think>"))
-    check_text(FAMILY, text, tools=TOOLS, tags=TAGS, opened=True)
+    check_text(FAMILY, text, tools=TOOLS, tags=TAGS, in_reasoning=True)
 
 
 @given(prose("<"))

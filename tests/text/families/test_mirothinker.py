@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.mirothinker import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import calls, check_prose, check_text, content, mixtures, prose
 from tests.text.families.rows import template
 from tests.text.families.walking import NOW, TOOLS, WEATHER, Walk, check_walks
@@ -63,9 +63,9 @@ def test_what_has_no_name_stays_text(text):
     check_prose(FAMILY, text, tools=[WEATHER])
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

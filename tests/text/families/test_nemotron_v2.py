@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.grammar.constraint import ReasoningTags
 from app.text.families.nemotron_v2 import Family
-from app.text.family import ReasoningTags
 from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
 from tests.text.families.rows import llamacpp
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
@@ -29,9 +29,9 @@ def test_its_templates_are_claimed():
     assert not FAMILY.matches("{{ '<tool_call>' }}")
 
 
-@given(text=mixtures(*MARKERS), opened=st.booleans())
-def test_any_text_is_read_the_same_however_it_is_cut(text, opened):
-    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, opened=opened, syntax=MARKERS)
+@given(text=mixtures(*MARKERS), in_reasoning=st.booleans())
+def test_any_text_is_read_the_same_however_it_is_cut(text, in_reasoning):
+    check_text(FAMILY, text, tools=[WEATHER], tags=TAGS, in_reasoning=in_reasoning, syntax=MARKERS)
 
 
 @given(prose(*MARKERS))

@@ -12,7 +12,8 @@ import jsonschema_rs
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
-from app.text.family import ChatFamily, ToolCallGrammar
+from app.grammar.constraint import ToolCallGrammar
+from app.text.family import ChatFamily
 from tests.text.families.reading import calls, check_text, content
 from tests.text.families.rows import Row
 

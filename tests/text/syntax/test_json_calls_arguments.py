@@ -10,10 +10,10 @@ from tests.text.families.reading import calls, check_text, content
 class Marked(ChatFamily):
     """One call of f; `.` or `!` ends it."""
 
-    def body(self, reader, pieces, tools):
-        pieces.start_tool_call("f")
-        yield from parse_json_arguments(reader, pieces, ".end", "!")
-        yield from reader.read_until(on_text=pieces.add_content)
+    def parse_tool_calls(self, reader, output, tools):
+        output.start_tool_call("f")
+        yield from parse_json_arguments(reader, output, ".end", "!")
+        yield from reader.read_until(on_text=output.add_content)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,6 @@ def test_a_marker_without_a_call_goes_to_whom_text_goes_to():
                 reader, pieces, parse=parse_call_object, open="<c>", on_text=pieces.add_reasoning
             )
 
-    splitter = OutputParser(parse)
-    pieces = [*splitter.feed("a<c>b"), *splitter.flush()]
+    parser = OutputParser(parse)
+    pieces = [*parser.feed("a<c>b"), *parser.flush()]
     assert reasoning(pieces) == "a<c>b"

@@ -34,8 +34,8 @@ def _parse(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
 
 
 def split(*chunks: str) -> list[OutputPart]:
-    splitter = OutputParser(_parse)
-    return [piece for chunk in chunks for piece in splitter.feed(chunk)] + splitter.flush()
+    parser = OutputParser(_parse)
+    return [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.flush()
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_text_without_markers_stays_as_it_is(text):
 
 
 def test_what_is_clear_is_given_out_at_once_and_the_rest_is_known_to_be_held():
-    splitter = OutputParser(_parse)
-    assert splitter.feed("ab ") == [Content(text="ab", at=0)]
-    assert splitter.settled == 2
-    assert splitter.feed("c") == [Content(text=" ", at=2), Content(text="c", at=3)]
-    assert splitter.settled == 4
-    assert splitter.flush() == []
+    parser = OutputParser(_parse)
+    assert parser.feed("ab ") == [Content(text="ab", at=0)]
+    assert parser.settled == 2
+    assert parser.feed("c") == [Content(text=" ", at=2), Content(text="c", at=3)]
+    assert parser.settled == 4
+    assert parser.flush() == []
 
 
 def test_a_parser_that_does_not_read_to_the_end_is_our_mistake():
     def lazy(reader: Reader, pieces: OutputBuilder) -> Resumable[None]:
         yield from reader.peek()
 
-    splitter = OutputParser(lazy)
+    parser = OutputParser(lazy)
     with pytest.raises(AssertionError, match="ended too early"):
-        splitter.feed("a")
+        parser.feed("a")

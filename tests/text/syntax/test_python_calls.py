@@ -14,28 +14,28 @@ from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 class Lists(ChatFamily):
     """Nothing but a list of calls; what is none is text."""
 
-    read = staticmethod(parse_python_list)
+    parse = staticmethod(parse_python_list)
 
-    def body(self, reader, pieces, tools):
+    def parse_tool_calls(self, reader, output, tools):
         held = reader.hold()
-        outcome = yield from self.read(reader, pieces)
+        outcome = yield from self.parse(reader, output)
         if outcome == "none":
             reader.rewind(held)
-        take = (
-            pieces.add_content
+        on_text = (
+            output.add_content
             if outcome != "broken"
-            else lambda text, _: pieces.add_arguments(text)
+            else lambda text, _: output.add_arguments(text)
         )
-        yield from reader.read_until(on_text=take)
+        yield from reader.read_until(on_text=on_text)
 
-    def syntax(self, tools, spell, json):
+    def build_tool_call_grammar(self, tools, literal, json_schema):
         return build_python_grammar(
-            tools, spell, json, before="[", between=", ", after="]", trigger="["
+            tools, literal, json_schema, before="[", between=", ", after="]", trigger="["
         )
 
 
 class Lines(Lists):
-    read = staticmethod(parse_python_calls)
+    parse = staticmethod(parse_python_calls)
 
 
 def read(text, family=None):
@@ -80,8 +80,8 @@ def test_calls_may_stand_one_a_line():
 
 def test_only_functions_of_these_names_are_called():
     class Named(Lists):
-        def read(self, reader, pieces):
-            return parse_python_list(reader, pieces, names={"f"})
+        def parse(self, reader, output):
+            return parse_python_list(reader, output, names={"f"})
 
     assert read("[f(), g()]", Named()) == ([("f", "{}")], ", g()]")
     assert read("[g()]", Named()) == ([], "[g()]")
@@ -125,4 +125,4 @@ def test_each_optional_parameter_may_be_left_out():
     ],
 )
 def test_what_cannot_be_promised_is_left_to_json(parameters):
-    assert Lists().syntax([tool(**parameters)], spell, arguments_of) is None
+    assert Lists().build_tool_call_grammar([tool(**parameters)], spell, arguments_of) is None

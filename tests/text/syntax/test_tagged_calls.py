@@ -46,13 +46,11 @@ def test_a_name_is_given_before_any_of_the_arguments_is_known():
 )
 def test_a_long_value_comes_piece_by_piece(key, begin, rest):
     head, tail = called((key, f"{begin}|{rest}")).split("|")
-    splitter = FAMILY.build_parser(tools=[TOOL], tags=None, in_reasoning=False)
-    early = "".join(p.text for p in splitter.feed(head) if isinstance(p, ToolCallArguments))
+    parser = FAMILY.build_parser(tools=[TOOL], tags=None, in_reasoning=False)
+    early = "".join(p.text for p in parser.feed(head) if isinstance(p, ToolCallArguments))
     assert early.endswith(begin)
     late = "".join(
-        p.text
-        for p in [*splitter.feed(tail), *splitter.flush()]
-        if isinstance(p, ToolCallArguments)
+        p.text for p in [*parser.feed(tail), *parser.flush()] if isinstance(p, ToolCallArguments)
     )
     assert json.loads(early + late)
 

@@ -1,0 +1,71 @@
+"""Undocumented names of uvicorn: the only module that uses them.
+
+Knows: the names that other modules of app/http need, uvicorn's use of them. Must not know: what
+they are needed for.
+
+`UNDOCUMENTED` lists every name, so that a test reports those that disappear in a new version.
+pyproject.toml bounds the versions.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from socket import SocketType
+
+import uvicorn
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+__all__ = [
+    "CLOSE_HEADER",
+    "HookedFlowControl",
+    "HookedH11Protocol",
+    "HookedServer",
+    "RequestResponseCycle",
+    "ServerState",
+]
+
+# class -> attributes of the class or its instances
+UNDOCUMENTED: Sequence[tuple[type, Sequence[str]]] = (
+    (uvicorn.Server, ("_log_started_message", "_captured_signals", "capture_signals")),
+    (uvicorn.Server, ("handle_exit", "startup", "shutdown", "servers", "server_state")),
+    (H11Protocol, ("_unsupported_upgrade_warning", "_unset_keepalive_if_required")),
+    (H11Protocol, ("handle_events", "on_response_complete", "timeout_keep_alive_handler")),
+    (
+        H11Protocol,
+        ("conn", "cycle", "flow", "transport", "app", "client", "timeout_keep_alive_task"),
+    ),
+    (RequestResponseCycle, ("transport", "keep_alive", "response_started", "response_complete")),
+    (FlowControl, ("_transport", "pause_reading", "resume_reading", "read_paused")),
+    (ServerState, ("tasks", "connections")),
+)
+
+
+class HookedServer(uvicorn.Server):
+    def log_listening(self, listeners: Sequence[SocketType]) -> None:
+        """Called once the sockets listen, in place of uvicorn's own log line."""
+        raise NotImplementedError
+
+    def record_signal(self, number: int) -> int:
+        """Returns the number of signals so far, including this one; uvicorn raises them again at
+        its end."""
+        self._captured_signals.append(number)
+        return len(self._captured_signals)
+
+    def _log_started_message(self, listeners: Sequence[SocketType]) -> None:
+        self.log_listening(listeners)
+
+
+class HookedH11Protocol(H11Protocol):
+    def stop_keep_alive_timer(self) -> None:
+        self._unset_keepalive_if_required()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Suppresses uvicorn's log lines: Java's client requests HTTP/2 with each first request,
+        and HTTP/1.1 is a correct response."""
+
+
+class HookedFlowControl(FlowControl):
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport

@@ -1,0 +1,72 @@
+"""One table of sampling parameters, which the readers, the documents and openapi.yaml follow."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+OPENAPI: dict[str, Any] = yaml.safe_load((ROOT / "openapi.yaml").read_text("utf-8"))
+
+each_knob = pytest.mark.parametrize("knob", SAMPLING_KNOBS, ids=lambda knob: knob.name)
+
+
+def test_every_field_has_a_row() -> None:
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {knob.name for knob in SAMPLING_KNOBS} == fields - {"logit_bias"}
+
+
+@each_knob
+def test_the_default_is_in_the_range(knob: SamplingKnob) -> None:
+    if knob.default is not None:
+        assert knob.low <= knob.default <= knob.high
+        assert isinstance(knob.default, knob.kind)
+
+
+@each_knob
+def test_the_documents_have_it(knob: SamplingKnob) -> None:
+    api = (ROOT / "docs/api.md").read_text("utf-8")
+    assert re.search(rf"^\| `{knob.name}` \|.*chat", api, re.MULTILINE), knob.name
+
+
+def resolve(schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        schema = OPENAPI["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def find_properties(schema: Any, name: str) -> list[dict[str, Any]]:
+    """Every property of that name in a schema and in what it is composed of."""
+    found: list[dict[str, Any]] = []
+    match schema:
+        case {"properties": dict(properties)} if name in properties:
+            found.append(resolve(properties[name]))
+        case _:
+            pass
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            if key != "properties":
+                found += find_properties(value, name)
+    elif isinstance(schema, list):
+        for value in schema:
+            found += find_properties(value, name)
+    return found
+
+
+@each_knob
+def test_openapi_has_its_range(knob: SamplingKnob) -> None:
+    found = [
+        schema
+        for schema in find_properties(OPENAPI["components"]["schemas"], knob.name)
+        if "minimum" in schema or "exclusiveMinimum" in schema
+    ]
+    assert found
+    for schema in found:
+        assert schema["maximum"] in (knob.high, knob.trusted_high)
+        low = schema["exclusiveMinimum"] if "exclusiveMinimum" in schema else schema["minimum"]
+        assert low == knob.low
